@@ -1,0 +1,137 @@
+"""Where the components of one rank lie in memory: what two ranks tell each other when they meet.
+
+Owns: `Region`, `RankManifest`, the fingerprint and the comparison that names the first difference.
+Must not know: how memory was made, which transport will read it.
+
+A region's pages lie in one or several *extents* (registered stretches of memory); no operation may cross the border of
+two extents, since a network card holds a key for each. Page `p` begins at
+`extent_addresses[p // pages_per_extent] + (p % pages_per_extent) * page_stride_bytes`. `layer_first` and `page_first`
+layouts differ in stride only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
+from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank, Uint64
+
+MANIFEST_VERSION = 1
+
+
+class Region(FrozenModel):
+    """The memory of one component of one layer on one rank."""
+
+    component: ComponentKind
+    layer: NonNegative
+    space: IndexSpace
+    """What the page ids of this region count: the component's own space on a device, `host` in the host pool."""
+    memory: MemoryKind
+    device: NonNegative = 0
+    """CUDA ordinal of VRAM; 0 for DRAM."""
+    extent_addresses: tuple[Uint64, ...] = Field(min_length=1)
+    """Virtual address, in the process that owns the transport endpoint, of the region's first page in each extent."""
+    pages_per_extent: Positive
+    page_count: Positive
+    page_bytes: Positive
+    page_stride_bytes: Positive
+    lane_start: NonNegative = 0
+    lane_stop: Positive = 1
+    """The lanes [lane_start, lane_stop) of the component that this rank holds."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.page_stride_bytes < self.page_bytes:
+            raise ValueError(f"{self.component} layer {self.layer}: pages of {self.page_bytes} bytes overlap at stride {self.page_stride_bytes}")
+        needed = -(-self.page_count // self.pages_per_extent)
+        if len(self.extent_addresses) != needed:
+            raise ValueError(
+                f"{self.component} layer {self.layer}: {self.page_count} pages of {self.pages_per_extent} an extent need "
+                f"{needed} extents, got {len(self.extent_addresses)}"
+            )
+        if self.lane_stop <= self.lane_start:
+            raise ValueError(f"{self.component} layer {self.layer}: empty lane interval [{self.lane_start}, {self.lane_stop})")
+        return self
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes a page of this region holds."""
+        return self.lane_stop - self.lane_start
+
+
+class RankManifest(FrozenModel):
+    """All regions of one rank. Host-pool regions are listed by every rank of the node, each at its own addresses."""
+
+    version: int = MANIFEST_VERSION
+    fingerprint: str
+    rank: Rank
+    pp_size: Positive
+    tp_size: Positive
+    regions: tuple[Region, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rank.pp >= self.pp_size or self.rank.tp >= self.tp_size:
+            raise ValueError(f"rank {self.rank} does not exist in an instance of {self.pp_size} stages x {self.tp_size}")
+        seen = {(region.component, region.layer, region.space is IndexSpace.HOST) for region in self.regions}
+        if len(seen) != len(self.regions):
+            raise ValueError(f"rank {self.rank}: a component of a layer is listed twice")
+        return self
+
+
+def fingerprint_facts(geometry: ModelGeometry) -> dict[str, Any]:
+    """Return what the fingerprint is made of: everything that decides where a byte of a request belongs.
+
+    The model's name is left out: two names for the same bytes may meet.
+    """
+    facts = geometry.model_dump(mode="json", exclude={"name"})
+    facts["components"] = {component["kind"]: component for component in facts["components"]}
+    return facts
+
+
+def fingerprint(geometry: ModelGeometry) -> str:
+    """Return 32 hexadecimal digits: BLAKE2b over the canonical JSON of `fingerprint_facts`."""
+    text = json.dumps(fingerprint_facts(geometry), sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def first_difference(ours: ModelGeometry, theirs: ModelGeometry) -> str | None:
+    """Return a sentence that names the first fact in which two geometries differ, or None when none does."""
+    return _difference(fingerprint_facts(ours), fingerprint_facts(theirs), "")
+
+
+def _difference(ours: Any, theirs: Any, path: str) -> str | None:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted(ours.keys() | theirs.keys()):
+            inner = f"{path}.{key}" if path else key
+            if key not in ours:
+                return f"{inner} exists only on the peer"
+            if key not in theirs:
+                return f"{inner} exists only here"
+            found = _difference(ours[key], theirs[key], inner)
+            if found:
+                return found
+        return None
+    return None if ours == theirs else f"{path} is {ours} here and {theirs} on the peer"
+
+
+def lane_interval(component: Component, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """Return the lanes [start, stop) that a tensor-parallel rank holds.
+
+    One-lane components are replicated on every rank. With more ranks than lanes, neighbouring ranks hold the same lane.
+    """
+    if component.lanes == 1:
+        return 0, 1
+    if component.lanes >= tp_size:
+        each, rest = divmod(component.lanes, tp_size)
+        if rest:
+            raise ValueError(f"{component.kind}: {component.lanes} lanes cannot be split evenly over {tp_size} ranks")
+        return tp_rank * each, (tp_rank + 1) * each
+    share, rest = divmod(tp_size, component.lanes)
+    if rest:
+        raise ValueError(f"{component.kind}: {tp_size} ranks cannot share {component.lanes} lanes evenly")
+    return tp_rank // share, tp_rank // share + 1

@@ -1,0 +1,125 @@
+"""The names by which things are known, as types.
+
+Owns: identities (room, generation, incarnation, rank) and the index spaces. Knows nothing of what is behind a name.
+
+A page id is a number that means something in one index space only. `PageTable` carries its space with it, and
+`PageTable.require` is how every reader says which space it is about to index; there is no other way to get at the
+numbers for addressing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, NewType
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvbridge.core.errors import InvalidInputError
+
+RoomId = NewType("RoomId", int)
+"""Names one request on both sides: an unsigned 64-bit integer chosen by whoever admits the request."""
+
+Generation = NewType("Generation", int)
+"""Counts the attempts at one room, from 1. A message of an older generation is stale."""
+
+Incarnation = NewType("Incarnation", str)
+"""Names one life of one process: 16 random hexadecimal digits drawn at its start."""
+
+InstanceId = NewType("InstanceId", str)
+"""Names one copy of a served model: the ranks that hold it, on one node or several."""
+
+MAX_ROOM = 2**64 - 1
+
+Uint64 = Annotated[int, Field(ge=0, le=MAX_ROOM)]
+NonNegative = Annotated[int, Field(ge=0, le=2**62)]
+Positive = Annotated[int, Field(ge=1, le=2**62)]
+
+PageIdArray = npt.NDArray[np.int32]
+
+
+class Role(StrEnum):
+    """What an instance does with a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class IndexSpace(StrEnum):
+    """What a page id counts. Ids of two spaces are never interchangeable."""
+
+    FULL = "full"
+    """Pages that each cover `tokens_per_page` tokens of a request."""
+    SWA = "swa"
+    """Pages of the sliding-window pool; a request holds only those that its window touches."""
+    REQUEST = "request"
+    """Request slots; a request holds exactly one."""
+    HOST = "host"
+    """Pages of the node's host pool."""
+
+
+class Residency(StrEnum):
+    """Where a component lives on a node."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class MemoryKind(StrEnum):
+    """The kind of memory behind an address, as a network card sees it."""
+
+    DRAM = "dram"
+    VRAM = "vram"
+
+
+class FrozenModel(BaseModel):
+    """A pydantic model that is complete and valid once built, and refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Rank(FrozenModel):
+    """A rank's place in its instance: pipeline stage and tensor-parallel index, both from 0."""
+
+    pp: NonNegative
+    tp: NonNegative
+
+    def __str__(self) -> str:
+        return f"pp{self.pp}.tp{self.tp}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageTable:
+    """The pages of one request in one index space, in the order of its tokens.
+
+    `ids[i]` is the page that holds logical page `first_page + i`, where a logical page covers `tokens_per_page` tokens
+    counted from the start of the request. `first_page` is 0 except in the window space, where leading pages have
+    slid out. `ids` is int32, one-dimensional, not written after construction.
+    """
+
+    space: IndexSpace
+    ids: PageIdArray
+    first_page: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ids.dtype != np.int32 or self.ids.ndim != 1:
+            raise InvalidInputError(
+                f"a page table holds a one-dimensional int32 array, got {self.ids.dtype} of shape {self.ids.shape}"
+            )
+        if self.first_page < 0:
+            raise InvalidInputError(f"first_page must not be negative, got {self.first_page}")
+
+    def require(self, space: IndexSpace) -> PageIdArray:
+        """Return the ids for use in `space`. Raises InvalidInputError when they count something else."""
+        if space is not self.space:
+            raise InvalidInputError(f"page ids of space '{self.space}' cannot index space '{space}'")
+        return self.ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+Tables = dict[IndexSpace, PageTable]
+"""All pages of one request on one node: at most one table for each space."""

@@ -1,0 +1,115 @@
+"""What a plan is: arrays of (source address, destination address, length), and what they amount to.
+
+Owns: `Operations`, `Amount`, `Section`. Must not know: how they are computed, who will execute them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.ids import FrozenModel, NonNegative
+
+AddressArray = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operations:
+    """Copies to make, in no particular order; none overlaps another's destination.
+
+    Three one-dimensional uint64 arrays of equal length: virtual addresses in the source process and in the destination
+    process, and bytes (never 0). Not written after construction.
+    """
+
+    source: AddressArray
+    destination: AddressArray
+    length: AddressArray
+
+    def __post_init__(self) -> None:
+        shapes = {array.shape for array in (self.source, self.destination, self.length)}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 1:
+            raise InvalidInputError(f"operation arrays must be one-dimensional and equally long, got shapes {shapes}")
+        for array in (self.source, self.destination, self.length):
+            if array.dtype != np.uint64:
+                raise InvalidInputError(f"operation arrays are uint64, got {array.dtype}")
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all lengths."""
+        return int(self.length.sum(dtype=np.uint64))
+
+    def __getitem__(self, part: slice) -> Operations:
+        return Operations(self.source[part], self.destination[part], self.length[part])
+
+    @classmethod
+    def empty(cls) -> Operations:
+        """No operation at all."""
+        nothing = np.empty(0, dtype=np.uint64)
+        return cls(nothing, nothing, nothing)
+
+    @classmethod
+    def joined(cls, parts: list[Operations]) -> Operations:
+        """All operations of `parts`, in that order."""
+        if not parts:
+            return cls.empty()
+        return cls(
+            np.concatenate([part.source for part in parts]),
+            np.concatenate([part.destination for part in parts]),
+            np.concatenate([part.length for part in parts]),
+        )
+
+
+class Amount(FrozenModel):
+    """How much of one component was planned or sent."""
+
+    lane_rows: NonNegative = 0
+    """Rows times lanes, summed over layers and destinations. Independent of how a request was cut into chunks, so this is what
+    commit is decided by."""
+    bytes: NonNegative = 0
+    """Bytes on the wire; a completed page counts with its padding."""
+    operations: NonNegative = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(
+            lane_rows=self.lane_rows + other.lane_rows,
+            bytes=self.bytes + other.bytes,
+            operations=self.operations + other.operations,
+        )
+
+
+Amounts = dict[ComponentKind, Amount]
+
+
+def add_amounts(left: Amounts, right: Amounts) -> Amounts:
+    """Sum two statements, component by component."""
+    return {kind: left.get(kind, Amount()) + right.get(kind, Amount()) for kind in left.keys() | right.keys()}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rank will move to one peer rank for one section of one request."""
+
+    operations: Operations
+    amounts: Amounts = field(default_factory=dict)
+
+
+class Section(FrozenModel):
+    """Which part of a request to move: the tokens [start_token, stop_token) of some layers.
+
+    `stop_token == prompt_tokens` makes the section final for its layers: windows, tails and whole rows go out with it.
+    """
+
+    prompt_tokens: NonNegative
+    prefix_tokens: NonNegative = 0
+    """Tokens from the start that decode already holds; a multiple of the geometry's tokens_per_page."""
+    start_token: NonNegative
+    stop_token: NonNegative
+    layers: tuple[NonNegative, ...] | None = None
+    """Global layer ids, or None for every layer of the rank."""

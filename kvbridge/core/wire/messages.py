@@ -1,0 +1,276 @@
+"""Every message between kvbridge processes, typed.
+
+Owns: names, fields, limits. Must not know: sockets, encoding, who is connected to whom.
+
+Three conversations share these types. *Peers* (decode node <-> prefill node) meet, offer, send and drain. *Workers* (node <->
+its rank workers) execute. *Engines* (node <-> engine ranks) begin, publish, claim. A closed union for each direction; what is
+not in the union is refused at the door.
+
+Page tables travel as little-endian int32 bytes, not as lists: a million-token request has 4,096 ids in each space.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.manifest import RankManifest
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, PageTable, Positive, Rank, Role, Tables, Uint64
+from kvbridge.core.plan.operations import Amounts, Section
+
+PROTOCOL_VERSION = 1
+MAX_METADATA_BYTES = 64 * 1024
+MAX_TABLE_BYTES = 4 * 65_536
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Text = Annotated[str, Field(max_length=4_000)]
+Metadata = Annotated[bytes, Field(max_length=MAX_METADATA_BYTES)]
+
+
+class WireTable(FrozenModel):
+    """A `PageTable` on the wire."""
+
+    space: IndexSpace
+    first_page: NonNegative = 0
+    ids: Annotated[bytes, Field(max_length=MAX_TABLE_BYTES)]
+    """int32, little-endian."""
+
+
+def to_wire(tables: Tables) -> tuple[WireTable, ...]:
+    """Encode tables for a message."""
+    return tuple(
+        WireTable(space=table.space, first_page=table.first_page, ids=table.ids.astype("<i4").tobytes())
+        for table in tables.values()
+    )
+
+
+def from_wire(tables: tuple[WireTable, ...]) -> Tables:
+    """Decode the tables of a message. Raises InvalidInputError (through PageTable) or ValueError on malformed ids."""
+    return {
+        table.space: PageTable(table.space, np.frombuffer(table.ids, dtype="<i4").astype(np.int32), table.first_page)
+        for table in tables
+    }
+
+
+class RoomMessage(FrozenModel):
+    """What every message about a room carries."""
+
+    room: Uint64
+    generation: Positive
+
+
+class TransportEndpoint(FrozenModel):
+    """One transport of one rank: `data` is the backend's own."""
+
+    transport: Name
+    data: Annotated[bytes, Field(max_length=1 << 20)]
+
+
+class RankDescription(FrozenModel):
+    """All that a peer needs in order to write to a rank, or to expect writes from it."""
+
+    manifest: RankManifest
+    endpoints: tuple[TransportEndpoint, ...]
+
+
+class NodeDescription(FrozenModel):
+    """One daemon, as it introduces itself to a peer."""
+
+    instance: Name
+    node: Name
+    role: Role
+    incarnation: Name
+    geometry: ModelGeometry
+    ranks: tuple[RankDescription, ...]
+
+
+# ---------------------------------------------------------------------------------------------- peers
+
+
+class Hello(FrozenModel):
+    """Decode to prefill, first message and again after either side changed: who I am and where my memory is."""
+
+    type: Literal["hello"] = "hello"
+    node: NodeDescription
+
+
+class Welcome(FrozenModel):
+    """Prefill to decode: accepted; these are the ranks that will write to you, and over what."""
+
+    type: Literal["welcome"] = "welcome"
+    instance: Name
+    node: Name
+    incarnation: Name
+    ranks: tuple[Rank, ...]
+
+
+class Rejected(FrozenModel):
+    """Prefill to decode: we cannot work together; `message` names the first difference."""
+
+    type: Literal["rejected"] = "rejected"
+    code: Name
+    message: Text
+
+
+class Offer(RoomMessage):
+    """Decode to prefill: write this request's state here. Grants the lease on the pages until Done or Drained."""
+
+    type: Literal["offer"] = "offer"
+    prompt_tokens: Positive
+    prefix_tokens: NonNegative = 0
+    tables: tuple[WireTable, ...]
+
+
+class Abort(RoomMessage):
+    """Either side: stop. The sender of pages answers Drained once nothing of the room is in flight."""
+
+    type: Literal["abort"] = "abort"
+    code: Name
+    message: Text
+
+
+class Done(RoomMessage):
+    """Prefill to decode: this writer has sent everything that was its to send, and it has arrived."""
+
+    type: Literal["done"] = "done"
+    writer: Rank
+    amounts: Amounts
+    phases_s: dict[str, float]
+    metadata: Metadata = b""
+
+
+class Failed(RoomMessage):
+    """Prefill to decode: the room will not be completed. Drained follows when its pages are quiet."""
+
+    type: Literal["failed"] = "failed"
+    code: Name
+    message: Text
+
+
+class Drained(RoomMessage):
+    """Prefill to decode: nothing of this room is in flight on this node, nor ever will be."""
+
+    type: Literal["drained"] = "drained"
+
+
+class Heartbeat(FrozenModel):
+    """Either side: this incarnation lives."""
+
+    type: Literal["heartbeat"] = "heartbeat"
+
+
+PeerMessage = Annotated[
+    Hello | Welcome | Rejected | Offer | Abort | Done | Failed | Drained | Heartbeat, Field(discriminator="type")
+]
+
+
+# ---------------------------------------------------------------------------------------------- workers
+
+
+class WorkerReady(FrozenModel):
+    """Worker to node: memory is created and registered; this is how peers reach me."""
+
+    type: Literal["worker_ready"] = "worker_ready"
+    rank: Rank
+    pid: Positive
+    description: RankDescription
+
+
+class WorkerProgress(FrozenModel):
+    """Worker to node: how far creating and registering memory has come."""
+
+    type: Literal["worker_progress"] = "worker_progress"
+    rank: Rank
+    done_bytes: NonNegative
+    total_bytes: NonNegative
+
+
+class ConnectPeer(FrozenModel):
+    """Node to worker: get ready to write to the ranks of a decode node; replaces what was known of that node."""
+
+    type: Literal["connect_peer"] = "connect_peer"
+    peer: Name
+    """The peer node's incarnation."""
+    ranks: tuple[RankDescription, ...]
+
+
+class PeerConnected(FrozenModel):
+    """Worker to node: ready (`error` empty), or why not."""
+
+    type: Literal["peer_connected"] = "peer_connected"
+    rank: Rank
+    peer: Name
+    transports: tuple[str, ...] = ()
+    error_code: str = ""
+    error: Text = ""
+
+
+class DisconnectPeer(FrozenModel):
+    """Node to worker: forget a decode node."""
+
+    type: Literal["disconnect_peer"] = "disconnect_peer"
+    peer: Name
+
+
+class OpenRoom(RoomMessage):
+    """Node to worker: the two ends of a room."""
+
+    type: Literal["open_room"] = "open_room"
+    peer: Name
+    prompt_tokens: Positive
+    prefix_tokens: NonNegative
+    source: tuple[WireTable, ...]
+    destination: tuple[WireTable, ...]
+
+
+class Send(RoomMessage):
+    """Node to worker: move this section to every rank of the room's peer."""
+
+    type: Literal["send"] = "send"
+    order: Positive
+    section: Section
+
+
+class Sent(RoomMessage):
+    """Worker to node: how an order ended. `quiet` is False when bytes may still move."""
+
+    type: Literal["sent"] = "sent"
+    rank: Rank
+    order: Positive
+    amounts: Amounts = Field(default_factory=dict)
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """Phases of the order: `plan`, `move`, and `first_byte` (monotonic seconds from receipt to first submit)."""
+    error_code: str = ""
+    error: Text = ""
+    quiet: bool = True
+
+
+class CloseRoom(RoomMessage):
+    """Node to worker: forget the room; what is in flight is aborted, and RoomClosed is the proof that it is quiet."""
+
+    type: Literal["close_room"] = "close_room"
+
+
+class RoomClosed(RoomMessage):
+    """Worker to node: nothing of the room is in flight (`quiet`), or something may be until the transport is rebuilt."""
+
+    type: Literal["room_closed"] = "room_closed"
+    rank: Rank
+    quiet: bool
+
+
+class Shutdown(FrozenModel):
+    """Node to worker: end now."""
+
+    type: Literal["shutdown"] = "shutdown"
+
+
+NodeToWorker = Annotated[
+    ConnectPeer | DisconnectPeer | OpenRoom | Send | CloseRoom | Heartbeat | Shutdown, Field(discriminator="type")
+]
+WorkerToNode = Annotated[
+    WorkerReady | WorkerProgress | PeerConnected | Sent | RoomClosed | Heartbeat, Field(discriminator="type")
+]

@@ -1,0 +1,176 @@
+"""What the doors of a daemon ask of the services behind them.
+
+Owns: the requests, the answers and the protocols between `http` and the services. Must not know: HTTP, sockets.
+Field names here are the JSON names of the API.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field
+
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Uint64
+from kvbridge.core.plan.operations import Amounts
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class PeerAddress(FrozenModel):
+    """How to reach the control door of one prefill node."""
+
+    endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://", max_length=500)]
+    public_key: Annotated[str, Field(max_length=40)] = ""
+    """CURVE public key in Z85 (40 characters), or empty when the cluster runs without keys."""
+
+
+class AdmissionRequest(FrozenModel):
+    """Admit one request. On decode, `prefill` names the nodes that will write; on prefill it is left out."""
+
+    room: Uint64 | None = None
+    """None lets the daemon draw one."""
+    generation: Positive = 1
+    prompt_tokens: Positive
+    max_new_tokens: NonNegative = 0
+    prefix_tokens: NonNegative = 0
+    prefill: tuple[PeerAddress, ...] = ()
+    client: Annotated[str, Field(max_length=200)] = ""
+
+
+class RoomState(StrEnum):
+    """Where a room stands, as users see it; one vocabulary for both sides."""
+
+    ADMITTED = "admitted"
+    OFFERED = "offered"
+    TRANSFERRING = "transferring"
+    COMMITTED = "committed"
+    CLAIMED = "claimed"
+    COMPLETED = "completed"
+    ABORTING = "aborting"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing more will happen to the room."""
+        return self in {RoomState.COMPLETED, RoomState.ABORTED, RoomState.FAILED}
+
+
+class RoomReport(FrozenModel):
+    """One room, as its daemon sees it now. For a final room this is its receipt."""
+
+    room: Uint64
+    generation: Positive
+    role: Role
+    state: RoomState
+    prompt_tokens: NonNegative
+    prefix_tokens: NonNegative = 0
+    reason_code: str = ""
+    reason: str = ""
+    """Why it failed or was aborted; the first cause."""
+    amounts: Amounts = Field(default_factory=dict)
+    phases_s: dict[str, float] = Field(default_factory=dict)
+    age_s: float = 0.0
+
+
+class Readiness(FrozenModel):
+    """Whether new rooms can be admitted, and every reason why not."""
+
+    ready: bool
+    reasons: tuple[str, ...] = ()
+
+
+class RoomsPort(Protocol):
+    """Admission on one daemon (prefill or decode)."""
+
+    async def admit(self, request: AdmissionRequest) -> RoomReport:
+        """Reserve for a request. Raises CapacityError when it does not fit now, InvalidInputError, ConflictError."""
+
+    def report(self, room: int) -> RoomReport:
+        """Raises UnknownRoomError."""
+
+    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
+        """Return when the room is in one of the states or final, or with its present state after `timeout_s`."""
+
+    async def cancel(self, room: int, reason: str) -> RoomReport:
+        """Abort a room; harmless on a final one. Raises UnknownRoomError."""
+
+
+class StatusPort(Protocol):
+    """What operators ask of any daemon."""
+
+    def readiness(self) -> Readiness:
+        """Whether new rooms can be admitted, and every reason why not."""
+
+    def status(self) -> dict[str, Any]:
+        """Everything an operator wants to see, as JSON-able data: role, ranks, peers, rooms and pools by state."""
+
+
+# ------------------------------------------------------------------------------------------- bootstrap
+
+
+class Load(FrozenModel):
+    """How full a node is, sent with each heartbeat."""
+
+    rooms: NonNegative = 0
+    free_pages: dict[str, NonNegative] = Field(default_factory=dict)
+    """Free pages by index space."""
+    total_pages: dict[str, NonNegative] = Field(default_factory=dict)
+
+
+class NodeRegistration(FrozenModel):
+    """One daemon's entry in the directory."""
+
+    instance: Name
+    node: Name
+    role: Role
+    incarnation: Name
+    http_url: Annotated[str, Field(pattern=r"^https?://", max_length=500)]
+    control: PeerAddress
+    pp_size: Positive
+    tp_size: Positive
+    ranks: tuple[Rank, ...]
+    """The ranks that live on this node."""
+    fingerprint: Name
+    geometry: ModelGeometry
+    ready: bool = True
+    load: Load = Load()
+
+
+class NodeHeartbeat(FrozenModel):
+    """Sent every heartbeat interval; a node that the directory does not know (any more) is told to register again."""
+
+    incarnation: Name
+    ready: bool
+    load: Load = Load()
+
+
+class PairRequest(FrozenModel):
+    """Ask bootstrap for a pair of instances for one request."""
+
+    room: Uint64 | None = None
+    prompt_tokens: Positive
+    max_new_tokens: NonNegative = 0
+    prefix_tokens: NonNegative = 0
+    fingerprint: str = ""
+    """Only instances of this fingerprint, when several models share a directory."""
+    client: Annotated[str, Field(max_length=200)] = ""
+
+
+class TicketEnd(FrozenModel):
+    """One side of a ticket: where to send the request."""
+
+    instance: Name
+    http_urls: tuple[str, ...]
+
+
+class Ticket(FrozenModel):
+    """A paired and, on both ends, reserved request."""
+
+    room: Uint64
+    generation: Positive
+    prefill: TicketEnd
+    decode: TicketEnd
+    expires_in_s: float

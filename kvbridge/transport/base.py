@@ -1,0 +1,154 @@
+"""What a transport backend is: four verbs and a promise about silence.
+
+Owns: the interface, its vocabulary, and the contract that `tests/contract` holds every backend to.
+Must not know: models, rooms, roles, pages. A backend moves bytes.
+
+The promise. Neither transfer library stops a transfer that it has reported as failed. So a backend says one of two
+things of a failure: `FAILED_QUIET` (no operation of this transfer can read its source or write its destination any
+more) or `FAILED_NOT_QUIET` (some still may). After the second the only cure is `close()` of the whole transport, and pages
+on both sides must not be used again before that. A transfer is never simply dropped: it is polled until it is terminal.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
+from kvbridge.core.plan.operations import Operations
+
+
+class SharedFile(FrozenModel):
+    """The file behind a shared mapping, so that another process of the same host can map the same bytes."""
+
+    path: str
+    offset_bytes: NonNegative = 0
+
+
+class Memory(FrozenModel):
+    """A stretch of this process's memory that peers may be given access to."""
+
+    address: Positive
+    length_bytes: Positive
+    kind: MemoryKind = MemoryKind.DRAM
+    device: NonNegative = 0
+    shared: SharedFile | None = None
+    """Set when the memory is a shared mapping; the `local` backend can only reach such memory."""
+    label: str = ""
+    """What it is, for error messages ("host pool extent 3")."""
+
+
+class Capabilities(FrozenModel):
+    """What a backend can do; the planner and the rank worker obey it."""
+
+    memory_kinds: frozenset[MemoryKind]
+    max_operation_bytes: Positive
+    """Longer operations must be cut before `submit`."""
+    same_host_only: bool = False
+
+
+class Endpoint(FrozenModel):
+    """How peers reach a transport. `data` is the backend's own and opaque to everybody else; at most 1 MiB."""
+
+    transport: str
+    data: bytes
+
+
+class TransferState(Enum):
+    """Where a transfer stands."""
+
+    ACTIVE = "active"
+    DONE = "done"
+    """Every byte is in the destination's memory."""
+    FAILED_QUIET = "failed_quiet"
+    FAILED_NOT_QUIET = "failed_not_quiet"
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the state is final."""
+        return self is not TransferState.ACTIVE
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatus:
+    """A transfer's state and, after a failure, its first cause in words."""
+
+    state: TransferState
+    error: str = ""
+
+
+class Transfer(ABC):
+    """Operations on their way to one peer. Used by the thread that submitted it, and by no other."""
+
+    @abstractmethod
+    def poll(self) -> TransferStatus:
+        """Push the transfer forward and say where it stands. Never blocks for longer than about a millisecond.
+
+        After the first failed operation nothing further is submitted, and the state stays ACTIVE until every operation
+        is terminal (FAILED_QUIET) or the quiet deadline has passed (FAILED_NOT_QUIET). Terminal states do not change.
+        """
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Submit nothing further; the transfer then ends as after a failure. Harmless on a terminal transfer."""
+
+
+class Peer(ABC):
+    """A connected remote transport; made by `Transport.connect`."""
+
+    transport_name: ClassVar[str]
+
+
+class Transport(ABC):
+    """One backend's agent in one process. Every method is called from one thread.
+
+    Errors: TransportError (and its RegistrationError) for what the library or the peer did, InvalidInputError for what
+    the caller did. A library's own exceptions never pass.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this backend can do on this machine."""
+
+    @abstractmethod
+    def register(self, memory: Sequence[Memory]) -> None:
+        """Make memory usable as a source and as a destination. Ranges must not overlap registered ones."""
+
+    @abstractmethod
+    def unregister(self, memory: Sequence[Memory]) -> None:
+        """Forget memory. The caller has made sure that no peer still holds a manifest that names it."""
+
+    @abstractmethod
+    def endpoint(self) -> Endpoint:
+        """How to reach this transport. Covers the memory registered so far, so ask again after `register`."""
+
+    @abstractmethod
+    def connect(self, endpoint: Endpoint) -> Peer:
+        """Get ready to write into the memory of the transport behind `endpoint`; bounded by the connect timeout.
+
+        Raises TransportError when it cannot be reached or is not on the required host. Connecting again to a
+        newer life of the same peer is a new connection; the old one is to be disconnected first.
+        """
+
+    @abstractmethod
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer. No transfer to it is active."""
+
+    @abstractmethod
+    def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
+        """Start to write; `deadline_s` is seconds from now until the transfer counts as failed.
+
+        Every source range is checked against the registered memory first (InvalidInputError, nothing submitted);
+        the destination has been checked by the planner against the peer's manifest. The arrays are not copied and
+        must stay unchanged until the transfer is terminal.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Tear the agent down. Afterwards nothing of it moves a byte, whatever state its transfers were in."""
