@@ -42,7 +42,7 @@ class Encoding(StrEnum):
     """How a row stores its numbers. Part of the fingerprint: two encodings never meet."""
 
     FP8_V4 = "fp8_v4"
-    """DeepSeek-V4 row: 448 e4m3 + 64 bf16 (rope) values, then 7 ue8m0 scales and one pad byte, values and scales apart."""
+    """DeepSeek-V4 row: 448 e4m3 + 64 bf16 (rope) values; its 7 ue8m0 scales and one pad byte are stored apart."""
     FP8_INDEXER = "fp8_indexer"
     """Indexer key: e4m3 values, then one fp32 scale for each 128 of them."""
     BF16 = "bf16"
@@ -82,8 +82,8 @@ class Component(FrozenModel):
 
     A page of a rank that holds `n` of the component's `lanes` is `n` lane blocks one after another (a lane is a KV head
     of a head-sharded component; replicated components have one lane). A lane block is, for each entry `b` of
-    `row_parts_bytes`, `slots_per_page` rows of `b` bytes. So a DeepSeek-V4 row (576, 8) is stored as all values and then all
-    scales. After the last lane block the page is padded to a multiple of `page_alignment_bytes`.
+    `row_parts_bytes`, `slots_per_page` rows of `b` bytes. So a DeepSeek-V4 row (576, 8) is stored as all values and
+    then all scales. After the last lane block the page is padded to a multiple of `page_alignment_bytes`.
     """
 
     kind: ComponentKind
@@ -112,7 +112,9 @@ class Component(FrozenModel):
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"{self.kind}: layers must be ascending and distinct, got {self.layers}")
         if self.space is IndexSpace.HOST:
-            raise ValueError(f"{self.kind}: `space` names the device index space; 'host' is a residency, not a space of its own")
+            raise ValueError(
+                f"{self.kind}: `space` names the device index space; 'host' is where it may reside instead"
+            )
         if self.rows_per_logical_page % self.slots_per_page and self.liveness is not Liveness.WHOLE:
             raise ValueError(
                 f"{self.kind}: a logical page of {self.rows_per_logical_page} rows is not a whole number of rings "
@@ -120,11 +122,23 @@ class Component(FrozenModel):
             )
         if self.is_ring and self.most_live_rows > self.slots_per_page:
             raise ValueError(
-                f"{self.kind}: up to {self.most_live_rows} rows are live at once but a page stores {self.slots_per_page}"
+                f"{self.kind}: up to {self.most_live_rows} rows live at once, but a page stores {self.slots_per_page}"
             )
-        if self.host_capable and self.liveness is not Liveness.GROWING:
-            raise ValueError(f"{self.kind}: only growing components can live in the host pool")
+        self._check_liveness()
         return self
+
+    def _check_liveness(self) -> None:
+        growing = self.liveness is Liveness.GROWING
+        if growing and self.is_ring:
+            raise ValueError(f"{self.kind}: a growing component keeps every row, so its pages cannot be rings")
+        if growing and self.space is IndexSpace.SWA:
+            raise ValueError(f"{self.kind}: a growing component cannot live in window pages, which are used again")
+        if not growing and self.tokens_per_row != 1:
+            raise ValueError(f"{self.kind}: only growing components have rows of several tokens")
+        if self.liveness is Liveness.WINDOW and self.window == 0:
+            raise ValueError(f"{self.kind}: a window of 0 rows keeps nothing")
+        if self.host_capable and not growing:
+            raise ValueError(f"{self.kind}: only growing components can live in the host pool")
 
     @property
     def is_ring(self) -> bool:
@@ -210,13 +224,15 @@ class ModelGeometry(FrozenModel):
         for component in self.components:
             if component.layers[-1] >= self.layer_count:
                 raise ValueError(
-                    f"{component.kind}: layer {component.layers[-1]} does not exist in a model of {self.layer_count} layers"
+                    f"{component.kind}: layer {component.layers[-1]} does not exist in a model of "
+                    f"{self.layer_count} layers"
                 )
             if component.space is not IndexSpace.REQUEST:
                 covered = component.rows_per_logical_page * component.tokens_per_row
                 if covered != self.tokens_per_page:
                     raise ValueError(
-                        f"{component.kind}: a logical page covers {covered} tokens, the model's pages cover {self.tokens_per_page}"
+                        f"{component.kind}: a logical page covers {covered} tokens, the model's pages cover "
+                        f"{self.tokens_per_page}"
                     )
         return self
 

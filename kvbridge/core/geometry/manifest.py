@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank, Uint64
 
@@ -46,16 +47,24 @@ class Region(FrozenModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.page_stride_bytes < self.page_bytes:
-            raise ValueError(f"{self.component} layer {self.layer}: pages of {self.page_bytes} bytes overlap at stride {self.page_stride_bytes}")
+            raise ValueError(
+                f"{self.label}: pages of {self.page_bytes} bytes overlap at stride {self.page_stride_bytes}"
+            )
         needed = -(-self.page_count // self.pages_per_extent)
         if len(self.extent_addresses) != needed:
             raise ValueError(
-                f"{self.component} layer {self.layer}: {self.page_count} pages of {self.pages_per_extent} an extent need "
-                f"{needed} extents, got {len(self.extent_addresses)}"
+                f"{self.label}: {self.page_count} pages of {self.pages_per_extent} an extent need {needed} extents, "
+                f"got {len(self.extent_addresses)}"
             )
         if self.lane_stop <= self.lane_start:
-            raise ValueError(f"{self.component} layer {self.layer}: empty lane interval [{self.lane_start}, {self.lane_stop})")
+            raise ValueError(f"{self.label}: empty lane interval [{self.lane_start}, {self.lane_stop})")
         return self
+
+    @property
+    def label(self) -> str:
+        """What it is, for error messages."""
+        where = " (host)" if self.space is IndexSpace.HOST else ""
+        return f"{self.component} layer {self.layer}{where}"
 
     @property
     def lanes(self) -> int:
@@ -76,7 +85,7 @@ class RankManifest(FrozenModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.rank.pp >= self.pp_size or self.rank.tp >= self.tp_size:
-            raise ValueError(f"rank {self.rank} does not exist in an instance of {self.pp_size} stages x {self.tp_size}")
+            raise ValueError(f"rank {self.rank} does not exist in an instance of {self.pp_size} x {self.tp_size}")
         seen = {(region.component, region.layer, region.space is IndexSpace.HOST) for region in self.regions}
         if len(seen) != len(self.regions):
             raise ValueError(f"rank {self.rank}: a component of a layer is listed twice")
@@ -104,7 +113,7 @@ def first_difference(ours: ModelGeometry, theirs: ModelGeometry) -> str | None:
     return _difference(fingerprint_facts(ours), fingerprint_facts(theirs), "")
 
 
-def _difference(ours: Any, theirs: Any, path: str) -> str | None:
+def _difference(ours: object, theirs: object, path: str) -> str | None:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in sorted(ours.keys() | theirs.keys()):
             inner = f"{path}.{key}" if path else key
@@ -123,15 +132,22 @@ def lane_interval(component: Component, tp_rank: int, tp_size: int) -> tuple[int
     """Return the lanes [start, stop) that a tensor-parallel rank holds.
 
     One-lane components are replicated on every rank. With more ranks than lanes, neighbouring ranks hold the same lane.
+    Raises UnsupportedError when the lanes cannot be split or shared evenly.
     """
+    if not 0 <= tp_rank < tp_size:
+        raise InvalidInputError(f"tensor-parallel rank {tp_rank} does not exist among {tp_size}")
     if component.lanes == 1:
         return 0, 1
     if component.lanes >= tp_size:
         each, rest = divmod(component.lanes, tp_size)
         if rest:
-            raise ValueError(f"{component.kind}: {component.lanes} lanes cannot be split evenly over {tp_size} ranks")
+            raise UnsupportedError(
+                f"{component.kind}: {component.lanes} lanes cannot be split evenly over {tp_size} tensor-parallel ranks"
+            )
         return tp_rank * each, (tp_rank + 1) * each
     share, rest = divmod(tp_size, component.lanes)
     if rest:
-        raise ValueError(f"{component.kind}: {tp_size} ranks cannot share {component.lanes} lanes evenly")
+        raise UnsupportedError(
+            f"{component.kind}: {tp_size} tensor-parallel ranks cannot share {component.lanes} lanes evenly"
+        )
     return tp_rank // share, tp_rank // share + 1

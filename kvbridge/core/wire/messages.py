@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.manifest import RankManifest
+from kvbridge.core.geometry.manifest import RankManifest, Region
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, PageTable, Positive, Rank, Role, Tables, Uint64
 from kvbridge.core.plan.operations import Amounts, Section
 
@@ -170,6 +170,44 @@ PeerMessage = Annotated[
 # ---------------------------------------------------------------------------------------------- workers
 
 
+class SharedRegion(FrozenModel):
+    """A region as another process of the node can map it.
+
+    `extent_addresses` of `region` are offsets, each into the shared file of the same position in `paths`.
+    """
+
+    region: Region
+    paths: tuple[str, ...]
+
+
+class WorkerHello(FrozenModel):
+    """Worker to node, first message: I serve this rank. A worker in an engine's process brings its own device memory."""
+
+    type: Literal["worker_hello"] = "worker_hello"
+    rank: Rank
+    pid: Positive
+    adopted: bool = False
+
+
+class WorkerSetup(FrozenModel):
+    """Node to worker: what you are to serve. `transports` is the configuration section of that name, as JSON."""
+
+    type: Literal["worker_setup"] = "worker_setup"
+    geometry: ModelGeometry
+    rank: Rank
+    pp_size: Positive
+    tp_size: Positive
+    layers: tuple[NonNegative, ...]
+    """The global layer ids of the rank."""
+    device: tuple[SharedRegion, ...]
+    """Owned device memory of this rank; empty when the worker adopts an engine's."""
+    host: tuple[SharedRegion, ...]
+    """The node's host pool; empty when there is none."""
+    transports: Annotated[str, Field(max_length=100_000)]
+    transfer_timeout_s: Annotated[float, Field(gt=0)]
+    """`timeouts.transfer_s`."""
+
+
 class WorkerReady(FrozenModel):
     """Worker to node: memory is created and registered; this is how peers reach me."""
 
@@ -195,6 +233,15 @@ class ConnectPeer(FrozenModel):
     peer: Name
     """The peer node's incarnation."""
     ranks: tuple[RankDescription, ...]
+
+
+class WorkerFailed(FrozenModel):
+    """Worker to node: I cannot serve my rank; the text gives cause and fix."""
+
+    type: Literal["worker_failed"] = "worker_failed"
+    rank: Rank
+    code: Name
+    message: Text
 
 
 class PeerConnected(FrozenModel):
@@ -269,8 +316,10 @@ class Shutdown(FrozenModel):
 
 
 NodeToWorker = Annotated[
-    ConnectPeer | DisconnectPeer | OpenRoom | Send | CloseRoom | Heartbeat | Shutdown, Field(discriminator="type")
+    WorkerSetup | ConnectPeer | DisconnectPeer | OpenRoom | Send | CloseRoom | Heartbeat | Shutdown,
+    Field(discriminator="type"),
 ]
 WorkerToNode = Annotated[
-    WorkerReady | WorkerProgress | PeerConnected | Sent | RoomClosed | Heartbeat, Field(discriminator="type")
+    WorkerHello | WorkerReady | WorkerFailed | WorkerProgress | PeerConnected | Sent | RoomClosed | Heartbeat,
+    Field(discriminator="type"),
 ]

@@ -1,0 +1,189 @@
+"""Settings of what listens and of what is called: control socket, HTTP, bootstrap, logs.
+
+Owns: those sections and the relations inside each. Must not know: sockets, keys' contents.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, SecretStr, model_validator
+
+from kvbridge.core.ids import FrozenModel, Positive
+
+Port = Annotated[int, Field(ge=0, le=65_535)]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+HttpUrl = Annotated[str, Field(pattern=r"^(|https?://[^/\s]+/?)$", max_length=500)]
+CurveKey = Annotated[str, Field(pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}$")]
+"""A CURVE key in Z85: 40 characters."""
+
+_WILDCARDS = {"0.0.0.0", "::", "*", ""}  # noqa: S104 - recognised here, not bound
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a bound host name can be reached from this machine only. Names other than `localhost` count as public."""
+    bare = host.strip("[]")
+    if bare == "localhost":
+        return True
+    try:
+        return ip_address(bare).is_loopback
+    except ValueError:
+        return False
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a bound host means every interface, and so is no address that a peer could use."""
+    return host.strip("[]") in _WILDCARDS
+
+
+class CurveConfig(FrozenModel):
+    """Keys of the control sockets. All empty: no encryption and no authentication."""
+
+    secret_key_file: Path | None = None
+    """File with our CURVE secret key, 40 characters of Z85."""
+    public_key: CurveKey | None = None
+    """Our public key; derived from the secret key when left out."""
+    allowed_public_keys: tuple[CurveKey, ...] = ()
+    """Public keys of the peers that may connect."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.secret_key_file is None and (self.public_key or self.allowed_public_keys):
+            raise ValueError("public keys are of no use without secret_key_file")
+        if self.secret_key_file is not None and not self.allowed_public_keys:
+            raise ValueError("allowed_public_keys is empty, so nobody could connect: list the peers' public keys")
+        return self
+
+
+class ControlConfig(FrozenModel):
+    """The control socket on which the other role's nodes are met."""
+
+    bind: Annotated[str, Field(pattern=r"^(tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$", max_length=200)] = "tcp://127.0.0.1:0"
+    """Where to listen; port 0 takes a free one."""
+    advertise: Annotated[str, Field(pattern=r"^(|tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$", max_length=200)] = ""
+    """What peers are told to connect to; port 0 stands for the bound port; empty: the bound address."""
+    curve: CurveConfig = CurveConfig()
+
+    @property
+    def host(self) -> str:
+        """The host part of `bind`; `localhost` for an ipc address."""
+        return _endpoint_host(self.bind)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if is_wildcard(self.host) and not self.advertise:
+            raise ValueError(f"bind is {self.bind}, which is no address that a peer can use: set advertise")
+        if self.advertise and is_wildcard(_endpoint_host(self.advertise)):
+            raise ValueError(f"advertise is {self.advertise}, which is no address that a peer can use")
+        return self
+
+    def advertised(self, bound: str) -> str:
+        """Return the endpoint to tell peers, given the endpoint that was bound (with its real port)."""
+        if not self.advertise:
+            return bound
+        if self.advertise.startswith("tcp://") and self.advertise.endswith(":0"):
+            return self.advertise.removesuffix("0") + bound.rpartition(":")[2]
+        return self.advertise
+
+
+def _endpoint_host(endpoint: str) -> str:
+    if not endpoint.startswith("tcp://"):
+        return "localhost"
+    return endpoint.removeprefix("tcp://").rpartition(":")[0]
+
+
+class HttpConfig(FrozenModel):
+    """The HTTP door."""
+
+    host: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s/]+$")] = "127.0.0.1"
+    """Where to listen; anything but a loopback address needs a token."""
+    port: Port = 7900
+    """0 takes a free port."""
+    advertise_url: HttpUrl = ""
+    """How others reach this door, told to bootstrap; port 0 stands for the bound port; empty: the bound address."""
+    token: SecretStr | None = None
+    """Bearer token that callers must show. Better kept in `token_file`."""
+    token_file: Path | None = None
+    """File whose first line is the bearer token."""
+    tls_certificate_file: Path | None = None
+    """PEM chain; set together with `tls_key_file`."""
+    tls_key_file: Path | None = None
+    """PEM private key of the certificate."""
+    open_metrics: bool = False
+    """Whether /metrics may be read without the token."""
+    max_body_bytes: Positive = 1 << 20
+    """Longest request body."""
+    max_wait_s: Seconds = 60.0
+    """Longest `?wait=` that is served."""
+
+    @property
+    def has_token(self) -> bool:
+        """Whether callers must show a token."""
+        return self.token is not None or self.token_file is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file are both set: keep one")
+        if self.token is not None and not self.token.get_secret_value().strip():
+            raise ValueError("token is empty: leave it out or give one")
+        if (self.tls_certificate_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_certificate_file and tls_key_file belong together: set both or neither")
+        return self
+
+    def advertised(self, bound: str) -> str:
+        """Return the URL to tell others, given the URL that was bound (with its real port)."""
+        if not self.advertise_url:
+            return bound
+        return re.sub(r":0/?$", f":{urlsplit(bound).port}", self.advertise_url.rstrip("/"))
+
+
+class BootstrapLinkConfig(FrozenModel):
+    """The directory that a daemon announces itself to."""
+
+    url: HttpUrl = ""
+    """Empty: no directory; requests are then admitted on both ends by whoever picks them."""
+    token: SecretStr | None = None
+    """Bearer token of the directory. Better kept in `token_file`."""
+    token_file: Path | None = None
+    """File whose first line is the directory's bearer token."""
+    heartbeat_interval_s: Seconds = 2.0
+    """Interval of the heartbeats to the directory; a quarter of its `directory.expire_after_s` or less."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file are both set: keep one")
+        return self
+
+
+class LogLevel(StrEnum):
+    """The least important record that is written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """How a record is written."""
+
+    AUTO = "auto"
+    """`console` on a terminal, `json` otherwise."""
+    CONSOLE = "console"
+    JSON = "json"
+
+
+class TelemetryConfig(FrozenModel):
+    """Logs."""
+
+    log_level: LogLevel = LogLevel.INFO
+    """The least important record that is written: `debug`, `info`, `warning` or `error`."""
+    log_format: LogFormat = LogFormat.AUTO
+    """`console`, `json`, or `auto`: `console` on a terminal, `json` otherwise."""

@@ -1,0 +1,178 @@
+"""From files, variables and flags to a valid configuration.
+
+Owns: precedence (flags over environment over file over defaults) and the wording of mistakes.
+Must not know: what any key means.
+
+Every mistake is reported at once, each as `path: what is wrong, got value, from where it came`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
+
+from kvbridge.config.documents import KeyPath, read_document
+from kvbridge.config.mistakes import describe, unknown_key
+from kvbridge.core.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "KVBRIDGE_"
+RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG"})
+"""Variables with the prefix that are no settings: the command line's own."""
+
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+class _Layers:
+    """Values of all sources, each stronger than the ones before it, and where each came from."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[KeyPath, str] = {}
+
+    def add(self, values: Mapping[str, Any], origin: str) -> None:
+        for path, value in _leaves(values):
+            self.put(path, value, origin)
+
+    def put(self, path: KeyPath, value: object, origin: str) -> None:
+        inner = self.values
+        for key in path[:-1]:
+            below = inner.get(key)
+            if not isinstance(below, dict):
+                below = inner[key] = {}
+            inner = below
+        if isinstance(value, dict) and isinstance(inner.get(path[-1]), dict):
+            return  # an empty mapping adds nothing to one that is there
+        inner[path[-1]] = value
+        self.origins[path] = origin
+
+
+def _leaves(values: Mapping[str, Any], above: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
+    for key, value in values.items():
+        here = (*above, str(key))
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, here)
+        else:
+            yield here, value
+
+
+def load_config(
+    kind: type[ConfigT],
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    overrides: Iterable[str] = (),
+    flags: Mapping[str, Any] | None = None,
+) -> ConfigT:
+    """Return a valid configuration, or raise one ConfigError that lists every mistake.
+
+    From weak to strong: defaults, `file` (YAML), `environment` (default: this process's; `KVBRIDGE_HTTP__PORT` sets
+    http.port), `overrides` (`http.port=0`, the value is read as YAML), `flags` (dotted key to value; None: not given).
+    Mappings merge, lists replace one another.
+    """
+    layers = _Layers()
+    mistakes: list[str] = []
+    if file is not None:
+        document = read_document(file)
+        for path, value in _leaves(document.values):
+            line = document.lines.get(path)
+            layers.put(path, value, f"{file} line {line}" if line else str(file))
+    mistakes += _add_environment(layers, kind, os.environ if environment is None else environment)
+    mistakes += _add_overrides(layers, overrides)
+    for key, value in (flags or {}).items():
+        if value is not None:
+            layers.put(tuple(key.split(".")), value, f"flag for {key}")
+    try:
+        config = kind.model_validate(layers.values)
+    except ValidationError as error:
+        mistakes = [*describe(error, kind, layers.origins), *mistakes]
+    if mistakes:
+        raise ConfigError("the configuration is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
+    return config
+
+
+def _add_environment(layers: _Layers, kind: type[BaseModel], environment: Mapping[str, str]) -> list[str]:
+    """Ask pydantic-settings about one variable at a time, so that each value and each mistake has a name."""
+    settings = type(f"{kind.__name__}Environment", (kind, BaseSettings), {})
+    source = EnvSettingsSource(settings, env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__")
+    mistakes = []
+    for name in sorted(environment):
+        if not name.upper().startswith(ENVIRONMENT_PREFIX) or name.upper() in RESERVED_VARIABLES:
+            continue
+        source.env_vars = {name.lower(): environment[name]}
+        try:
+            values = source()
+        except SettingsError:
+            mistakes.append(f"environment {name}: a list or mapping is written as JSON, got something else")
+            continue
+        if values:
+            layers.add(values, f"environment {name}")
+        else:
+            mistakes.append(_unknown_variable(kind, name))
+    return mistakes
+
+
+def _unknown_variable(kind: type[BaseModel], name: str) -> str:
+    path = tuple(name.upper().removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
+    text = f"environment {name}: {unknown_key(kind, path)}"
+    if _SERVICE_LINK.search(name.upper()):
+        return f"{text} (Kubernetes makes such variables for services: set enableServiceLinks: false on the pod)"
+    if len(path) == 1 and "_" in path[0]:
+        return f"{text} (two underscores lead into a section: {ENVIRONMENT_PREFIX}HTTP__PORT is http.port)"
+    return text
+
+
+def _add_overrides(layers: _Layers, overrides: Iterable[str]) -> list[str]:
+    mistakes = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            mistakes.append(f"flag --set {override}: expected KEY=VALUE with a dotted key, as http.port=0")
+            continue
+        try:
+            value = yaml.safe_load(text) if text else ""
+        except yaml.YAMLError as error:
+            mistakes.append(f"flag --set {key}: the value is not valid YAML: {error}")
+            continue
+        _put_override(layers, tuple(key.split(".")), value)
+    return mistakes
+
+
+def _put_override(layers: _Layers, path: KeyPath, value: object) -> None:
+    origin = f"flag --set {'.'.join(path)}"
+    if isinstance(value, dict) and value:
+        for below, leaf in _leaves(value):
+            layers.put((*path, *below), leaf, origin)
+    else:
+        layers.put(path, value, origin)
+
+
+def render_config(config: BaseModel) -> str:
+    """Return the whole configuration as YAML, in the order of the schema, secrets blanked."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def read_secret(secret: SecretStr | None, file: Path | None, *, key: str) -> str:
+    """Return a secret given directly or as the first line of a file; empty when neither is set.
+
+    `key` is the dotted key of the file, for the ConfigError raised when the file cannot be read or is empty.
+    """
+    if secret is not None:
+        return secret.get_secret_value().strip()
+    if file is None:
+        return ""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: cannot read {file}: {error}") from error
+    if not lines or not lines[0].strip():
+        raise ConfigError(f"{key}: the first line of {file} is empty, expected the secret")
+    return lines[0].strip()

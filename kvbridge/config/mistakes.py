@@ -1,0 +1,82 @@
+"""A configuration mistake in words.
+
+Owns: one line for each mistake: path, what is wrong, the value, where it came from.
+Must not know: how sources are read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Mapping
+
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from kvbridge.config.documents import KeyPath
+
+LONGEST_VALUE = 80
+
+
+def describe(error: ValidationError, kind: type[BaseModel], origins: Mapping[KeyPath, str]) -> list[str]:
+    """Return one line for each mistake that pydantic found in data whose leaves came from `origins`."""
+    lines: list[str] = []
+    for found in error.errors(include_url=False, include_context=False):
+        path = tuple(str(part) for part in found["loc"])
+        name = ".".join(path)
+        if found["type"] == "extra_forbidden":
+            lines.append(f"{name}: {unknown_key(kind, path)}{_origin(path, origins)}")
+        elif found["type"] == "missing":
+            lines.append(f"{name}: is required and has no default")
+        else:
+            for text in found["msg"].removeprefix("Value error, ").split("\n"):
+                what = f"{name}: {text}" if name else text
+                lines.append(f"{what}{_value(found['input'], kind, path)}{_origin(path, origins)}")
+    return lines
+
+
+def unknown_key(kind: type[BaseModel], path: KeyPath) -> str:
+    """Say that a key does not exist, and which one may have been meant."""
+    section: type[BaseModel] | None = kind
+    for depth, key in enumerate(path):
+        if section is None or key not in section.model_fields:
+            known = list(section.model_fields) if section is not None else []
+            close = difflib.get_close_matches(key, known, n=1)
+            where = f"'{'.'.join(path[:depth])}' has" if depth else "there is"
+            return f"unknown key, {where} no '{key}'" + (f"; did you mean '{close[0]}'?" if close else "")
+        section = _model_of(section.model_fields[key].annotation)
+    return "cannot be set this way"
+
+
+def _model_of(annotation: object) -> type[BaseModel] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _value(value: object, kind: type[BaseModel], path: KeyPath) -> str:
+    """Show scalars only: a mapping can hold a secret, and is printed by nobody who looks for one wrong key."""
+    if isinstance(value, (BaseModel, Mapping)) or not path:
+        return ""
+    if _is_secret(kind, path):
+        return ", got a value that is not shown"
+    text = repr(value)
+    return f", got {text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + '...'}"
+
+
+def _is_secret(kind: type[BaseModel], path: KeyPath) -> bool:
+    section: type[BaseModel] | None = kind
+    for key in path:
+        if section is None or key not in section.model_fields:
+            return False
+        annotation = section.model_fields[key].annotation
+        if annotation is SecretStr or SecretStr in typing.get_args(annotation):
+            return True
+        section = _model_of(annotation)
+    return False
+
+
+def _origin(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
+    """Name the source of the key, or of the list that holds it, or of all keys of the section."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in origins:
+            return f" (from {origins[path[:length]]})"
+    below = sorted({origin for key, origin in origins.items() if path and key[: len(path)] == path})
+    return f" (from {', '.join(below)})" if below else ""

@@ -1,0 +1,188 @@
+"""Settings of the model, its ranks and the memory that holds its cache.
+
+Owns: those sections and the relations inside each. Must not know: geometry, allocators, devices.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import ByteSize, Field, model_validator
+
+from kvbridge.core.geometry.components import ComponentKind, Encoding
+from kvbridge.core.geometry.presets import PRESETS
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank
+
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda:\d{1,2})$")]
+
+
+class ModelConfig(FrozenModel):
+    """Which model's cache is moved; exactly one of `preset` and `hf_config`."""
+
+    preset: str = ""
+    """Name of a built-in geometry, as `deepseek-v4-flash`."""
+    hf_config: Path | None = None
+    """Path of a Hugging Face `config.json`."""
+    encoding: Encoding | None = None
+    """How rows store their numbers; only with `hf_config`; null: what the file says."""
+    tokens_per_page: Positive | None = None
+    """Tokens that a page covers; only with `hf_config`; null: what is usual for the family."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.preset) == (self.hf_config is not None):
+            raise ValueError("set exactly one of preset and hf_config")
+        if self.preset and self.preset not in PRESETS:
+            raise ValueError(f"preset '{self.preset}' does not exist; there are {', '.join(PRESETS)}")
+        if self.preset and (self.encoding is not None or self.tokens_per_page is not None):
+            raise ValueError("a preset has its own encoding and tokens_per_page: leave both null")
+        return self
+
+
+class RankPlacement(FrozenModel):
+    """One rank of the instance that lives on this node, and its device."""
+
+    pp: NonNegative
+    tp: NonNegative
+    device: Device = "cpu"
+
+    @property
+    def rank(self) -> Rank:
+        """The rank's place in the instance."""
+        return Rank(pp=self.pp, tp=self.tp)
+
+
+class DeviceKind(StrEnum):
+    """What the ranks of a node without an explicit placement run on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class ParallelismConfig(FrozenModel):
+    """How the model is split over ranks, and which of them live here."""
+
+    pp_size: Annotated[int, Field(ge=1, le=256)] = 1
+    """Pipeline stages of the instance."""
+    tp_size: Annotated[int, Field(ge=1, le=256)] = 1
+    """Tensor-parallel ranks of each stage."""
+    stage_boundaries: tuple[Positive, ...] = ()
+    """First layer of each pipeline stage after the first; empty: layers split evenly, earlier stages take the rest."""
+    device: DeviceKind = DeviceKind.CPU
+    """`cpu` or `cuda`, used when `ranks` is empty: `cuda` gives rank number i of the node the device cuda:i."""
+    ranks: tuple[RankPlacement, ...] = ()
+    """Ranks on this node, each as {pp: 0, tp: 0, device: cpu} or cuda:N; empty: every rank of the instance."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.stage_boundaries:
+            if len(self.stage_boundaries) != self.pp_size - 1:
+                raise ValueError(
+                    f"stage_boundaries needs pp_size - 1 = {self.pp_size - 1} entries, got {len(self.stage_boundaries)}"
+                )
+            if list(self.stage_boundaries) != sorted(set(self.stage_boundaries)):
+                raise ValueError(f"stage_boundaries must ascend, got {list(self.stage_boundaries)}")
+        names = [(placement.pp, placement.tp) for placement in self.ranks]
+        for pp, tp in names:
+            if pp >= self.pp_size or tp >= self.tp_size:
+                raise ValueError(f"ranks: pp{pp}.tp{tp} does not exist in {self.pp_size} stages x {self.tp_size}")
+            if names.count((pp, tp)) > 1:
+                raise ValueError(f"ranks: pp{pp}.tp{tp} is listed twice")
+        return self
+
+    def placements(self) -> tuple[RankPlacement, ...]:
+        """Return the ranks on this node with their devices, the empty default filled in, ordered by (pp, tp)."""
+        if self.ranks:
+            return tuple(sorted(self.ranks, key=lambda placement: (placement.pp, placement.tp)))
+        places = [(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
+        return tuple(
+            RankPlacement(pp=pp, tp=tp, device="cpu" if self.device is DeviceKind.CPU else f"cuda:{number}")
+            for number, (pp, tp) in enumerate(places)
+        )
+
+
+class MemoryOwner(StrEnum):
+    """Whose the device pools are."""
+
+    OWNED = "owned"
+    """The daemon allocates memory and page ids; engines attach."""
+    ADOPTED = "adopted"
+    """The engine brings its own tensors and page ids."""
+
+
+class DevicePages(FrozenModel):
+    """Pages of one rank's device pools, for each index space. All 0 when the memory is adopted."""
+
+    full: NonNegative = 0
+    """Pages of `tokens_per_page` tokens."""
+    swa: NonNegative = 0
+    """Pages of the window pool; 0 for a model without windows."""
+    request: NonNegative = 0
+    """Request slots: how many requests can hold per-request state at once."""
+
+
+class HostLayout(StrEnum):
+    """How the pages of the host pool follow one another."""
+
+    LAYER_FIRST = "layer_first"
+    PAGE_FIRST = "page_first"
+    PAGE_FIRST_DIRECT = "page_first_direct"
+
+
+class HostPool(FrozenModel):
+    """The node's host pool, in shared memory."""
+
+    components: tuple[ComponentKind, ...] = (ComponentKind.C4_KV,)
+    """Components that live in host memory on this node; empty: no host pool."""
+    pages: NonNegative = 0
+    """Size in pages; or give `size_bytes`."""
+    size_bytes: ByteSize = ByteSize(0)
+    """Size in bytes ("64GiB" is understood), rounded down to whole pages; or give `pages`."""
+    layout: HostLayout = HostLayout.LAYER_FIRST
+    """`layer_first`, `page_first` or `page_first_direct`."""
+    directory: Path = Path("/dev/shm")  # noqa: S108 - the shared-memory file system, not a place for scratch files
+    """Where the shared files are made. Must be memory-backed."""
+    extent_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(1 << 30)
+    """Longest stretch that is registered with a network card at once."""
+    mapping_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(64 << 30)
+    """Longest shared file; a larger pool is made of several."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.components)) != len(self.components):
+            raise ValueError("components lists one kind twice")
+        if self.pages and self.size_bytes:
+            raise ValueError("pages and size_bytes are both set: keep one")
+        if self.components and not self.pages and not self.size_bytes:
+            raise ValueError(
+                f"{', '.join(self.components)} would live in a host pool without pages: "
+                "set pages or size_bytes, or empty components"
+            )
+        if self.extent_bytes > self.mapping_bytes:
+            raise ValueError("extent_bytes must not exceed mapping_bytes: an extent lies in one file")
+        return self
+
+
+class PrefillPools(FrozenModel):
+    """Memory of a prefill node."""
+
+    memory: MemoryOwner = MemoryOwner.OWNED
+    """`owned`: the daemon allocates, engines attach; `adopted`: the engine brings its own tensors and page ids."""
+    device: DevicePages = DevicePages()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        asked = any((self.device.full, self.device.swa, self.device.request))
+        if self.memory is MemoryOwner.OWNED and not self.device.full:
+            raise ValueError("memory is owned but device.full is 0: say how many pages to allocate on each rank")
+        if self.memory is MemoryOwner.ADOPTED and asked:
+            raise ValueError("memory is adopted, so the engine's own pools decide: leave device.* at 0")
+        return self
+
+
+class DecodePools(PrefillPools):
+    """Memory of a decode node."""
+
+    host: HostPool = Field(default_factory=HostPool)

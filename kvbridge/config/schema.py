@@ -1,0 +1,162 @@
+"""The whole configuration of each daemon.
+
+Owns: the three roots and the relations between their sections. Must not know: where values come from.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, SecretStr, model_validator
+
+from kvbridge.config.doors import (
+    BootstrapLinkConfig,
+    ControlConfig,
+    HttpConfig,
+    Seconds,
+    TelemetryConfig,
+    is_loopback,
+    is_wildcard,
+)
+from kvbridge.config.pools import DecodePools, ModelConfig, ParallelismConfig, PrefillPools
+from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
+from kvbridge.config.transports import TransportSettings
+from kvbridge.core.ids import FrozenModel
+
+SOCKET_NAME_BYTES = 40
+"""Room that socket names need below `runtime_dir`."""
+LONGEST_SOCKET_PATH_BYTES = 107
+"""What the operating system allows for the path of a unix socket."""
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+
+
+def default_runtime_dir() -> Path:
+    """Return `$XDG_RUNTIME_DIR/kvbridge`, or `kvbridge-<uid>` in the directory for temporary files."""
+    home = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(home) / "kvbridge" if home else Path(tempfile.gettempdir()) / f"kvbridge-{os.getuid()}"
+
+
+class DaemonConfig(FrozenModel):
+    """What the prefill and the decode daemon have in common."""
+
+    instance: Name
+    """Names the copy of the model; equal on all nodes of the instance, and unlike any other instance's."""
+    node: Name = "node-0"
+    """Names this node inside its instance."""
+    model: ModelConfig
+    parallelism: ParallelismConfig = ParallelismConfig()
+    transports: TransportSettings = TransportSettings()
+    control: ControlConfig = ControlConfig()
+    http: HttpConfig = HttpConfig()
+    bootstrap: BootstrapLinkConfig = BootstrapLinkConfig()
+    timeouts: DaemonTimeouts = DaemonTimeouts()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    runtime_dir: Path = Field(default_factory=default_runtime_dir)
+    """Directory of the sockets between this daemon, its workers and its engines; made with mode 0700."""
+    insecure: bool = False
+    """Allow doors that the network can reach without keys and without a token."""
+
+    @model_validator(mode="after")
+    def _check_doors(self) -> Self:
+        problems = [
+            *_open_http(self.http, insecure=self.insecure),
+            *_open_control(self.control, insecure=self.insecure),
+            *_unreachable(self.http, self.bootstrap),
+            *_runtime_dir(self.runtime_dir),
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class PrefillConfig(DaemonConfig):
+    """A prefill daemon."""
+
+    pools: PrefillPools
+
+
+class DecodeConfig(DaemonConfig):
+    """A decode daemon."""
+
+    pools: DecodePools
+
+
+class DirectoryConfig(FrozenModel):
+    """How long a silent daemon stays in the directory."""
+
+    expire_after_s: Seconds = 8.0
+    """A daemon whose last heartbeat is older is taken off; give it four heartbeat intervals."""
+
+
+class PairingConfig(FrozenModel):
+    """How a pair is found."""
+
+    attempts: Annotated[int, Field(ge=1, le=32)] = 3
+    """Pairs tried for one request before it is refused."""
+    max_rooms: Annotated[int, Field(ge=1, le=10_000_000)] = 100_000
+    """Rooms remembered at most; the oldest are forgotten first."""
+
+
+class DaemonAccess(FrozenModel):
+    """How bootstrap calls the daemons."""
+
+    token: SecretStr | None = None
+    """Bearer token that every daemon accepts. Better kept in `token_file`."""
+    token_file: Path | None = None
+    """File whose first line is that token."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file are both set: keep one")
+        return self
+
+
+class BootstrapConfig(FrozenModel):
+    """The bootstrap service."""
+
+    http: HttpConfig = HttpConfig()
+    directory: DirectoryConfig = DirectoryConfig()
+    pairing: PairingConfig = PairingConfig()
+    daemons: DaemonAccess = DaemonAccess()
+    timeouts: BootstrapTimeouts = BootstrapTimeouts()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    insecure: bool = False
+    """Allow a door that the network can reach without a token."""
+
+    @model_validator(mode="after")
+    def _check_doors(self) -> Self:
+        if problems := _open_http(self.http, insecure=self.insecure):
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _open_http(http: HttpConfig, *, insecure: bool) -> list[str]:
+    if insecure or http.has_token or is_loopback(http.host):
+        return []
+    remedy = "set http.token_file, bind a loopback address, or set insecure"
+    return [f"http.host is {http.host}, which others can reach, and there is no token: {remedy}"]
+
+
+def _open_control(control: ControlConfig, *, insecure: bool) -> list[str]:
+    if insecure or control.curve.secret_key_file is not None or is_loopback(control.host):
+        return []
+    remedy = "set control.curve.secret_key_file and .allowed_public_keys, bind a loopback address, or set insecure"
+    return [f"control.bind is {control.bind}, which others can reach, and there are no keys: {remedy}"]
+
+
+def _unreachable(http: HttpConfig, bootstrap: BootstrapLinkConfig) -> list[str]:
+    if not bootstrap.url or http.advertise_url or not is_wildcard(http.host):
+        return []
+    return [f"http.host is {http.host}, which bootstrap cannot pass on as an address: set http.advertise_url"]
+
+
+def _runtime_dir(path: Path) -> list[str]:
+    longest = LONGEST_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
+    if len(os.fsencode(path)) <= longest:
+        return []
+    return [f"runtime_dir has {len(os.fsencode(path))} bytes; sockets inside it need it to have at most {longest}"]

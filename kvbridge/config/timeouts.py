@@ -1,0 +1,114 @@
+"""Every wait of the system, by name. All values are seconds.
+
+Owns: the names, the defaults and their relations. Must not know: who waits.
+An error that a wait causes names the key, as `timeouts.offer_s`.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from kvbridge.config.doors import Seconds
+from kvbridge.core.ids import FrozenModel
+
+
+class DaemonTimeouts(FrozenModel):
+    """Waits of a prefill or decode daemon and of its rank workers."""
+
+    worker_start_s: Seconds = 120.0
+    """A rank worker makes and registers its memory (since its last sign of progress)."""
+    worker_silence_s: Seconds = 15.0
+    """A rank worker that says nothing for so long is taken for dead."""
+    hello_s: Seconds = 10.0
+    """From Hello to Welcome or Rejected."""
+    connect_s: Seconds = 20.0
+    """A transport gets ready to write to a peer's rank."""
+    control_resend_s: Seconds = 0.5
+    """An unacknowledged control message is sent again after this."""
+    control_delivery_s: Seconds = 30.0
+    """A control message that nobody acknowledged for so long has failed."""
+    control_heartbeat_s: Seconds = 2.0
+    """Interval of the heartbeats between nodes."""
+    peer_silence_s: Seconds = 10.0
+    """A peer node that says nothing for so long is taken for lost."""
+    meet_s: Seconds = 10.0
+    """Decode: every prefill node of a room has welcomed us."""
+    pages_s: Seconds = 10.0
+    """Adopted pools: the engine names the pages of a room."""
+    offer_s: Seconds = 60.0
+    """Prefill: an admitted room waits for decode's offer."""
+    early_offer_s: Seconds = 10.0
+    """An offer waits for its room to be admitted on prefill."""
+    room_s: Seconds = 600.0
+    """From the offer until every byte of the room has been sent."""
+    transfer_s: Seconds = 60.0
+    """One submitted section, from submission to its end."""
+    quiet_s: Seconds = 30.0
+    """After a failure or abort: the transport's operations become terminal, else pages are quarantined."""
+    drain_s: Seconds = 60.0
+    """After Abort: the peer answers Drained, else pages are quarantined."""
+    claim_s: Seconds = 120.0
+    """A committed room waits for the decode engine to claim it."""
+    engine_call_s: Seconds = 10.0
+    """One call between an engine and its daemon."""
+    engine_silence_s: Seconds = 30.0
+    """An attached engine that says nothing for so long is taken for dead."""
+    room_keep_s: Seconds = 300.0
+    """A final room is remembered so long, for reports and to recognise stale messages."""
+    bootstrap_call_s: Seconds = 5.0
+    """One call to bootstrap."""
+    shutdown_s: Seconds = 30.0
+    """From the signal to the end of the process: rooms drain, workers end, doors close."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for shorter, longer, why in _DAEMON_RELATIONS:
+            left, right = getattr(self, shorter), getattr(self, longer)
+            if left >= right:
+                raise ValueError(f"{shorter} ({left:g} s) must be shorter than {longer} ({right:g} s): {why}")
+        return self
+
+
+_DAEMON_RELATIONS = (
+    ("control_resend_s", "control_delivery_s", "a message could never be sent again"),
+    ("control_heartbeat_s", "peer_silence_s", "every peer would be taken for lost between two heartbeats"),
+    ("quiet_s", "drain_s", "decode would quarantine pages that prefill is still making quiet"),
+    ("transfer_s", "room_s", "a room would end before its first section may"),
+)
+
+
+class BootstrapTimeouts(FrozenModel):
+    """Waits of the bootstrap service."""
+
+    reserve_s: Seconds = 5.0
+    """One daemon reserves one end of a room."""
+    cancel_s: Seconds = 5.0
+    """One daemon is told to give a reservation back."""
+    report_s: Seconds = 5.0
+    """One daemon reports on a room."""
+    pair_s: Seconds = 20.0
+    """All of pairing one request, every candidate together."""
+    ticket_s: Seconds = 60.0
+    """How long a ticket can be used; the shorter one of this and the daemons' `timeouts.offer_s` counts."""
+    room_keep_s: Seconds = 600.0
+    """A paired room is remembered so long, for reports, cancels and to refuse a second use of its id."""
+    shutdown_s: Seconds = 10.0
+    """From the signal to the end of the process."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.reserve_s > self.pair_s:
+            raise ValueError(f"reserve_s ({self.reserve_s:g} s) must not exceed pair_s ({self.pair_s:g} s)")
+        if self.pair_s >= self.room_keep_s:
+            raise ValueError(
+                f"pair_s ({self.pair_s:g} s) must be shorter than room_keep_s ({self.room_keep_s:g} s): "
+                "a room would be forgotten while it is being paired"
+            )
+        if self.ticket_s > self.room_keep_s:
+            raise ValueError(
+                f"ticket_s ({self.ticket_s:g} s) must not exceed room_keep_s ({self.room_keep_s:g} s): "
+                "a ticket would outlive the memory of its room"
+            )
+        return self

@@ -1,0 +1,176 @@
+"""The settings of the transports: one section for each backend.
+
+Owns: `TransportSettings` and its sections, with units, limits and defaults. Must not know: the libraries behind them, or the
+backends; they read this, never the other way round.
+
+Every backend that writes in a window has the same three limits: how much may be in flight to one peer, and how long a
+failed transfer may take to become quiet before the transport counts as not quiet and has to be torn down.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from kvbridge.core.ids import FrozenModel, NonNegative
+
+MIB = 1 << 20
+
+Seconds = Annotated[float, Field(gt=0, le=3600)]
+Host = Annotated[str, Field(min_length=1, max_length=253)]
+
+
+class TransportName(StrEnum):
+    """Every backend there is; what `transports.order` may list."""
+
+    LOCAL = "local"
+    MOONCAKE = "mooncake"
+    NIXL = "nixl"
+    FAULTY = "faulty"
+
+
+class MooncakeProtocol(StrEnum):
+    """What Mooncake moves bytes with."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
+
+
+class MooncakeSettings(FrozenModel):
+    """mooncake-transfer-engine. Fields marked "whole process" are read once by the library: all transports of a process share them."""
+
+    host: Host = "127.0.0.1"
+    """Address of this machine that peers connect to, without a port. The library listens on every interface all the same."""
+    protocol: MooncakeProtocol = MooncakeProtocol.TCP
+    device_name: Annotated[str, Field(max_length=500)] = ""
+    """RDMA devices to use, comma-separated ("mlx5_0,mlx5_1"); empty lets the library choose. Not used with tcp."""
+    connect_timeout_s: Annotated[int, Field(ge=1, le=600)] = 5
+    """Longest wait for a peer's answer when connecting. Whole process."""
+    transfer_timeout_s: Annotated[int, Field(ge=5, le=3600)] = 30
+    """The library's own limit for one operation; 5 is its floor. Whole process."""
+    progress_timeout_s: Annotated[int, Field(ge=1, le=3600)] = 5
+    """TCP: an operation that has not moved a byte for so long has failed. Whole process."""
+    window_operations: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Operations in flight to one peer, over all transfers. More bring nothing on TCP and take longer to become quiet;
+    RDMA wants some hundreds. The library's queue breaks at about 2,050."""
+    window_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = 64 * MIB
+    """Bytes in flight to one peer, over all transfers."""
+    max_operation_bytes: Annotated[int, Field(ge=4096, le=1 << 30)] = 16 * MIB
+    """Longest single operation; the planner cuts longer ones."""
+    quiet_timeout_s: Seconds = 45.0
+    """After a failure, how long to wait for the operations in flight before the transport counts as not quiet and has to be
+    torn down, with what it moves to other peers. A frozen TCP peer needs about window_operations / 2 * progress_timeout_s."""
+    ipv6: bool = False
+    """Set when `host` is an IPv6 address; without it the library initialises and then fails each transfer. Whole process."""
+    log_level: Annotated[str, Field(pattern="^(TRACE|INFO|WARNING|ERROR)$")] = "ERROR"
+    """The library's own log, which goes to stderr. Whole process."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_operation_bytes > self.window_bytes:
+            raise ValueError(
+                f"max_operation_bytes ({self.max_operation_bytes}) must fit into window_bytes ({self.window_bytes})"
+            )
+        if ":" in self.host and not self.ipv6:
+            raise ValueError(
+                f"host '{self.host}' looks like an IPv6 address or carries a port; give no port, and set ipv6 for IPv6"
+            )
+        return self
+
+
+class NixlSettings(FrozenModel):
+    """NIXL over UCX. Fields marked "whole process" are read once by the library: all transports of a process share them."""
+
+    ucx_tls: Annotated[str, Field(max_length=500)] = ""
+    """UCX transports ("tcp", "rc,cuda_copy"); empty lets UCX choose, which is shared memory access (CMA) between two processes of one
+    host and needs ptrace rights there. UCX_TLS. Whole process."""
+    ucx_net_devices: Annotated[str, Field(max_length=500)] = ""
+    """Network devices to use, comma-separated ("mlx5_0:1,mlx5_1:1", "eth0", "lo"); empty means all. UCX_NET_DEVICES. Whole process."""
+    ucx_modules: Annotated[str, Field(max_length=500)] = "auto"
+    """UCX modules to load. `auto` leaves InfiniBand out where the host has none, since its libraries can crash the interpreter at
+    its exit; empty sets nothing. UCX_MODULES. Whole process."""
+    log_level: Annotated[str, Field(pattern="^(fatal|error|warn|info|debug)$")] = "error"
+    """UCX's own log, which goes to stderr. Whole process."""
+    progress_delay_us: Annotated[int, Field(ge=1, le=1_000_000)] = 100
+    """Longest sleep of the library's progress thread; it is woken by traffic. At 0, the library's default, it keeps a core busy."""
+    connect_timeout_s: Seconds = 5.0
+    """Longest wait for a peer's answer when connecting."""
+    batch_operations: Annotated[int, Field(ge=1, le=4096)] = 128
+    """Operations posted by one call, which takes about 4 us for each."""
+    batch_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = MIB
+    """Bytes posted by one call, which blocks for about 0.3 ms a MiB on TCP; a longer operation is posted by itself."""
+    window_operations: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
+    """Operations in flight to one peer, over all transfers."""
+    window_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = 8 * MIB
+    """Bytes in flight to one peer, over all transfers. A poll can take as long as these bytes take to send."""
+    max_operation_bytes: Annotated[int, Field(ge=4096, le=1 << 30)] = 4 * MIB
+    """Longest single operation; the planner cuts longer ones."""
+    quiet_timeout_s: Seconds = 5.0
+    """After a failure, how long to wait for the operations in flight before the transport counts as not quiet. The library itself
+    waits for a frozen peer for ever."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_operation_bytes > self.window_bytes or self.batch_bytes > self.window_bytes:
+            raise ValueError(
+                f"max_operation_bytes ({self.max_operation_bytes}) and batch_bytes ({self.batch_bytes}) must fit into "
+                f"window_bytes ({self.window_bytes})"
+            )
+        return self
+
+
+class LocalSettings(FrozenModel):
+    """Copies between mappings of one host."""
+
+    slice_bytes: Annotated[int, Field(ge=65536, le=1 << 30)] = 4 * MIB
+    """Copied between two looks at aborts, deadlines and other transfers (about 1 ms); also the longest single operation, so the
+    planner cuts longer ones."""
+    close_timeout_s: Seconds = 10.0
+    """Longest wait for the copier to finish its slice when the transport is closed."""
+
+
+class FaultySettings(FrozenModel):
+    """Any other backend with faults put in; for tests only."""
+
+    inner: TransportName = TransportName.LOCAL
+    """The backend that is wrapped; not `faulty` itself."""
+    seed: NonNegative = 0
+    delay_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """Each transfer is reported as done no sooner than so long after its start; its bytes arrive when they do."""
+    reorder: bool = False
+    """Shuffle the operations of each transfer (by `seed`)."""
+    fail_after_operations: NonNegative | None = None
+    """Deliver so many operations, counted over the transport's life, then fail every transfer with more, quietly."""
+    die_after_operations: NonNegative | None = None
+    """Deliver so many operations, counted over the transport's life, then end the process with exit code 86."""
+    drop_completion: bool = False
+    """Deliver everything and never say so: at its deadline the transfer fails, not quiet, since nobody can know."""
+    late_delivery_s: Annotated[float, Field(ge=0, le=3600)] | None = None
+    """Report each transfer as failed and not quiet at once, and deliver it so much later, unless closed before."""
+    quiet_timeout_s: Seconds = 1.0
+    """How long a transfer whose completion was dropped takes from its failure to `not quiet`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.inner is TransportName.FAULTY:
+            raise ValueError("inner must name a real backend, got 'faulty'")
+        return self
+
+
+class TransportSettings(FrozenModel):
+    """The `transports` section of a daemon's configuration."""
+
+    order: tuple[TransportName, ...] = (TransportName.LOCAL, TransportName.MOONCAKE)
+    """Backends to offer to peers, the preferred one first; a pair of ranks uses the first that both have and that connects."""
+    mooncake: MooncakeSettings = MooncakeSettings()
+    nixl: NixlSettings = NixlSettings()
+    local: LocalSettings = LocalSettings()
+    faulty: FaultySettings = FaultySettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.order or len(set(self.order)) != len(self.order):
+            raise ValueError(f"order must name at least one transport and none twice, got {list(self.order)}")
+        return self

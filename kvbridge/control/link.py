@@ -1,0 +1,252 @@
+"""One conversation between two incarnations: what `peers` does for each of its peers, on either side.
+
+Owns: an outbox and an inbox, the timers that drive them, and handing messages on. Must not know: sockets, routes, keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import BridgeError, ConfigError, ProtocolError
+from kvbridge.core.wire.codec import PEER, Envelope, FrameLimits, MessageCodec
+from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox, Parcel, Undelivered
+from kvbridge.core.wire.messages import Heartbeat, PeerMessage
+
+_ACK_AT_ONCE_PART = 4
+"""An acknowledgement does not wait once this part (1/n) of the window is unacknowledged."""
+_TIMER_SLACK_S = 0.001
+
+
+class Refusal(StrEnum):
+    """Why a frame was refused, beside the `FrameFault`s and the codes of errors that a message handler raised."""
+
+    STALE = "stale"
+    """Of an earlier link or incarnation."""
+    DUPLICATE = "duplicate"
+    BEYOND_WINDOW = "beyond_window"
+    UNAUTHENTICATED = "unauthenticated"
+    HANDSHAKE = "handshake"
+    TOO_MANY_PEERS = "too_many_peers"
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCallbacks:
+    """Called in the loop, never concurrently. None may block."""
+
+    on_message: Callable[[str, PeerMessage], None]
+    """(peer incarnation, message): each message once, in the order of its sender. Raising a BridgeError refuses the
+    message: it is counted under the error's code and not sent again."""
+    on_undelivered: Callable[[str, PeerMessage, float], None] = _ignore
+    """(peer incarnation, message, age in seconds): no acknowledgement came; it may nevertheless have arrived."""
+    on_refused: Callable[[str, str], None] = _ignore
+    """(kind, detail): a frame or a connection was refused. `kind` is one of few words, fit for a metric's label."""
+    on_resent: Callable[[int], None] = _ignore
+    """How many messages were just sent again."""
+    on_reset: Callable[[str], None] = _ignore
+    """(server incarnation), clients only: the server began a new life or has forgotten us; introduce yourself again.
+    What it had not acknowledged has been reported undelivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """Everything that can be tuned about peers."""
+
+    delivery: DeliverySettings = field(default_factory=DeliverySettings)
+    limits: FrameLimits = field(default_factory=FrameLimits)
+    ack_delay_s: float = 0.01
+    """How long an acknowledgement waits for a message to ride on."""
+    max_peers: int = 4_096
+    flush_poll_s: float = 0.005
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ack_delay_s < self.delivery.resend_first_s:
+            raise ConfigError(
+                f"ack_delay_s ({self.ack_delay_s}) must be shorter than resend_first_s "
+                f"({self.delivery.resend_first_s}), or everything is sent twice"
+            )
+        if self.max_peers < 1 or self.flush_poll_s <= 0:
+            raise ConfigError("max_peers and flush_poll_s must be positive")
+
+
+class Packed(NamedTuple):
+    """A message and the body of its frame, encoded once."""
+
+    message: PeerMessage
+    body: bytes
+
+
+class Station:
+    """What all links of one socket share. `put` hands a frame to the socket; False means that it was dropped."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        callbacks: PeerCallbacks,
+        put: Callable[[Link, bytes], bool],
+        *,
+        settings: PeerSettings | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.incarnation = incarnation
+        self.callbacks = callbacks
+        self.put = put
+        self.settings = settings or PeerSettings()
+        self.clock = clock
+        self.loop = asyncio.get_running_loop()
+        self.codec: MessageCodec[PeerMessage] = PEER.with_limits(self.settings.limits)
+
+
+class Link:
+    """A numbered conversation with one peer. `peer` is its incarnation, empty before it was heard on this link."""
+
+    def __init__(self, station: Station, number: int, peer: str = "") -> None:
+        self.number = number
+        self.peer = peer
+        self.route = b""
+        self.user = ""
+        """The CURVE public key that the peer proved to own, empty without keys."""
+        self.heard_at_s = -math.inf
+        self.closed = False
+        self._station = station
+        self._outbox: Outbox[Packed] = Outbox(station.settings.delivery)
+        self._inbox: Inbox[PeerMessage] = Inbox(station.settings.delivery)
+        self._timer: asyncio.TimerHandle | None = None
+        self._ack_timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Link {self.number} with {self.peer or 'nobody yet'}: {self._outbox!r}, {self._inbox!r}>"
+
+    @property
+    def unacknowledged(self) -> int:
+        """Messages that the peer has not acknowledged, sent or waiting."""
+        return len(self._outbox)
+
+    def send(self, message: PeerMessage, give_up_s: float | None = None) -> None:
+        """Deliver reliably; a Heartbeat goes out once and is forgotten. Raises CapacityError, InvalidInputError."""
+        body = self._station.codec.encode_body(message)
+        if isinstance(message, Heartbeat):
+            self._transmit(0, body)
+            return
+        self._outbox.post(Packed(message, body), now_s=self._station.clock(), give_up_s=give_up_s)
+        self._send_new()
+
+    def take(self, envelope: Envelope[PeerMessage]) -> None:
+        """Handle an envelope of this link. Raises ProtocolError on what no correct peer sends."""
+        self.heard_at_s = self._station.clock()
+        self._outbox.acknowledge(envelope.acks)
+        ready: list[PeerMessage] = []
+        if envelope.body is None:
+            pass
+        elif envelope.sequence == 0:
+            if not isinstance(envelope.body, Heartbeat):
+                raise ProtocolError(f"a {type(envelope.body).__name__} came without a sequence number")
+            ready = [envelope.body]
+        else:
+            ready = self._sort(envelope.sequence, envelope.body, envelope.floor)
+        self._send_new()
+        self._hand_on(ready)
+        self._owe()
+
+    def retry(self) -> None:
+        """The way to the peer is new: send again at once what is unacknowledged."""
+        self._outbox.hurry(self._station.clock())
+        self._work()
+
+    def close(self) -> None:
+        """End the conversation and report what is unacknowledged as undelivered; harmless when closed."""
+        for packed, age_s in self.drop():
+            self._station.callbacks.on_undelivered(self.peer, packed.message, age_s)
+
+    def drop(self) -> list[Undelivered[Packed]]:
+        """End the conversation and return what is unacknowledged."""
+        self.closed = True
+        for timer in (self._timer, self._ack_timer):
+            if timer is not None:
+                timer.cancel()
+        return self._outbox.abandon(self._station.clock())
+
+    def _sort(self, sequence: int, message: PeerMessage, floor: int) -> list[PeerMessage]:
+        verdict, ready = self._inbox.accept(sequence, message, floor=floor)
+        if verdict != "new":
+            self._station.callbacks.on_refused(
+                Refusal(verdict), f"message {sequence} of {self.peer} ({self._inbox!r}); harmless unless it goes on"
+            )
+        return ready
+
+    def _hand_on(self, ready: list[PeerMessage]) -> None:
+        callbacks = self._station.callbacks
+        for position, message in enumerate(ready):
+            if self.closed:
+                return
+            try:
+                callbacks.on_message(self.peer, message)
+            except BridgeError as error:
+                callbacks.on_refused(error.code, f"{type(message).__name__} of {self.peer}: {error}")
+            except BaseException:
+                # A defect of the handler goes to the loop; the messages behind it must not be lost with it.
+                self._station.loop.call_soon(self._hand_on, ready[position + 1 :])
+                raise
+
+    def _send_new(self) -> None:
+        for sequence, packed in self._outbox.take_new(self._station.clock()):
+            self._transmit(sequence, packed.body)
+        self._arm()
+
+    def _transmit(self, sequence: int, body: bytes) -> None:
+        station = self._station
+        envelope: Envelope[PeerMessage] = Envelope(
+            sender=station.incarnation,
+            recipient=self.peer,
+            link=self.number,
+            sequence=sequence,
+            floor=self._outbox.floor,
+            acks=self._inbox.acks(),
+        )
+        station.put(self, station.codec.encode(envelope, body))
+
+    def _owe(self) -> None:
+        """Acknowledge soon, unless a message that goes out before does it in passing."""
+        if not self._inbox.owed or self.closed:
+            return
+        settings = self._station.settings
+        if self._inbox.owed >= settings.delivery.window // _ACK_AT_ONCE_PART:
+            self._transmit(0, b"")
+        elif self._ack_timer is None:
+            self._ack_timer = self._station.loop.call_later(settings.ack_delay_s, self._acknowledge)
+
+    def _acknowledge(self) -> None:
+        self._ack_timer = None
+        if self._inbox.owed:
+            self._transmit(0, b"")
+
+    def _arm(self) -> None:
+        wake_at_s = self._outbox.wake_at_s
+        if self._timer is None and wake_at_s < math.inf and not self.closed:
+            delay_s = max(0.0, wake_at_s - self._station.clock()) + _TIMER_SLACK_S
+            self._timer = self._station.loop.call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._work()
+
+    def _work(self) -> None:
+        now_s = self._station.clock()
+        expired = self._outbox.take_expired(now_s)
+        due: list[Parcel[Packed]] = self._outbox.take_due(now_s)
+        for sequence, packed in due:
+            self._transmit(sequence, packed.body)
+        if due:
+            self._station.callbacks.on_resent(len(due))
+        self._send_new()
+        for packed, age_s in expired:
+            self._station.callbacks.on_undelivered(self.peer, packed.message, age_s)

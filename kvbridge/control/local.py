@@ -1,0 +1,396 @@
+"""The processes of one node talk: the daemon with its rank workers and engines, over Unix sockets.
+
+Owns: the runtime directory's rights, who is joined, one order of messages each way. Must not know: what a message
+means.
+
+Within one connection nothing is lost or reordered, so there are no resends here: messages are numbered, and a client
+whose numbers do not add up is dropped. A client joins with its first message and is gone when its connection is;
+there is no second chance on either side, because memory was handed over on that connection. Whoever can enter the
+runtime directory (mode 0700) is trusted to be who it says.
+"""
+
+from __future__ import annotations
+
+import os
+import socket as unix
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import zmq
+
+from kvbridge.control.addresses import bind_error, check_ipc_path
+from kvbridge.control.link import Refusal
+from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, Monitor, read_event
+from kvbridge.control.sockets import LoopSocket, Parts, SocketContext, frames_wait
+from kvbridge.core.errors import (
+    BridgeError,
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    NotReadyError,
+    PeerError,
+)
+from kvbridge.core.ids import FrozenModel
+from kvbridge.core.wire.codec import Envelope, FrameError, MessageCodec
+
+InboundT = TypeVar("InboundT", bound=FrozenModel)
+OutboundT = TypeVar("OutboundT", bound=FrozenModel)
+
+_LINK = 1
+_PROBE_S = 1.0
+
+
+def prepare_runtime_directory(path: Path) -> Path:
+    """Make `path` (mode 0700) if needed and return it. Raises ConfigError when others own it or can enter it."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"runtime directory {path} cannot be made: {error.strerror}") from error
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
+        raise ConfigError(f"runtime directory {path} is not a directory of this user; choose another")
+    if stat.S_IMODE(facts.st_mode) & 0o077:
+        raise ConfigError(f"runtime directory {path} can be entered by others; run: chmod 700 {path}")
+    return path
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCallbacks(Generic[InboundT]):
+    """Called in the loop, never concurrently. None may block."""
+
+    on_message: Callable[[str, InboundT], None]
+    """(client, message), in order. Raising a BridgeError refuses the message: it is counted under the error's code."""
+    on_joined: Callable[[str], None] = _ignore
+    """(client): its first message follows. A client of the same name that was there before is gone."""
+    on_gone: Callable[[str], None] = _ignore
+    """(client): its process ended or closed the connection, or it was dropped for breaking the protocol."""
+    on_refused: Callable[[str, str], None] = _ignore
+    """(kind, detail): a frame was refused."""
+
+
+@dataclass(slots=True)
+class _Client:
+    name: str
+    route: bytes
+    descriptor: int
+    received: int = 0
+    sent: int = 0
+
+
+class LocalServer(Generic[InboundT, OutboundT]):
+    """The daemon's end: a ROUTER on a Unix socket. Built and used in one running loop."""
+
+    def __init__(
+        self,
+        name: str,
+        inbound: MessageCodec[InboundT],
+        outbound: MessageCodec[OutboundT],
+        callbacks: LocalCallbacks[InboundT],
+    ) -> None:
+        self._name = name
+        self._inbound = inbound
+        self._outbound = outbound
+        self._callbacks = callbacks
+        self._by_name: dict[str, _Client] = {}
+        self._by_route: dict[bytes, _Client] = {}
+        self._connections: set[int] = set()
+        self._context: SocketContext | None = None
+        self._socket: LoopSocket | None = None
+        self._monitor: Monitor | None = None
+
+    def __repr__(self) -> str:
+        return f"<LocalServer {self._name}: {len(self._by_name)} clients>"
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """The names of those who are joined."""
+        return tuple(self._by_name)
+
+    def bind(self, path: Path) -> None:
+        """Listen on `path`, whose directory must be a private one (`prepare_runtime_directory`).
+
+        Raises ConfigError when the path is unfit, ConflictError when another process serves it.
+        """
+        if self._socket is not None:
+            raise ConflictError("this server is bound already")
+        check_ipc_path(str(path))
+        prepare_runtime_directory(path.parent)
+        _require_unserved(path)
+        self._context = context = SocketContext()
+        socket = context.open(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._inbound.limits.max_frame_bytes)
+        self._monitor = Monitor(socket, ACCEPTED | DISCONNECTED, self._on_connection)
+        try:
+            socket.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            socket.close()
+            self.close()
+            raise bind_error(f"ipc://{path}", error.errno or 0, str(error)) from error
+        self._socket = LoopSocket(socket, self._on_parts)
+
+    def send(self, client: str, message: OutboundT) -> None:
+        """Send to a joined client.
+
+        Raises NotFoundError when it is gone, CapacityError when it has not read thousands of messages,
+        InvalidInputError when the message does not fit into a frame.
+        """
+        known = self._by_name.get(client)
+        if known is None:
+            raise NotFoundError(f"local client '{client}' is not joined; its process ended or never started")
+        envelope = Envelope(sender=self._name, recipient=client, link=_LINK, sequence=known.sent + 1, body=message)
+        frame = self._outbound.encode(envelope)
+        if self._socket is None or not self._socket.send((known.route, frame)):
+            raise CapacityError(f"local client '{client}' does not read its messages, or is just going; it may hang")
+        known.sent += 1
+
+    def drop(self, client: str) -> None:
+        """Forget a client (harmless when unknown, `on_gone` is not called); it is told with its next message."""
+        known = self._by_name.pop(client, None)
+        if known is not None:
+            del self._by_route[known.route]
+
+    def close(self) -> None:
+        """Stop listening; waits at most for the socket's linger (0.2 s). `on_gone` is not called any more."""
+        self._by_name.clear()
+        self._by_route.clear()
+        if self._monitor is not None:
+            self._monitor.close()
+        if self._socket is not None:
+            self._socket.close()
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+
+    def _on_connection(self, event: int, descriptor: int) -> None:
+        if event == ACCEPTED:
+            self._connections.add(descriptor)
+            return
+        self._connections.discard(descriptor)
+        for client in [known for known in self._by_name.values() if known.descriptor == descriptor]:
+            self._lose(client)
+
+    def _on_parts(self, parts: Parts) -> None:
+        if len(parts) != 2:
+            self._callbacks.on_refused("malformed", f"a message of {len(parts)} parts, expected one frame")
+            return
+        try:
+            envelope = self._inbound.decode(parts[1].bytes)
+            client = self._admit(envelope, parts[0].bytes, parts[1])
+        except FrameError as error:
+            self._callbacks.on_refused(error.fault, str(error))
+            return
+        if client is None or envelope.body is None:
+            return
+        try:
+            self._callbacks.on_message(client.name, envelope.body)
+        except BridgeError as error:
+            detail = f"{type(envelope.body).__name__} of {client.name}: {error}"
+            self._callbacks.on_refused(error.code, detail)
+        finally:
+            self._notice_vanished(client)
+
+    def _admit(self, envelope: Envelope[InboundT], route: bytes, frame: zmq.Frame) -> _Client | None:
+        client = self._by_route.get(route)
+        if client is None and envelope.sequence == 1:
+            client = self._join(envelope.sender, route, _descriptor(frame))
+        if client is None:
+            self._callbacks.on_refused(Refusal.STALE, f"'{envelope.sender}' is not joined here (any more)")
+            self._disown(envelope, route)
+            return None
+        expected = client.received + 1
+        if envelope.sequence == expected and envelope.sender == client.name:
+            client.received = expected
+            return client
+        kind = Refusal.DUPLICATE if envelope.sequence < expected else Refusal.BEYOND_WINDOW
+        detail = f"message {envelope.sequence} of '{envelope.sender}', expected {expected} of '{client.name}'"
+        self._callbacks.on_refused(kind, detail)
+        if envelope.sequence > expected:
+            self._lose(client)
+        return None
+
+    def _join(self, name: str, route: bytes, descriptor: int) -> _Client:
+        before = self._by_name.get(name)
+        if before is not None:
+            self._lose(before)
+        # What happened to connections before this frame was read, so that a reused descriptor is not taken for the old.
+        if self._monitor is not None:
+            self._monitor.catch_up()
+        client = _Client(name, route, descriptor)
+        self._by_name[name] = self._by_route[route] = client
+        self._callbacks.on_joined(name)
+        return client
+
+    def _notice_vanished(self, client: _Client) -> None:
+        """A client that ended right after its first message was already disconnected when it joined."""
+        if client.received == 1 and client.descriptor >= 0 and client.descriptor not in self._connections:
+            self._lose(client)
+
+    def _lose(self, client: _Client) -> None:
+        if self._by_name.get(client.name) is client:
+            self.drop(client.name)
+            self._callbacks.on_gone(client.name)
+
+    def _disown(self, envelope: Envelope[InboundT], route: bytes) -> None:
+        answer: Envelope[OutboundT] = Envelope(sender=self._name, recipient=envelope.sender, link=-_LINK)
+        if self._socket is not None:
+            self._socket.send((route, self._outbound.encode(answer)))
+
+
+class LocalClient(Generic[InboundT, OutboundT]):
+    """A worker's or an engine's end: a DEALER without asyncio, used by one thread.
+
+    `inbound` is what this end receives. Once the daemon is gone every call raises PeerError; make a new client then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inbound: MessageCodec[InboundT],
+        outbound: MessageCodec[OutboundT],
+        *,
+        on_refused: Callable[[str, str], None] = _ignore,
+    ) -> None:
+        self._name = name
+        self._inbound = inbound
+        self._outbound = outbound
+        self._on_refused = on_refused
+        self._path = Path()
+        self._sent = 0
+        self._received = 0
+        self._gone = ""
+        self._context: SocketContext | None = None
+
+    def __repr__(self) -> str:
+        state = self._gone or f"{self._sent} sent, {self._received} received"
+        return f"<LocalClient {self._name} at {self._path}: {state}>"
+
+    def connect(self, path: Path) -> None:
+        """Begin to connect; returns at once, the first `send` waits. Raises ConfigError on an unfit path."""
+        if self._context is not None:
+            raise ConflictError(f"this client is connected to {self._path} already")
+        check_ipc_path(str(path))
+        self._path = path
+        self._context = SocketContext()
+        self._socket = self._context.open(zmq.DEALER)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._inbound.limits.max_frame_bytes)
+        self._monitor = self._socket.get_monitor_socket(DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._socket.connect(f"ipc://{path}")
+
+    def fileno(self) -> int:
+        """A descriptor for a poller. It signals edges: after each wake, and after each `send`, call `receive(0)`
+        until None.
+        """
+        return int(self._require_open().getsockopt(zmq.FD))
+
+    def send(self, message: OutboundT, timeout_s: float = 1.0) -> None:
+        """Hand a message over, waiting at most `timeout_s` for the connection or for the daemon to read.
+
+        Raises NotReadyError after that, PeerError once the daemon is gone, InvalidInputError when it is too large.
+        """
+        socket = self._require_open()
+        self._look_for_end()
+        self._raise_if_gone()
+        envelope = Envelope(sender=self._name, link=_LINK, sequence=self._sent + 1, body=message)
+        frame = self._outbound.encode(envelope)
+        if not socket.poll(int(timeout_s * 1_000), zmq.POLLOUT):
+            why = "no daemon answers there yet" if not self._sent else "the daemon hangs or has ended"
+            raise NotReadyError(f"'{self._name}' could not send to {self._path} within {timeout_s} s: {why}")
+        socket.send(frame, zmq.NOBLOCK)
+        self._sent += 1
+
+    def receive(self, timeout_s: float) -> InboundT | None:
+        """Return the next message, or None when none came within `timeout_s` (0 only looks).
+
+        Raises PeerError once the daemon is gone and its last message was read. Malformed frames are refused and
+        counted.
+        """
+        socket = self._require_open()
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._look_for_end()
+            while frames_wait(socket):
+                message = self._open(socket.recv_multipart(zmq.NOBLOCK))
+                if message is not None:
+                    return message
+            self._raise_if_gone()
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                return None
+            self._poller.poll(max(1, int(remaining_s * 1_000)))
+
+    def close(self) -> None:
+        """Close; waits at most for the socket's linger (0.2 s). Harmless when closed."""
+        if self._context is None:
+            return
+        self._gone = self._gone or "closed"
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.close()
+        self._context = None
+
+    def _require_open(self) -> zmq.Socket[bytes]:
+        if self._context is None:
+            raise ConflictError(f"local client '{self._name}' is not connected ({self._gone or 'call connect first'})")
+        return self._socket
+
+    def _open(self, parts: list[bytes]) -> InboundT | None:
+        try:
+            envelope = self._inbound.decode(b"".join(parts))
+        except FrameError as error:
+            self._on_refused(error.fault, str(error))
+            return None
+        if envelope.link == -_LINK:
+            self._gone = "the daemon does not know this client (any more)"
+            return None
+        if envelope.sequence != self._received + 1 or envelope.recipient != self._name:
+            self._on_refused(Refusal.DUPLICATE, f"message {envelope.sequence}, expected {self._received + 1}")
+            return None
+        self._received += 1
+        return envelope.body
+
+    def _look_for_end(self) -> None:
+        while not self._gone and frames_wait(self._monitor):
+            event, _ = read_event(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            if event == DISCONNECTED:
+                self._gone = "the daemon has ended or closed the connection"
+
+    def _raise_if_gone(self) -> None:
+        if self._gone:
+            raise PeerError(f"'{self._name}' at {self._path}: {self._gone}; connect anew")
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    """The connection that a frame came over, as the monitor names it, or -1 when ZeroMQ does not say."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
+def _require_unserved(path: Path) -> None:
+    """ZeroMQ would silently take a Unix socket over from a living server; a dead one's is removed."""
+    if not path.exists():
+        return
+    with unix.socket(unix.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return
+    raise ConflictError(f"another process serves {path}; stop it, or configure another runtime directory")

@@ -1,0 +1,390 @@
+"""Daemons of different nodes talk: one connection a pair, messages both ways, each delivered once or reported.
+
+Owns: the sockets between nodes, who is who on them, and which frames are refused. Must not know: what a message means,
+when a silent peer counts as dead.
+
+The client (a decode node) opens the connection and begins a numbered link; the server (a prefill node) learns the
+client's incarnation from its first valid frame. A new connection of the same link continues where the old one broke
+off. When either side has lost its memory of a link (a restart, `forget`), the server answers its frames with the
+link's negative number; the client then reports what is open as undelivered and begins the next link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import zmq
+
+from kvbridge.control.addresses import bind_error, is_loopback, parse_tcp
+from kvbridge.control.authentication import ZAP_DOMAIN, Doorkeeper
+from kvbridge.control.keys import CurveKeys, check_key
+from kvbridge.control.link import Link, PeerCallbacks, PeerSettings, Refusal, Station
+from kvbridge.control.monitor import HANDSHAKE_FAILED, HANDSHAKE_FAILED_AUTH, HANDSHAKE_SUCCEEDED, Monitor
+from kvbridge.control.sockets import LoopSocket, Parts, SocketContext
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, ProtocolError
+from kvbridge.core.wire.codec import Envelope, FrameError
+from kvbridge.core.wire.messages import PeerMessage
+
+_FENCED_KEPT = 4_096
+_ZMTP_PING_MS = 5_000
+_ZMTP_TIMEOUT_MS = 15_000
+_HANDSHAKE_MS = 10_000
+_RECONNECT_FIRST_MS = 50
+_RECONNECT_MOST_MS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """Who this process is to its peers. Without keys it speaks in the clear, on loopback only unless `insecure`."""
+
+    incarnation: str
+    keys: CurveKeys | None = None
+    insecure: bool = False
+
+    def require_keys(self, endpoint: str, verb: str) -> None:
+        """Raise ConfigError when `endpoint` leaves this machine and there is no key to protect it."""
+        address = parse_tcp(endpoint)
+        if self.keys or self.insecure or address is None or is_loopback(address.host):
+            return
+        raise ConfigError(
+            f"refusing to {verb} {endpoint} without CURVE keys: anyone on the network could take part; configure keys "
+            "(kvbridge can generate them), use a loopback address, or say --insecure on a network that you trust"
+        )
+
+
+class PeerServer:
+    """The control door of a node: a ROUTER that any number of clients connect to. Built and used in one running loop."""
+
+    def __init__(
+        self,
+        identity: PeerIdentity,
+        callbacks: PeerCallbacks,
+        *,
+        settings: PeerSettings | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._identity = identity
+        self._callbacks = callbacks
+        self._station = Station(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
+        self._links: dict[str, Link] = {}
+        self._fenced: OrderedDict[str, None] = OrderedDict()
+        self._context: SocketContext | None = None
+        self._socket: LoopSocket | None = None
+        self._closers: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        waiting = sum(link.unacknowledged for link in self._links.values())
+        return f"<PeerServer {self._identity.incarnation}: {len(self._links)} peers, {waiting} messages unacknowledged>"
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The incarnations that are known now."""
+        return tuple(self._links)
+
+    def bind(self, endpoint: str) -> str:
+        """Open the door and return the real endpoint (port 0 picks a port).
+
+        Raises ConflictError when the address is taken, ConfigError when it does not exist here, is malformed, or leaves
+        this machine without keys.
+        """
+        if self._socket is not None:
+            raise ConflictError("the control door is open already")
+        self._identity.require_keys(endpoint, "listen on")
+        self._context = context = SocketContext()
+        keys = self._identity.keys
+        if keys is not None:
+            keeper = Doorkeeper(context, keys, lambda detail: self._refuse(Refusal.UNAUTHENTICATED, detail))
+            self._closers.append(keeper.close)
+        socket = context.open(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if keys is not None:
+            socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        _set_limits(socket, self._station.settings)
+        monitor = Monitor(socket, HANDSHAKE_FAILED, self._on_handshake)
+        self._closers.append(monitor.close)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            self.close()
+            raise bind_error(endpoint, error.errno or 0, str(error)) from error
+        self._socket = LoopSocket(socket, self._on_parts)
+        return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def send(self, peer: str, message: PeerMessage, *, give_up_s: float | None = None) -> None:
+        """Deliver to a known peer. Raises NotFoundError, CapacityError (it acknowledges nothing), InvalidInputError."""
+        self._link(peer).send(message, give_up_s)
+
+    def last_heard_s(self, peer: str) -> float:
+        """Seconds since the last valid frame of a known peer. Raises NotFoundError."""
+        return self._station.clock() - self._link(peer).heard_at_s
+
+    def forget(self, peer: str) -> None:
+        """Drop a peer, reporting what it has not acknowledged. If it lives it is told, and begins anew."""
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.close()
+
+    def fence(self, peer: str) -> None:
+        """Drop an incarnation and never hear it again."""
+        self._fenced[peer] = None
+        if len(self._fenced) > _FENCED_KEPT:
+            self._fenced.popitem(last=False)
+        self.forget(peer)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
+        return await _flush(self._links.values, self._station, timeout_s)
+
+    def close(self) -> None:
+        """Close the door; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more."""
+        for link in self._links.values():
+            link.drop()
+        self._links.clear()
+        for closer in reversed(self._closers):
+            closer()
+        self._closers.clear()
+        if self._socket is not None:
+            self._socket.close()
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+
+    def _link(self, peer: str) -> Link:
+        link = self._links.get(peer)
+        if link is None:
+            raise NotFoundError(f"no peer of incarnation '{peer}' is known; it never connected, or was forgotten")
+        return link
+
+    def _put(self, link: Link, frame: bytes) -> bool:
+        return self._socket is not None and self._socket.send((link.route, frame))
+
+    def _refuse(self, kind: str, detail: str) -> None:
+        self._callbacks.on_refused(kind, detail)
+
+    def _on_handshake(self, event: int, _value: int) -> None:
+        if event == HANDSHAKE_FAILED_AUTH:
+            return  # The doorkeeper has counted it, with its address and key.
+        kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
+        self._refuse(kind, "a connection did not complete its handshake: wrong server key, no key, or no peer of ours")
+
+    def _on_parts(self, parts: Parts) -> None:
+        if len(parts) != 2:
+            self._refuse("malformed", f"a message of {len(parts)} parts, expected one frame")
+            return
+        try:
+            envelope = self._station.codec.decode(parts[1].bytes)
+            link = self._find(envelope, parts[0].bytes, _user(parts[1]) if self._identity.keys else "")
+            if link is not None:
+                link.take(envelope)
+        except FrameError as error:
+            self._refuse(error.fault, str(error))
+        except ProtocolError as error:
+            self._refuse(error.code, str(error))
+
+    def _find(self, envelope: Envelope[PeerMessage], route: bytes, user: str) -> Link | None:
+        """Return the link that an envelope belongs to, made now if it is a new one, or None after refusing it."""
+        sender, link = envelope.sender, self._links.get(envelope.sender)
+        if sender in self._fenced or envelope.link < 1 or (link is not None and envelope.link < link.number):
+            self._refuse(Refusal.STALE, f"link {envelope.link} of {sender}: an earlier one, or its sender is fenced")
+            return None
+        if link is not None and link.user != user:
+            self._refuse(Refusal.UNAUTHENTICATED, f"incarnation {sender} belongs to another key than {user}")
+            return None
+        known = link is not None and envelope.link == link.number
+        if envelope.recipient not in {"", self._identity.incarnation} or (envelope.recipient and not known):
+            self._disown(envelope, route)
+            return None
+        if not known:
+            link = self._begin(envelope, user)
+        if link is not None and link.route != route:
+            came_back = link.route != b""
+            link.route = route
+            if came_back:
+                link.retry()
+        return link
+
+    def _begin(self, envelope: Envelope[PeerMessage], user: str) -> Link | None:
+        if envelope.sender not in self._links and len(self._links) >= self._station.settings.max_peers:
+            self._refuse(Refusal.TOO_MANY_PEERS, f"{len(self._links)} peers are known; forget the dead ones")
+            return None
+        self.forget(envelope.sender)
+        link = Link(self._station, envelope.link, envelope.sender)
+        link.user = user
+        self._links[envelope.sender] = link
+        return link
+
+    def _disown(self, envelope: Envelope[PeerMessage], route: bytes) -> None:
+        """Tell a client that we remember nothing of its link; it begins the next one."""
+        self._refuse(Refusal.STALE, f"link {envelope.link} of {envelope.sender} is not known here (any more)")
+        answer: Envelope[PeerMessage] = Envelope(
+            sender=self._identity.incarnation, recipient=envelope.sender, link=-envelope.link
+        )
+        if self._socket is not None:
+            self._socket.send((route, self._station.codec.encode(answer)))
+
+
+class PeerClient:
+    """The way to one node's control door: a DEALER that reconnects by itself. Built and used in one running loop.
+
+    Messages sent before the connection stands wait for it. `context` is shared by all clients of the process and is
+    closed by its owner after them.
+    """
+
+    def __init__(
+        self,
+        identity: PeerIdentity,
+        callbacks: PeerCallbacks,
+        *,
+        context: SocketContext,
+        settings: PeerSettings | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._identity = identity
+        self._callbacks = callbacks
+        self._context = context
+        self._station = Station(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
+        # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
+        self._link = Link(self._station, time.monotonic_ns())
+        self._socket: LoopSocket | None = None
+        self._monitor: Monitor | None = None
+        self._endpoint = ""
+
+    def __repr__(self) -> str:
+        return f"<PeerClient to {self._endpoint or 'nowhere'}: {self._link!r}>"
+
+    @property
+    def peer(self) -> str:
+        """The server's incarnation, or empty before it was heard."""
+        return self._link.peer
+
+    def connect(self, endpoint: str, server_key: str = "") -> None:
+        """Begin to connect; returns at once. `server_key` is the server's public key in Z85, required when we have
+        keys.
+
+        Raises ConfigError on a malformed endpoint or key, or when the connection would leave this machine in the clear.
+        """
+        if self._socket is not None:
+            raise ConflictError(f"this client is connected to {self._endpoint} already")
+        self._check(endpoint, server_key)
+        socket = self._context.open(zmq.DEALER)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # Nothing queues for a connection that does not stand: delivery resends.
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_FIRST_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
+        _set_limits(socket, self._station.settings)
+        keys = self._identity.keys
+        if keys is not None and server_key:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        self._endpoint = endpoint
+        self._monitor = Monitor(socket, HANDSHAKE_FAILED | HANDSHAKE_SUCCEEDED, self._on_handshake)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._monitor.close()
+            socket.close()
+            raise ConfigError(f"control endpoint {endpoint} cannot be connected to: {error}") from error
+        self._socket = LoopSocket(socket, self._on_parts)
+
+    def send(self, message: PeerMessage, *, give_up_s: float | None = None) -> None:
+        """Deliver to the server. Raises CapacityError (it acknowledges nothing), InvalidInputError, ConflictError."""
+        if self._link.closed:
+            raise ConflictError(f"the connection to {self._endpoint} was closed")
+        self._link.send(message, give_up_s)
+
+    def last_heard_s(self) -> float:
+        """Seconds since the last valid frame of the server; infinity before the first."""
+        return self._station.clock() - self._link.heard_at_s
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
+        return await _flush(lambda: (self._link,), self._station, timeout_s)
+
+    def close(self) -> None:
+        """Close the connection. Nothing is reported undelivered any more."""
+        self._link.drop()
+        if self._monitor is not None:
+            self._monitor.close()
+        if self._socket is not None:
+            self._socket.close()
+
+    def _check(self, endpoint: str, server_key: str) -> None:
+        if server_key:
+            check_key(server_key, f"public key of {endpoint}")
+        if server_key and self._identity.keys is None:
+            raise ConfigError(f"{endpoint} asks for CURVE, but this process has no keys; configure them")
+        if not server_key:
+            if self._identity.keys is not None and not self._identity.insecure:
+                raise ConfigError(f"no public key is known of {endpoint}; give it beside the endpoint")
+            self._identity.require_keys(endpoint, "connect to")
+
+    def _put(self, _link: Link, frame: bytes) -> bool:
+        return self._socket is not None and self._socket.send((frame,))
+
+    def _refuse(self, kind: str, detail: str) -> None:
+        self._callbacks.on_refused(kind, f"{detail} (server {self._endpoint})")
+
+    def _on_handshake(self, event: int, _value: int) -> None:
+        if event == HANDSHAKE_SUCCEEDED:
+            self._link.retry()
+            return
+        kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
+        self._refuse(kind, "the handshake failed: our key is not allowed there, or its public key is another one")
+
+    def _on_parts(self, parts: Parts) -> None:
+        try:
+            envelope = self._station.codec.decode(b"".join(part.bytes for part in parts))
+            if self._accepts(envelope):
+                self._link.take(envelope)
+        except FrameError as error:
+            self._refuse(error.fault, str(error))
+        except ProtocolError as error:
+            self._refuse(error.code, str(error))
+
+    def _accepts(self, envelope: Envelope[PeerMessage]) -> bool:
+        """Whether an envelope belongs to the present link; begins the next one when the server does not know it."""
+        link = self._link
+        if envelope.recipient != self._identity.incarnation or abs(envelope.link) != link.number:
+            self._refuse(Refusal.STALE, f"link {envelope.link} to {envelope.recipient}, ours is {link.number}")
+            return False
+        if envelope.link > 0 and link.peer in {"", envelope.sender}:
+            link.peer = envelope.sender
+            return True
+        if link.peer:
+            self._link = Link(self._station, link.number + 1)
+            link.close()
+            self._callbacks.on_reset(envelope.sender)
+        return False
+
+
+def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings) -> None:
+    # Frames up to twice the limit are refused by the codec, and counted; beyond that the connection itself is cut.
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * settings.limits.max_frame_bytes)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def _user(frame: zmq.Frame) -> str:
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+async def _flush(links: Callable[[], Iterable[Link]], station: Station, timeout_s: float) -> bool:
+    deadline_s = station.clock() + timeout_s
+    while any(link.unacknowledged for link in links()):
+        if station.clock() >= deadline_s:
+            return False
+        await asyncio.sleep(station.settings.flush_poll_s)
+    return True

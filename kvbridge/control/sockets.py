@@ -1,0 +1,123 @@
+"""A ZeroMQ socket inside an asyncio loop.
+
+Owns: readiness, draining with a budget, sends that never block, bounded closing. Must not know: what frames mean.
+
+A ZeroMQ socket's file descriptor signals edges: it becomes readable when *something* changed, once, and any call on the
+socket may consume the signal. So after every wake and after every send we ask the socket itself whether frames wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+SENDS_QUEUED = 10_000
+"""High-water mark of every socket: frames that wait for one connection before a send is refused or dropped."""
+CLOSE_LINGER_MS = 200
+FRAMES_PER_TURN = 128
+"""After so many frames a socket lets the rest of the loop run before it goes on."""
+
+Parts = list[zmq.Frame]
+
+
+class SocketContext:
+    """The ZeroMQ thread that sockets of one process share. Close it after its sockets; closing is bounded."""
+
+    def __init__(self) -> None:
+        self.zmq = zmq.Context(1)
+        self.zmq.set(zmq.MAX_SOCKETS, 16_384)
+
+    def open(self, kind: int) -> zmq.Socket[bytes]:
+        """Return a new socket with the house's limits set."""
+        socket = self.zmq.socket(kind)
+        socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, SENDS_QUEUED)
+        socket.setsockopt(zmq.RCVHWM, SENDS_QUEUED)
+        return socket
+
+    def close(self) -> None:
+        """End the thread; waits at most for the linger of closed sockets."""
+        self.zmq.term()
+
+
+def frames_wait(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a receive would return at once."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+class LoopSocket:
+    """Feeds what arrives on `socket` to `on_parts`, in the loop that is running. Owns the socket from then on.
+
+    An exception of `on_parts` reaches the loop's exception handler and costs that one message only.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], on_parts: Callable[[Parts], None]) -> None:
+        self._socket = socket
+        self._on_parts = on_parts
+        self._loop = asyncio.get_running_loop()
+        self._draining = False
+        self._scheduled: asyncio.Handle | None = None
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._drain)
+        self._look_again()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return bool(self._socket.closed)
+
+    def send(self, parts: Sequence[Any]) -> bool:
+        """Hand parts to ZeroMQ; False when no connection can take them now (they are dropped) or after `close`."""
+        if self._socket.closed:
+            return False
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in {zmq.EAGAIN, zmq.EHOSTUNREACH}:
+                return False
+            raise
+        finally:
+            self._look_again()
+        return True
+
+    def drain_now(self) -> None:
+        """Handle what has arrived at this moment, without waiting for the loop's turn."""
+        self._drain()
+
+    def close(self) -> None:
+        """Stop listening and close the socket; harmless when closed."""
+        if self._socket.closed:
+            return
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._descriptor)
+        self._socket.close()
+
+    def _look_again(self) -> None:
+        if self._draining or self._scheduled is not None or self._socket.closed:
+            return
+        if frames_wait(self._socket):
+            self._scheduled = self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
+        if self._draining or self._socket.closed:
+            return
+        self._draining = True
+        try:
+            self._take_turn()
+        finally:
+            self._draining = False
+            self._look_again()
+
+    def _take_turn(self) -> None:
+        for _ in range(FRAMES_PER_TURN):
+            if self._socket.closed or not frames_wait(self._socket):
+                break
+            self._on_parts(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))

@@ -1,0 +1,200 @@
+"""How many pages a request needs in each index space, and which logical pages its windows touch.
+
+Owns: page counts, the ring of window pages, the check that tables cover a request, live and reserved bytes.
+Must not know: which pages are free, who holds them.
+
+Window pages form a ring. A request reserves `pages_needed(...)[SWA]` physical pages at admission and never more:
+logical page `j` lives in entry `(j - first) % n` of the `n` reserved ones, where `first` is the first logical page that
+was live at the end of the prompt. A page whose rows have slid out is so used again for a page to come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
+from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
+from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
+
+NO_HOST: frozenset[ComponentKind] = frozenset()
+
+
+def pages_needed(
+    geometry: ModelGeometry,
+    *,
+    tokens: int,
+    prompt_tokens: int | None = None,
+    host: frozenset[ComponentKind] = NO_HOST,
+) -> dict[IndexSpace, int]:
+    """Return the pages to reserve in each space that the node uses, for a request that ends with `tokens` tokens.
+
+    `tokens` counts the prompt and all that decode may append. `prompt_tokens` is where decode begins; left out, nothing
+    is appended, as on a prefill node. `host` names the components that live in the node's host pool. Raises
+    InvalidInputError when the token counts contradict each other or a component in `host` cannot live there.
+    """
+    begin = tokens if prompt_tokens is None else prompt_tokens
+    if not 0 <= begin <= tokens:
+        raise InvalidInputError(f"need 0 <= prompt_tokens <= tokens, got prompt_tokens {begin} and tokens {tokens}")
+    _require_host_capable(geometry, host)
+    needed: dict[IndexSpace, int] = {}
+    for component in geometry.components:
+        space = IndexSpace.HOST if component.kind in host else component.space
+        needed[space] = max(needed.get(space, 0), _pages(geometry, component, space, begin=begin, tokens=tokens))
+    return needed
+
+
+def _pages(geometry: ModelGeometry, component: Component, space: IndexSpace, *, begin: int, tokens: int) -> int:
+    match space:
+        case IndexSpace.FULL:
+            return -(-tokens // geometry.tokens_per_page)
+        case IndexSpace.HOST:
+            # Complete rows only, so this is one less than FULL where the last page holds no complete row yet.
+            return -(-(tokens // component.tokens_per_row) // component.slots_per_page)
+        case IndexSpace.SWA:
+            beyond = -(-tokens // geometry.tokens_per_page)
+            return min(most_window_pages(geometry), beyond - first_window_page(geometry, begin))
+        case IndexSpace.REQUEST:
+            # Reserved always: decode fills its rings even when nothing of them is sent.
+            return 1
+
+
+def first_window_page(geometry: ModelGeometry, tokens: int) -> int:
+    """Return the logical page of the earliest row that is live in the window space at `tokens` tokens.
+
+    When none is live it is the page that the next row falls into.
+    """
+    return min((rows.start for rows in _live_windows(geometry, tokens)), default=tokens) // geometry.tokens_per_page
+
+
+def window_pages(geometry: ModelGeometry, tokens: int) -> range:
+    """Return the logical pages of the window space that hold live rows at `tokens` tokens; often one or two."""
+    first = first_window_page(geometry, tokens)
+    stop_row = max((rows.stop for rows in _live_windows(geometry, tokens)), default=0)
+    return range(first, max(first, -(-stop_row // geometry.tokens_per_page)))
+
+
+def most_window_pages(geometry: ModelGeometry) -> int:
+    """Return the most window pages that a request can need at once, at any length."""
+    return max((_most_pages(component, geometry) for component in _window_components(geometry)), default=0)
+
+
+def _most_pages(component: Component, geometry: ModelGeometry) -> int:
+    """Pages that the rows needed to compute one more token can touch, wherever they begin."""
+    page = geometry.tokens_per_page
+    match component.liveness:
+        case Liveness.WINDOW:
+            rows, step = component.window, 1
+        case Liveness.TAIL:
+            # A block is pooled when its last token arrives, so then it and its overlap are needed whole.
+            rows, step = component.block * (component.overlap + 1), math.gcd(component.block, page)
+        case _:
+            rows, step = 1, page
+    return (page - step + rows - 1) // page + 1
+
+
+def rotate_window(table: PageTable, *, first_page: int, page_count: int) -> PageTable:
+    """Return the table of the logical pages [first_page, first_page + page_count), taken from the ring `table`.
+
+    `table` is the window table as it was reserved; rotate that one at each length, not a result of this function.
+    Raises InvalidInputError when the pages lie before the ring or are more than it holds at once.
+    """
+    ids = table.require(IndexSpace.SWA)
+    if first_page < table.first_page:
+        raise InvalidInputError(f"window page {first_page} lies before the ring, which begins at {table.first_page}")
+    if not 0 <= page_count <= len(ids):
+        raise InvalidInputError(f"a ring of {len(ids)} window pages cannot hold {page_count} pages at once")
+    if page_count == 0:
+        return PageTable(IndexSpace.SWA, ids[:0], first_page)
+    entries = (first_page - table.first_page + np.arange(page_count)) % len(ids)
+    return PageTable(IndexSpace.SWA, ids[entries], first_page)
+
+
+def tables_cover(
+    tables: Tables,
+    geometry: ModelGeometry,
+    *,
+    tokens: int,
+    host: frozenset[ComponentKind] = NO_HOST,
+    page_counts: Mapping[IndexSpace, int] | None = None,
+) -> None:
+    """Check that `tables` give a page to every live row of a request that now has `tokens` tokens.
+
+    `page_counts` are the pages that the pool of each space has; a space that it does not name is not checked for ids
+    beyond the pool. More pages than needed are allowed. Raises InvalidInputError for a missing or short table and
+    PageOutOfBoundsError for an id that does not exist, each naming the space, what is needed and what was given.
+    """
+    for space, count in pages_needed(geometry, tokens=tokens, host=host).items():
+        first = first_window_page(geometry, tokens) if space is IndexSpace.SWA else 0
+        _check_table(tables.get(space), space, pages=range(first, first + count), tokens=tokens)
+    for space, table in tables.items():
+        _check_ids(table.require(space), space, None if page_counts is None else page_counts.get(space))
+
+
+def _check_table(table: PageTable | None, space: IndexSpace, *, pages: range, tokens: int) -> None:
+    need = f"a request of {tokens} tokens needs {len(pages)} pages of space '{space}'"
+    if space is IndexSpace.SWA:
+        need = f"{need}, from logical page {pages.start}"
+    if table is None:
+        raise InvalidInputError(f"{need}, got no table for it")
+    if space is not IndexSpace.SWA and table.first_page != 0:
+        raise InvalidInputError(f"{need}, got a table that begins at logical page {table.first_page} instead of 0")
+    held = range(table.first_page, table.first_page + len(table.require(space)))
+    if pages and not (held.start <= pages.start and pages.stop <= held.stop):
+        raise InvalidInputError(f"{need}, got {len(held)} from logical page {held.start}")
+
+
+def _check_ids(ids: PageIdArray, space: IndexSpace, page_count: int | None) -> None:
+    if not len(ids):
+        return
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0:
+        raise PageOutOfBoundsError(f"page id {lowest} of space '{space}' is negative")
+    if page_count is not None and highest >= page_count:
+        raise PageOutOfBoundsError(
+            f"page id {highest} of space '{space}' does not exist: its pool has {page_count} pages"
+        )
+
+
+def request_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int = 0) -> dict[ComponentKind, int]:
+    """Return the live bytes of one copy of a request, by component: what decode needs, without page padding.
+
+    `prefix_tokens` is what decode already holds.
+    """
+    return {
+        component.kind: component.live_rows(tokens, prefix_tokens).count
+        * component.row_bytes
+        * component.lanes
+        * len(component.layers)
+        for component in geometry.components
+    }
+
+
+def reserved_bytes(
+    geometry: ModelGeometry, pages: Mapping[IndexSpace, int], *, host: frozenset[ComponentKind] = NO_HOST
+) -> dict[ComponentKind, int]:
+    """Return the bytes that `pages` pages of each space occupy in one copy of the model's pools, by component."""
+    _require_host_capable(geometry, host)
+    return {
+        component.kind: pages.get(IndexSpace.HOST if component.kind in host else component.space, 0)
+        * component.page_bytes()
+        * len(component.layers)
+        for component in geometry.components
+    }
+
+
+def _live_windows(geometry: ModelGeometry, tokens: int) -> list[RowInterval]:
+    rows = [component.live_rows(tokens) for component in _window_components(geometry)]
+    return [interval for interval in rows if interval.count]
+
+
+def _window_components(geometry: ModelGeometry) -> list[Component]:
+    return [component for component in geometry.components if component.space is IndexSpace.SWA]
+
+
+def _require_host_capable(geometry: ModelGeometry, host: frozenset[ComponentKind]) -> None:
+    for kind in sorted(host):
+        if not geometry.component(kind).host_capable:
+            raise InvalidInputError(f"component '{kind}' of model '{geometry.name}' cannot live in the host pool")

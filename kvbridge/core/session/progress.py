@@ -1,0 +1,72 @@
+"""How far one prefill rank has come with one room: what was published, what may be sent next.
+
+Owns: the counts for each layer, and the rule that progress only goes forward and never past the prompt. Must not know: who
+sends, or where to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvbridge.core.errors import ConflictError, InvalidInputError
+from kvbridge.core.plan.operations import Section
+
+
+class RankProgress:
+    """Tokens published and tokens handed to the worker, for each layer of a rank. Owned by the room; mutated here only."""
+
+    def __init__(self, layers: Iterable[int], *, prompt_tokens: int) -> None:
+        self.layers = tuple(layers)
+        self.prompt_tokens = prompt_tokens
+        self._published = dict.fromkeys(self.layers, 0)
+        self._ordered = dict.fromkeys(self.layers, 0)
+
+    @property
+    def published_tokens(self) -> int:
+        """Tokens that every layer of the rank has published."""
+        return min(self._published.values(), default=self.prompt_tokens)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole prompt is published on every layer."""
+        return self.published_tokens == self.prompt_tokens
+
+    def publish(self, upto_token: int, layers: tuple[int, ...] | None = None) -> None:
+        """Record that the first `upto_token` tokens are final in memory, for some layers or for all.
+
+        Raises InvalidInputError past the prompt or for a layer that the rank does not have, ConflictError backwards.
+        """
+        chosen = self.layers if layers is None else layers
+        unknown = [layer for layer in chosen if layer not in self._published]
+        if unknown:
+            raise InvalidInputError(
+                f"publish names layers {unknown}, which this rank does not hold (it holds {self.layers})"
+            )
+        if upto_token > self.prompt_tokens:
+            raise InvalidInputError(f"publish({upto_token}) is past the {self.prompt_tokens} tokens that were reserved")
+        behind = [layer for layer in chosen if upto_token < self._published[layer]]
+        if behind:
+            raise ConflictError(
+                f"publish({upto_token}) goes backwards: layer {behind[0]} has already published {self._published[behind[0]]} tokens"
+            )
+        for layer in chosen:
+            self._published[layer] = upto_token
+
+    def next_sections(self, prefix_tokens: int) -> list[Section]:
+        """Return what was published and not yet returned by this method: one section for each group of equally far layers."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for layer in self.layers:
+            start, stop = self._ordered[layer], self._published[layer]
+            if stop > start:
+                groups.setdefault((start, stop), []).append(layer)
+                self._ordered[layer] = stop
+        return [
+            Section(
+                prompt_tokens=self.prompt_tokens,
+                prefix_tokens=prefix_tokens,
+                start_token=start,
+                stop_token=stop,
+                layers=None if len(group) == len(self.layers) else tuple(group),
+            )
+            for (start, stop), group in groups.items()
+        ]

@@ -1,0 +1,121 @@
+"""A room on a decode node: from its reservation until its pages are given back.
+
+Owns: the states, events and actions of the receiving side, and the table. Must not know: I/O, pages, time.
+
+A destination page that has been offered may be written at any moment, so it is *leased* until there is proof that nobody
+writes any more: every writer's Done (then the room is committed), or Drained from every prefill node, or the end of that node's
+incarnation (raised by the service as WRITERS_GONE). Nothing else leads out of ABORTING and FAILING, and no timer does.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from kvbridge.core.session.machine import Table
+
+
+class ReceiverState(StrEnum):
+    """Where a room stands on the decode side."""
+
+    AWAITING_PAGES = "awaiting_pages"
+    """Adopted pools: the engine has been asked to name device pages."""
+    RESERVED = "reserved"
+    """All pages are there; meeting the prefill nodes."""
+    OFFERED = "offered"
+    """The prefill nodes may write."""
+    ABORTING = "aborting"
+    FAILING = "failing"
+    COMMITTED = "committed"
+    """Everything has arrived and been accounted for; an engine can claim it."""
+    CLAIMED = "claimed"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class ReceiverEvent(StrEnum):
+    """What can happen to a room on the decode side."""
+
+    PAGES = "pages"
+    """The engine named its pages."""
+    MET = "met"
+    """Every prefill node is known and ready to write."""
+    ALL_DONE = "all_done"
+    """Every writer reported Done and the sums are right."""
+    ABORT = "abort"
+    FAULT = "fault"
+    """A writer failed, a sum is wrong, a deadline passed, a worker or a peer died."""
+    DRAINED = "drained"
+    """Every prefill node proved that it does not write."""
+    CLAIM = "claim"
+    RELEASE = "release"
+
+
+class ReceiverAction(StrEnum):
+    """What the service then does."""
+
+    ASK_ENGINE = "ask_engine"
+    """Ask the engine for device pages (adopted)."""
+    MEET = "meet"
+    """Say hello to every prefill node that we do not know yet."""
+    OFFER = "offer"
+    """Lease the pages and offer them to every prefill node."""
+    TELL_ABORT = "tell_abort"
+    """Ask every prefill node to stop and to prove it."""
+    HOLD = "hold"
+    """The lease has ended by proof: the pages belong to the room alone."""
+    FREE = "free"
+    """Give the pages back."""
+    TELL_ENGINE = "tell_engine"
+    FORGET_LATER = "forget_later"
+
+
+_S, _E, _A = ReceiverState, ReceiverEvent, ReceiverAction
+_ENDED = (_A.FREE, _A.TELL_ENGINE, _A.FORGET_LATER)
+
+RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
+    {
+        _S.AWAITING_PAGES: {
+            _E.PAGES: (_S.RESERVED, (_A.MEET,)),
+            _E.ABORT: (_S.ABORTED, _ENDED),
+            _E.FAULT: (_S.FAILED, _ENDED),
+        },
+        _S.RESERVED: {
+            _E.MET: (_S.OFFERED, (_A.OFFER,)),
+            _E.ABORT: (_S.ABORTED, _ENDED),
+            _E.FAULT: (_S.FAILED, _ENDED),
+        },
+        _S.OFFERED: {
+            _E.ALL_DONE: (_S.COMMITTED, (_A.HOLD, _A.TELL_ENGINE)),
+            _E.ABORT: (_S.ABORTING, (_A.TELL_ABORT,)),
+            _E.FAULT: (_S.FAILING, (_A.TELL_ABORT,)),
+        },
+        _S.ABORTING: {
+            _E.DRAINED: (_S.ABORTED, _ENDED),
+            _E.ABORT: (_S.ABORTING, ()),
+            _E.FAULT: (_S.ABORTING, ()),
+        },
+        _S.FAILING: {
+            _E.DRAINED: (_S.FAILED, _ENDED),
+            _E.ABORT: (_S.FAILING, ()),
+            _E.FAULT: (_S.FAILING, ()),
+        },
+        _S.COMMITTED: {
+            _E.CLAIM: (_S.CLAIMED, ()),
+            _E.ABORT: (_S.ABORTED, _ENDED),
+            _E.FAULT: (_S.FAILED, _ENDED),
+        },
+        _S.CLAIMED: {
+            _E.CLAIM: (_S.CLAIMED, ()),
+            _E.RELEASE: (_S.COMPLETED, _ENDED),
+            # The engine still reads the pages: only its own release or its end gives them back.
+            _E.ABORT: (_S.CLAIMED, (_A.TELL_ENGINE,)),
+            _E.FAULT: (_S.FAILED, _ENDED),
+        },
+        _S.COMPLETED: {_E.ABORT: (_S.COMPLETED, ()), _E.FAULT: (_S.COMPLETED, ())},
+        _S.ABORTED: {_E.ABORT: (_S.ABORTED, ()), _E.FAULT: (_S.ABORTED, ())},
+        _S.FAILED: {_E.ABORT: (_S.FAILED, ()), _E.FAULT: (_S.FAILED, ())},
+    },
+    start=_S.AWAITING_PAGES,
+    final=frozenset({_S.COMPLETED, _S.ABORTED, _S.FAILED}),
+)

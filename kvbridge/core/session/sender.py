@@ -1,0 +1,99 @@
+"""A room on a prefill node: from its admission until the last byte has arrived or the last writer is quiet.
+
+Owns: the states, events and actions of the sending side, and the table. Must not know: I/O, pages, time.
+
+Two things happen independently: the decode side offers a destination, and the prefill engine computes and publishes. The
+table only knows the first and the ends of both; how far each rank has published and sent is counted by the service, which
+raises ALL_SENT once every rank has sent everything.
+
+A failure or an abort never frees pages by itself: ABORTING and FAILING wait for DRAINED, which the service raises once every
+rank worker has proved that nothing of the room is in flight.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from kvbridge.core.session.machine import Table
+
+
+class SenderState(StrEnum):
+    """Where a room stands on the prefill side."""
+
+    ADMITTED = "admitted"
+    """Source pages are reserved; nobody has told us where to send."""
+    SENDING = "sending"
+    """The destination is known; what is published is sent."""
+    ABORTING = "aborting"
+    """Somebody wants it stopped; waiting until nothing is in flight."""
+    FAILING = "failing"
+    """It cannot be completed; waiting until nothing is in flight."""
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class SenderEvent(StrEnum):
+    """What can happen to a room on the prefill side."""
+
+    OFFER = "offer"
+    ALL_SENT = "all_sent"
+    ABORT = "abort"
+    """By the peer, the engine, or the HTTP door."""
+    FAULT = "fault"
+    """A transfer failed, a worker died, the peer vanished, a deadline passed."""
+    DRAINED = "drained"
+
+
+class SenderAction(StrEnum):
+    """What the service then does."""
+
+    OPEN_ROOM = "open_room"
+    """Tell the workers both ends of the room and send what has been published so far."""
+    CLOSE_ROOM = "close_room"
+    """Tell the workers to stop; each answers when it is quiet."""
+    TELL_FAILED = "tell_failed"
+    """Tell the peer that the room will not be completed, and why."""
+    TELL_DRAINED = "tell_drained"
+    """Tell the peer that its pages are safe."""
+    TELL_ENGINE = "tell_engine"
+    """Tell the engine how the room ended."""
+    FREE_SOURCE = "free_source"
+    """Give the source pages back (adopted: tell the engine that they are its own again)."""
+    FORGET_LATER = "forget_later"
+    """Keep the receipt for a while."""
+
+
+_S, _E, _A = SenderState, SenderEvent, SenderAction
+_ENDED = (_A.TELL_DRAINED, _A.FREE_SOURCE, _A.TELL_ENGINE, _A.FORGET_LATER)
+
+SENDER_TABLE: Table[SenderState, SenderEvent, SenderAction] = Table(
+    {
+        _S.ADMITTED: {
+            _E.OFFER: (_S.SENDING, (_A.OPEN_ROOM,)),
+            _E.ABORT: (_S.ABORTED, (_A.FREE_SOURCE, _A.TELL_ENGINE, _A.FORGET_LATER)),
+            _E.FAULT: (_S.FAILED, (_A.FREE_SOURCE, _A.TELL_ENGINE, _A.FORGET_LATER)),
+        },
+        _S.SENDING: {
+            _E.ALL_SENT: (_S.COMPLETED, (_A.CLOSE_ROOM, _A.FREE_SOURCE, _A.TELL_ENGINE, _A.FORGET_LATER)),
+            _E.ABORT: (_S.ABORTING, (_A.TELL_FAILED, _A.CLOSE_ROOM)),
+            _E.FAULT: (_S.FAILING, (_A.TELL_FAILED, _A.CLOSE_ROOM)),
+        },
+        _S.ABORTING: {
+            _E.DRAINED: (_S.ABORTED, _ENDED),
+            _E.ABORT: (_S.ABORTING, ()),
+            _E.FAULT: (_S.ABORTING, ()),
+        },
+        _S.FAILING: {
+            _E.DRAINED: (_S.FAILED, _ENDED),
+            _E.ABORT: (_S.FAILING, ()),
+            _E.FAULT: (_S.FAILING, ()),
+        },
+        # An abort that crosses our last Done finds a room that is already quiet: the answer is the proof itself.
+        _S.COMPLETED: {_E.ABORT: (_S.COMPLETED, (_A.TELL_DRAINED,)), _E.FAULT: (_S.COMPLETED, ())},
+        _S.ABORTED: {_E.ABORT: (_S.ABORTED, (_A.TELL_DRAINED,)), _E.FAULT: (_S.ABORTED, ())},
+        _S.FAILED: {_E.ABORT: (_S.FAILED, (_A.TELL_DRAINED,)), _E.FAULT: (_S.FAILED, ())},
+    },
+    start=_S.ADMITTED,
+    final=frozenset({_S.COMPLETED, _S.ABORTED, _S.FAILED}),
+)

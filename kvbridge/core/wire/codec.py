@@ -1,0 +1,264 @@
+"""Frames to messages and back: msgpack outside, pydantic inside, limits before either.
+
+Owns: the envelope, the limits of a frame, and the words for what was wrong with one. Must not know: sockets, peers,
+retries.
+
+A frame is one msgpack array: version, sender, recipient, link, sequence, floor, acks, body. Everything about a frame
+is checked before anything is returned; whatever is wrong with it is a `FrameError`, never another exception. Its text
+names the field and never repeats what the sender put there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from kvbridge.core.errors import ConfigError, InvalidInputError, ProtocolError
+from kvbridge.core.ids import FrozenModel
+from kvbridge.core.wire.engine_messages import EngineToNode, NodeToEngine
+from kvbridge.core.wire.messages import MAX_TABLE_BYTES, PROTOCOL_VERSION, NodeToWorker, PeerMessage, WorkerToNode
+
+MessageT = TypeVar("MessageT", bound=FrozenModel)
+
+DEFAULT_MAX_FRAME_BYTES = (1 << 20) + 8 * MAX_TABLE_BYTES
+"""1 MiB of anything, and the tables of four index spaces on two sides of a room."""
+MAX_NAME_CHARACTERS = 200
+MAX_SELECTIVE_ACKS = 64
+_MAX_NUMBER = 2**62
+_ENVELOPE_BYTES = 4_096
+"""More than any envelope without its body takes."""
+_MAX_ERROR_CHARACTERS = 200
+_BODY = 6
+"""Where the body stands in an `Envelope`; what precedes it goes on the wire as it is."""
+_FIELDS = ("version", "sender", "recipient", "link", "sequence", "floor", "acks", "body")
+
+
+class FrameFault(StrEnum):
+    """What was wrong with a frame; the label of the refusal counter."""
+
+    OVERSIZED = "oversized"
+    MALFORMED = "malformed"
+    """Not msgpack, cut short, or beyond a limit of depth or length."""
+    VERSION = "version"
+    ENVELOPE = "envelope"
+    TYPE = "type"
+    FIELD = "field"
+
+
+class FrameError(ProtocolError):
+    """A frame that no correct sender makes."""
+
+    def __init__(self, fault: FrameFault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """What a frame may hold. Nesting is bounded by msgpack's own stack (1,024) while parsing, then by the schema."""
+
+    max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
+    max_array_items: int = 16_384
+    max_map_items: int = 1_024
+    max_text_bytes: int = 65_536
+    max_binary_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"frame limit {name} must be at least 1, got {getattr(self, name)}")
+        if self.max_frame_bytes < 2 * _ENVELOPE_BYTES:
+            raise ConfigError(f"max_frame_bytes must be at least {2 * _ENVELOPE_BYTES}, got {self.max_frame_bytes}")
+
+
+class Acks(NamedTuple):
+    """What a receiver has: every sequence number up to `upto`, and those in `beyond`."""
+
+    upto: int = 0
+    beyond: tuple[int, ...] = ()
+
+
+NOTHING = Acks()
+
+
+class Envelope(NamedTuple, Generic[MessageT]):
+    """A message with what delivery needs to know. `body` None carries acknowledgements only."""
+
+    sender: str
+    """The sender's incarnation (on local sockets: its name)."""
+    recipient: str = ""
+    """The incarnation that the sender believes it talks to, or empty before it has heard from it on this link."""
+    link: int = 0
+    """Names one conversation of this sender and recipient; -n says "I do not know your link n"."""
+    sequence: int = 0
+    """From 1; 0 marks what is not delivered reliably."""
+    floor: int = 0
+    """The lowest sequence number that the sender still offers: whoever waits for a lower one waits in vain."""
+    acks: Acks = NOTHING
+    body: MessageT | None = None
+    version: int = PROTOCOL_VERSION
+
+
+class MessageCodec(Generic[MessageT]):
+    """Frames of one conversation: `union` is its closed, tagged union of message types.
+
+    Stateless, so one instance serves every thread. `decode` raises FrameError only; `encode` raises InvalidInputError
+    when the frame would be larger than the limit.
+    """
+
+    def __init__(self, union: Any, name: str, limits: FrameLimits | None = None) -> None:  # noqa: ANN401 - a type form
+        self.name = name
+        self.limits = limits or FrameLimits()
+        self._adapter: TypeAdapter[MessageT] = TypeAdapter(union)
+
+    def with_limits(self, limits: FrameLimits) -> MessageCodec[MessageT]:
+        """Return a codec of the same messages with other limits; the schema is not built again."""
+        other: MessageCodec[MessageT] = object.__new__(type(self))
+        other.name, other.limits, other._adapter = self.name, limits, self._adapter
+        return other
+
+    def encode_body(self, message: MessageT) -> bytes:
+        """Return the body of a frame, for `encode`; worth keeping when the message may be sent several times."""
+        body: bytes = msgpack.packb(message.model_dump())
+        if len(body) > self.limits.max_frame_bytes - _ENVELOPE_BYTES:
+            raise InvalidInputError(
+                f"{self.name} message {type(message).__name__} is {len(body)} bytes long, a frame takes at most "
+                f"{self.limits.max_frame_bytes} with its envelope; raise the frame limit on both sides or send less"
+            )
+        return body
+
+    def encode(self, envelope: Envelope[MessageT], body: bytes = b"") -> bytes:
+        """Return the frame of an envelope; `body`, if given, is used in place of the envelope's own."""
+        head: bytes = msgpack.packb((envelope.version, *envelope[:_BODY], None))
+        if not body:
+            if envelope.body is None:
+                return head
+            body = self.encode_body(envelope.body)
+        # The head ends with the one byte of nil, where the body belongs.
+        return head[:-1] + body
+
+    def decode(self, frame: bytes) -> Envelope[MessageT]:
+        """Return the envelope of a frame, valid in every field. Binary fields stay bytes."""
+        parts = self._unpack(frame)
+        self._check_envelope(parts)
+        version, sender, recipient, link, sequence, floor, acks, body = parts
+        return Envelope(
+            sender=sender,
+            recipient=recipient,
+            link=link,
+            sequence=sequence,
+            floor=floor,
+            acks=Acks(acks[0], acks[1]),
+            body=None if body is None else self._validate(body),
+            version=version,
+        )
+
+    def _unpack(self, frame: bytes) -> tuple[Any, ...]:
+        size, limits = len(frame), self.limits
+        if size > limits.max_frame_bytes:
+            self._refuse(FrameFault.OVERSIZED, f"frame of {size} bytes, at most {limits.max_frame_bytes} are taken")
+        try:
+            parts = msgpack.unpackb(
+                frame,
+                use_list=False,
+                strict_map_key=True,
+                # No array can have more items than the frame has bytes: a short frame cannot ask for much memory.
+                max_array_len=min(limits.max_array_items, size),
+                max_map_len=min(limits.max_map_items, size),
+                max_str_len=limits.max_text_bytes,
+                max_bin_len=limits.max_binary_bytes,
+                max_ext_len=0,
+            )
+        except (ValueError, msgpack.UnpackException) as error:
+            self._refuse(FrameFault.MALFORMED, f"{size} bytes are not a frame: {_reason(error)}")
+        if not isinstance(parts, tuple):
+            self._refuse(FrameFault.MALFORMED, f"expected an array, got {type(parts).__name__}")
+        return parts
+
+    def _check_envelope(self, parts: tuple[Any, ...]) -> None:
+        version = parts[0] if parts else None
+        if version != PROTOCOL_VERSION or type(version) is not int:
+            theirs = version if type(version) is int else "none"
+            self._refuse(
+                FrameFault.VERSION,
+                f"we speak protocol version {PROTOCOL_VERSION}, the sender {theirs}; upgrade the older side",
+            )
+        if len(parts) != len(_FIELDS):
+            self._refuse(FrameFault.ENVELOPE, f"expected {len(_FIELDS)} envelope fields, got {len(parts)}")
+        _, sender, recipient, link, sequence, floor, acks, body = parts
+        checks = (
+            _is_name(sender) and sender != "",
+            _is_name(recipient),
+            type(link) is int and -_MAX_NUMBER <= link <= _MAX_NUMBER,
+            _is_count(sequence),
+            _is_count(floor),
+            _is_acks(acks),
+            body is None or type(body) is dict,
+        )
+        if not all(checks):
+            field = _FIELDS[1 + checks.index(False)]
+            self._refuse(FrameFault.ENVELOPE, f"envelope field '{field}' is out of range or of the wrong type")
+
+    def _validate(self, body: dict[str, Any]) -> MessageT:
+        try:
+            return self._adapter.validate_python(body)
+        except ValidationError as error:
+            fault, text = _first_fault(error)
+            self._refuse(fault, text)
+
+    def _refuse(self, fault: FrameFault, text: str) -> NoReturn:
+        raise FrameError(fault, f"{self.name} message refused: {text}"[:_MAX_ERROR_CHARACTERS]) from None
+
+
+def _is_name(value: object) -> bool:
+    return type(value) is str and len(value) <= MAX_NAME_CHARACTERS and value.isprintable()
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_NUMBER
+
+
+def _is_acks(value: object) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) == 2
+        and _is_count(value[0])
+        and type(value[1]) is tuple
+        and len(value[1]) <= MAX_SELECTIVE_ACKS
+        and all(_is_count(number) for number in value[1])
+    )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, msgpack.ExtraData):
+        return "bytes follow its end"
+    if isinstance(error, UnicodeDecodeError):
+        return "text is not UTF-8"
+    if isinstance(error, msgpack.StackError):
+        return "nested too deeply"
+    return str(error) or type(error).__name__
+
+
+def _first_fault(error: ValidationError) -> tuple[FrameFault, str]:
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] in {"union_tag_invalid", "union_tag_not_found"}:
+        return FrameFault.TYPE, "the body's 'type' is missing or names no message of this conversation"
+    # A location holds names of our fields, save for a key that we do not know: that one is the sender's own text.
+    steps = [str(step) for step in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        steps[-1] = "(unknown key)"
+    path = ".".join(step if step.isprintable() else "?" for step in steps)
+    # The text of our own validators may repeat values; pydantic's own texts name the rule only.
+    rule = first["type"] if first["type"] in {"value_error", "assertion_error"} else first["msg"]
+    return FrameFault.FIELD, f"field '{path[:100]}': {rule}"
+
+
+PEER: MessageCodec[PeerMessage] = MessageCodec(PeerMessage, "peer")
+NODE_TO_WORKER: MessageCodec[NodeToWorker] = MessageCodec(NodeToWorker, "node-to-worker")
+WORKER_TO_NODE: MessageCodec[WorkerToNode] = MessageCodec(WorkerToNode, "worker-to-node")
+ENGINE_TO_NODE: MessageCodec[EngineToNode] = MessageCodec(EngineToNode, "engine-to-node")
+NODE_TO_ENGINE: MessageCodec[NodeToEngine] = MessageCodec(NodeToEngine, "node-to-engine")

@@ -1,0 +1,294 @@
+"""Reliable delivery over a channel that loses, doubles, delays and reorders.
+
+Owns: sequence numbers, resends, give-up, duplicate suppression, order. Must not know: sockets, encoding, wall clocks.
+
+One `Outbox` and one `Inbox` are one direction's two ends; both live as long as their link and are thrown away with
+it. The promise: every posted message is delivered exactly once and in order, or reported undelivered. "Undelivered"
+means that no acknowledgement came in time; the message may nevertheless have arrived. The sender gives up, not the
+receiver: each frame carries the sender's *floor*, below which nothing will come any more, so a message that was given
+up never blocks the next.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from kvbridge.core.errors import CapacityError, ConfigError, IntegrityError, ProtocolError
+from kvbridge.core.wire.codec import MAX_SELECTIVE_ACKS, Acks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverySettings:
+    """How patiently and how much at once. Both ends of a link should use the same `window`."""
+
+    resend_first_s: float = 0.05
+    resend_most_s: float = 1.0
+    """The wait before a resend doubles from `resend_first_s` up to this."""
+    give_up_s: float = 30.0
+    window: int = 512
+    """Messages that may be on their way at once; further ones wait in the outbox."""
+    max_held: int = 8_192
+    """Messages, on their way or waiting, that an outbox holds before `post` refuses."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.resend_first_s <= self.resend_most_s:
+            raise ConfigError(
+                f"need 0 < resend_first_s <= resend_most_s, got {self.resend_first_s} and {self.resend_most_s}"
+            )
+        if self.give_up_s <= 0:
+            raise ConfigError(f"give_up_s must be positive, got {self.give_up_s}")
+        if not 1 <= self.window <= self.max_held:
+            raise ConfigError(f"need 1 <= window <= max_held, got {self.window} and {self.max_held}")
+
+
+class Parcel(NamedTuple, Generic[T]):
+    """A message with its place in the order."""
+
+    sequence: int
+    message: T
+
+
+class Undelivered(NamedTuple, Generic[T]):
+    """A message whose arrival was never acknowledged, and how long ago it was posted."""
+
+    message: T
+    age_s: float
+
+
+class _Held(Generic[T]):
+    __slots__ = ("arrived", "give_up_at_s", "interval_s", "message", "posted_at_s", "resend_at_s")
+
+    def __init__(self, message: T, posted_at_s: float, give_up_at_s: float) -> None:
+        self.message = message
+        self.posted_at_s = posted_at_s
+        self.give_up_at_s = give_up_at_s
+        self.arrived = False
+        """Acknowledged out of order: not sent again, but not yet handed on either."""
+        self.interval_s = 0.0
+        self.resend_at_s = math.inf
+
+
+class Outbox(Generic[T]):
+    """The sending end: holds every message until it is acknowledged or given up."""
+
+    def __init__(self, settings: DeliverySettings) -> None:
+        self._settings = settings
+        self._held: dict[int, _Held[T]] = {}
+        self._floor = 1
+        self._next_unsent = 1
+        self._next_sequence = 1
+        # Lower bounds, so that the common call looks at no message at all.
+        self._resend_at_s = math.inf
+        self._give_up_at_s = math.inf
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __repr__(self) -> str:
+        sent = min(self._next_unsent, self._next_sequence) - self._floor
+        return f"<Outbox {len(self._held)} held, floor {self._floor}, at most {sent} on their way>"
+
+    @property
+    def floor(self) -> int:
+        """The lowest sequence number still offered; one more than the last posted when none is."""
+        return self._floor
+
+    @property
+    def wake_at_s(self) -> float:
+        """When `take_due` or `take_expired` may next have something, or infinity. Can be early, never late."""
+        return min(self._resend_at_s, self._give_up_at_s)
+
+    def post(self, message: T, *, now_s: float, give_up_s: float | None = None) -> None:
+        """Accept a message for delivery within `give_up_s` (default: the settings'). Raises CapacityError when full."""
+        if len(self._held) >= self._settings.max_held:
+            raise CapacityError(
+                f"{len(self._held)} messages wait for a peer that acknowledges none of them: "
+                "it hangs or cannot be reached"
+            )
+        give_up_at_s = now_s + (self._settings.give_up_s if give_up_s is None else give_up_s)
+        self._held[self._next_sequence] = _Held(message, now_s, give_up_at_s)
+        self._next_sequence += 1
+        self._give_up_at_s = min(self._give_up_at_s, give_up_at_s)
+
+    def take_new(self, now_s: float) -> list[Parcel[T]]:
+        """Return what is to be sent for the first time now, in order: posted messages, as far as the window allows."""
+        parcels = []
+        stop = min(self._next_sequence, self._floor + self._settings.window)
+        while self._next_unsent < stop:
+            held = self._held.get(self._next_unsent)
+            if held is not None:
+                self._schedule(held, now_s, self._settings.resend_first_s)
+                parcels.append(Parcel(self._next_unsent, held.message))
+            self._next_unsent += 1
+        return parcels
+
+    def take_due(self, now_s: float) -> list[Parcel[T]]:
+        """Return what is to be sent again now, in order."""
+        if now_s < self._resend_at_s:
+            return []
+        self._resend_at_s = math.inf
+        parcels = []
+        for sequence, held in self._held.items():
+            if held.resend_at_s <= now_s:
+                self._schedule(held, now_s, self._longer(held.interval_s))
+                parcels.append(Parcel(sequence, held.message))
+            self._resend_at_s = min(self._resend_at_s, held.resend_at_s)
+        return parcels
+
+    def take_expired(self, now_s: float) -> list[Undelivered[T]]:
+        """Give up what is past its deadline and return it. The floor moves on with the next frame."""
+        if now_s < self._give_up_at_s:
+            return []
+        expired = [sequence for sequence, held in self._held.items() if held.give_up_at_s <= now_s]
+        undelivered = [self._undelivered(self._held.pop(sequence), now_s) for sequence in expired]
+        self._give_up_at_s = min((held.give_up_at_s for held in self._held.values()), default=math.inf)
+        self._settle()
+        lowest = self._held.get(self._floor)
+        if expired and lowest is not None and lowest.arrived:
+            # The peer has it but waits for what was given up: sent again, it carries the new floor.
+            lowest.arrived = False
+            self._schedule(lowest, now_s, 0.0)
+        return undelivered
+
+    def acknowledge(self, acks: Acks) -> None:
+        """Forget what the peer has. Raises ProtocolError, changing nothing, when it claims what was never sent."""
+        if max(acks.upto, *acks.beyond, 0) >= self._next_unsent:
+            raise ProtocolError(
+                f"message {max(acks.upto, *acks.beyond)} is acknowledged, but only {self._next_unsent - 1} were sent"
+            )
+        for sequence in range(self._floor, acks.upto + 1):
+            self._held.pop(sequence, None)
+        for sequence in acks.beyond:
+            held = self._held.get(sequence)
+            if held is not None:
+                held.arrived = True
+                held.resend_at_s = math.inf
+        self._settle()
+
+    def hurry(self, now_s: float) -> None:
+        """The way to the peer is open again: everything that was sent is due now, whatever its backoff."""
+        for sequence, held in self._held.items():
+            if sequence < self._next_unsent and not held.arrived:
+                self._schedule(held, now_s, 0.0)
+
+    def abandon(self, now_s: float) -> list[Undelivered[T]]:
+        """The link is over: empty the outbox and return all that was in it, in order."""
+        undelivered = [self._undelivered(held, now_s) for held in self._held.values()]
+        self._held.clear()
+        self._settle()
+        return undelivered
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when the outbox contradicts itself."""
+        sequences = list(self._held)
+        if sequences != sorted(sequences) or len(sequences) > self._settings.max_held:
+            raise IntegrityError(f"{self!r}: messages are out of order or too many")
+        if sequences and (sequences[0] != self._floor or sequences[-1] >= self._next_sequence):
+            raise IntegrityError(f"{self!r}: the floor is not the lowest held message ({sequences[0]})")
+        if not sequences and self._floor != self._next_sequence:
+            raise IntegrityError(
+                f"{self!r}: nothing is held, yet the floor is not the next message ({self._next_sequence})"
+            )
+        if any(
+            held.resend_at_s < self._resend_at_s or held.give_up_at_s < self._give_up_at_s
+            for held in self._held.values()
+        ):
+            raise IntegrityError(f"{self!r}: a timer would come too late")
+
+    def _schedule(self, held: _Held[T], now_s: float, interval_s: float) -> None:
+        held.interval_s = interval_s
+        held.resend_at_s = now_s + interval_s
+        self._resend_at_s = min(self._resend_at_s, held.resend_at_s)
+
+    def _longer(self, interval_s: float) -> float:
+        return min(max(2 * interval_s, self._settings.resend_first_s), self._settings.resend_most_s)
+
+    def _settle(self) -> None:
+        while self._floor < self._next_sequence and self._floor not in self._held:
+            self._floor += 1
+        self._next_unsent = max(self._next_unsent, self._floor)
+        if not self._held:
+            self._resend_at_s = self._give_up_at_s = math.inf
+
+    @staticmethod
+    def _undelivered(held: _Held[T], now_s: float) -> Undelivered[T]:
+        return Undelivered(held.message, now_s - held.posted_at_s)
+
+
+class Receipt(NamedTuple, Generic[T]):
+    """What came of one arrival. `ready` can also hold earlier arrivals that it, or its floor, set free."""
+
+    verdict: Literal["new", "duplicate", "beyond_window"]
+    ready: list[T]
+
+
+class Inbox(Generic[T]):
+    """The receiving end: puts arrivals in order, drops doubles, knows what to acknowledge."""
+
+    def __init__(self, settings: DeliverySettings) -> None:
+        self._window = settings.window
+        self._early: dict[int, T] = {}
+        self._next = 1
+        self._owed = 0
+
+    def __len__(self) -> int:
+        return len(self._early)
+
+    def __repr__(self) -> str:
+        return f"<Inbox waits for {self._next}, {len(self._early)} came early, {self._owed} arrivals unacknowledged>"
+
+    @property
+    def owed(self) -> int:
+        """Arrivals since the last `acks`; nonzero means that the peer waits for an acknowledgement."""
+        return self._owed
+
+    def accept(self, sequence: int, message: T, *, floor: int) -> Receipt[T]:
+        """Take an arrival; `ready` are the messages that can be handed on now, in order, each exactly once.
+
+        What lies beyond the window is dropped unacknowledged: the sender will come back with it.
+        """
+        ready = self._raise_floor(min(floor, sequence))
+        if sequence < self._next or sequence in self._early:
+            self._owed += 1
+            return Receipt("duplicate", ready)
+        if sequence >= self._next + self._window:
+            return Receipt("beyond_window", ready)
+        self._owed += 1
+        if sequence == self._next and not self._early:
+            self._next += 1
+            ready.append(message)
+            return Receipt("new", ready)
+        self._early[sequence] = message
+        ready += self._take_consecutive()
+        return Receipt("new", ready)
+
+    def acks(self) -> Acks:
+        """What to tell the sender; clears `owed`."""
+        self._owed = 0
+        if not self._early:
+            return Acks(self._next - 1)
+        return Acks(self._next - 1, tuple(sorted(self._early)[:MAX_SELECTIVE_ACKS]))
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when the inbox contradicts itself."""
+        if any(not self._next < sequence < self._next + self._window for sequence in self._early):
+            raise IntegrityError(f"{self!r}: holds a message outside of its window")
+
+    def _raise_floor(self, floor: int) -> list[T]:
+        if floor <= self._next:
+            return []
+        skipped_to = sorted(sequence for sequence in self._early if sequence < floor)
+        ready = [self._early.pop(sequence) for sequence in skipped_to]
+        self._next = floor
+        return ready + self._take_consecutive()
+
+    def _take_consecutive(self) -> list[T]:
+        ready = []
+        while self._next in self._early:
+            ready.append(self._early.pop(self._next))
+            self._next += 1
+        return ready

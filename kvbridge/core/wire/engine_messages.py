@@ -1,0 +1,191 @@
+"""What an engine rank and its node say to each other.
+
+Owns: the calls of the verbs (begin, publish, finish, abort; claim, extend, release, abort), their answers and the events that
+the node pushes. Must not know: sockets, torch, how an engine computes.
+
+Every call carries a number that its answer repeats. Calls are answered at once: what takes long (a transfer, an abort) is
+announced later by a `RoomEvent`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Uint64
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, SharedRegion, Text, WireTable
+
+
+# ---------------------------------------------------------------------------------------------- calls
+
+
+class Call(FrozenModel):
+    """What every call carries."""
+
+    call: Positive
+
+
+class Attach(Call):
+    """First call: which ranks this engine process serves (empty: every rank of the node)."""
+
+    type: Literal["attach"] = "attach"
+    role: Role
+    ranks: tuple[Rank, ...] = ()
+    pid: Positive
+
+
+class Admit(Call):
+    """Admit a room from the engine itself, as `POST /v1/requests` does."""
+
+    type: Literal["admit"] = "admit"
+    room: Uint64
+    generation: Positive = 1
+    prompt_tokens: Positive
+    max_new_tokens: NonNegative = 0
+
+
+class Begin(Call):
+    """Prefill: start to compute an admitted room. Adopted pools name their pages here."""
+
+    type: Literal["begin"] = "begin"
+    room: Uint64
+    prompt_tokens: Positive
+    tables: tuple[WireTable, ...] = ()
+
+
+class Publish(Call):
+    """Prefill: the first `upto_token` tokens are final in memory, on all layers or on some."""
+
+    type: Literal["publish"] = "publish"
+    room: Uint64
+    upto_token: NonNegative
+    layers: tuple[NonNegative, ...] | None = None
+
+
+class Finish(Call):
+    """Prefill: everything is published; `metadata` (first token, log-probabilities) travels with Done."""
+
+    type: Literal["finish"] = "finish"
+    room: Uint64
+    metadata: Metadata = b""
+
+
+class Provide(Call):
+    """Decode, adopted pools: the device pages that the engine gives to a room that asked for them."""
+
+    type: Literal["provide"] = "provide"
+    room: Uint64
+    tables: tuple[WireTable, ...]
+
+
+class Claim(Call):
+    """Decode: take a committed room."""
+
+    type: Literal["claim"] = "claim"
+    room: Uint64
+
+
+class Extend(Call):
+    """Decode: the request will hold `tokens` tokens in all; reserve what is missing and return the tables for it."""
+
+    type: Literal["extend"] = "extend"
+    room: Uint64
+    tokens: Positive
+
+
+class Release(Call):
+    """Decode: the request is over, its pages can be used again."""
+
+    type: Literal["release"] = "release"
+    room: Uint64
+
+
+class AbortRoom(Call):
+    """Either side: stop this room."""
+
+    type: Literal["abort_room"] = "abort_room"
+    room: Uint64
+    reason: Text
+
+
+EngineToNode = Annotated[
+    Attach | Admit | Begin | Publish | Finish | Provide | Claim | Extend | Release | AbortRoom | Heartbeat,
+    Field(discriminator="type"),
+]
+
+
+# ---------------------------------------------------------------------------------------------- answers and events
+
+
+class Answer(FrozenModel):
+    """What every answer carries."""
+
+    call: Positive
+
+
+class Accepted(Answer):
+    """The call was carried out; there is nothing to tell."""
+
+    type: Literal["accepted"] = "accepted"
+
+
+class Refused(Answer):
+    """The call was not carried out."""
+
+    type: Literal["refused"] = "refused"
+    code: Name
+    message: Text
+    retry_after_s: float = 0.0
+
+
+class Attached(Answer):
+    """Everything that an engine needs to find its memory."""
+
+    type: Literal["attached"] = "attached"
+    instance: Name
+    incarnation: Name
+    geometry: ModelGeometry
+    ranks: tuple[Rank, ...]
+    layers: dict[str, tuple[int, ...]]
+    """The global layer ids of each rank, keyed by `str(rank)`."""
+    tp_size: Positive
+    device: dict[str, tuple[SharedRegion, ...]] = Field(default_factory=dict)
+    """The device regions of each rank, keyed by `str(rank)`; missing for adopted ranks."""
+    host: tuple[SharedRegion, ...] = ()
+    """The node's host pool."""
+
+
+class Pages(Answer):
+    """The tables of a room, for begin, claim and extend."""
+
+    type: Literal["pages"] = "pages"
+    room: Uint64
+    generation: Positive
+    prompt_tokens: Positive
+    prefix_tokens: NonNegative = 0
+    tables: tuple[WireTable, ...]
+    metadata: dict[str, bytes] = Field(default_factory=dict)
+    """On claim: what each writer rank sent along, keyed by `str(rank)`."""
+    amounts: Amounts = Field(default_factory=dict)
+    phases_s: dict[str, float] = Field(default_factory=dict)
+
+
+class RoomEvent(FrozenModel):
+    """Pushed to every engine of the node when a room changes in a way that an engine must know."""
+
+    type: Literal["room_event"] = "room_event"
+    room: Uint64
+    generation: Positive
+    kind: Literal["wanted", "committed", "completed", "aborted", "failed", "cancel"]
+    """wanted: decode asks for pages (adopted). committed: can be claimed. completed, aborted, failed: over, the pages are free again.
+    cancel: somebody wants the claimed room to end; release it soon."""
+    prompt_tokens: NonNegative = 0
+    max_new_tokens: NonNegative = 0
+    code: str = ""
+    reason: Text = ""
+
+
+NodeToEngine = Annotated[Accepted | Refused | Attached | Pages | RoomEvent, Field(discriminator="type")]

@@ -1,0 +1,105 @@
+"""Keeps the rank workers' processes running.
+
+Owns: the processes, when they are started again. Must not know: what they do; it reports starts and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import structlog
+
+from kvbridge.core.ids import Rank
+
+log = structlog.get_logger(__name__)
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 10.0
+STABLE_AFTER_S = 30.0
+"""A worker that lived so long is started again without a pause of its predecessors' making."""
+
+
+class Supervisor:
+    """One process for each rank of a node; started again, after a growing pause, whenever one ends."""
+
+    def __init__(
+        self,
+        ranks: Iterable[Rank],
+        *,
+        socket: Path,
+        worker_start_s: float,
+        log_level: str,
+        log_format: str,
+        on_gone: Callable[[Rank, str], None],
+    ) -> None:
+        """`on_gone(rank, reason)` is called from the event loop when a worker's process has ended."""
+        self._ranks = tuple(ranks)
+        self._arguments = (
+            *("--socket", str(socket), "--parent", str(os.getpid()), "--setup-timeout-s", str(worker_start_s)),
+            *("--log-level", log_level, "--log-format", log_format),
+        )
+        self._on_gone = on_gone
+        self._processes: dict[Rank, asyncio.subprocess.Process] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    def start(self) -> None:
+        """Start a process for each rank."""
+        self._tasks = [asyncio.create_task(self._keep(rank), name=f"supervise {rank}") for rank in self._ranks]
+
+    async def _keep(self, rank: Rank) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = FIRST_PAUSE_S
+        while not self._stopping:
+            started_s = loop.time()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "kvbridge.daemon.worker_process", "--pp", str(rank.pp), "--tp", str(rank.tp)),
+                *self._arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+            self._processes[rank] = process
+            code = await process.wait()
+            if self._stopping:
+                return
+            reason = _why(code)
+            log.error("worker_gone", rank=str(rank), pid=process.pid, reason=reason)
+            self._on_gone(rank, reason)
+            pause_s = FIRST_PAUSE_S if loop.time() - started_s > STABLE_AFTER_S else min(LONGEST_PAUSE_S, pause_s * 2)
+            await asyncio.sleep(pause_s)
+
+    def kill(self, rank: Rank, why: str) -> None:
+        """End a worker that does not answer; it is started again."""
+        process = self._processes.get(rank)
+        if process is not None and process.returncode is None:
+            log.error("worker_killed", rank=str(rank), pid=process.pid, why=why)
+            process.kill()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Wait until every worker has ended (they were told to), and kill those that have not after `timeout_s`."""
+        self._stopping = True
+        running = [process for process in self._processes.values() if process.returncode is None]
+        waits = [asyncio.create_task(process.wait()) for process in running]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=timeout_s)
+            for process in running:
+                if process.returncode is None:
+                    log.warning("worker_killed", pid=process.pid, why="it did not end in time (timeouts.shutdown_s)")
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
+            if late:
+                await asyncio.wait(late, timeout=timeout_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _why(code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

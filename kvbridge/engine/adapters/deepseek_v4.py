@@ -1,0 +1,360 @@
+"""Hugging Face's DeepSeek-V4 cache as rows of components, and back.
+
+Owns: which tensor of which cache layer holds which row. Must not know: addresses, how a row is encoded, the model.
+
+What the cache keeps of L tokens, one request at a time, and where it goes:
+
+- `keys`: the last `sliding_window - 1` keys, `swa_kv`. The component's window is one row longer; that oldest row can
+  never be read again, and is written as zeros.
+- `compressed_kv`: one entry for each `compress_rate` complete tokens: `c4_kv`, `c4_indexer`, `c128_kv`.
+- `buffer_kv` and `buffer_gate`: the L % rate tokens that wait for their block, and in sparse layers `overlap_kv` and
+  `overlap_gate`: the Ca half of the last complete block. Both are rows of the states: [kv | gate] in heavy layers,
+  [kv Ca | kv Cb | gate Ca | gate Cb] in sparse ones. The model keeps no Cb half of an overlap row: it is zeros. An
+  overlap row's gate includes the position bias already, a buffered row's does not; each goes back to its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DeepseekV4Config, DynamicCache
+
+from kvbridge.core.errors import ConflictError, InvalidInputError
+from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
+from kvbridge.core.ids import Tables
+from kvbridge.core.plan.operations import Section
+from kvbridge.engine.encodings import RowCodec, row_codec
+from kvbridge.engine.rows import section_rows
+from kvbridge.engine.views import PoolViews
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+
+_ENTRIES = {
+    ComponentKind.C4_KV: "compressor",
+    ComponentKind.C4_INDEXER: "indexer",
+    ComponentKind.C128_KV: "compressor",
+}
+_STATES = {
+    ComponentKind.C4_STATE: "compressor",
+    ComponentKind.C4_INDEXER_STATE: "indexer",
+    ComponentKind.C128_STATE: "compressor",
+}
+_STATE_OF = {
+    ComponentKind.C4_KV: ComponentKind.C4_STATE,
+    ComponentKind.C4_INDEXER: ComponentKind.C4_INDEXER_STATE,
+    ComponentKind.C128_KV: ComponentKind.C128_STATE,
+}
+_KINDS = {
+    SLIDING: (ComponentKind.SWA_KV,),
+    SPARSE: (
+        ComponentKind.SWA_KV,
+        ComponentKind.C4_KV,
+        ComponentKind.C4_INDEXER,
+        ComponentKind.C4_STATE,
+        ComponentKind.C4_INDEXER_STATE,
+    ),
+    HEAVY: (ComponentKind.SWA_KV, ComponentKind.C128_KV, ComponentKind.C128_STATE),
+}
+
+CacheLayer = Any
+"""DeepseekV4CSACache, DeepseekV4HCACache or DynamicSlidingWindowLayer: which one follows from the layer's type."""
+
+ReadRows = Callable[[Component, int, int, int], torch.Tensor]
+"""(component, layer, start row, stop row) -> uint8 [stop - start, row_bytes]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One rank's part of one request: its pools, and the request's pages in them."""
+
+    views: PoolViews
+    tables: Tables
+
+
+class CacheCodec:
+    """Turns a model's cache into rows and back. One for a model; keeps nothing of a request.
+
+    `config` is the model's DeepseekV4Config, `geometry` the one that both instances agreed on, `dtype` what the model
+    computes in. Raises InvalidInputError when geometry and model do not fit.
+
+    Bit-exact for the native encoding of a fp32 model. A bf16 model adds its fp32 position bias to the overlap gates,
+    so its states need an fp32 encoding to be exact.
+    """
+
+    def __init__(
+        self, geometry: ModelGeometry, config: DeepseekV4Config, *, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.geometry = geometry
+        self.dtype = dtype
+        self._config = config
+        self._window: int = config.sliding_window
+        self._kinds = [_KINDS[kind] for kind in config.layer_types or ()]
+        _check_fit(geometry, config, self._kinds)
+        self._codecs = {component.kind: self._codec(component) for component in geometry.components}
+
+    def encode(self, cache: DynamicCache, component: Component, layer: int, *, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of one layer, uint8 [stop - start, row_bytes]."""
+        held = _layer(cache, layer)
+        name = _ENTRIES.get(component.kind)
+        if component.kind is ComponentKind.SWA_KV:
+            values = _window_values(held, start, stop)
+        elif name is not None:
+            values = held.compressed_kv[name][0, start:stop]
+        else:
+            values = _state_values(held, component, start, stop)
+        if len(values) != stop - start:
+            raise ConflictError(
+                f"{component.kind} layer {layer}: a cache of {held.cumulative_length} tokens does not hold all of rows "
+                f"[{start}, {stop})"
+            )
+        return self._codecs[component.kind].encode(values)
+
+    def decode(self, tokens: int, read: ReadRows) -> DynamicCache:
+        """Return a cache of `tokens` tokens made of the rows that `read` answers; its tensors are its own."""
+        if tokens < 1:
+            raise InvalidInputError(f"a cache of {tokens} tokens has nothing to continue from")
+        cache = DynamicCache(config=self._config)
+        for layer in range(len(cache.layers)):
+            held = _layer(cache, layer)
+            self._decode_window(held, layer, tokens=tokens, read=read)
+            for kind in self._kinds[layer]:
+                if kind in _ENTRIES:
+                    self._decode_entries(held, kind, layer, tokens=tokens, read=read)
+        return cache
+
+    def components(self) -> Iterator[tuple[Component, int]]:
+        """Every component of every layer."""
+        for component in self.geometry.components:
+            for layer in component.layers:
+                yield component, layer
+
+    def _codec(self, component: Component) -> RowCodec:
+        config = self._config
+        dim = config.index_head_dim if "indexer" in component.kind else config.head_dim
+        if component.kind in _STATES:
+            # What is stored in fp32 stays so until it is back in its place: an overlap gate of a bf16 model is fp32.
+            dtype = torch.float32 if component.encoding is Encoding.FP32 else self.dtype
+            return row_codec(component, width=2 * dim * (component.overlap + 1), dtype=dtype)
+        return row_codec(component, width=dim, dtype=self.dtype, rope=config.qk_rope_head_dim)
+
+    def _values(self, kind: ComponentKind, layer: int, read: ReadRows, *, start: int, stop: int) -> torch.Tensor:
+        return self._codecs[kind].decode(read(self.geometry.component(kind), layer, start, stop))
+
+    def _decode_window(self, held: CacheLayer, layer: int, *, tokens: int, read: ReadRows) -> None:
+        start = max(0, tokens - self._window + 1)
+        keys = self._values(ComponentKind.SWA_KV, layer, read, start=start, stop=tokens)[None, None]
+        held.lazy_initialization(keys, keys)
+        # Keys and values are one tensor in this model.
+        held.keys = held.values = keys
+        held.cumulative_length = tokens
+
+    def _decode_entries(
+        self, held: CacheLayer, kind: ComponentKind, layer: int, *, tokens: int, read: ReadRows
+    ) -> None:
+        name, component = _ENTRIES[kind], self.geometry.component(kind)
+        count = tokens // component.tokens_per_row
+        held.compressed_kv[name] = self._values(kind, layer, read, start=0, stop=count)[None]
+        held.entry_count[name] = count
+        state = self.geometry.component(_STATE_OF[kind])
+        live = state.live_rows(tokens)
+        rows = self._values(state.kind, layer, read, start=live.start, stop=live.stop)
+        overlap_rows = tokens // state.block * state.block - live.start
+        kv, gate = rows.chunk(2, dim=1)
+        held.buffer_kv[name] = kv[overlap_rows:].to(self.dtype).clone()[None]
+        held.buffer_gate[name] = gate[overlap_rows:].to(self.dtype).clone()[None]
+        if overlap_rows:
+            ca = kv.shape[1] // 2
+            held.overlap_kv[name] = kv[:overlap_rows, :ca].to(self.dtype).clone()[None]
+            held.overlap_gate[name] = gate[:overlap_rows, :ca].clone()[None]
+
+
+def pack_section(codec: CacheCodec, cache: DynamicCache, *, placement: Placement, section: Section) -> None:
+    """Write the rows that became final with `section` into the pages of `placement`, for the layers that it holds.
+
+    Call it after the model has computed up to `section.stop_token`, and before that is published. Raises ConflictError
+    when the cache holds another number of tokens.
+    """
+    for component, layer in _held(codec, placement):
+        if section.layers is not None and layer not in section.layers:
+            continue
+        _check_tokens(cache, layer, section.stop_token)
+        rows = section_rows(component, section)
+        _write(codec, cache, placement, component, layer, (rows.start, rows.stop))
+
+
+def pack(codec: CacheCodec, cache: DynamicCache, *, placement: Placement, prefix_tokens: int = 0) -> None:
+    """Write all that decode needs of the cache; growing rows of the first `prefix_tokens` tokens are left out."""
+    tokens = cache.get_seq_length()
+    section = Section(prompt_tokens=tokens, prefix_tokens=prefix_tokens, start_token=0, stop_token=tokens)
+    pack_section(codec, cache, placement=placement, section=section)
+
+
+def append(codec: CacheCodec, cache: DynamicCache, *, placement: Placement, from_token: int) -> None:
+    """Bring pages that are complete for `from_token` tokens up to the tokens that the cache holds now.
+
+    This is decode's side: it keeps the pages of a request worth keeping while the model generates. The tables must
+    cover the new tokens.
+    """
+    tokens = cache.get_seq_length()
+    for component, layer in _held(codec, placement):
+        live = component.live_rows(tokens, from_token if component.liveness is Liveness.GROWING else 0)
+        start = live.start
+        if component.liveness is Liveness.WINDOW:
+            start = max(start, from_token)
+        elif component.liveness is Liveness.TAIL and component.overlap == 0:
+            # Rows of the block that was open before are there and have not changed; overlap rows change their form.
+            start = max(start, from_token)
+        start = min(start, live.stop)
+        _write(codec, cache, placement, component, layer, (start, live.stop))
+
+
+def unpack(codec: CacheCodec, placements: Sequence[Placement], *, tokens: int) -> DynamicCache:
+    """Return a fresh cache of `tokens` tokens from pages; decoding continues from it.
+
+    `placements` together hold every layer (pipeline stages hold different ones); the first that holds a component of a
+    layer is read. Nothing in the cache refers to page memory. Raises InvalidInputError when one is held by nobody.
+    """
+    homes: dict[tuple[ComponentKind, int], Placement] = {}
+    for placement in placements:
+        for component, layer in _held(codec, placement):
+            homes.setdefault((component.kind, layer), placement)
+
+    def read(component: Component, layer: int, start: int, stop: int) -> torch.Tensor:
+        home = homes.get((component.kind, layer))
+        if home is None:
+            raise InvalidInputError(f"no rank here holds {component.kind} layer {layer}; pass the views of every stage")
+        return home.views.read_rows(component.kind, layer, tables=home.tables, start_row=start, stop_row=stop)
+
+    return codec.decode(tokens, read)
+
+
+def reencoded(codec: CacheCodec, cache: DynamicCache) -> DynamicCache:
+    """Return what decode would see of `cache`: the same cache after encoding and decoding, without pages."""
+
+    def read(component: Component, layer: int, start: int, stop: int) -> torch.Tensor:
+        return codec.encode(cache, component, layer, start=start, stop=stop)
+
+    return codec.decode(cache.get_seq_length(), read)
+
+
+class PrefillPacker:
+    """Writes a request's pages as its prompt is computed, chunk by chunk.
+
+    Call `advance` after each chunk: it writes the rows that became final and returns the section to publish. The last
+    chunk brings the windows and states. Several packers over one cache (one for each pipeline stage) are fine.
+    """
+
+    def __init__(self, codec: CacheCodec, placement: Placement, *, prompt_tokens: int, prefix_tokens: int = 0) -> None:
+        self._codec = codec
+        self._placement = placement
+        self._prompt_tokens = prompt_tokens
+        self._prefix_tokens = prefix_tokens
+        self._packed_tokens = 0
+
+    @property
+    def packed_tokens(self) -> int:
+        """How many tokens' rows are in the pages."""
+        return self._packed_tokens
+
+    def advance(self, cache: DynamicCache) -> Section:
+        """Write what the cache has beyond the last call. Raises ConflictError when it went backwards or too far."""
+        tokens = cache.get_seq_length()
+        if not self._packed_tokens <= tokens <= self._prompt_tokens:
+            raise ConflictError(
+                f"the cache holds {tokens} tokens; {self._packed_tokens} of {self._prompt_tokens} are packed"
+            )
+        section = Section(
+            prompt_tokens=self._prompt_tokens,
+            prefix_tokens=self._prefix_tokens,
+            start_token=self._packed_tokens,
+            stop_token=tokens,
+        )
+        pack_section(self._codec, cache, placement=self._placement, section=section)
+        self._packed_tokens = tokens
+        return section
+
+
+def _layer(cache: DynamicCache, layer: int) -> CacheLayer:
+    return cache.layers[layer]
+
+
+def _held(codec: CacheCodec, placement: Placement) -> Iterator[tuple[Component, int]]:
+    for component in codec.geometry.components:
+        for layer in placement.views.layers(component.kind):
+            yield component, layer
+
+
+def _write(
+    codec: CacheCodec,
+    cache: DynamicCache,
+    placement: Placement,
+    component: Component,
+    layer: int,
+    rows: tuple[int, int],
+) -> None:
+    start, stop = rows
+    if stop > start:
+        encoded = codec.encode(cache, component, layer, start=start, stop=stop)
+        placement.views.write_rows(component.kind, layer, tables=placement.tables, start_row=start, rows=encoded)
+
+
+def _window_values(held: CacheLayer, start: int, stop: int) -> torch.Tensor:
+    keys: torch.Tensor = held.keys[0, 0]
+    oldest = held.cumulative_length - len(keys)
+    kept = keys[max(0, start - oldest) : max(0, stop - oldest)]
+    if start == oldest - 1 and stop > start:
+        # The component's window is one longer than the cache's: see the module's docstring.
+        return torch.cat([keys.new_zeros((1, keys.shape[1])), kept])
+    return kept
+
+
+def _state_values(held: CacheLayer, component: Component, start: int, stop: int) -> torch.Tensor:
+    """Overlap rows, then buffered rows; rows [start, stop) of them."""
+    name = _STATES[component.kind]
+    kv, gate = held.buffer_kv[name][0], held.buffer_gate[name][0]
+    first = held.cumulative_length - len(kv)
+    if component.overlap and held.overlap_kv[name] is not None:
+        overlap_kv, overlap_gate = held.overlap_kv[name][0], held.overlap_gate[name][0]
+        nothing = torch.zeros_like(overlap_kv)
+        kv = torch.cat([torch.cat([overlap_kv, nothing], dim=1), kv])
+        gate = torch.cat([torch.cat([overlap_gate, nothing.to(overlap_gate.dtype)], dim=1), gate])
+        first -= len(overlap_kv)
+    wide = torch.promote_types(kv.dtype, gate.dtype)
+    return torch.cat([kv.to(wide), gate.to(wide)], dim=1)[start - first : stop - first]
+
+
+def _check_tokens(cache: DynamicCache, layer: int, tokens: int) -> None:
+    held = _layer(cache, layer).cumulative_length
+    if held != tokens:
+        raise ConflictError(
+            f"layer {layer}: the cache holds {held} tokens, the section ends at {tokens}; pack a section right after "
+            "its forward pass"
+        )
+
+
+def _check_fit(geometry: ModelGeometry, config: DeepseekV4Config, kinds: list[tuple[ComponentKind, ...]]) -> None:
+    expected: dict[ComponentKind, list[int]] = {}
+    for layer, of_layer in enumerate(kinds):
+        for kind in of_layer:
+            expected.setdefault(kind, []).append(layer)
+    found = {component.kind: list(component.layers) for component in geometry.components}
+    if found != expected:
+        raise InvalidInputError(
+            f"geometry '{geometry.name}' has components {found}, the model's layer_types need {expected}"
+        )
+    window = geometry.component(ComponentKind.SWA_KV).window
+    if window != config.sliding_window or window < 2:
+        raise InvalidInputError(
+            f"geometry '{geometry.name}' has a window of {window}, the model's sliding_window is "
+            f"{config.sliding_window} (at least 2)"
+        )
+    rates = config.compress_rates or {}
+    for kind, rate in ((ComponentKind.C4_KV, SPARSE), (ComponentKind.C128_KV, HEAVY)):
+        if kind in found and geometry.component(kind).tokens_per_row != rates[rate]:
+            raise InvalidInputError(
+                f"{kind}: the geometry compresses {geometry.component(kind).tokens_per_row} tokens into a row, the "
+                f"model {rates[rate]}"
+            )

@@ -1,0 +1,196 @@
+"""Hugging Face's own DeepSeek-V4, small and with random weights, as an engine that runs on a CPU.
+
+Owns: a model that is the same in every process, its prefill in chunks, its greedy decode, and how far two runs differ.
+Must not know: pages, rows, rooms. `deepseek_v4` moves its cache.
+
+The same numbers come out of two processes when these are the same in both: config, seed, dtype, thread count, the
+library versions, and the chunks that the prompt was cut into (a matrix product of other shape rounds differently).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV4Config, DynamicCache
+
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
+
+BYTE_VOCABULARY = 256
+"""Prompts are tokenised by bytes: a token is a byte of UTF-8."""
+DEFAULT_INITIALIZER_RANGE = 0.08
+"""Wide enough for generated text to vary; with the library's 0.02 a random model repeats one token."""
+
+OnChunk = Callable[[DynamicCache, int], None]
+"""Called with the cache and the tokens computed so far, after each chunk."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefill:
+    """A computed prompt: its cache, and the fp32 logits [vocabulary] of its last position."""
+
+    cache: DynamicCache
+    logits: torch.Tensor
+
+    @property
+    def first_token(self) -> int:
+        """The token that greedy decoding begins with."""
+        return int(self.logits.argmax())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generated:
+    """What greedy decoding gave: the tokens that it fed and, for each, the fp32 logits [steps, vocabulary] after it."""
+
+    tokens: tuple[int, ...]
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """How far one run's logits are from another's, over the same fed tokens."""
+
+    mean_kl: float
+    """Kullback-Leibler divergence in nats, averaged over steps."""
+    top1_agreement: float
+    """Share of the steps whose most likely token is the same."""
+
+
+def load_config(path: Path | None = None) -> dict[str, Any]:
+    """Return a DeepSeek-V4 `config.json` as a dict; without a path, the small one that comes with kvbridge."""
+    if path is not None:
+        text = path.read_text(encoding="utf-8")
+    else:
+        text = resources.files("kvbridge.engine.adapters").joinpath("tiny_deepseek_v4.json").read_text(encoding="utf-8")
+    config: dict[str, Any] = json.loads(text)
+    if config.get("model_type") != "deepseek_v4":
+        raise UnsupportedError(
+            f"the transformers adapter runs 'deepseek_v4', got model_type {config.get('model_type')!r}"
+        )
+    return config
+
+
+def load_model(
+    config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32, threads: int | None = 1
+) -> Any:  # noqa: ANN401 - transformers is untyped
+    """Return a DeepseekV4ForCausalLM with random weights that depend on `config`, `seed` and `dtype` only.
+
+    It is in evaluation mode, without gradients, with eager attention and experts. `threads` sets torch's thread count
+    for this whole process (None leaves it): the logits depend on it.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    facts = {"initializer_range": DEFAULT_INITIALIZER_RANGE, **config}
+    facts.pop("model_type", None)
+    model_config = DeepseekV4Config(**facts)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        build: Any = AutoModelForCausalLM.from_config
+        model = build(model_config, attn_implementation="eager", experts_implementation="eager", dtype=dtype)
+        _fill_what_checkpoints_bring(model, experts=model_config.n_routed_experts)
+    return model.eval().requires_grad_(requires_grad=False)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Return 32 hexadecimal digits over all weights: two processes compare them before they compare logits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def prefill_chunks(
+    model: Any,  # noqa: ANN401 - transformers is untyped
+    token_ids: Sequence[int],
+    *,
+    chunk_tokens: int,
+    on_chunk: OnChunk | None = None,
+) -> Prefill:
+    """Compute a prompt in chunks of `chunk_tokens` tokens (the last may be shorter)."""
+    if not token_ids or chunk_tokens < 1:
+        raise InvalidInputError(f"need a prompt and chunk_tokens >= 1, got {len(token_ids)} tokens and {chunk_tokens}")
+    cache = DynamicCache(config=model.config)
+    logits = torch.empty(0)
+    for start in range(0, len(token_ids), chunk_tokens):
+        chunk = token_ids[start : start + chunk_tokens]
+        logits = _forward(model, cache, chunk)
+        if on_chunk is not None:
+            on_chunk(cache, start + len(chunk))
+    return Prefill(cache=cache, logits=logits)
+
+
+def decode_step(model: Any, cache: DynamicCache, *, token: int) -> torch.Tensor:  # noqa: ANN401
+    """Feed one token; return the fp32 logits [vocabulary] of the next. The cache grows by one token."""
+    return _forward(model, cache, [token])
+
+
+def generate(model: Any, cache: DynamicCache, *, first_token: int, steps: int) -> Generated:  # noqa: ANN401
+    """Decode greedily: feed `first_token` and then, `steps - 1` times, the most likely token."""
+    token = first_token
+    tokens, logits = [], []
+    for _ in range(steps):
+        tokens.append(token)
+        logits.append(decode_step(model, cache, token=token))
+        token = int(logits[-1].argmax())
+    return Generated(tokens=tuple(tokens), logits=torch.stack(logits))
+
+
+def follow(model: Any, cache: DynamicCache, *, tokens: Sequence[int]) -> Generated:  # noqa: ANN401
+    """Feed given tokens one by one: another run's, to compare the two step by step."""
+    logits = [decode_step(model, cache, token=token) for token in tokens]
+    return Generated(tokens=tuple(tokens), logits=torch.stack(logits))
+
+
+def divergence(reference: Generated, other: Generated) -> Divergence:
+    """Compare two runs that were fed the same tokens. Raises InvalidInputError when they were not."""
+    if reference.tokens != other.tokens:
+        raise InvalidInputError("two runs can be compared step by step only when they were fed the same tokens")
+    ours = torch.log_softmax(reference.logits.double(), dim=-1)
+    theirs = torch.log_softmax(other.logits.double(), dim=-1)
+    kl = (ours.exp() * (ours - theirs)).sum(dim=-1)
+    agreed = reference.logits.argmax(dim=-1) == other.logits.argmax(dim=-1)
+    return Divergence(mean_kl=float(kl.mean()), top1_agreement=float(agreed.double().mean()))
+
+
+def prompt_tokens(count: int, *, offset: int = 0) -> list[int]:
+    """Return `count` tokens of the prose that comes with kvbridge, from byte `offset` on, going round at its end."""
+    text = resources.files("kvbridge.engine.adapters").joinpath("prompts.txt").read_bytes()
+    return [text[(offset + index) % len(text)] for index in range(count)]
+
+
+def text_tokens(text: str) -> list[int]:
+    """Return the tokens of any text: its UTF-8 bytes."""
+    return list(text.encode())
+
+
+def token_text(tokens: Sequence[int]) -> str:
+    """Return tokens as text; what is not UTF-8 (most of a random model's output) shows as replacement characters."""
+    return bytes(token % BYTE_VOCABULARY for token in tokens).decode("utf-8", errors="replace")
+
+
+@torch.no_grad()
+def _forward(model: Any, cache: DynamicCache, tokens: Sequence[int]) -> torch.Tensor:  # noqa: ANN401
+    ids = torch.tensor([list(tokens)], dtype=torch.long)
+    output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits: torch.Tensor = output.logits[0, -1].float()
+    return logits
+
+
+@torch.no_grad()
+def _fill_what_checkpoints_bring(model: torch.nn.Module, *, experts: int) -> None:
+    """Give numbers to what the library initialises with zeros, so that a mistake in moving it would show."""
+    for name, parameter in model.named_parameters():
+        if name.endswith((".position_bias", ".sinks")):
+            parameter.normal_(std=0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith(".tid2eid"):
+            vocabulary, chosen = buffer.shape
+            # Distinct experts for each token, spread over all of them.
+            buffer.copy_((torch.arange(vocabulary)[:, None] * 5 + torch.arange(chosen)) % experts)

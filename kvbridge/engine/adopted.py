@@ -1,0 +1,117 @@
+"""Adopted pools: the engine keeps its own tensors and page ids, and the rank worker lives in the engine's process.
+
+Owns: the worker threads of this process and the description of the engine's tensors. Must not know: what is in the pages.
+
+The worker runs on a thread of its own and does what a worker process does; the node still decides everything and owns the host
+pool. The tensors must stay where they are until `close`, and pages that were given to a room belong to it until the
+event that says so.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import structlog
+import torch
+
+from kvbridge.control.local import LocalClient
+from kvbridge.core.errors import BridgeError, InvalidInputError
+from kvbridge.core.geometry.components import Component
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.ids import MemoryKind, Rank, Role
+from kvbridge.core.wire.messages import NodeToWorker, WorkerToNode
+from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
+from kvbridge.service.worker_life import serve_rank
+
+log = structlog.get_logger(__name__)
+
+WORKER_SOCKET = "worker.sock"
+"""Name of the rank workers' socket in a daemon's runtime directory."""
+SETUP_TIMEOUT_S = 120.0
+
+
+def adopted_region(
+    component: Component, layer: int, pages: torch.Tensor, *, lanes: tuple[int, int] = (0, 1)
+) -> Region:
+    """Describe one component of one layer in the engine's own tensor.
+
+    `pages`: uint8 [page_count, page_bytes] with contiguous rows, the first dimension of any stride; not moved or freed while
+    adopted. `lanes`: the [start, stop) of the component's lanes that the tensor holds. Raises InvalidInputError for another form.
+    """
+    if pages.dtype is not torch.uint8 or pages.ndim != 2 or pages.stride(1) != 1:
+        raise InvalidInputError(
+            f"{component.kind} layer {layer}: adopted pages are a uint8 tensor [page_count, page_bytes] with contiguous rows, "
+            f"got {pages.dtype} of shape {tuple(pages.shape)} and strides {pages.stride()}"
+        )
+    return Region(
+        component=component.kind,
+        layer=layer,
+        space=component.space,
+        memory=MemoryKind.VRAM if pages.is_cuda else MemoryKind.DRAM,
+        device=pages.device.index or 0,
+        extent_addresses=(pages.data_ptr(),),
+        pages_per_extent=pages.shape[0],
+        page_count=pages.shape[0],
+        page_bytes=pages.shape[1],
+        page_stride_bytes=pages.stride(0),
+        lane_start=lanes[0],
+        lane_stop=lanes[1],
+    )
+
+
+class AdoptedWorker:
+    """The rank worker of one rank, on a thread of the engine's process."""
+
+    def __init__(self, runtime_dir: Path, rank: Rank, regions: Sequence[Region]) -> None:
+        """Start it; it reports to the node by itself."""
+        self.rank = rank
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._serve, args=(runtime_dir / WORKER_SOCKET, regions), name=f"kvbridge-{rank}", daemon=True
+        )
+        self._thread.start()
+
+    def _serve(self, socket: Path, regions: Sequence[Region]) -> None:
+        name = f"worker-{self.rank}-{os.getpid()}-{secrets.token_hex(4)}"
+        link: LocalClient[WorkerToNode, NodeToWorker] = open_worker_client(socket, name)
+        try:
+            serve_rank(
+                link,
+                self.rank,
+                pid=os.getpid(),
+                setup_timeout_s=SETUP_TIMEOUT_S,
+                adopted=regions,
+                stopped=self._stop.is_set,
+            )
+        except BridgeError as error:
+            log.error("adopted_worker_failed", rank=str(self.rank), code=error.code, reason=str(error))
+        finally:
+            link.close()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop it and wait for its end; afterwards nothing of it moves a byte."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+
+def adopt(
+    runtime_dir: Path | str,
+    role: Role,
+    regions: Mapping[Rank, Sequence[Region]],
+    *,
+    call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
+) -> Attachment:
+    """Serve ranks out of this process's own tensors and attach to their node. Raises like `attachment.attach`."""
+    workers = [AdoptedWorker(Path(runtime_dir), rank, ours) for rank, ours in regions.items()]
+    try:
+        attachment = attach(runtime_dir, role, ranks=tuple(regions), call_timeout_s=call_timeout_s, adopted=regions)
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
+    attachment.closers.extend(worker.close for worker in workers)
+    return attachment

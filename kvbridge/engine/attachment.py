@@ -1,0 +1,93 @@
+"""What an engine process gets when it attaches: the node's answer, its memory mapped, and views of it.
+
+Owns: the link, the mappings and the views of one engine process, and their order of closing. Must not know: the verbs.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.ids import Rank, Role
+from kvbridge.core.wire.engine_messages import Attach, Attached, RoomEvent
+from kvbridge.engine.link import EngineLink
+from kvbridge.engine.views import PoolViews
+from kvbridge.pool.sharing import MappedRegions
+
+DEFAULT_CALL_TIMEOUT_S = 10.0
+
+
+@dataclass
+class Attachment:
+    """One engine process on one node. Used by one thread. Views are valid until `close`."""
+
+    link: EngineLink
+    answer: Attached
+    mapped: MappedRegions
+    views: dict[Rank, PoolViews]
+    """For each rank that this engine serves: its device pools and the node's host pool."""
+    closers: list[Callable[[], None]] = field(default_factory=list)
+    """What else ends with the attachment, and before it (adopted pools: the workers)."""
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """The model that the node serves."""
+        return self.answer.geometry
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The ranks that this engine serves."""
+        return self.answer.ranks
+
+    def layers(self, rank: Rank) -> tuple[int, ...]:
+        """Global layer ids of a rank."""
+        return self.answer.layers[str(rank)]
+
+    def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
+        """Return what the node has told since the last call, waiting up to `timeout_s` for the first event."""
+        return self.link.events(timeout_s)
+
+    def close(self) -> None:
+        """Drop the views, unmap the memory and leave the node. Tensors that came from the views must not be used any more."""
+        for close in self.closers:
+            close()
+        self.closers.clear()
+        self.views.clear()
+        self.mapped.close()
+        self.link.close()
+
+
+def attach(
+    runtime_dir: Path | str,
+    role: Role,
+    *,
+    ranks: Iterable[Rank] = (),
+    call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
+    adopted: Mapping[Rank, Sequence[Region]] | None = None,
+) -> Attachment:
+    """Attach to the daemon whose runtime directory this is, for `ranks` (none named: every rank of the node).
+
+    `adopted` is the device memory that this process brings for its ranks. Raises DeadlineError when no daemon answers,
+    InvalidInputError for ranks of other nodes, the wrong role, or adopted memory that does not fit the model.
+    """
+    link = EngineLink(Path(runtime_dir), name=f"engine-{os.getpid()}-{secrets.token_hex(4)}", timeout_s=call_timeout_s)
+    try:
+        answer = link.call(Attach(call=link.number(), role=role, ranks=tuple(ranks), pid=os.getpid()), Attached)
+        devices = [region for rank in answer.ranks for region in answer.device.get(str(rank), ())]
+        mapped = MappedRegions((*answer.host, *devices))
+    except BaseException:
+        link.close()
+        raise
+    left = iter(mapped.regions)
+    host = tuple(islice(left, len(answer.host)))
+    views = {}
+    for rank in answer.ranks:
+        owned = tuple(islice(left, len(answer.device.get(str(rank), ()))))
+        views[rank] = PoolViews(answer.geometry, owned + tuple((adopted or {}).get(rank, ())) + host)
+    return Attachment(link, answer, mapped, views)

@@ -1,0 +1,86 @@
+"""An engine's connection to its node: numbered calls with answers, and events.
+
+Owns: the pairing of answers with calls, the queue of events, the deadline of every call. Must not know: what the calls mean.
+
+Synchronous, for one thread: engine loops are. No call blocks longer than its timeout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from pathlib import Path
+from typing import TypeVar
+
+from kvbridge.control.local import LocalClient
+from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, ProtocolError, error_codes
+from kvbridge.core.wire.engine_messages import Answer, Call, NodeToEngine, Refused, RoomEvent
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+ENGINE_SOCKET = "engine.sock"
+"""Name of the engines' socket in a daemon's runtime directory."""
+
+
+class EngineLink:
+    """One attached engine process. Used by one thread; close it when done."""
+
+    def __init__(self, runtime_dir: Path, *, name: str, timeout_s: float) -> None:
+        """Connect to the node whose runtime directory this is. `timeout_s` bounds every call."""
+        self._client: LocalClient[Call, NodeToEngine] = open_client(runtime_dir / ENGINE_SOCKET, name)
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count(1)
+        self._events: deque[RoomEvent] = deque()
+
+    def number(self) -> int:
+        """Return the number for the next call."""
+        return next(self._numbers)
+
+    def call(self, message: Call, answer: type[AnswerT]) -> AnswerT:
+        """Send a call and return its answer. Raises the BridgeError that the node answered, or DeadlineError."""
+        self._client.send(message)
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            received = self._client.receive(max(0.0, left_s)) if left_s > 0 else None
+            if received is None:
+                raise DeadlineError(
+                    f"the daemon did not answer '{type(message).__name__}' within {self._timeout_s} s "
+                    "(timeouts.engine_call_s); is it running, and is this its runtime directory?"
+                )
+            if isinstance(received, RoomEvent):
+                self._events.append(received)
+            elif received.call == message.call:
+                return _checked(received, answer)
+
+    def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
+        """Return the events that have come, waiting up to `timeout_s` for the first."""
+        wait_s = 0.0 if self._events else timeout_s
+        while (received := self._client.receive(wait_s)) is not None:
+            if isinstance(received, RoomEvent):
+                self._events.append(received)
+            wait_s = 0.0
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def close(self) -> None:
+        """Leave the node; it notices when the process ends."""
+        self._client.close()
+
+
+def _checked(received: Answer, answer: type[AnswerT]) -> AnswerT:
+    if isinstance(received, Refused):
+        raise rebuilt_error(received)
+    if not isinstance(received, answer):
+        raise ProtocolError(f"the daemon answered '{type(received).__name__}' where '{answer.__name__}' was expected")
+    return received
+
+
+def rebuilt_error(refused: Refused) -> BridgeError:
+    """Turn a refusal back into the error that the node raised."""
+    kind = error_codes().get(refused.code, BridgeError)
+    if issubclass(kind, CapacityError):
+        return kind(refused.message, retry_after_s=refused.retry_after_s)
+    return kind(refused.message)

@@ -1,0 +1,277 @@
+"""The pools of a rank as torch tensors that share their memory, and rows in and out of them.
+
+Owns: the step from a region's addresses to tensors, and the form of a page (lane blocks of parts of slots).
+Must not know: what the bytes mean, who allocated the pages, sockets.
+
+Lifetime: a view is the memory itself, not a copy, and keeps nothing alive. Whoever mapped the memory keeps it mapped
+until every `PoolViews` over it, and every tensor that came from `page`, is gone; using one later is a crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import torch
+
+from kvbridge.core.errors import InvalidInputError, NotFoundError, PageOutOfBoundsError
+from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Tables
+from kvbridge.engine.rows import IndexArray, RowPlaces, place_rows
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""Rows are gathered and scattered in the widest word that everything is a multiple of; the bytes are the same."""
+_ARRAY_TYPES = {8: "<i8", 4: "<i4", 2: "<i2", 1: "|u1"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PagePart:
+    """One part of one lane: rows `columns` (in words) of a row, and where they lie in the pages of each extent."""
+
+    columns: slice
+    extents: tuple[torch.Tensor, ...]
+    """Each [pages of the extent, slots_per_page, words of the part], strided over the pool's memory."""
+
+
+class RegionView:
+    """The pages of one component of one layer on one rank.
+
+    A row is uint8 [lanes * row_bytes]: for each lane that the region holds, the row's parts one after another.
+    """
+
+    def __init__(self, component: Component, region: Region) -> None:
+        _check_form(component, region)
+        self.component = component
+        self.region = region
+        self.row_bytes = region.lanes * component.row_bytes
+        """Bytes of a row, all lanes of the region together."""
+        self._word_bytes = _word_bytes(component, region)
+        self._device = torch.device("cpu") if region.memory is MemoryKind.DRAM else torch.device("cuda", region.device)
+        self._pages = tuple(
+            torch.as_strided(memory, (pages, region.page_bytes), (region.page_stride_bytes, 1))
+            for memory, pages in _extents(region, 1)
+        )
+        self._parts = tuple(self._part(lane, part) for lane in range(region.lanes) for part in self._part_numbers())
+
+    def page(self, page_id: int) -> torch.Tensor:
+        """Return the memory of one page: uint8 [page_bytes], shared with the pool. Raises PageOutOfBoundsError."""
+        self._check_ids(np.array([page_id]))
+        return self._pages[page_id // self.region.pages_per_extent][page_id % self.region.pages_per_extent]
+
+    def table(self, tables: Tables) -> PageTable:
+        """Return the request's table for this region's index space. Raises InvalidInputError when it has none."""
+        table = tables.get(self.region.space)
+        if table is None:
+            raise InvalidInputError(f"{self}: the request has no page table for space '{self.region.space}'")
+        table.require(self.region.space)
+        return table
+
+    def write(self, places: RowPlaces, rows: torch.Tensor) -> None:
+        """Write rows, uint8 [n, row_bytes], where `places` (of n rows) says, onto the region's device."""
+        if rows.dtype is not torch.uint8 or tuple(rows.shape) != (len(places.slots), self.row_bytes):
+            raise InvalidInputError(
+                f"{self}: need uint8 rows of shape {(len(places.slots), self.row_bytes)}, got {rows.dtype} of shape "
+                f"{tuple(rows.shape)}"
+            )
+        self._check_ids(places.page_ids)
+        words = self._words(rows)
+        for extent, chosen, page, slot in self._addressed(places):
+            source = words if chosen is None else words[chosen]
+            for part in self._parts:
+                part.extents[extent][page, slot] = source[:, part.columns]
+
+    def read(self, places: RowPlaces) -> torch.Tensor:
+        """Return a copy of the rows at `places`: uint8 [n, row_bytes], contiguous, on the region's device."""
+        self._check_ids(places.page_ids)
+        shape = (len(places.slots), self.row_bytes // self._word_bytes)
+        words = torch.empty(shape, dtype=_WORDS[self._word_bytes], device=self._device)
+        for extent, chosen, page, slot in self._addressed(places):
+            for part in self._parts:
+                found = part.extents[extent][page, slot]
+                if chosen is None:
+                    words[:, part.columns] = found
+                else:
+                    words[chosen, part.columns] = found
+        return words.view(torch.uint8)
+
+    def _addressed(self, places: RowPlaces) -> list[tuple[int, torch.Tensor | None, torch.Tensor, torch.Tensor]]:
+        """Split `places` by extent: (extent, which rows or None for all, page in the extent, slot)."""
+        if len(self._pages) == 1:
+            return [(0, None, self._index(places.page_ids), self._index(places.slots))]
+        extents, pages = np.divmod(places.page_ids, self.region.pages_per_extent)
+        split: list[tuple[int, torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
+        for extent in np.unique(extents):
+            chosen = np.flatnonzero(extents == extent)
+            split.append(
+                (int(extent), self._index(chosen), self._index(pages[chosen]), self._index(places.slots[chosen]))
+            )
+        return split
+
+    def _index(self, numbers: IndexArray) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._device)
+
+    def _part_numbers(self) -> range:
+        return range(len(self.component.row_parts_bytes))
+
+    def _part(self, lane: int, part: int) -> _PagePart:
+        word, region, component = self._word_bytes, self.region, self.component
+        part_bytes = component.row_parts_bytes[part]
+        in_page = lane * component.lane_block_bytes + component.part_offset(part)
+        in_row = lane * component.row_bytes + sum(component.row_parts_bytes[:part])
+        tensors = []
+        for memory, pages in _extents(region, word):
+            shape = (pages, component.slots_per_page, part_bytes // word)
+            strides = (region.page_stride_bytes // word, part_bytes // word, 1)
+            tensors.append(torch.as_strided(memory, shape, strides, storage_offset=in_page // word))
+        return _PagePart(slice(in_row // word, (in_row + part_bytes) // word), tuple(tensors))
+
+    def _words(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.to(self._device).contiguous()
+        if rows.data_ptr() % self._word_bytes:
+            rows = rows.clone()
+        return rows.view(_WORDS[self._word_bytes])
+
+    def _check_ids(self, page_ids: IndexArray) -> None:
+        if len(page_ids) and (page_ids.min() < 0 or page_ids.max() >= self.region.page_count):
+            raise PageOutOfBoundsError(
+                f"{self}: page ids {page_ids.min()} to {page_ids.max()} do not all exist in a region of "
+                f"{self.region.page_count} pages"
+            )
+
+    def __repr__(self) -> str:
+        region = self.region
+        return f"{region.component} layer {region.layer} ({region.space}, {region.page_count} pages)"
+
+
+class PoolViews:
+    """All regions of one rank as tensors.
+
+    `regions` are those of one rank and of its node's host pool, with addresses valid in this process. A component of a
+    layer may have a device region and a host region; a request that has a page table for the host pool lives there.
+    """
+
+    def __init__(self, geometry: ModelGeometry, regions: Sequence[Region]) -> None:
+        self.geometry = geometry
+        self._homes: dict[tuple[ComponentKind, int], dict[IndexSpace, RegionView]] = {}
+        for region in regions:
+            spaces = self._homes.setdefault((region.component, region.layer), {})
+            if region.space in spaces:
+                raise InvalidInputError(
+                    f"{region.component} layer {region.layer} has two regions in space '{region.space}'"
+                )
+            spaces[region.space] = RegionView(geometry.component(region.component), region)
+
+    def layers(self, kind: ComponentKind) -> tuple[int, ...]:
+        """Return the global ids of the layers whose `kind` this rank holds, ascending."""
+        return tuple(sorted(layer for held, layer in self._homes if held is kind))
+
+    def region(self, kind: ComponentKind, layer: int, *, space: IndexSpace) -> RegionView:
+        """Return one region. Raises NotFoundError when this rank does not hold it."""
+        view = self._spaces(kind, layer).get(space)
+        if view is None:
+            raise NotFoundError(f"{kind} layer {layer} has no pages in space '{space}' on this rank")
+        return view
+
+    def home(self, kind: ComponentKind, layer: int, *, tables: Tables) -> RegionView:
+        """Return the region in which a request with these tables lives: the host's if both have one, else the device's.
+
+        Raises NotFoundError when this rank does not hold the component, InvalidInputError when the request has no table
+        for it.
+        """
+        spaces = self._spaces(kind, layer)
+        if IndexSpace.HOST in spaces and IndexSpace.HOST in tables:
+            return spaces[IndexSpace.HOST]
+        for space, view in spaces.items():
+            if space in tables:
+                return view
+        raise InvalidInputError(
+            f"{kind} layer {layer}: the request has pages in {_names(tables)}, this rank needs one of {_names(spaces)}"
+        )
+
+    def page(self, kind: ComponentKind, layer: int, *, space: IndexSpace, page_id: int) -> torch.Tensor:
+        """Return the memory of one page: uint8 [page_bytes], shared with the pool."""
+        return self.region(kind, layer, space=space).page(page_id)
+
+    def write_rows(
+        self, kind: ComponentKind, layer: int, *, tables: Tables, start_row: int, rows: torch.Tensor
+    ) -> None:
+        """Write rows [start_row, start_row + n) of a request: uint8 [n, lanes * row_bytes]; see `RegionView`.
+
+        Raises InvalidInputError, PageOutOfBoundsError or NotFoundError; then nothing has been written.
+        """
+        view = self.home(kind, layer, tables=tables)
+        view.write(place_rows(view.component, view.table(tables), start_row, start_row + len(rows)), rows)
+
+    def read_rows(
+        self, kind: ComponentKind, layer: int, *, tables: Tables, start_row: int, stop_row: int
+    ) -> torch.Tensor:
+        """Return a copy of rows [start_row, stop_row) of a request: uint8 [n, lanes * row_bytes]."""
+        view = self.home(kind, layer, tables=tables)
+        return view.read(place_rows(view.component, view.table(tables), start_row, stop_row))
+
+    def _spaces(self, kind: ComponentKind, layer: int) -> dict[IndexSpace, RegionView]:
+        spaces = self._homes.get((kind, layer))
+        if spaces is None:
+            raise NotFoundError(f"{kind} layer {layer} is not on this rank; it holds {self!r}")
+        return spaces
+
+    def __repr__(self) -> str:
+        kinds = sorted({kind for kind, _ in self._homes})
+        return "PoolViews(" + ", ".join(f"{kind} x {len(self.layers(kind))}" for kind in kinds) + ")"
+
+
+def _names(spaces: Iterable[IndexSpace]) -> str:
+    return ", ".join(f"'{space}'" for space in sorted(spaces)) or "no space"
+
+
+def _check_form(component: Component, region: Region) -> None:
+    needed = component.page_bytes(region.lanes)
+    if region.page_bytes < needed or region.lane_stop > component.lanes:
+        raise InvalidInputError(
+            f"{region.component} layer {region.layer}: pages of {region.page_bytes} bytes with lanes "
+            f"[{region.lane_start}, {region.lane_stop}) do not fit a component of {component.lanes} lanes and pages of "
+            f"{needed} bytes; the region was made for another geometry"
+        )
+
+
+def _extents(region: Region, word_bytes: int) -> list[tuple[torch.Tensor, int]]:
+    """Each extent as (its memory in words, pages in it); the last one may hold fewer."""
+    extents = []
+    for index, address in enumerate(region.extent_addresses):
+        pages = min(region.pages_per_extent, region.page_count - index * region.pages_per_extent)
+        # Not `pages * stride`: in a page-first pool the last page's stride reaches beyond the mapping.
+        size_bytes = (pages - 1) * region.page_stride_bytes + region.page_bytes
+        memory = _host_memory if region.memory is MemoryKind.DRAM else _device_memory
+        extents.append((memory(address, size_bytes // word_bytes, word_bytes, region), pages))
+    return extents
+
+
+def _host_memory(address: int, words: int, word_bytes: int, _: Region) -> torch.Tensor:
+    buffer = (ctypes.c_uint8 * (words * word_bytes)).from_address(address)
+    return torch.frombuffer(buffer, dtype=_WORDS[word_bytes])
+
+
+def _device_memory(address: int, words: int, word_bytes: int, region: Region) -> torch.Tensor:
+    return torch.as_tensor(_DeviceArray(address, words, word_bytes), device=torch.device("cuda", region.device))
+
+
+class _DeviceArray:
+    """Device memory that somebody else owns, in the form that torch takes over without a copy."""
+
+    def __init__(self, address: int, words: int, word_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (words,),
+            "strides": None,
+            "typestr": _ARRAY_TYPES[word_bytes],
+            "version": 3,
+        }
+
+
+def _word_bytes(component: Component, region: Region) -> int:
+    facts = (*component.row_parts_bytes, region.page_stride_bytes, *region.extent_addresses)
+    return gcd(max(_WORDS), *facts)

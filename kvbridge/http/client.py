@@ -1,0 +1,210 @@
+"""Callers of the doors: a daemon's view of bootstrap, and bootstrap's (and a router's) view of daemons.
+
+Owns: URLs, tokens, the way from a problem body back to its error.
+Must not know: when to try again; that is the caller's.
+
+Every call raises the error that the other side raised, DeadlineError when it does not answer in time, PeerError when it
+cannot be reached. Proxies from the environment are not used: these calls stay inside the cluster.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from kvbridge.core.errors import DeadlineError, PeerError, ProtocolError, UnauthorizedError
+from kvbridge.http.problems import error_of
+from kvbridge.service.directory import InstanceView, NodeView
+from kvbridge.service.pairing import PairReport
+from kvbridge.service.ports import (
+    AdmissionRequest,
+    NodeHeartbeat,
+    NodeRegistration,
+    PairRequest,
+    Readiness,
+    RoomReport,
+    RoomState,
+    Ticket,
+)
+
+AnswerT = TypeVar("AnswerT")
+
+_LISTING = TypeAdapter(tuple[InstanceView, ...])
+
+
+class _Options(TypedDict, total=False):
+    """What a call may carry besides its body."""
+
+    body: BaseModel
+    params: dict[str, str | int | float | list[str]]
+    timeout: httpx.Timeout
+
+
+class _Client:
+    """One pool of connections, one token, one limit for each call."""
+
+    def __init__(
+        self, *, token: str, timeout_s: float, timeout_key: str, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._timeout_key = timeout_key
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=timeout_s,
+            transport=transport,
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def _call(self, method: str, url: str, **options: Unpack[_Options]) -> httpx.Response:
+        body = options.get("body")
+        content = None if body is None else body.model_dump_json()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        timeout = options.get("timeout", httpx.Timeout(self._timeout_s))
+        try:
+            response = await self._http.request(
+                method, url, content=content, headers=headers, params=options.get("params"), timeout=timeout
+            )
+        except httpx.TimeoutException as error:
+            raise DeadlineError(
+                f"{method} {url} was not answered within {self._timeout_s:g} s ({self._timeout_key})"
+            ) from error
+        except httpx.HTTPError as error:
+            raise PeerError(f"{method} {url} failed: {error or type(error).__name__}") from error
+        if response.is_success or _is_readiness(response):
+            return response
+        raise error_of(response.status_code, response.content, source=url)
+
+    async def _ask(
+        self, kind: type[AnswerT] | TypeAdapter[AnswerT], method: str, url: str, **options: Unpack[_Options]
+    ) -> AnswerT:
+        response = await self._call(method, url, **options)
+        adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+        try:
+            return adapter.validate_json(response.content)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ProtocolError(
+                f"{url} answered something that is no {kind}: {first['loc']}: {first['msg']}"
+            ) from error
+
+
+def _is_readiness(response: httpx.Response) -> bool:
+    return response.status_code == 503 and response.headers.get("content-type", "") == "application/json"
+
+
+class DirectoryClient(_Client):
+    """One bootstrap's door."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token: str = "",
+        timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`timeout_s` is `timeouts.bootstrap_call_s`."""
+        super().__init__(token=token, timeout_s=timeout_s, timeout_key="timeouts.bootstrap_call_s", transport=transport)
+        self.base_url = base_url.rstrip("/")
+
+    def _node(self, instance: str, node: str) -> str:
+        return f"{self.base_url}/v1/instances/{quote(instance, safe='')}/nodes/{quote(node, safe='')}"
+
+    async def register(self, registration: NodeRegistration) -> NodeView:
+        """Announce this node; see Directory.register for what is refused."""
+        return await self._ask(NodeView, "PUT", self._node(registration.instance, registration.node), body=registration)
+
+    async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:
+        """Say that this node lives. NotFoundError: register again; StaleError: another process took our place."""
+        return await self._ask(NodeView, "POST", f"{self._node(instance, node)}/heartbeat", body=heartbeat)
+
+    async def deregister(self, instance: str, node: str, incarnation: str) -> None:
+        """Leave the directory."""
+        await self._call("DELETE", self._node(instance, node), params={"incarnation": incarnation})
+
+    async def instances(self) -> tuple[InstanceView, ...]:
+        """Return the listing."""
+        return await self._ask(_LISTING, "GET", f"{self.base_url}/v1/instances")
+
+    async def pair(self, request: PairRequest) -> Ticket:
+        """Ask for a pair. The whole pairing has to end within `timeout_s`."""
+        return await self._ask(Ticket, "POST", f"{self.base_url}/v1/requests", body=request)
+
+    async def report(self, room: int) -> PairReport:
+        """Return a paired room's two ends."""
+        return await self._ask(PairReport, "GET", f"{self.base_url}/v1/requests/{room}")
+
+    async def cancel(self, room: int, reason: str) -> PairReport:
+        """Abort a paired room on both ends."""
+        return await self._ask(PairReport, "DELETE", f"{self.base_url}/v1/requests/{room}", params={"reason": reason})
+
+
+class DaemonClient(_Client):
+    """The doors of any number of daemons that share a token; it is the `ReservePort` of bootstrap."""
+
+    def __init__(
+        self,
+        *,
+        token: str = "",
+        timeout_s: float,
+        timeout_key: str = "timeouts.reserve_s",
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key, transport=transport)
+
+    async def _room(self, method: str, url: str, **options: Unpack[_Options]) -> RoomReport:
+        try:
+            return await self._ask(RoomReport, method, url, **options)
+        except UnauthorizedError as error:
+            # Passed on as it is, it would tell our own caller that its token is wrong.
+            raise PeerError(f"{url} refuses our token: daemons.token_file must hold the daemons' http.token") from error
+
+    async def admit(self, url: str, request: AdmissionRequest) -> RoomReport:
+        """Reserve one end of a room."""
+        return await self._room("POST", f"{url.rstrip('/')}/v1/requests", body=request)
+
+    async def report(self, url: str, room: int) -> RoomReport:
+        """Return a room's report at once."""
+        return await self._room("GET", f"{url.rstrip('/')}/v1/requests/{room}")
+
+    async def wait(
+        self, url: str, room: int, *, wait_s: float, until: frozenset[RoomState] = frozenset()
+    ) -> RoomReport:
+        """Return the report when the room is in one of the states or final, or after `wait_s` seconds."""
+        params: dict[str, str | int | float | list[str]] = {
+            "wait": wait_s,
+            "until": sorted(state.value for state in until),
+        }
+        limit = httpx.Timeout(self._timeout_s + wait_s)
+        return await self._room("GET", f"{url.rstrip('/')}/v1/requests/{room}", params=params, timeout=limit)
+
+    async def cancel(self, url: str, room: int, reason: str, *, generation: int | None = None) -> RoomReport:
+        """Abort a room, or only one generation of it."""
+        params: dict[str, str | int | float | list[str]] = {"reason": reason}
+        if generation is not None:
+            params["generation"] = generation
+        return await self._room("DELETE", f"{url.rstrip('/')}/v1/requests/{room}", params=params)
+
+    async def readiness(self, url: str) -> Readiness:
+        """Return whether a daemon can admit rooms, and why not."""
+        return await self._ask(Readiness, "GET", f"{url.rstrip('/')}/ready")
+
+    async def status(self, url: str) -> dict[str, Any]:
+        """Return a daemon's status page."""
+        return await self._ask(dict[str, Any], "GET", f"{url.rstrip('/')}/status")

@@ -1,0 +1,68 @@
+"""The door of a prefill or decode daemon.
+
+Owns: /v1/requests. Must not know: which role is behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, FastAPI, Path, Query, Response
+
+from kvbridge.core.errors import InvalidInputError, StaleError
+from kvbridge.core.ids import MAX_ROOM
+from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, MetricsRender, assemble_app
+from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomsPort, RoomState, StatusPort
+
+RoomPath = Annotated[int, Path(ge=0, le=MAX_ROOM, description="The room's id, an unsigned 64-bit integer.")]
+ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everybody who asks why the room ended.")]
+
+
+def create_daemon_app(
+    *, rooms: RoomsPort, status: StatusPort, metrics_render: MetricsRender, settings: AppSettings
+) -> FastAPI:
+    """Build the application of a daemon; it holds no state of its own."""
+    router = _rooms_router(rooms, settings)
+    return assemble_app("kvbridge daemon", [router], status=status, metrics_render=metrics_render, settings=settings)
+
+
+def _rooms_router(rooms: RoomsPort, settings: AppSettings) -> APIRouter:
+    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=PROBLEM_RESPONSES)
+
+    @router.post("", status_code=201)
+    async def admit(request: AdmissionRequest, response: Response) -> RoomReport:
+        """Reserve for a request. 503 with Retry-After when it does not fit now; nothing is kept then."""
+        report = await rooms.admit(request)
+        response.headers["Location"] = f"/v1/requests/{report.room}"
+        return report
+
+    @router.get("/{room}")
+    async def report(
+        room: RoomPath,
+        wait: Annotated[float, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")] = 0.0,
+        until: Annotated[tuple[RoomState, ...], Query(description="States to wait for; none: a final one.")] = (),
+    ) -> RoomReport:
+        """Return a room's report, at once or when it has reached a state; after `wait` seconds in any case."""
+        if wait > settings.max_wait_s:
+            raise InvalidInputError(
+                f"wait is {wait:g} s, at most {settings.max_wait_s:g} s are served (http.max_wait_s)"
+            )
+        if wait == 0:
+            return rooms.report(room)
+        return await rooms.wait(room, wait, frozenset(until))
+
+    @router.delete("/{room}")
+    async def cancel(
+        room: RoomPath,
+        reason: ReasonQuery = "cancelled by its client",
+        generation: Annotated[int | None, Query(ge=1, description="Cancel this generation only.")] = None,
+    ) -> RoomReport:
+        """Abort a room; harmless on a final one. 409 `stale` when the room is there in another generation."""
+        present = rooms.report(room)
+        if generation is not None and present.generation != generation:
+            raise StaleError(
+                f"room {room} is in generation {present.generation}, not {generation}: it was not cancelled"
+            )
+        return await rooms.cancel(room, reason)
+
+    return router

@@ -1,0 +1,102 @@
+"""What happens to a request before and after its route.
+
+Owns: bearer token, body limit, the answer to errors that nobody foresaw. Must not know: routes, services.
+
+Plain ASGI: a caller without the token is refused before a byte of its body is read.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import structlog
+from fastapi import HTTPException
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvbridge.core.errors import BridgeError, UnauthorizedError
+from kvbridge.http.problems import make_problem, problem_of, problem_response
+
+log = structlog.get_logger(__name__)
+
+
+class BearerToken:
+    """Refuse requests without the token, except to open paths. An empty token lets everybody in."""
+
+    def __init__(self, app: ASGIApp, *, token: str, open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._expected = token.encode()
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or not self._expected or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), self._expected):
+            await self._app(scope, receive, send)
+            return
+        error = UnauthorizedError("a valid token is needed: send 'Authorization: Bearer <http.token>'")
+        response = problem_response(problem_of(error, scope["path"]), {"WWW-Authenticate": "Bearer"})
+        await response(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuse request bodies longer than the limit with 413, by their announced length or by what arrives."""
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdecimal() and int(announced) > self._max_body_bytes:
+            problem = make_problem("body_too_large", 413, self._detail(), path=scope["path"])
+            await problem_response(problem, {"Connection": "close"})(scope, receive, send)
+            return
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_body_bytes:
+                raise HTTPException(413, self._detail())
+            return message
+
+        await self._app(scope, limited, send)
+
+    def _detail(self) -> str:
+        return f"the body is longer than {self._max_body_bytes} bytes (http.max_body_bytes)"
+
+
+class UnhandledErrors:
+    """Answer an error that nobody foresaw with 500 and no internals, and log it with all of them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            if scope["type"] != "http" or begun:
+                raise  # half a response is out: only closing the connection is honest
+            reference = secrets.token_hex(4)
+            log.exception("request failed", path=scope["path"], reference=reference)
+            detail = f"an internal error, please report it; the log has it under reference {reference}"
+            problem = make_problem(BridgeError.code, BridgeError.http_status, detail, path=scope["path"])
+            await problem_response(problem)(scope, receive, send)

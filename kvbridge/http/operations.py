@@ -1,0 +1,130 @@
+"""What every daemon's door offers, and how an application is put together.
+
+Owns: /health, /ready, /metrics, /version, /status, /openapi.json; middleware; the description of problems.
+Must not know: rooms, instances.
+
+/health and /ready need no token, since probes have none and learn little; /metrics needs it unless opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, Response
+
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.wire.messages import PROTOCOL_VERSION
+from kvbridge.http.middleware import BearerToken, BodyLimit, UnhandledErrors
+from kvbridge.http.problems import PROBLEM_TYPE, Problem, install_problem_handlers
+from kvbridge.service.ports import Readiness, StatusPort
+
+MetricsRender = Callable[[], tuple[bytes, str]]
+"""Returns the metrics page and its content type."""
+
+PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "Problem (RFC 9457)",
+        "content": {PROBLEM_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    }
+}
+
+
+class AppSettings(FrozenModel):
+    """What applications are told of their surroundings."""
+
+    version: str
+    """Release of kvbridge."""
+    token: str = ""
+    """Bearer token; empty: no token is asked for."""
+    open_metrics: bool = False
+    max_body_bytes: Positive = 1 << 20
+    max_wait_s: float = 60.0
+
+
+class Alive(FrozenModel):
+    """The process lives."""
+
+    alive: bool = True
+
+
+class Version(FrozenModel):
+    """Releases that must fit together."""
+
+    name: str = "kvbridge"
+    version: str
+    protocol_version: NonNegative = PROTOCOL_VERSION
+
+
+def assemble_app(
+    title: str, routers: list[APIRouter], *, status: StatusPort, metrics_render: MetricsRender, settings: AppSettings
+) -> FastAPI:
+    """Build an application from its own routers and the operators' routes."""
+    app = FastAPI(title=title, version=settings.version, openapi_url=None, docs_url=None, redoc_url=None)
+    for router in [*routers, _operators_router(status, metrics_render, settings)]:
+        app.include_router(router)
+    _describe(app, settings)
+    install_problem_handlers(app)
+    open_paths = {"/health", "/ready"} | ({"/metrics"} if settings.open_metrics else set())
+    # The last one added is the first to see a request.
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(BearerToken, token=settings.token, open_paths=frozenset(open_paths))
+    app.add_middleware(UnhandledErrors)
+    return app
+
+
+def _operators_router(status: StatusPort, metrics_render: MetricsRender, settings: AppSettings) -> APIRouter:
+    router = APIRouter(tags=["operations"], responses=PROBLEM_RESPONSES)
+
+    @router.get("/health")
+    async def health() -> Alive:
+        """Say that the process lives and its loop turns."""
+        return Alive()
+
+    @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not ready"}})
+    async def ready() -> Response:
+        """Say whether new rooms can be admitted, and every reason why not."""
+        readiness = status.readiness()
+        return JSONResponse(readiness.model_dump(mode="json"), status_code=200 if readiness.ready else 503)
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Return the metrics for Prometheus."""
+        body, content_type = metrics_render()
+        return Response(body, headers={"Content-Type": content_type})
+
+    @router.get("/version")
+    async def version() -> Version:
+        """Return the release and the protocol version."""
+        return Version(version=settings.version)
+
+    @router.get("/status")
+    async def show_status() -> dict[str, Any]:
+        """Return everything that an operator wants to see."""
+        return status.status()
+
+    return router
+
+
+def _describe(app: FastAPI, settings: AppSettings) -> None:
+    """Serve the description behind the token, with problems and the token scheme in it."""
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _schema(app, settings)
+        return app.openapi_schema
+
+
+def _schema(app: FastAPI, settings: AppSettings) -> dict[str, Any]:
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = schema.setdefault("components", {})
+    components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
+    if settings.token:
+        components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"bearer": []}]
+        for path in ("/health", "/ready", *(["/metrics"] if settings.open_metrics else [])):
+            schema["paths"][path]["get"]["security"] = []
+    return schema

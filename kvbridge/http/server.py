@@ -1,0 +1,136 @@
+"""An application on a socket, inside a loop that somebody else runs.
+
+Owns: the listening socket, uvicorn, the bounded end. Must not know: what it serves; signals are the daemon's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvbridge.core.errors import ConfigError
+
+log = structlog.get_logger(__name__)
+
+BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of a door that speaks TLS."""
+
+    certificate: Path
+    key: Path
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn that leaves signals alone and says when it has started."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+class HttpServer:
+    """A running server. Made by `start`; ends by `stop`, which may be called again."""
+
+    def __init__(self, server: _Uvicorn, task: asyncio.Task[None], *, url: str, shutdown_s: float) -> None:
+        self._server = server
+        self._task = task
+        self._shutdown_s = shutdown_s
+        self.url = url
+        """What was bound, with the real port: `http://127.0.0.1:40123`."""
+
+    def __repr__(self) -> str:
+        return f"HttpServer({self.url}, {'ended' if self._task.done() else 'serving'})"
+
+    @classmethod
+    async def start(cls, app: ASGIApp, *, host: str, port: int, shutdown_s: float, tls: TlsFiles | None = None) -> Self:
+        """Listen and serve in a task of the running loop; port 0 takes a free one.
+
+        `shutdown_s` bounds `stop`. Raises ConfigError when the address cannot be listened on or a TLS file is wrong.
+        """
+        config = _uvicorn_config(app, tls, shutdown_s)
+        listener = _listen(host, port)
+        try:
+            config.load()
+        except OSError as error:  # ssl.SSLError is one
+            listener.close()
+            raise ConfigError(f"http.tls_certificate_file, http.tls_key_file: cannot be used: {error}") from error
+        server = _Uvicorn(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
+        started = asyncio.create_task(server.listening.wait())
+        await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if task.done():
+            listener.close()
+            await task
+            raise ConfigError(f"the HTTP server on {host}:{port} ended before it had started")
+        scheme = "https" if tls else "http"
+        return cls(server, task, url=f"{scheme}://{_printed(listener)}", shutdown_s=shutdown_s)
+
+    async def wait_ended(self) -> None:
+        """Return when the server has ended, by `stop` or by a failure, which is raised."""
+        await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        """Accept nothing more, let requests in progress end, and cut them off after `shutdown_s` seconds."""
+        self._server.should_exit = True
+        done, _ = await asyncio.wait({self._task}, timeout=self._shutdown_s)
+        if not done:
+            log.warning("http server cut off", url=self.url, limit="timeouts.shutdown_s")
+            self._server.force_exit = True
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=self._shutdown_s)
+        if self._task.done() and not self._task.cancelled():
+            self._task.result()
+
+
+def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None, shutdown_s: float) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        ws="none",
+        # uvicorn counts whole seconds and takes two ticks besides; `stop` holds the true limit.
+        timeout_graceful_shutdown=max(0, math.ceil(shutdown_s) - 1),
+        ssl_certfile=tls.certificate if tls else None,
+        ssl_keyfile=tls.key if tls else None,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    bare = host.strip("[]")
+    family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+    try:
+        return socket.create_server((bare, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"http.host {host}, http.port {port}: cannot listen there: {error.strerror or error}; "
+            "choose another port (0 takes a free one) or end the process that has it"
+        ) from error
+
+
+def _printed(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if listener.family is socket.AF_INET6 else f"{host}:{port}"

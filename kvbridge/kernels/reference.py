@@ -1,0 +1,95 @@
+"""The CPU reference of every operation on memory: what the compiled forms must agree with, and what runs without a device.
+
+Owns: copying scattered stretches by address. Must not know: whose memory it is; an address that is not mapped ends the process, so
+callers check bounds first.
+
+No compiler is assumed, so the copies are made by libc through ctypes, one call (0.3 us) a stretch. Where that call costs more
+than a second copy in cache would, below 8 KiB, numpy gathers many equally long stretches into a buffer and scatters
+them from there. Both let go of the interpreter lock while bytes move.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+AddressArray = npt.NDArray[np.uint64]
+
+GATHER_BELOW_BYTES = 8192
+GATHER_BUFFER_BYTES = 128 * 1024
+"""Fits into a core's second-level cache, so that the scatter finds the bytes there."""
+GATHER_AT_LEAST = 16
+"""Fewer stretches of one length are not worth the set-up of about 10 us."""
+
+_memmove = ctypes.CDLL(None).memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = None
+
+
+def copy_operations(
+    source_addresses: AddressArray, destination_addresses: AddressArray, lengths: AddressArray
+) -> None:
+    """Copy `lengths[i]` bytes from `source_addresses[i]` to `destination_addresses[i]`, for every i.
+
+    Three one-dimensional uint64 arrays of equal length: virtual addresses of this process, mapped for as long as the call
+    lasts, and bytes. No destination overlaps a source or another destination. Blocks until every byte is copied.
+    """
+    if not len(lengths):
+        return
+    small = lengths < np.uint64(GATHER_BELOW_BYTES)
+    if not small.any():
+        _copy_each(source_addresses, destination_addresses, lengths)
+        return
+    for length in np.unique(lengths[small]):
+        chosen = np.flatnonzero(lengths == length)
+        if len(chosen) < GATHER_AT_LEAST:
+            _copy_each(source_addresses[chosen], destination_addresses[chosen], lengths[chosen])
+        elif length:
+            _copy_equal(source_addresses[chosen], destination_addresses[chosen], int(length))
+    if not small.all():
+        large = ~small
+        _copy_each(source_addresses[large], destination_addresses[large], lengths[large])
+
+
+def _copy_each(source: AddressArray, destination: AddressArray, lengths: AddressArray) -> None:
+    deque(map(_memmove, destination.tolist(), source.tolist(), lengths.tolist()), maxlen=0)
+
+
+def _copy_equal(source: AddressArray, destination: AddressArray, length: int) -> None:
+    """Copy stretches of one length, by way of a buffer."""
+    origins, source_offsets = _items(source, length)
+    targets, destination_offsets = _items(destination, length)
+    step = max(1, GATHER_BUFFER_BYTES // length)
+    for first in range(0, len(source), step):
+        part = slice(first, first + step)
+        targets[destination_offsets[part]] = origins[source_offsets[part]]
+
+
+def _items(addresses: AddressArray, length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp]]:
+    """Memory from the lowest address on as an array in which item i is the `length` bytes at byte i, and where each address is in it.
+
+    Items overlap, and most of them may not be mapped; only those at the given addresses are ever looked at.
+    """
+    lowest = addresses.min()
+    offsets = (addresses - lowest).astype(np.intp)
+    view = _View(
+        {
+            "version": 3,
+            "data": (int(lowest), False),
+            "shape": (int(offsets.max()) + 1,),
+            "strides": (1,),
+            "typestr": f"|V{length}",
+        }
+    )
+    return np.asarray(view), offsets
+
+
+class _View:
+    """Carries numpy's array interface for memory that no object owns."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface

@@ -1,0 +1,160 @@
+"""A pool in shared memory: files that one process creates and others of the host map.
+
+Owns: the mappings of one pool and their names. Must not know: which pages are free, transports, engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Self
+
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.core.wire.messages import SharedRegion
+from kvbridge.pool.extent import Progress, ignore_progress
+from kvbridge.pool.memory_pool import MemoryPool
+from kvbridge.pool.placement import Placement
+from kvbridge.pool.shared_mapping import DEFAULT_CHUNK_BYTES, SharedMapping, close_all, require_memory
+
+
+def mapping_paths(placement: Placement, directory: Path | str, prefix: str) -> tuple[str, ...]:
+    """The file of each mapping of a pool that is created with this directory and prefix."""
+    return tuple(str(Path(directory) / f"{prefix}.{mapping.name}") for mapping in placement.mappings)
+
+
+class MappedPool(MemoryPool):
+    """A pool whose mappings are shared files. Made by `create` or `open`; it keeps its placement."""
+
+    spaces: ClassVar[frozenset[IndexSpace]]
+    """Which index spaces the regions of this kind of pool may count in."""
+
+    def __init__(self, placement: Placement, mappings: Sequence[SharedMapping]) -> None:
+        addresses = [mapping.address for mapping in mappings]
+        paths = [str(mapping.path) for mapping in mappings]
+        super().__init__(placement.regions_at(addresses), placement.extents_at(addresses, paths))
+        self.placement = placement
+        self._mappings = tuple(mappings)
+
+    @classmethod
+    def create(
+        cls,
+        placement: Placement,
+        directory: Path | str,
+        prefix: str,
+        *,
+        on_progress: Progress = ignore_progress,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        threads: int = 4,
+    ) -> Self:
+        """Create the files of a placement, zeroed and in memory; this pool owns them and removes them in `close`.
+
+        `on_progress` counts over all files. Raises RegistrationError, and leaves nothing, when they cannot be created.
+        """
+        cls._check(placement)
+        paths = mapping_paths(placement, directory, prefix)
+        require_memory(paths[0], placement.total_bytes)
+        mappings: list[SharedMapping] = []
+        done_bytes = 0
+        try:
+            for path, planned in zip(paths, placement.mappings, strict=True):
+                mappings.append(
+                    SharedMapping.create(
+                        directory,
+                        Path(path).name,
+                        planned.length_bytes,
+                        on_progress=_part_of(on_progress, done_bytes, placement.total_bytes),
+                        chunk_bytes=chunk_bytes,
+                        threads=threads,
+                    )
+                )
+                done_bytes += planned.length_bytes
+        except BaseException:
+            close_all(mappings)
+            raise
+        return cls(placement, mappings)
+
+    @classmethod
+    def open(cls, placement: Placement, paths: Sequence[Path | str]) -> Self:
+        """Map a pool that another process has created from the same placement. Raises RegistrationError."""
+        cls._check(placement)
+        if len(paths) != len(placement.mappings):
+            raise InvalidInputError(
+                f"a placement of {len(placement.mappings)} mappings needs one path for each, got {len(paths)}"
+            )
+        lengths = [mapping.length_bytes for mapping in placement.mappings]
+        return cls(placement, _open_all(paths, lengths))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The file of each mapping."""
+        return tuple(str(mapping.path) for mapping in self._mappings)
+
+    @property
+    def mappings(self) -> tuple[SharedMapping, ...]:
+        """The mappings themselves, for whoever builds views of whole regions or pins memory for a device."""
+        return self._mappings
+
+    def shared_regions(self) -> tuple[SharedRegion, ...]:
+        """The regions as other processes of the node find them."""
+        return self.placement.shared_regions(self.paths)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all mappings."""
+        return sum(mapping.length_bytes for mapping in self._mappings)
+
+    def close(self) -> None:
+        """Unmap everything; the creator removes the files. Harmless when closed.
+
+        Raises ConflictError while views are in use; what could be closed is closed then, and `close` can be called
+        again.
+        """
+        close_all(self._mappings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        pages = ", ".join(f"{count} {space}" for space, count in self.page_counts().items())
+        return f"<{type(self).__name__}: {len(self._regions)} regions, {pages} pages, {self.total_bytes} bytes in {len(self._mappings)} files>"
+
+    def _view(self, address: int, length_bytes: int, memory: MemoryKind) -> memoryview:
+        del memory  # a mapping is DRAM
+        for mapping in self._mappings:
+            start = address - mapping.address
+            if start >= 0 and start + length_bytes <= mapping.length_bytes:
+                return mapping.buffer[start : start + length_bytes]
+        raise InvalidInputError(f"{length_bytes} bytes at {address:#x} are not in any mapping of {self!r}")
+
+    @classmethod
+    def _check(cls, placement: Placement) -> None:
+        if placement.memory is not MemoryKind.DRAM:
+            raise UnsupportedError(f"a pool of {placement.memory} cannot be a shared file; allocate it on the device")
+        spaces = {region.space for region in placement.regions}
+        if not spaces <= cls.spaces:
+            raise InvalidInputError(
+                f"a {cls.__name__} holds pages of {sorted(cls.spaces)}, got regions of {sorted(spaces)}"
+            )
+
+
+def _part_of(on_progress: Progress, before_bytes: int, total_bytes: int) -> Progress:
+    """Report the progress of one file as progress of the whole pool."""
+    return lambda done_bytes, _: on_progress(before_bytes + done_bytes, total_bytes)
+
+
+def _open_all(paths: Sequence[Path | str], lengths: Sequence[int]) -> list[SharedMapping]:
+    mappings: list[SharedMapping] = []
+    try:
+        for path, length in zip(paths, lengths, strict=True):
+            mappings.append(SharedMapping.open(path, length_bytes=length))
+    except BaseException:
+        close_all(mappings)
+        raise
+    return mappings

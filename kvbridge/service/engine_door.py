@@ -1,0 +1,250 @@
+"""Where engines come in: calls are carried out on the node's rooms and answered, events are pushed.
+
+Owns: which engine processes are attached and for which ranks. Must not know: sockets (it is handed messages and a way to send
+them), the tables of either side.
+
+An engine that dies is noticed through its process (`watch`), not through silence: a synchronous engine may compute for
+minutes without a word.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, InvalidInputError
+from kvbridge.core.ids import Rank, Role, Tables
+from kvbridge.core.wire.engine_messages import (
+    AbortRoom,
+    Accepted,
+    Admit,
+    Attach,
+    Attached,
+    Begin,
+    Call,
+    Claim,
+    EngineToNode,
+    Extend,
+    Finish,
+    NodeToEngine,
+    Pages,
+    Provide,
+    Publish,
+    Refused,
+    Release,
+    RoomEvent,
+)
+from kvbridge.core.wire.messages import from_wire, to_wire
+from kvbridge.service.ports import AdmissionRequest
+from kvbridge.service.receiver import ReceiverService
+from kvbridge.service.rooms import Room
+from kvbridge.service.sender import SenderService
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class AttachedEngine:
+    """One engine process."""
+
+    name: str
+    pid: int
+    ranks: tuple[Rank, ...]
+
+
+class EngineDoor(ABC):
+    """Attached engines and the calls that both roles share. Called from the event loop's thread only."""
+
+    role: Role
+
+    def __init__(
+        self,
+        *,
+        send: Callable[[str, NodeToEngine], None],
+        describe: Callable[[int, tuple[Rank, ...]], Attached],
+        ranks: tuple[Rank, ...],
+        watch: Callable[[str, int], None],
+    ) -> None:
+        """`send(engine, message)`; `describe(call, ranks)` answers an attach; `watch(engine, pid)` reports `gone` later."""
+        self._send = send
+        self._describe = describe
+        self._ranks = ranks
+        self._watch = watch
+        self._engines: dict[str, AttachedEngine] = {}
+
+    def push(self, event: RoomEvent) -> None:
+        """Tell every attached engine."""
+        for name in self._engines:
+            self._send(name, event)
+
+    def serving(self) -> frozenset[str]:
+        """Names of the engines attached now."""
+        return frozenset(self._engines)
+
+    def engines(self) -> list[AttachedEngine]:
+        """Everything attached, for `/status`."""
+        return list(self._engines.values())
+
+    def handle(self, engine: str, message: EngineToNode) -> None:
+        """Carry out one call and answer it. Errors become a Refused answer; nothing escapes to the loop."""
+        if not isinstance(message, Call):
+            return
+        try:
+            answer = self._attach(engine, message) if isinstance(message, Attach) else self._call(self._known(engine), message)
+        except CapacityError as error:
+            answer = Refused(call=message.call, code=error.code, message=str(error), retry_after_s=error.retry_after_s)
+        except BridgeError as error:
+            answer = Refused(call=message.call, code=error.code, message=str(error)[:4_000])
+        self._send(engine, answer)
+
+    def gone(self, engine: str, reason: str) -> None:
+        """An engine's process ended."""
+        if self._engines.pop(engine, None) is not None:
+            log.warning("engine_gone", engine=engine, reason=reason)
+            self._room_owner_gone(engine, reason)
+
+    def _attach(self, engine: str, message: Attach) -> Attached:
+        if message.role is not self.role:
+            raise InvalidInputError(f"this is a {self.role} daemon; a {message.role} engine cannot attach to it")
+        ranks = message.ranks or self._ranks
+        unknown = [str(rank) for rank in ranks if rank not in self._ranks]
+        if unknown:
+            raise InvalidInputError(
+                f"ranks {unknown} do not live on this node (it has {[str(rank) for rank in self._ranks]}); attach to their node"
+            )
+        answer = self._describe(message.call, ranks)
+        self._engines[engine] = AttachedEngine(engine, message.pid, ranks)
+        self._watch(engine, message.pid)
+        log.info("engine_attached", engine=engine, pid=message.pid, ranks=[str(rank) for rank in ranks])
+        return answer
+
+    def _known(self, engine: str) -> AttachedEngine:
+        try:
+            return self._engines[engine]
+        except KeyError:
+            raise ConflictError("this engine is not attached (or the daemon was restarted since); attach first") from None
+
+    @abstractmethod
+    def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
+        """Carry out a call of the role."""
+
+    @abstractmethod
+    def _room_owner_gone(self, engine: str, reason: str) -> None:
+        """Tell the rooms."""
+
+
+class PrefillDoor(EngineDoor):
+    """The verbs begin, publish, finish and abort."""
+
+    role = Role.PREFILL
+
+    def __init__(
+        self,
+        sender: Callable[[], SenderService],
+        *,
+        send: Callable[[str, NodeToEngine], None],
+        describe: Callable[[int, tuple[Rank, ...]], Attached],
+        ranks: tuple[Rank, ...],
+        watch: Callable[[str, int], None],
+    ) -> None:
+        """`sender` is asked at each call: door and rooms refer to each other."""
+        super().__init__(send=send, describe=describe, ranks=ranks, watch=watch)
+        self._sender = sender
+
+    def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
+        rooms = self._sender()
+        match message:
+            case Admit():
+                rooms.admit_now(_admission(message))
+            case Begin():
+                room = rooms.begin(
+                    engine.name, engine.ranks, message.room, prompt_tokens=message.prompt_tokens, tables=_tables(message.tables)
+                )
+                return _pages(message.call, room)
+            case Publish():
+                rooms.publish(engine.name, engine.ranks, message.room, upto_token=message.upto_token, layers=message.layers)
+            case Finish():
+                rooms.finish(engine.name, engine.ranks, message.room, metadata=message.metadata)
+            case AbortRoom():
+                rooms.abort(engine.name, message.room, message.reason)
+            case _:
+                raise InvalidInputError(f"a prefill daemon does not know the call '{type(message).__name__}'")
+        return Accepted(call=message.call)
+
+    def _room_owner_gone(self, engine: str, reason: str) -> None:
+        self._sender().engine_gone(engine, reason)
+
+
+class DecodeDoor(EngineDoor):
+    """The verbs claim, extend, release and abort, and provide for adopted pools."""
+
+    role = Role.DECODE
+
+    def __init__(
+        self,
+        receiver: Callable[[], ReceiverService],
+        *,
+        send: Callable[[str, NodeToEngine], None],
+        describe: Callable[[int, tuple[Rank, ...]], Attached],
+        ranks: tuple[Rank, ...],
+        watch: Callable[[str, int], None],
+    ) -> None:
+        """`receiver` is asked at each call: door and rooms refer to each other."""
+        super().__init__(send=send, describe=describe, ranks=ranks, watch=watch)
+        self._receiver = receiver
+
+    def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
+        rooms = self._receiver()
+        match message:
+            case Provide():
+                rooms.provide(message.room, _tables(message.tables))
+            case Claim():
+                room = rooms.claim(engine.name, message.room)
+                answer = _pages(message.call, room)
+                return answer.model_copy(
+                    update={"metadata": room.metadata, "amounts": room.amounts, "phases_s": room.phases_s}
+                )
+            case Extend():
+                rooms.extend(engine.name, message.room, message.tokens)
+                return _pages(message.call, rooms.rooms.get(message.room))
+            case Release():
+                rooms.release(engine.name, message.room)
+            case AbortRoom():
+                rooms.abort(engine.name, message.room, message.reason)
+            case _:
+                raise InvalidInputError(f"a decode daemon does not know the call '{type(message).__name__}'")
+        return Accepted(call=message.call)
+
+    def _room_owner_gone(self, engine: str, reason: str) -> None:
+        self._receiver().engine_gone(engine, reason)
+
+
+def _tables(wire: tuple[object, ...]) -> Tables:
+    try:
+        return from_wire(wire)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise InvalidInputError(f"the page tables of the call are malformed: {error}") from error
+
+
+def _admission(message: Admit) -> AdmissionRequest:
+    return AdmissionRequest(
+        room=message.room,
+        generation=message.generation,
+        prompt_tokens=message.prompt_tokens,
+        max_new_tokens=message.max_new_tokens,
+        client="engine",
+    )
+
+
+def _pages(call: int, room: Room) -> Pages:  # type: ignore[type-arg]
+    return Pages(
+        call=call,
+        room=room.room,
+        generation=room.generation,
+        prompt_tokens=room.prompt_tokens,
+        prefix_tokens=room.prefix_tokens,
+        tables=to_wire(room.tables),
+    )

@@ -1,0 +1,292 @@
+"""How nodes get to know each other before the first room: hello, welcome, and the end of an acquaintance.
+
+Owns: which peer nodes are known, in which incarnation, and whether every rank worker can write to them. Must not know: sockets
+(control delivers and sends), rooms (they ask `met`, and are told when something changed).
+
+A fingerprint is compared here, once, and the first difference is named in the rejection. A peer's manifests are checked in full
+before any worker sees them, so that no address is ever computed from something unchecked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from kvbridge.core.errors import BridgeError, FingerprintMismatchError, InvalidInputError, PeerError, error_codes
+from kvbridge.core.geometry.checks import check_manifest
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.manifest import first_difference
+from kvbridge.core.ids import Rank, Role
+from kvbridge.core.wire.messages import (
+    ConnectPeer,
+    DisconnectPeer,
+    Hello,
+    NodeDescription,
+    NodeToWorker,
+    PeerConnected,
+    PeerMessage,
+    Rejected,
+    Welcome,
+)
+from kvbridge.service.ports import PeerAddress
+from kvbridge.service.receiver import MetNode
+
+log = structlog.get_logger(__name__)
+
+
+class MeetingWorkers(Protocol):
+    """The rank workers of a prefill node."""
+
+    @property
+    def layers(self) -> dict[Rank, tuple[int, ...]]:
+        """The global layer ids of every rank of the node."""
+
+    def send(self, rank: Rank, message: NodeToWorker) -> None:
+        """Queue an order."""
+
+
+@dataclass(frozen=True)
+class Self:
+    """How this node names itself."""
+
+    instance: str
+    node: str
+    incarnation: str
+
+
+# ------------------------------------------------------------------------------------------- prefill side
+
+
+@dataclass
+class _KnownDecode:
+    node: NodeDescription
+    waiting: set[Rank] = field(default_factory=set)
+    transports: dict[Rank, tuple[str, ...]] = field(default_factory=dict)
+    error_code: str = ""
+    error: str = ""
+
+
+class DecodeNodes:
+    """The decode nodes that a prefill node writes to."""
+
+    def __init__(
+        self,
+        myself: Self,
+        geometry: ModelGeometry,
+        workers: MeetingWorkers,
+        *,
+        send: Callable[[str, PeerMessage], None],
+        on_gone: Callable[[str, str], None],
+    ) -> None:
+        """`on_gone(peer, reason)` is called when a peer's life has ended."""
+        self._myself = myself
+        self._geometry = geometry
+        self._workers = workers
+        self._send = send
+        self._on_gone = on_gone
+        self._known: dict[str, _KnownDecode] = {}
+
+    def hello(self, peer: str, message: Hello) -> None:
+        """A decode node introduces itself, for the first time or after it changed."""
+        node = message.node
+        try:
+            self._check(peer, node)
+        except BridgeError as error:
+            log.warning("peer_rejected", peer=peer, instance=node.instance, code=error.code, reason=str(error))
+            self._send(peer, Rejected(code=error.code, message=str(error)[:4_000]))
+            return
+        known = self._known.get(peer)
+        if known is not None and known.node == node and not known.waiting and not known.error:
+            self._welcome(peer)
+            return
+        self._succeed(peer, node)
+        self._known[peer] = _KnownDecode(node, set(self._workers.layers))
+        for rank in self._workers.layers:
+            self._workers.send(rank, ConnectPeer(peer=peer, ranks=node.ranks))
+
+    def _check(self, peer: str, node: NodeDescription) -> None:
+        if node.role is not Role.DECODE or node.incarnation != peer:
+            raise InvalidInputError(f"hello must come from a decode node in its own name, got role {node.role} as {node.incarnation}")
+        difference = first_difference(self._geometry, node.geometry)
+        if difference:
+            raise FingerprintMismatchError(
+                f"prefill instance {self._myself.instance} and decode instance {node.instance} hold different models: {difference}"
+            )
+        for rank in node.ranks:
+            check_manifest(rank.manifest, self._geometry)
+
+    def _succeed(self, peer: str, node: NodeDescription) -> None:
+        """A new life of a known node ends the old one."""
+        for old, known in list(self._known.items()):
+            if old != peer and (known.node.instance, known.node.node) == (node.instance, node.node):
+                self.gone(old, f"it was restarted (now {peer})")
+
+    def worker_connected(self, message: PeerConnected) -> None:
+        """A rank worker can write to a peer, or cannot."""
+        known = self._known.get(message.peer)
+        if known is None:
+            return
+        known.waiting.discard(message.rank)
+        known.transports[message.rank] = message.transports
+        if message.error_code and not known.error_code:
+            known.error_code, known.error = message.error_code, message.error
+        if known.waiting:
+            return
+        if known.error_code:
+            self._send(message.peer, Rejected(code=known.error_code, message=known.error[:4_000]))
+            del self._known[message.peer]
+            return
+        self._welcome(message.peer)
+
+    def _welcome(self, peer: str) -> None:
+        myself = self._myself
+        ranks = tuple(self._workers.layers)
+        self._send(peer, Welcome(instance=myself.instance, node=myself.node, incarnation=myself.incarnation, ranks=ranks))
+        log.info("peer_welcomed", peer=peer, instance=self._known[peer].node.instance)
+
+    def worker_ready(self, rank: Rank) -> None:
+        """A rank worker is back: it has to be connected to everybody again."""
+        for peer, known in self._known.items():
+            self._workers.send(rank, ConnectPeer(peer=peer, ranks=known.node.ranks))
+
+    def gone(self, peer: str, reason: str) -> None:
+        """Forget a peer whose life has ended or who is silent."""
+        if self._known.pop(peer, None) is None:
+            return
+        for rank in self._workers.layers:
+            self._workers.send(rank, DisconnectPeer(peer=peer))
+        self._on_gone(peer, reason)
+
+    def peers(self) -> list[dict[str, object]]:
+        """For `/status`."""
+        return [
+            {
+                "instance": known.node.instance,
+                "node": known.node.node,
+                "incarnation": peer,
+                "transports": {str(rank): list(names) for rank, names in known.transports.items()},
+                "connecting": sorted(map(str, known.waiting)),
+            }
+            for peer, known in self._known.items()
+        ]
+
+    def known(self) -> list[str]:
+        """Incarnations of all known peers."""
+        return list(self._known)
+
+
+# ------------------------------------------------------------------------------------------- decode side
+
+
+@dataclass
+class _KnownPrefill:
+    address: PeerAddress
+    met: MetNode | None = None
+    error: BridgeError | None = None
+
+
+class PrefillNodes:
+    """The prefill nodes that write to this decode node. Implements the protocol of the same name in `receiver`."""
+
+    def __init__(
+        self,
+        *,
+        describe: Callable[[], NodeDescription],
+        open_link: Callable[[PeerAddress], None],
+        send_to: Callable[[PeerAddress, PeerMessage], None],
+        on_changed: Callable[[], None],
+        on_gone: Callable[[str, str, bool], None],
+    ) -> None:
+        """`open_link` connects to an address (once); `on_gone(peer, reason, proof)`; `on_changed` after every answer."""
+        self._describe = describe
+        self._open_link = open_link
+        self._send_to = send_to
+        self._on_changed = on_changed
+        self._on_gone = on_gone
+        self._known: dict[PeerAddress, _KnownPrefill] = {}
+
+    def met(self, address: PeerAddress) -> MetNode | None:
+        """See `receiver.PrefillNodes`."""
+        known = self._known.get(address)
+        if known is None:
+            self._open_link(address)
+            self._known[address] = _KnownPrefill(address)
+            self._send_to(address, Hello(node=self._describe()))
+            return None
+        if known.error is not None:
+            raise known.error
+        return known.met
+
+    def send(self, peer: str, message: PeerMessage) -> None:
+        """See `receiver.PrefillNodes`."""
+        for known in self._known.values():
+            if known.met is not None and known.met.peer == peer:
+                self._send_to(known.address, message)
+
+    def alive(self, peer: str) -> bool:
+        """See `receiver.PrefillNodes`."""
+        return any(known.met is not None and known.met.peer == peer for known in self._known.values())
+
+    def welcome(self, address: PeerAddress, message: Welcome) -> None:
+        """A prefill node has accepted us."""
+        known = self._known.get(address)
+        if known is None:
+            return
+        old = known.met
+        known.met = MetNode(message.incarnation, f"{message.instance}/{message.node}", message.ranks)
+        if old is not None and old.peer != message.incarnation:
+            self._on_gone(old.peer, f"it was restarted (now {message.incarnation})", True)
+        self._on_changed()
+
+    def rejected(self, address: PeerAddress, message: Rejected) -> None:
+        """A prefill node will not work with us."""
+        known = self._known.get(address)
+        if known is None:
+            return
+        kind = error_codes().get(message.code, PeerError)
+        self._fail(known, kind(f"the prefill node at {address.endpoint} rejected us: {message.message}"))
+
+    def lost(self, address: PeerAddress, reason: str) -> None:
+        """A prefill node does not answer any more; the next room says hello again."""
+        known = self._known.get(address)
+        if known is None:
+            return
+        if known.met is not None:
+            self._on_gone(known.met.peer, reason, False)
+        self._fail(known, PeerError(f"the prefill node at {address.endpoint} cannot be reached: {reason}"))
+
+    def _fail(self, known: _KnownPrefill, error: BridgeError) -> None:
+        """Let every room that waits see the error, then forget the node: the next room greets it anew."""
+        known.error, known.met = error, None
+        self._on_changed()
+        if self._known.get(known.address) is known:
+            del self._known[known.address]
+
+    def restarted(self, address: PeerAddress) -> None:
+        """Another life answers at a known address: introduce ourselves to it."""
+        if address in self._known:
+            self._send_to(address, Hello(node=self._describe()))
+
+    def refresh(self) -> None:
+        """We have changed (a rank worker is back with new endpoints): tell everybody."""
+        for address in self._known:
+            self._send_to(address, Hello(node=self._describe()))
+
+    def peers(self) -> list[dict[str, object]]:
+        """For `/status`."""
+        return [
+            {
+                "endpoint": known.address.endpoint,
+                "node": known.met.name if known.met else "",
+                "incarnation": known.met.peer if known.met else "",
+                "ranks": [str(rank) for rank in known.met.ranks] if known.met else [],
+            }
+            for known in self._known.values()
+        ]
+
+    def addresses(self) -> list[PeerAddress]:
+        """Every address that has been greeted."""
+        return list(self._known)

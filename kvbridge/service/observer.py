@@ -1,0 +1,25 @@
+"""What the services tell about themselves, as a protocol: telemetry implements it, tests count with it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvbridge.core.ids import Role
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.service.ports import RoomState
+
+
+class Observer(Protocol):
+    """Receives facts; never raises, never waits."""
+
+    def refused(self, reason: str) -> None:
+        """Something from outside was refused; `reason` is one of a small set of words."""
+
+    def room(self, role: Role, state: RoomState) -> None:
+        """A room came into a state."""
+
+    def sent(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
+        """A rank has sent its part of a room."""
+
+    def received(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
+        """A room has arrived."""

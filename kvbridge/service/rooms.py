@@ -1,0 +1,218 @@
+"""What both sides keep about a room, and who waits for it.
+
+Owns: `Room` (facts common to both sides), `RoomBook` (every room of a daemon by its id, waiters, receipts of ended rooms). Must not
+know: which side it is on, messages, pages of memory.
+
+One room id names one attempt at a time. A second admission of an id that is still in flight is a conflict; after it ended, the same
+id may be used again with a higher generation only, so that late messages of the first attempt can be told apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
+from kvbridge.core.ids import Role, Tables
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.pool.book import Owner, PageBook, PageState
+from kvbridge.service.ports import RoomReport, RoomState
+
+StateT = TypeVar("StateT", bound=StrEnum)
+
+
+@dataclass
+class Room(Generic[StateT]):
+    """One attempt at one request on this node. Written by its service only."""
+
+    room: int
+    generation: int
+    prompt_tokens: int
+    prefix_tokens: int
+    max_new_tokens: int
+    client: str
+    state: StateT
+    created_s: float
+    tables: Tables = field(default_factory=dict)
+    reason_code: str = ""
+    reason: str = ""
+    amounts: Amounts = field(default_factory=dict)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    deadline_s: float | None = None
+    """When the present wait counts as failed, on the service's clock."""
+    deadline_name: str = ""
+    """The configuration key of that wait."""
+
+    @property
+    def owner(self) -> Owner:
+        """The key under which pages are booked."""
+        return Owner(self.room, self.generation)
+
+    def blame(self, code: str, reason: str) -> None:
+        """Keep the first cause."""
+        if not self.reason_code:
+            self.reason_code, self.reason = code, reason
+
+    def wait_until(self, deadline_s: float | None, name: str = "") -> None:
+        """Start another wait (None: no limit)."""
+        self.deadline_s, self.deadline_name = deadline_s, name
+
+
+def give_back(book: PageBook, owner: Owner) -> None:
+    """Free all pages of a room for which there is proof that no transfer touches them any more; harmless when it has none."""
+    match book.state(owner):
+        case PageState.LEASED:
+            book.move(owner, PageState.LEASED, PageState.HELD)
+            book.free(owner)
+        case PageState.HELD:
+            book.free(owner)
+        case PageState.QUARANTINED:
+            for reason, owners in book.quarantine_reasons().items():
+                if owners == (owner,):
+                    book.release_quarantined(reason)
+        case PageState.FREE:
+            pass
+
+
+RoomT = TypeVar("RoomT", bound=Room)  # type: ignore[type-arg]
+
+
+class RoomBook(Generic[RoomT]):
+    """Every room of a daemon. Used from the event loop's thread only."""
+
+    def __init__(
+        self,
+        role: Role,
+        describe_state: Callable[[RoomT], RoomState],
+        *,
+        clock: Clock,
+        keep_s: float,
+        keep_rooms: int = 10_000,
+    ) -> None:
+        """`describe_state` maps a room to what users see; ended rooms are kept `keep_s`, at most `keep_rooms` of them."""
+        self._role = role
+        self._describe_state = describe_state
+        self._clock = clock
+        self._keep_s = keep_s
+        self._keep_rooms = keep_rooms
+        self._rooms: dict[int, RoomT] = {}
+        self._ended: deque[tuple[float, RoomT]] = deque()
+        self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def __iter__(self) -> Iterator[RoomT]:
+        return iter(list(self._rooms.values()))
+
+    def draw(self) -> int:
+        """Return an id that no room of this daemon has; never 0."""
+        while True:
+            room = secrets.randbits(64)
+            if room and room not in self._rooms:
+                return room
+
+    def check_free(self, room: int, generation: int) -> None:
+        """Raise ConflictError or StaleError unless (room, generation) may be admitted now."""
+        known = self._rooms.get(room)
+        if known is None:
+            return
+        if not self._describe_state(known).final:
+            raise ConflictError(f"room {room} is already in flight here (generation {known.generation}, state '{known.state}')")
+        if generation <= known.generation:
+            raise StaleError(
+                f"room {room} generation {generation} has already ended here ({self._describe_state(known)}); "
+                f"use generation {known.generation + 1} or another room id"
+            )
+
+    def add(self, room: RoomT) -> None:
+        """Take a room in; `check_free` has been called."""
+        self._rooms[room.room] = room
+
+    def get(self, room: int) -> RoomT:
+        """Return a room. Raises UnknownRoomError."""
+        found = self._rooms.get(room)
+        if found is None:
+            raise UnknownRoomError(f"room {room} is not known to this {self._role} daemon (never admitted, or ended and forgotten)")
+        return found
+
+    def find(self, room: int, generation: int) -> RoomT | None:
+        """Return the room if it is this very attempt."""
+        found = self._rooms.get(room)
+        return found if found is not None and found.generation == generation else None
+
+    def newest_generation(self, room: int) -> int:
+        """Return the newest generation seen of a room, 0 when it is unknown."""
+        found = self._rooms.get(room)
+        return found.generation if found is not None else 0
+
+    def changed(self, room: RoomT) -> None:
+        """Wake everybody who waits for the room."""
+        for waiter in self._waiters.pop(room.room, []):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def ended(self, room: RoomT) -> None:
+        """Keep the room's receipt for a while."""
+        self._ended.append((self._clock() + self._keep_s, room))
+
+    def sweep(self) -> None:
+        """Forget receipts that have been kept long enough, and the oldest when there are too many."""
+        now_s = self._clock()
+        while self._ended and (self._ended[0][0] <= now_s or len(self._ended) > self._keep_rooms):
+            _, room = self._ended.popleft()
+            if self._rooms.get(room.room) is room:
+                del self._rooms[room.room]
+
+    def report(self, room: RoomT) -> RoomReport:
+        """Describe a room for users."""
+        return RoomReport(
+            room=room.room,
+            generation=room.generation,
+            role=self._role,
+            state=self._describe_state(room),
+            prompt_tokens=room.prompt_tokens,
+            prefix_tokens=room.prefix_tokens,
+            reason_code=room.reason_code,
+            reason=room.reason,
+            amounts=room.amounts,
+            phases_s=room.phases_s,
+            age_s=self._clock() - room.created_s,
+        )
+
+    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
+        """Return the report once the state is in `until` or final, or whatever it is after `timeout_s`."""
+        deadline_s = self._clock() + timeout_s
+        while True:
+            found = self.get(room)
+            state = self._describe_state(found)
+            left_s = deadline_s - self._clock()
+            if state in until or state.final or left_s <= 0:
+                return self.report(found)
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(room, []).append(waiter)
+            try:
+                await asyncio.wait_for(waiter, left_s)
+            except TimeoutError:
+                self._forget_waiter(room, waiter)
+
+    def _forget_waiter(self, room: int, waiter: asyncio.Future[None]) -> None:
+        waiting = self._waiters.get(room, [])
+        if waiter in waiting:
+            waiting.remove(waiter)
+        if not waiting:
+            self._waiters.pop(room, None)
+
+    def states(self) -> dict[str, int]:
+        """Count rooms by what users see."""
+        counts: dict[str, int] = {}
+        for room in self._rooms.values():
+            state = self._describe_state(room).value
+            counts[state] = counts.get(state, 0) + 1
+        return counts

@@ -1,0 +1,100 @@
+"""Which memory is registered, and whether a range lies within it.
+
+Owns: the sorted set of registered extents, on this side or as a peer announced it. Must not know: libraries, transfers.
+
+Checked here because no library can be trusted with it: Mooncake accepts unregistered local memory on TCP and loses a lane to
+each remote address that it rejects; NIXL checks on the initiating side only. A range that straddles two extents is
+refused even if they touch, since they are two registrations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.plan.operations import AddressArray
+from kvbridge.transport.base import Memory
+
+Extent = tuple[int, int]
+"""(address, bytes) of one registration."""
+
+
+class Extents:
+    """A set of extents that do not overlap. `whose` names their owner in errors ("this process", "peer 10.0.0.7:15001")."""
+
+    def __init__(self, whose: str, extents: Iterable[Extent] = ()) -> None:
+        self._whose = whose
+        self._lengths: dict[int, int] = {}
+        self._starts = self._stops = np.empty(0, dtype=np.uint64)
+        self.add(list(extents))
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __repr__(self) -> str:
+        return f"<Extents of {self._whose}: {len(self)} of {sum(self._lengths.values())} bytes>"
+
+    def pairs(self) -> tuple[Extent, ...]:
+        """All extents, by ascending address."""
+        return tuple(sorted(self._lengths.items()))
+
+    def add(self, extents: Sequence[Extent]) -> None:
+        """Take in all of `extents` or, when one overlaps another or a known one, none (InvalidInputError)."""
+        merged = sorted([*self._lengths.items(), *extents])
+        for (left, left_bytes), (right, right_bytes) in zip(merged, merged[1:], strict=False):
+            if left + left_bytes > right:
+                raise InvalidInputError(
+                    f"memory of {self._whose}: {_range(right, right_bytes)} overlaps {_range(left, left_bytes)}, "
+                    "which is registered already or in the same call; register each byte once"
+                )
+        self._set(dict(merged))
+
+    def remove(self, extents: Sequence[Extent]) -> None:
+        """Forget exactly these extents or, when one is not known, none (InvalidInputError)."""
+        left = dict(self._lengths)
+        for address, length in extents:
+            if left.get(address) != length:
+                raise InvalidInputError(
+                    f"memory of {self._whose}: {_range(address, length)} is not registered; unregister what was registered"
+                )
+            del left[address]
+        self._set(left)
+
+    def require(self, addresses: AddressArray, lengths: AddressArray) -> None:
+        """Raise InvalidInputError, naming the first offender, unless every range lies within one extent and is not empty."""
+        outside = self._outside(addresses, lengths)
+        if not outside.any():
+            return
+        first = int(outside.argmax())
+        raise InvalidInputError(
+            f"{int(outside.sum())} of {len(addresses)} operations leave the registered memory of {self._whose}; the first is "
+            f"operation {first}, {_range(int(addresses[first]), int(lengths[first]))}. Nothing was submitted"
+        )
+
+    def _outside(self, addresses: AddressArray, lengths: AddressArray) -> npt.NDArray[np.bool_]:
+        if not len(self):
+            return np.ones(len(addresses), dtype=np.bool_)
+        position = np.searchsorted(self._starts, addresses, side="right")
+        extent = np.maximum(position, 1) - 1
+        room = self._stops[extent] - addresses  # meaningless (wrapped) where the address is outside; masked below
+        inside = (position > 0) & (addresses < self._stops[extent]) & (lengths > 0) & (lengths <= room)
+        return ~inside
+
+    def _set(self, lengths: dict[int, int]) -> None:
+        self._lengths = lengths
+        self._starts = np.array(list(lengths), dtype=np.uint64)
+        self._stops = np.array([start + length for start, length in lengths.items()], dtype=np.uint64)
+        order = np.argsort(self._starts)
+        self._starts, self._stops = self._starts[order], self._stops[order]
+
+
+def of(memory: Sequence[Memory]) -> list[Extent]:
+    """The extents of some memory."""
+    return [(part.address, part.length_bytes) for part in memory]
+
+
+def _range(address: int, length: int) -> str:
+    return f"{length} bytes at {address:#x}"

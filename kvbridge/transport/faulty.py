@@ -1,0 +1,219 @@
+"""Any transport with faults put in on purpose; for tests.
+
+Owns: the faults of `FaultySettings`. Must not know: which backend it wraps, or any library.
+
+It keeps the promise of `transport.base` while it misbehaves: a transfer that may still write is FAILED_NOT_QUIET, one
+that is FAILED_QUIET never writes again, and after `close` nothing moves. There is no thread: a late delivery is driven
+by later calls into the same transport, so a caller that goes on without `close` finds its pages overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+import numpy as np
+
+from kvbridge.config.transports import FaultySettings
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import TransportError
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport.base import (
+    Capabilities,
+    Endpoint,
+    Memory,
+    Peer,
+    Transfer,
+    TransferState,
+    TransferStatus,
+    Transport,
+)
+
+NAME = "faulty"
+DEATH_EXIT_CODE = 86
+
+
+class Fate(Enum):
+    """What happens to a transfer once the inner transport has delivered what it was given."""
+
+    DONE = "done"
+    FAIL = "fail"
+    DIE = "die"
+    SILENCE = "silence"
+
+
+@dataclass(slots=True)
+class _LateDelivery:
+    """Operations of a transfer that has been reported as failed and not quiet."""
+
+    due_s: float
+    peer: Peer
+    operations: Operations
+    deadline_s: float
+    transfer: Transfer | None = None
+
+
+class FaultyTransport(Transport):
+    """Wraps `inner`; its peers are the inner one's, its endpoints carry this transport's name."""
+
+    name: ClassVar[str] = NAME
+
+    def __init__(self, inner: Transport, settings: FaultySettings, *, clock: Clock = monotonic) -> None:
+        self._inner = inner
+        self._settings = settings
+        self._clock = clock
+        self._random = np.random.default_rng(settings.seed)
+        self._handed_over = 0
+        self._late: list[_LateDelivery] = []
+
+    def __repr__(self) -> str:
+        return f"<FaultyTransport: {self._handed_over} operations so far, {len(self._late)} late, around {self._inner!r}>"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The inner transport's."""
+        return self._inner.capabilities
+
+    def register(self, memory: Sequence[Memory]) -> None:
+        """See `Transport.register`."""
+        self._inner.register(memory)
+
+    def unregister(self, memory: Sequence[Memory]) -> None:
+        """See `Transport.unregister`."""
+        self._inner.unregister(memory)
+
+    def endpoint(self) -> Endpoint:
+        """The inner endpoint under this transport's name, since the other side wraps the same backend."""
+        return Endpoint(transport=NAME, data=self._inner.endpoint().data)
+
+    def connect(self, endpoint: Endpoint) -> Peer:
+        """See `Transport.connect`."""
+        if endpoint.transport != NAME:
+            raise TransportError(f"an endpoint of transport '{endpoint.transport}' was given to {NAME}")
+        return self._inner.connect(Endpoint(transport=self._inner.name, data=endpoint.data))
+
+    def disconnect(self, peer: Peer) -> None:
+        """See `Transport.disconnect`."""
+        self._inner.disconnect(peer)
+
+    def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
+        """See `Transport.submit`. The inner transport checks what it is given, so not what a fault withholds."""
+        self.deliver_late()
+        if self._settings.reorder:
+            operations = self._shuffled(operations)
+        kept, fate = self._cut(operations)
+        late_s = self._settings.late_delivery_s
+        given = Operations.empty() if late_s is not None else kept
+        transfer = self._inner.submit(peer, given, deadline_s=deadline_s)
+        self._handed_over += len(kept)
+        if late_s is not None:
+            self._late.append(_LateDelivery(self._clock() + late_s, peer, kept, deadline_s))
+        return _FaultyTransfer(self, transfer, self._settings, fate=fate, deadline_s=deadline_s, clock=self._clock)
+
+    def close(self) -> None:
+        """See `Transport.close`; what was to be delivered late is not delivered."""
+        self._late.clear()
+        self._inner.close()
+
+    def deliver_late(self) -> None:
+        """Push late deliveries forward; called by everything that a live transport does."""
+        remaining = []
+        for delivery in self._late:
+            if delivery.transfer is None and self._clock() >= delivery.due_s:
+                delivery.transfer = self._inner.submit(
+                    delivery.peer, delivery.operations, deadline_s=delivery.deadline_s
+                )
+            if delivery.transfer is None or not delivery.transfer.poll().state.terminal:
+                remaining.append(delivery)
+        self._late = remaining
+
+    def _shuffled(self, operations: Operations) -> Operations:
+        order = self._random.permutation(len(operations))
+        return Operations(operations.source[order], operations.destination[order], operations.length[order])
+
+    def _cut(self, operations: Operations) -> tuple[Operations, Fate]:
+        """Return the operations that are delivered, and what happens then."""
+        settings = self._settings
+        for limit, fate in ((settings.die_after_operations, Fate.DIE), (settings.fail_after_operations, Fate.FAIL)):
+            if limit is not None and self._handed_over + len(operations) > limit:
+                return operations[: max(0, limit - self._handed_over)], fate
+        return operations, Fate.SILENCE if settings.drop_completion else Fate.DONE
+
+
+class _FaultyTransfer(Transfer):
+    """Tells of an inner transfer what the settings want told."""
+
+    def __init__(
+        self,
+        transport: FaultyTransport,
+        inner: Transfer,
+        settings: FaultySettings,
+        *,
+        fate: Fate,
+        deadline_s: float,
+        clock: Clock,
+    ) -> None:
+        self._transport = transport
+        self._inner = inner
+        self._settings = settings
+        self._fate = fate
+        self._clock = clock
+        self._not_before_s = clock() + settings.delay_s
+        self._ends_at_s = clock() + deadline_s
+        self._error = ""
+        self._failed_at_s = 0.0
+        self._status = TransferStatus(TransferState.ACTIVE)
+
+    def __repr__(self) -> str:
+        return f"<FaultyTransfer: {self._status.state.value}, to end as '{self._fate.value}', around {self._inner!r}>"
+
+    def poll(self) -> TransferStatus:
+        """See `Transfer.poll`."""
+        self._transport.deliver_late()
+        if not self._status.state.terminal:
+            self._status = self._next(self._inner.poll())
+        return self._status
+
+    def abort(self, reason: str) -> None:
+        """See `Transfer.abort`."""
+        self._fail(f"aborted: {reason}")
+        self._inner.abort(reason)
+
+    def _next(self, inner: TransferStatus) -> TransferStatus:
+        """What to tell, given what the inner transfer told."""
+        if self._settings.late_delivery_s is not None:
+            return TransferStatus(TransferState.FAILED_NOT_QUIET, "injected: reported as failed, to be delivered later")
+        if inner.state is not TransferState.DONE:
+            return inner
+        match self._fate:
+            case Fate.DIE:
+                os._exit(DEATH_EXIT_CODE)
+            case Fate.FAIL:
+                limit = self._settings.fail_after_operations
+                return TransferStatus(TransferState.FAILED_QUIET, f"injected: failed after {limit} operations")
+            case Fate.SILENCE | Fate.DONE:
+                return self._held_back()
+
+    def _held_back(self) -> TransferStatus:
+        """All is delivered, and the caller does not know it yet."""
+        now_s = self._clock()
+        silent = self._fate is Fate.SILENCE
+        if not self._error and not silent and now_s >= self._not_before_s:
+            return TransferStatus(TransferState.DONE)
+        if now_s >= self._ends_at_s:
+            self._fail("injected: no completion by the deadline")
+        if not self._error:
+            return self._status
+        if not silent:
+            return TransferStatus(TransferState.FAILED_QUIET, self._error)
+        if now_s >= self._failed_at_s + self._settings.quiet_timeout_s:
+            return TransferStatus(TransferState.FAILED_NOT_QUIET, self._error)
+        return self._status
+
+    def _fail(self, reason: str) -> None:
+        """Keep the first cause."""
+        if not self._error:
+            self._error, self._failed_at_s = reason, self._clock()

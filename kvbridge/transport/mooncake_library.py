@@ -1,0 +1,162 @@
+"""Loading mooncake-transfer-engine so that it does what it was asked to, or refusing.
+
+Owns: the library's environment (read once a process), the check that the protocol is really there, and the bounded probe of a peer.
+Must not know: transfers, windows, registrations.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import threading
+from typing import Protocol, cast
+
+from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
+from kvbridge.core.errors import ConfigError, TransportError
+from kvbridge.core.ids import MemoryKind
+
+METADATA = "P2PHANDSHAKE"
+"""Peers tell each other what they have; there is no metadata server."""
+
+
+class Library(Protocol):
+    """The part of `mooncake.engine.TransferEngine` that is used. Answers are return codes; it raises nothing."""
+
+    def initialize(self, host: str, metadata: str, protocol: str, device_name: str, /) -> int: ...
+    def get_rpc_port(self) -> int: ...
+    def get_local_topology(self) -> str: ...
+    def send_probe(self, session: str, /) -> int: ...
+    def batch_register_memory(self, addresses: list[int], lengths: list[int], /) -> int: ...
+    def batch_unregister_memory(self, addresses: list[int], /) -> int: ...
+    def transfer_submit_write(self, session: str, source: int, destination: int, length: int, /) -> int: ...
+    def transfer_check_status(self, batch: int, /) -> int: ...
+
+
+_process_environment: dict[str, str] = {}
+"""What the library was loaded with."""
+
+
+def create_library(settings: MooncakeSettings) -> Library:
+    """Import the library with the right environment and start one engine. Raises TransportError, ConfigError."""
+    _set_environment(settings)
+    try:
+        from mooncake.engine import TransferEngine  # noqa: PLC0415  only after its environment has been set
+    except ImportError as error:
+        raise TransportError(
+            f"the mooncake library cannot be loaded ({error}); install kvbridge[cpu] on a host without CUDA, "
+            "kvbridge[cuda] on one with it, and the system package libibverbs1"
+        ) from error
+    library = cast(Library, TransferEngine())
+    answer = library.initialize(settings.host, METADATA, settings.protocol.value, settings.device_name)
+    if answer != 0:
+        raise TransportError(
+            f"mooncake could not start on {settings.host} over {settings.protocol} (it answered {answer}); "
+            "check transports.mooncake.host and device_name"
+        )
+    if settings.protocol is MooncakeProtocol.RDMA:
+        require_adapter(library.get_local_topology(), settings.device_name)
+    return library
+
+
+def require_adapter(topology: str, device_name: str) -> None:
+    """Raise TransportError unless the library found an RDMA adapter.
+
+    `topology` is its own JSON: for each memory location, two lists of adapter names (near ones and others).
+    """
+    try:
+        found = {name for near_and_far in json.loads(topology).values() for names in near_and_far for name in names}
+    except (ValueError, AttributeError, TypeError):
+        found = set()
+    if not found:
+        among = f" among {device_name}" if device_name else ""
+        raise TransportError(
+            f"mooncake found no RDMA adapter{among} and would use TCP without saying so; install the adapter's driver "
+            "and pass /dev/infiniband into the container, or set transports.mooncake.protocol to tcp"
+        )
+
+
+def memory_kinds() -> frozenset[MemoryKind]:
+    """What this build reaches. Both builds install the package `mooncake`; they differ by the name of their distribution."""
+    try:
+        importlib.metadata.distribution("mooncake-transfer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return frozenset({MemoryKind.DRAM})
+    return frozenset({MemoryKind.DRAM, MemoryKind.VRAM})
+
+
+def _set_environment(settings: MooncakeSettings) -> None:
+    """Hand the library its settings the first time; later ones must agree, since it does not look again."""
+    wanted = {
+        "MC_TRANSFER_TIMEOUT": str(settings.transfer_timeout_s),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(settings.progress_timeout_s),
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": str(settings.connect_timeout_s),
+        "MC_LOG_LEVEL": settings.log_level,
+    }
+    if settings.ipv6:
+        wanted["MC_USE_IPV6"] = "1"
+    if not _process_environment:
+        os.environ.update(wanted)
+        _process_environment.update(wanted)
+    elif _process_environment != wanted:
+        keys = sorted(wanted.keys() | _process_environment.keys())
+        changed = [key for key in keys if wanted.get(key) != _process_environment.get(key)]
+        raise ConfigError(
+            f"mooncake reads {', '.join(changed)} once a process and was loaded with other values; give every mooncake "
+            "transport of a process the same timeouts, log_level and ipv6"
+        )
+
+
+# ------------------------------------------------------------------------------------------- probing
+
+
+class _Prober:
+    """Probes peers on threads of its own, with an engine of its own that has no memory registered.
+
+    The library's probe of a frozen peer blocks for a minute. The thread that waits it out must not hold the engine that
+    moves bytes, since its destruction is what ends transfers. So there is one more engine a process, never destroyed.
+    """
+
+    def __init__(self, settings: MooncakeSettings) -> None:
+        self._library = create_library(settings.model_copy(update={"protocol": MooncakeProtocol.TCP}))
+        self._lock = threading.Lock()
+        self._waiting: set[str] = set()
+
+    def probe(self, session: str, timeout_s: float) -> int | None:
+        """Return the library's answer (0 is good), or None when there was none in time."""
+        with self._lock:
+            if session in self._waiting:
+                return None
+            self._waiting.add(session)
+        answers: list[int] = []
+        thread = threading.Thread(target=self._ask, args=(session, answers), name=f"probe {session}", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        return answers[0] if answers else None
+
+    def _ask(self, session: str, answers: list[int]) -> None:
+        try:
+            answers.append(self._library.send_probe(session))
+        finally:
+            with self._lock:
+                self._waiting.discard(session)
+
+
+_probers: list[_Prober] = []
+
+
+def probe(session: str, settings: MooncakeSettings) -> None:
+    """Raise TransportError unless the peer answers within the connect timeout."""
+    if not _probers:
+        _probers.append(_Prober(settings))
+    answer = _probers[0].probe(session, settings.connect_timeout_s)
+    if answer is None:
+        raise TransportError(
+            f"mooncake peer {session} gave no answer in {settings.connect_timeout_s} s (transports.mooncake.connect_timeout_s); "
+            "its process hangs or a firewall drops what is sent to it"
+        )
+    if answer != 0:
+        raise TransportError(
+            f"mooncake cannot reach peer {session} (probe answered {answer}); check that it runs, and that ports 15000 to "
+            "17000 and the ephemeral ports of its host are open from here"
+        )

@@ -1,0 +1,38 @@
+"""Transports by name.
+
+Owns: the one place that knows which module holds which backend. Must not know: any library. A backend's module, and with it its
+library, is imported when that backend is asked for, so that nobody pays for (or crashes on) a library that is not used.
+"""
+
+from __future__ import annotations
+
+from kvbridge.config.transports import TransportName, TransportSettings
+from kvbridge.core.errors import UnsupportedError
+from kvbridge.transport.base import Transport
+
+
+def create_transport(name: str, settings: TransportSettings) -> Transport:
+    """Build the transport `name` from its section of `settings`.
+
+    Raises UnsupportedError for an unknown name, TransportError with cause and fix when the backend cannot run here.
+    """
+    match name:
+        case TransportName.MOONCAKE:
+            from kvbridge.transport.mooncake import MooncakeTransport  # noqa: PLC0415
+
+            return MooncakeTransport(settings.mooncake)
+        case TransportName.NIXL:
+            from kvbridge.transport.nixl import NixlTransport  # noqa: PLC0415
+
+            return NixlTransport(settings.nixl)
+        case TransportName.LOCAL:
+            from kvbridge.transport.local import LocalTransport  # noqa: PLC0415
+
+            return LocalTransport(settings.local)
+        case TransportName.FAULTY:
+            from kvbridge.transport.faulty import FaultyTransport  # noqa: PLC0415
+
+            return FaultyTransport(create_transport(settings.faulty.inner, settings), settings.faulty)
+        case _:
+            known = ", ".join(TransportName)
+            raise UnsupportedError(f"there is no transport '{name}'; `transports.order` may name {known}")

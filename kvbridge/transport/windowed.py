@@ -1,0 +1,268 @@
+"""Bounded submission over a library that has no bounds of its own: the common half of the backends.
+
+Owns: what is in flight to a peer, when the next operation may start, how a transfer ends. Must not know: any library; a backend
+hands in a `Submitter`, and tests hand in a fake one.
+
+Why a window. Mooncake's TCP queue takes about 2,050 operations of a peer and applies a larger batch in part; and neither library
+can take back what it was given, so what is in flight is what has to be waited out after a failure. A transfer that
+fails submits nothing further and waits until everything in flight is terminal (FAILED_QUIET) or until the quiet timeout
+has passed (FAILED_NOT_QUIET).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import TransportError
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport.base import Transfer, TransferState, TransferStatus
+
+POLL_BUDGET_S = 0.001
+"""A poll starts nothing further after so long; what is left starts at the next one."""
+
+HandleT = TypeVar("HandleT")
+
+
+class Progress(Enum):
+    """What a library says of one batch of operations."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+    """Terminal: the batch neither reads its source nor writes its destination any more."""
+    STALLED = "stalled"
+    """Given up by the library but not terminal; the transfer fails, and the batch counts as in flight."""
+
+
+class Check(NamedTuple):
+    """A batch's progress and, after a failure, why."""
+
+    progress: Progress
+    reason: str = ""
+
+
+PENDING = Check(Progress.PENDING)
+DONE = Check(Progress.DONE)
+
+
+class Submitter(Protocol[HandleT]):
+    """A library's side of one transfer. Neither call blocks for longer than a fraction of a millisecond."""
+
+    def start(self, first: int, stop: int) -> HandleT:
+        """Give the operations [first, stop) to the library. Raises TransportError when it took none of them."""
+
+    def check(self, handle: HandleT) -> Check:
+        """Ask after a batch. Not called again after DONE or FAILED."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLimits:
+    """How much may be in flight to one peer, how much of it in one call, and how long a failure may take to become quiet."""
+
+    operations: int
+    bytes: int
+    quiet_timeout_s: float
+    batch_operations: int = 1
+    batch_bytes: int = 1 << 62
+
+    def __post_init__(self) -> None:
+        if min(self.operations, self.bytes, self.batch_operations, self.batch_bytes) < 1 or self.quiet_timeout_s <= 0:
+            raise ValueError(f"a window's limits must be positive, got {self}")
+
+
+class Window:
+    """What is in flight to one peer, over all transfers to it. Transfers share it evenly, so none starves behind another."""
+
+    def __init__(self, limits: WindowLimits) -> None:
+        self.limits = limits
+        self.transfers = 0
+        self.operations = 0
+        self.bytes = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Window: {self.transfers} transfers, {self.operations} of {self.limits.operations} operations, "
+            f"{self.bytes} of {self.limits.bytes} bytes in flight>"
+        )
+
+    def admits(self, operations: int, size_bytes: int, held_operations: int, held_bytes: int) -> bool:
+        """Whether a transfer that holds so much may start one more batch. An empty window admits any batch."""
+        if not self.operations:
+            return True
+        limits, sharers = self.limits, max(1, self.transfers)
+        if self.operations + operations > limits.operations or self.bytes + size_bytes > limits.bytes:
+            return False
+        if not held_operations:
+            return True
+        return (held_operations + operations) * sharers <= limits.operations and (
+            held_bytes + size_bytes
+        ) * sharers <= limits.bytes
+
+    def take(self, operations: int, size_bytes: int) -> None:
+        """Count a started batch."""
+        self.operations += operations
+        self.bytes += size_bytes
+
+    def give_back(self, operations: int, size_bytes: int) -> None:
+        """Count a terminal batch."""
+        self.operations -= operations
+        self.bytes -= size_bytes
+
+
+class _Batch(NamedTuple, Generic[HandleT]):
+    handle: HandleT
+    operations: int
+    size_bytes: int
+
+
+class WindowedTransfer(Transfer, Generic[HandleT]):
+    """A transfer that keeps to its peer's window. `peer` names the other side in errors; see `Transfer` for the promise.
+
+    `deadline_s` is seconds from now. The clock is asked twice a poll and once a started batch.
+    """
+
+    def __init__(
+        self,
+        operations: Operations,
+        submitter: Submitter[HandleT],
+        window: Window,
+        *,
+        peer: str,
+        deadline_s: float,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._operations = operations
+        self._submitter: Submitter[HandleT] | None = submitter
+        self._window = window
+        self._peer = peer
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._ends_at_s = clock() + deadline_s
+        self._ends_bytes = np.cumsum(operations.length, dtype=np.uint64)
+        self._next = 0
+        self._done = 0
+        self._in_flight: list[_Batch[HandleT]] = []
+        self._held_operations = 0
+        self._held_bytes = 0
+        self._error = ""
+        self._quiet_by_s = 0.0
+        self._status = TransferStatus(TransferState.ACTIVE)
+        window.transfers += 1
+
+    def __repr__(self) -> str:
+        return (
+            f"<WindowedTransfer to {self._peer}: {self._status.state.value}, {self._done} of {len(self._operations)} operations done, "
+            f"{self._held_operations} in flight>"
+        )
+
+    def poll(self) -> TransferStatus:
+        """See `Transfer.poll`."""
+        if self._status.state is not TransferState.ACTIVE or self._submitter is None:
+            return self._status
+        self._collect(self._submitter)
+        if not self._error and self._done < len(self._operations):
+            if self._clock() >= self._ends_at_s:
+                self._fail(f"deadline of {self._deadline_s:g} s passed")
+            else:
+                self._refill(self._submitter)
+        self._settle()
+        return self._status
+
+    def abort(self, reason: str) -> None:
+        """See `Transfer.abort`."""
+        if self._status.state is TransferState.ACTIVE and not self._error:
+            self._fail(f"aborted: {reason}")
+
+    def agent_gone(self) -> None:
+        """The library's agent has been destroyed, so nothing is in flight any more. Terminal states stay as they are."""
+        if self._status.state is TransferState.ACTIVE:
+            self._error = self._error or self._told("the transport was closed")
+            self._end(TransferState.FAILED_QUIET, self._error)
+
+    def _collect(self, submitter: Submitter[HandleT]) -> None:
+        """Ask after everything in flight; keep what is not terminal."""
+        pending = []
+        for batch in self._in_flight:
+            progress, reason = submitter.check(batch.handle)
+            if progress is Progress.PENDING:
+                pending.append(batch)
+                continue
+            if progress is not Progress.DONE and not self._error:
+                self._fail(reason)
+            if progress is Progress.STALLED:
+                pending.append(batch)
+                continue
+            self._release(batch, done=progress is Progress.DONE)
+        self._in_flight = pending
+
+    def _release(self, batch: _Batch[HandleT], *, done: bool) -> None:
+        self._window.give_back(batch.operations, batch.size_bytes)
+        self._held_operations -= batch.operations
+        self._held_bytes -= batch.size_bytes
+        if done:
+            self._done += batch.operations
+
+    def _refill(self, submitter: Submitter[HandleT]) -> None:
+        """Start batches while the window admits them and the poll's budget lasts."""
+        stop_at_s = self._clock() + POLL_BUDGET_S
+        while self._next < len(self._operations):
+            stop, size_bytes = self._next_batch()
+            count = stop - self._next
+            if not self._window.admits(count, size_bytes, self._held_operations, self._held_bytes):
+                return
+            try:
+                handle = submitter.start(self._next, stop)
+            except TransportError as error:
+                self._fail(str(error))
+                return
+            self._next = stop
+            self._in_flight.append(_Batch(handle, count, size_bytes))
+            self._window.take(count, size_bytes)
+            self._held_operations += count
+            self._held_bytes += size_bytes
+            if self._clock() >= stop_at_s:
+                return
+
+    def _next_batch(self) -> tuple[int, int]:
+        """Where the next batch ends, and its bytes; at least one operation, then as many as the batch limits allow."""
+        limits, ends, first = self._window.limits, self._ends_bytes, self._next
+        before = int(ends[first - 1]) if first else 0
+        stop = first + 1
+        if limits.batch_operations > 1:
+            by_bytes = int(np.searchsorted(ends, np.uint64(before + limits.batch_bytes), side="right"))
+            stop = max(stop, min(first + limits.batch_operations, by_bytes, len(self._operations)))
+        return stop, int(ends[stop - 1]) - before
+
+    def _fail(self, reason: str) -> None:
+        """Keep the first cause, and start the time that is left to become quiet."""
+        self._error = self._told(reason)
+        self._quiet_by_s = self._clock() + self._window.limits.quiet_timeout_s
+
+    def _told(self, reason: str) -> str:
+        return f"transfer to {self._peer}: {reason} ({self._done} of {len(self._operations)} operations done)"
+
+    def _settle(self) -> None:
+        """Decide whether the transfer is over."""
+        if not self._error:
+            if self._done == len(self._operations):
+                self._end(TransferState.DONE)
+        elif not self._in_flight:
+            self._end(TransferState.FAILED_QUIET, self._error)
+        elif self._clock() >= self._quiet_by_s:
+            self._end(
+                TransferState.FAILED_NOT_QUIET,
+                f"{self._error}; {self._held_operations} operations were still in flight "
+                f"{self._window.limits.quiet_timeout_s:g} s later, so only closing the transport ends them",
+            )
+
+    def _end(self, state: TransferState, error: str = "") -> None:
+        """Become terminal; drop what refers to the library, so that a kept transfer does not keep an agent alive."""
+        self._status = TransferStatus(state, error)
+        self._submitter = None
+        self._in_flight = []
+        self._window.transfers -= 1

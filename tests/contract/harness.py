@@ -1,0 +1,194 @@
+"""What the contract suite needs: the backends with settings fit for tests, and a handle on a peer process.
+
+Owns: `BACKENDS`, `PeerProcess`, `wait`. Every wait has a limit; a peer that misses it is killed and its stderr shown.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbridge.config.transports import FaultySettings, LocalSettings, MooncakeSettings, NixlSettings, TransportSettings
+from kvbridge.transport.base import Endpoint, Transfer, TransferState, TransferStatus, Transport
+from kvbridge.transport.registry import create_transport
+from tests.helpers.shared_buffer import SharedBuffer
+
+ROOT = Path(__file__).resolve().parents[2]
+PEER_START_LIMIT_S = 30.0
+ANSWER_LIMIT_S = 10.0
+POLL_PAUSE_S = 0.0002
+
+MOONCAKE = MooncakeSettings(
+    transfer_timeout_s=5, progress_timeout_s=1, quiet_timeout_s=3.0, connect_timeout_s=1, window_operations=8
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run the suite."""
+
+    label: str
+    name: str
+    settings: TransportSettings
+    module: str
+    """The library behind it, empty for none."""
+    outlives_peer: bool = False
+    """Whether a write can succeed although the peer's process is dead or stopped, since its memory is reached without it."""
+
+    def create(self) -> Transport:
+        """A new transport of this backend in this process."""
+        return create_transport(self.name, self.settings)
+
+
+BACKENDS = {
+    backend.label: backend
+    for backend in (
+        Backend("mooncake", "mooncake", TransportSettings(mooncake=MOONCAKE), "mooncake.engine"),
+        Backend("nixl", "nixl", TransportSettings(nixl=NixlSettings()), "nixl_cu12"),
+        Backend("local", "local", TransportSettings(local=LocalSettings()), "", outlives_peer=True),
+        Backend(
+            "faulty",
+            "faulty",
+            TransportSettings(
+                mooncake=MOONCAKE, faulty=FaultySettings(inner="mooncake", reorder=True, seed=7, delay_s=0.002)
+            ),
+            "mooncake.engine",
+        ),
+    )
+}
+
+
+def require_library(backend: Backend) -> None:
+    """A missing library fails the test, unless KVBRIDGE_ALLOW_MISSING_TRANSPORTS=1 asks for a skip."""
+    if not backend.module:
+        return
+    if os.environ.get("KVBRIDGE_ALLOW_MISSING_TRANSPORTS") == "1":
+        pytest.importorskip(backend.module)
+    else:
+        importlib.import_module(backend.module)
+
+
+class PeerProcess:
+    """A process that owns a registered buffer; see tests/helpers/transport_peer.py. A context manager: leaving kills it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        path: Path,
+        length_bytes: int,
+        *,
+        extents: list[tuple[int, int]] | None = None,
+    ) -> None:
+        self.buffer = SharedBuffer(path, length_bytes)
+        """The peer's memory, seen from here. `address` of it is *ours*; the peer's is `self.address`."""
+        self._log = path.with_suffix(".log").open("w+")
+        arguments = {
+            "name": backend.name,
+            "settings": backend.settings.model_dump(mode="json"),
+            "path": str(path),
+            "length_bytes": length_bytes,
+            "extents": extents,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.transport_peer", json.dumps(arguments)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        self._received = b""
+        self.address = 0
+        self._endpoint: Endpoint | None = None
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            if pipe is not None:
+                pipe.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What the peer reported at its start (waits for it on first use, and fills in `address`)."""
+        if self._endpoint is None:
+            first = self._answer(PEER_START_LIMIT_S)
+            self.address = first["address"]
+            self._endpoint = Endpoint(transport=first["transport"], data=base64.b64decode(first["data"]))
+        return self._endpoint
+
+    def current_endpoint(self) -> Endpoint:
+        """Ask for the endpoint as it is now, after `register` or `unregister`."""
+        answer = self.ask("endpoint")
+        return Endpoint(transport=answer["transport"], data=base64.b64decode(answer["data"]))
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Give one command and return the answer; an error answered by the peer fails the test."""
+        _ = self.endpoint
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+        self._process.stdin.flush()
+        answer = self._answer(ANSWER_LIMIT_S)
+        assert "error" not in answer, answer
+        return answer
+
+    def stop(self) -> None:
+        """Freeze it; returns when the kernel has."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it and wait until it is gone."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(ANSWER_LIMIT_S)
+
+    def _answer(self, limit_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        ends_at = time.monotonic() + limit_s
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, ends_at - time.monotonic()))
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
+            if not chunk:
+                why = "ended" if ready else f"said nothing for {limit_s} s"
+                self._log.seek(0)
+                pytest.fail(f"peer process {self.pid} {why}; its stderr:\n{self._log.read()[-4000:]}")
+            self._received += chunk
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+
+def wait(transfer: Transfer, limit_s: float = 20.0) -> TransferStatus:
+    """Poll until terminal, sleeping a little between polls as the rank worker does."""
+    return wait_all([transfer], limit_s)[0]
+
+
+def wait_all(transfers: list[Transfer], limit_s: float = 20.0) -> list[TransferStatus]:
+    """Poll all of them until each is terminal."""
+    ends_at = time.monotonic() + limit_s
+    while True:
+        states = [transfer.poll() for transfer in transfers]
+        if all(status.state is not TransferState.ACTIVE for status in states):
+            return states
+        assert time.monotonic() < ends_at, f"not terminal after {limit_s} s: {states}"
+        time.sleep(POLL_PAUSE_S)

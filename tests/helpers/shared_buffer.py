@@ -1,0 +1,34 @@
+"""A stretch of shared memory behind a file, as a numpy array, and as the `Memory` that a transport registers.
+
+Owns: the mapping. Two processes that open the same file see the same bytes, so a test can look into a peer that is stopped.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+
+from kvbridge.transport.base import Memory, SharedFile
+
+
+class SharedBuffer:
+    """`length_bytes` of `path`, mapped; created (zeroed) unless it exists. `bytes` is a uint8 array over it."""
+
+    def __init__(self, path: Path, length_bytes: int) -> None:
+        self.path = path
+        mode = "r+b" if path.exists() else "w+b"
+        with path.open(mode) as file:
+            if mode == "w+b":
+                file.truncate(length_bytes)
+            self._mapping = mmap.mmap(file.fileno(), length_bytes)
+        self.bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.address = int(self.bytes.ctypes.data)
+        self.length_bytes = length_bytes
+
+    def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Memory:
+        """Part of the buffer (all of it by default) as something to register."""
+        length = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
+        shared = SharedFile(path=str(self.path), offset_bytes=offset_bytes)
+        return Memory(address=self.address + offset_bytes, length_bytes=length, shared=shared, label=self.path.name)

@@ -1,0 +1,123 @@
+"""Pools in this process's own memory, with page tables that leave nothing to luck: permuted ids, garbage in every page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
+from kvbridge.core.geometry.manifest import Region, lane_interval
+from kvbridge.core.geometry.pages import NO_HOST, first_window_page, pages_needed
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Tables
+from kvbridge.engine.views import PoolViews
+
+SPARE_PAGES = 3
+
+
+@dataclass
+class Pools:
+    """One rank's pools and one request's pages in them; the memory lives as long as this object."""
+
+    geometry: ModelGeometry
+    views: PoolViews
+    tables: Tables
+    regions: list[Region]
+    memory: list[torch.Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How pools lie in memory."""
+
+    layers: Sequence[int] | None = None
+    host: frozenset[ComponentKind] = NO_HOST
+    page_first: bool = False
+    extent_pages: int | None = None
+    tp: tuple[int, int] = (0, 1)
+
+
+def make_pools(
+    geometry: ModelGeometry, *, tokens: int, prompt_tokens: int | None = None, seed: int = 0, form: Form | None = None
+) -> Pools:
+    form = form or Form()
+    needed = pages_needed(geometry, tokens=tokens, prompt_tokens=prompt_tokens, host=form.host)
+    counts = {space: count + SPARE_PAGES for space, count in needed.items()}
+    generator = np.random.default_rng(seed)
+    memory: list[torch.Tensor] = []
+    regions: list[Region] = []
+    for component in geometry.components:
+        space = IndexSpace.HOST if component.kind in form.host else component.space
+        layers = [layer for layer in component.layers if form.layers is None or layer in form.layers]
+        if layers:
+            made, held = _regions(component, layers, space, counts[space], form)
+            regions += made
+            memory += held
+    return Pools(
+        geometry=geometry,
+        views=PoolViews(geometry, regions),
+        tables={space: _table(geometry, space, needed, generator, prompt_tokens or tokens) for space in needed},
+        regions=regions,
+        memory=memory,
+    )
+
+
+def copy_request(geometry: ModelGeometry, source: Pools, target: Pools, *, tokens: int) -> None:
+    """What a transfer does: every live row of the source's layers, byte for byte, read and written by hand."""
+    for component in geometry.components:
+        rows = component.live_rows(tokens)
+        for layer in source.views.layers(component.kind):
+            moved = source.views.read_rows(
+                component.kind, layer, tables=source.tables, start_row=rows.start, stop_row=rows.stop
+            )
+            target.views.write_rows(component.kind, layer, tables=target.tables, start_row=rows.start, rows=moved)
+
+
+def _regions(
+    component: Component, layers: Sequence[int], space: IndexSpace, page_count: int, form: Form
+) -> tuple[list[Region], list[torch.Tensor]]:
+    lanes = lane_interval(component, *form.tp)
+    page_bytes = component.page_bytes(lanes[1] - lanes[0])
+    per_extent = min(form.extent_pages or page_count, page_count)
+    extents = -(-page_count // per_extent)
+    stride = page_bytes * len(layers) if form.page_first else page_bytes
+    regions, memory = [], []
+    shared = [_garbage(per_extent * stride) for _ in range(extents)] if form.page_first else []
+    memory += shared
+    for index, layer in enumerate(layers):
+        own = shared or [_garbage(per_extent * stride) for _ in range(extents)]
+        memory += own if not form.page_first else []
+        offset = index * page_bytes if form.page_first else 0
+        regions.append(
+            Region(
+                component=component.kind,
+                layer=layer,
+                space=space,
+                memory=MemoryKind.DRAM,
+                extent_addresses=tuple(extent.data_ptr() + offset for extent in own),
+                pages_per_extent=per_extent,
+                page_count=page_count,
+                page_bytes=page_bytes,
+                page_stride_bytes=stride,
+                lane_start=lanes[0],
+                lane_stop=lanes[1],
+            )
+        )
+    return regions, memory
+
+
+def _garbage(size_bytes: int) -> torch.Tensor:
+    return torch.full((size_bytes,), 0xA5, dtype=torch.uint8)
+
+
+def _table(
+    geometry: ModelGeometry,
+    space: IndexSpace,
+    needed: dict[IndexSpace, int],
+    generator: np.random.Generator,
+    prompt_tokens: int,
+) -> PageTable:
+    ids = generator.permutation(needed[space] + SPARE_PAGES)[: needed[space]].astype(np.int32)
+    return PageTable(space, ids, first_window_page(geometry, prompt_tokens) if space is IndexSpace.SWA else 0)

@@ -1,0 +1,56 @@
+"""The example files: each loads, and has exactly the keys of the schema, each under a comment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+EXAMPLES = [("prefill.yaml", PrefillConfig), ("decode.yaml", DecodeConfig), ("bootstrap.yaml", BootstrapConfig)]
+
+
+def schema_keys(kind: type[BaseModel], above: str = "") -> set[str]:
+    keys = set()
+    for name, field in kind.model_fields.items():
+        keys.add(above + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys |= schema_keys(field.annotation, f"{above}{name}.")
+    return keys
+
+
+def file_keys(values: dict, above: str = "") -> set[str]:
+    keys = set()
+    for name, value in values.items():
+        keys.add(above + name)
+        if isinstance(value, dict):
+            keys |= file_keys(value, f"{above}{name}.")
+    return keys
+
+
+@pytest.mark.parametrize(("name", "kind"), EXAMPLES)
+def test_the_example_loads(name, kind):
+    load_config(kind, file=CONFIGS / name, environment={})
+
+
+@pytest.mark.parametrize(("name", "kind"), EXAMPLES)
+def test_the_example_has_exactly_the_keys_of_the_schema(name, kind):
+    present = file_keys(yaml.safe_load((CONFIGS / name).read_text()))
+    expected = schema_keys(kind)
+    assert present - expected == set()
+    assert expected - present == set()
+
+
+@pytest.mark.parametrize(("name", "kind"), EXAMPLES)
+def test_every_key_of_the_example_is_commented(name, kind):
+    lines = (CONFIGS / name).read_text().splitlines()
+    bare = [line for before, line in zip(["", *lines], lines, strict=False) if _is_key(line) and "#" not in before]
+    assert bare == []
+
+
+def _is_key(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith(("#", "-"))

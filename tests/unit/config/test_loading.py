@@ -1,0 +1,195 @@
+"""From files, variables and flags to a configuration: precedence, origins, the wording of each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvbridge.cli import config as cli
+from kvbridge.config import (
+    BootstrapConfig,
+    DecodeConfig,
+    PrefillConfig,
+    load_config,
+    read_secret,
+    render_config,
+)
+from kvbridge.core.errors import ConfigError
+
+MINIMAL = {"instance": "p0", "model.preset": "tiny-v4", "pools.device.full": 8}
+
+
+def load(kind=PrefillConfig, *, text: str = "", env=None, overrides=(), path: Path | None = None, **flags):
+    """Load on top of the smallest valid configuration."""
+    if path is not None:
+        path.write_text(text)
+    given = {"instance": "p0", "model": {"preset": "tiny-v4"}, "pools.device.full": 8, **flags}
+    if kind is DecodeConfig:
+        given.setdefault("pools.host.pages", 8)
+    if kind is BootstrapConfig:
+        given = dict(flags)
+    return load_config(kind, file=path, environment=env or {}, overrides=overrides, flags=given)
+
+
+def mistake(kind=PrefillConfig, **options) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load(kind, **options)
+    return str(raised.value)
+
+
+def test_later_sources_win(tmp_path):
+    file = tmp_path / "p.yaml"
+    text = "http:\n  port: 1\n  host: localhost\n"
+    env = {"KVBRIDGE_HTTP__PORT": "2"}
+    assert load().http.port == 7900
+    assert load(path=file, text=text).http.port == 1
+    assert load(path=file, text=text, env=env).http.port == 2
+    assert load(path=file, text=text, env=env, overrides=["http.port=3"]).http.port == 3
+    last = load(path=file, text=text, env=env, overrides=["http.port=3"], **{"http.port": 4})
+    assert (last.http.port, last.http.host) == (4, "localhost")
+
+
+def test_a_flag_that_was_not_given_changes_nothing():
+    assert load(**{"http.port": None}).http.port == 7900
+
+
+def test_construction_alone_reads_no_environment(monkeypatch):
+    monkeypatch.setenv("KVBRIDGE_HTTP__PORT", "5")
+    values = {"instance": "p", "model": {"preset": "tiny-v4"}, "pools": {"device": {"full": 1}}}
+    assert PrefillConfig.model_validate(values).http.port == 7900
+
+
+def test_environment_names_ignore_case_and_lists_are_json():
+    config = load(env={"kvbridge_Transports__ORDER": '["mooncake"]', "KVBRIDGE_CONFIG": "/x", "OTHER": "1"})
+    assert [name.value for name in config.transports.order] == ["mooncake"]
+
+
+def test_values_of_overrides_are_yaml():
+    config = load(overrides=["parallelism={pp_size: 2, tp_size: 2}", "transports.order=[mooncake]", "insecure=true"])
+    assert (config.parallelism.pp_size, config.insecure, len(config.transports.order)) == (2, True, 1)
+
+
+def test_sizes_are_read_with_units():
+    config = load(DecodeConfig, **{"pools.host.pages": 0, "pools.host.size_bytes": "3GiB"})
+    assert config.pools.host.size_bytes == 3 << 30
+
+
+def test_unknown_keys_are_named_with_their_path_and_origin(tmp_path):
+    file = tmp_path / "p.yaml"
+    text = mistake(
+        path=file,
+        text="http:\n  # a comment\n  prt: 1\n",
+        env={"KVBRIDGE_HTTP__HOSTS": "x", "KVBRIDGE_NOTHING": "1"},
+        overrides=["timeouts.ofer_s=1"],
+    )
+    assert f"http.prt: unknown key, 'http' has no 'prt'; did you mean 'port'? (from {file} line 3)" in text
+    assert "http.hosts: unknown key" in text
+    assert "(from environment KVBRIDGE_HTTP__HOSTS)" in text
+    assert "environment KVBRIDGE_NOTHING: unknown key, there is no 'nothing'" in text
+    assert "timeouts.ofer_s: unknown key, 'timeouts' has no 'ofer_s'; did you mean 'offer_s'?" in text
+    assert "(from flag --set timeouts.ofer_s)" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("KVBRIDGE_HTTP_PORT", "two underscores"), ("KVBRIDGE_BOOTSTRAP_SERVICE_HOST", "enableServiceLinks")],
+)
+def test_variables_that_look_like_settings_get_a_hint(name, hint):
+    assert hint in mistake(env={name: "1"})
+
+
+def test_a_variable_of_another_role_is_unknown():
+    assert "KVBRIDGE_POOLS__DEVICE__FULL" in mistake(BootstrapConfig, env={"KVBRIDGE_POOLS__DEVICE__FULL": "1"})
+
+
+def test_a_wrong_value_is_shown_with_its_origin(tmp_path):
+    file = tmp_path / "p.yaml"
+    text = mistake(path=file, text="http: {port: 70000}\n", env={"KVBRIDGE_TIMEOUTS__OFFER_S": "soon"})
+    assert "http.port: Input should be less than or equal to 65535, got 70000" in text
+    assert f"(from {file} line 1)" in text
+    assert "got 'soon' (from environment KVBRIDGE_TIMEOUTS__OFFER_S)" in text
+
+
+def test_all_mistakes_are_listed_at_once():
+    text = mistake(overrides=["http.port=-1", "timeouts.drain_s=0", "nonsense"], env={"KVBRIDGE_X": ""})
+    assert all(part in text for part in ("http.port", "timeouts.drain_s", "--set nonsense", "KVBRIDGE_X"))
+
+
+def test_a_missing_key_is_required():
+    with pytest.raises(ConfigError, match="instance: is required"):
+        load_config(PrefillConfig, environment={})
+
+
+def test_a_wrong_secret_is_not_shown():
+    text = mistake(overrides=["http.token=[hunter2]"])
+    assert "http.token" in text
+    assert "hunter2" not in text
+
+
+def test_an_empty_token_is_refused():
+    assert "token is empty" in mistake(**{"http.token": " "})
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("- a\n- b\n", "expected a mapping"),
+        ("a: [\n", "not valid YAML"),
+        ("http: {port: 1}\nhttp: {port: 2}\n", "line 2: http is set twice, first on line 1"),
+        ("http:\n  port: 1\n  port: 2\n", "line 3: http.port is set twice"),
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path, content, expected):
+    assert expected in mistake(path=tmp_path / "p.yaml", text=content)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        load_config(PrefillConfig, file=tmp_path / "none.yaml", environment={})
+
+
+def test_a_list_in_the_environment_must_be_json():
+    assert "KVBRIDGE_PARALLELISM__RANKS: a list or mapping is written as JSON" in mistake(
+        env={"KVBRIDGE_PARALLELISM__RANKS": "pp0"}
+    )
+
+
+def test_secrets_come_from_files(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("abc\nrest\n")
+    assert read_secret(None, file, key="http.token_file") == "abc"
+    assert read_secret(load(**{"http.token": "xyz"}).http.token, None, key="-") == "xyz"
+    assert read_secret(None, None, key="-") == ""
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="http.token_file"):
+        read_secret(None, file, key="http.token_file")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_secret(None, tmp_path / "none", key="http.token_file")
+
+
+def test_a_rendered_configuration_loads_again_and_hides_secrets(tmp_path):
+    rendered = render_config(load(DecodeConfig, **{"http.token": "hunter2"}))
+    assert "hunter2" not in rendered
+    file = tmp_path / "d.yaml"
+    file.write_text(rendered)
+    again = load_config(DecodeConfig, file=file, environment={})
+    assert render_config(again) == rendered
+
+
+def test_config_show_prints_the_merged_configuration(tmp_path):
+    file = tmp_path / "b.yaml"
+    file.write_text("http: {port: 1, token: hunter2}\n")
+    result = CliRunner().invoke(
+        cli.app, ["show", "--role", "bootstrap", "--config", str(file), "--set", "http.port=2"], env={}
+    )
+    assert result.exit_code == 0, result.output
+    assert "port: 2" in result.output
+    assert "hunter2" not in result.output
+
+
+def test_config_show_fails_with_the_list_of_mistakes():
+    result = CliRunner().invoke(cli.app, ["show", "--role", "bootstrap", "--set", "htp.port=2"])
+    assert result.exit_code == cli.EXIT_CONFIG
+    assert "htp: unknown key" in result.stderr

@@ -1,0 +1,141 @@
+"""Each relation between settings: what is refused, and that the text names the keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
+from kvbridge.config.doors import ControlConfig, HttpConfig, is_loopback
+from kvbridge.config.pools import ParallelismConfig
+from kvbridge.core.errors import ConfigError
+
+KEY = "k" * 40
+BASE = {"instance": "i0", "model.preset": "tiny-v4", "pools.device.full": 8}
+WITH_KEYS = {"control.curve": {"secret_key_file": "/k", "allowed_public_keys": [KEY]}}
+
+REFUSED = [
+    ({"http.host": "0.0.0.0"}, "http.host is 0.0.0.0"),
+    ({"http.host": "prefill.example"}, "there is no token"),
+    ({"control.bind": "tcp://10.0.0.1:5"}, "there are no keys"),
+    ({"control.bind": "tcp://0.0.0.0:5", **WITH_KEYS}, "set advertise"),
+    ({"control.bind": "tcp://0.0.0.0:5", "control.advertise": "tcp://0.0.0.0:5"}, "no address that a peer can use"),
+    ({"control.bind": "http://x"}, "control.bind"),
+    ({"control.curve": {"allowed_public_keys": [KEY]}}, "without secret_key_file"),
+    ({"control.curve": {"secret_key_file": "/k"}}, "allowed_public_keys is empty"),
+    ({"control.curve": {"secret_key_file": "/k", "allowed_public_keys": ["short"]}}, "allowed_public_keys.0"),
+    ({"http.token": "a", "http.token_file": "/t"}, "keep one"),
+    ({"bootstrap.token": "a", "bootstrap.token_file": "/t"}, "keep one"),
+    ({"http.tls_key_file": "/k"}, "belong together"),
+    (
+        {"http.host": "0.0.0.0", "http.token": "a", "bootstrap.url": "http://b:1"},
+        "set http.advertise_url",
+    ),
+    ({"bootstrap.url": "b:1"}, "bootstrap.url"),
+    ({"model.preset": "gpt-9"}, "preset 'gpt-9' does not exist"),
+    ({"model.hf_config": "/c"}, "exactly one of preset and hf_config"),
+    ({"model.tokens_per_page": 64}, "a preset has its own"),
+    ({"parallelism.pp_size": 3, "parallelism.stage_boundaries": [4]}, "needs pp_size - 1 = 2 entries"),
+    ({"parallelism.pp_size": 3, "parallelism.stage_boundaries": [4, 4]}, "must ascend"),
+    ({"parallelism.ranks": [{"pp": 0, "tp": 1}]}, "pp0.tp1 does not exist"),
+    ({"parallelism.ranks": [{"pp": 0, "tp": 0}] * 2}, "listed twice"),
+    ({"parallelism.ranks": [{"pp": 0, "tp": 0, "device": "gpu"}]}, "parallelism.ranks.0.device"),
+    ({"pools.device.full": 0}, "device.full is 0"),
+    ({"pools.memory": "adopted"}, "leave device.* at 0"),
+    ({"timeouts.control_resend_s": 40}, "control_resend_s (40 s) must be shorter than control_delivery_s (30 s)"),
+    ({"timeouts.control_heartbeat_s": 10}, "control_heartbeat_s"),
+    ({"timeouts.quiet_s": 60}, "quiet_s"),
+    ({"timeouts.transfer_s": 700}, "transfer_s"),
+    ({"runtime_dir": "/" + "x" * 100}, "runtime_dir has 101 bytes"),
+    ({"instance": "a/b"}, "instance"),
+]
+
+REFUSED_DECODE = [
+    ({"pools.host": {}}, "host pool without pages"),
+    ({"pools.host": {"pages": 1, "size_bytes": 1}}, "keep one"),
+    ({"pools.host": {"pages": 1, "components": ["c4_kv", "c4_kv"]}}, "one kind twice"),
+    ({"pools.host": {"pages": 1, "extent_bytes": "2GiB", "mapping_bytes": "1GiB"}}, "must not exceed mapping_bytes"),
+]
+
+REFUSED_BOOTSTRAP = [
+    ({"http.host": "0.0.0.0"}, "http.host is 0.0.0.0"),
+    ({"timeouts.reserve_s": 30}, "must not exceed pair_s"),
+    ({"timeouts.ticket_s": 700}, "would outlive"),
+    ({"timeouts.room_keep_s": 20, "timeouts.ticket_s": 5}, "pair_s"),
+    ({"daemons.token": "a", "daemons.token_file": "/t"}, "keep one"),
+]
+
+
+def refuse(kind, flags, expected):
+    with pytest.raises(ConfigError) as raised:
+        load_config(kind, environment={}, flags=flags)
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(("flags", "expected"), REFUSED, ids=lambda value: str(value)[:50])
+def test_a_daemon_is_refused(flags, expected):
+    refuse(PrefillConfig, {**BASE, **flags}, expected)
+
+
+@pytest.mark.parametrize(("flags", "expected"), REFUSED_DECODE, ids=lambda value: str(value)[:50])
+def test_a_decode_daemon_is_refused(flags, expected):
+    refuse(DecodeConfig, {**BASE, **flags}, expected)
+
+
+@pytest.mark.parametrize(("flags", "expected"), REFUSED_BOOTSTRAP, ids=lambda value: str(value)[:50])
+def test_bootstrap_is_refused(flags, expected):
+    refuse(BootstrapConfig, flags, expected)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"http.host": "0.0.0.0", "insecure": True},
+        {"http.host": "0.0.0.0", "http.token_file": "/t"},
+        {"http.host": "::1"},
+        {"http.host": "localhost"},
+        {"control.bind": "tcp://10.0.0.1:0", **WITH_KEYS},
+        {"control.bind": "tcp://10.0.0.1:0", "insecure": True},
+        {"control.bind": "ipc:///run/x"},
+        {"pools.memory": "adopted", "pools.device.full": 0},
+    ],
+    ids=str,
+)
+def test_a_sound_daemon_is_accepted(flags):
+    load_config(PrefillConfig, environment={}, flags={**BASE, **flags})
+
+
+def test_both_open_doors_are_reported_together():
+    with pytest.raises(ConfigError, match=r"(?s)http\.host.*control\.bind"):
+        flags = {**BASE, "http.host": "10.0.0.1", "control.bind": "tcp://10.0.0.1:1"}
+        load_config(PrefillConfig, environment={}, flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("[::1]", True), ("localhost", True), ("0.0.0.0", False), ("x.y", False)],
+)
+def test_loopback(host, expected):
+    assert is_loopback(host) is expected
+
+
+def test_port_0_in_an_advertised_address_is_the_bound_port():
+    control = ControlConfig(bind="tcp://10.0.0.1:0", advertise="tcp://node-7:0")
+    assert control.advertised("tcp://10.0.0.1:4711") == "tcp://node-7:4711"
+    assert ControlConfig(advertise="tcp://node-7:10").advertised("tcp://x:4711") == "tcp://node-7:10"
+    assert ControlConfig().advertised("tcp://127.0.0.1:4711") == "tcp://127.0.0.1:4711"
+    http = HttpConfig(advertise_url="https://node-7:0/")
+    assert http.advertised("http://10.0.0.1:80") == "https://node-7:80"
+    assert HttpConfig(advertise_url="https://node-7/").advertised("http://10.0.0.1:80") == "https://node-7"
+
+
+def test_an_advertised_port_that_only_ends_in_0_stays():
+    assert ControlConfig(advertise="tcp://n:7000").advertised("tcp://x:4711") == "tcp://n:7000"
+    assert HttpConfig(advertise_url="http://n:7000").advertised("http://x:4711") == "http://n:7000"
+
+
+def test_placements_fill_in_every_rank():
+    cpu = ParallelismConfig(pp_size=2, tp_size=2).placements()
+    assert [str(place.rank) for place in cpu] == ["pp0.tp0", "pp0.tp1", "pp1.tp0", "pp1.tp1"]
+    assert {place.device for place in cpu} == {"cpu"}
+    cuda = ParallelismConfig(tp_size=2, device="cuda").placements()
+    assert [place.device for place in cuda] == ["cuda:0", "cuda:1"]

@@ -1,0 +1,277 @@
+"""A manifest that cannot be true is refused, and one that can is not."""
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, UnsupportedError
+from kvbridge.core.geometry import checks
+from kvbridge.core.geometry.checks import check_disjoint, check_manifest
+from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace as Space
+from kvbridge.core.ids import MemoryKind, Rank
+
+TINY = preset("tiny-v4")
+GQA = preset("tiny-gqa")
+RANK = Rank(pp=0, tp=0)
+BASE = 0x7F00_0000_0000
+
+
+def manifest_of(geometry, *, host=(), tp=0, tp_size=1, page_count=5):
+    """A true manifest: every region in an extent of its own, one after another."""
+    regions, address = [], BASE
+    for part in geometry.components:
+        start, stop = lane_interval(part, tp, tp_size)
+        page_bytes = part.page_bytes(stop - start)
+        for layer in part.layers:
+            regions.append(
+                Region(
+                    component=part.kind,
+                    layer=layer,
+                    space=Space.HOST if part.kind in host else part.space,
+                    memory=MemoryKind.DRAM,
+                    extent_addresses=(address,),
+                    pages_per_extent=page_count,
+                    page_count=page_count,
+                    page_bytes=page_bytes,
+                    page_stride_bytes=page_bytes,
+                    lane_start=start,
+                    lane_stop=stop,
+                )
+            )
+            address += page_bytes * page_count
+    return RankManifest(
+        fingerprint=fingerprint(geometry),
+        rank=Rank(pp=0, tp=tp),
+        pp_size=1,
+        tp_size=tp_size,
+        regions=tuple(regions),
+    )
+
+
+def page_first(geometry, *, pages_per_extent, page_count, base=BASE):
+    """Regions of all layers of all components side by side in each page of one pool, cut into extents."""
+    sizes = [(part, layer, part.page_bytes()) for part in geometry.components for layer in part.layers]
+    offsets = [0, *accumulate(size for _, _, size in sizes)]
+    stride = offsets[-1]
+    extents = -(-page_count // pages_per_extent)
+    return tuple(
+        Region(
+            component=part.kind,
+            layer=layer,
+            space=part.space,
+            memory=MemoryKind.DRAM,
+            extent_addresses=tuple(base + extent * pages_per_extent * stride + offset for extent in range(extents)),
+            pages_per_extent=pages_per_extent,
+            page_count=page_count,
+            page_bytes=size,
+            page_stride_bytes=stride,
+        )
+        for (part, layer, size), offset in zip(sizes, offsets[:-1], strict=True)
+    )
+
+
+def with_region(manifest, index, **changes):
+    """The manifest with one region changed."""
+    regions = list(manifest.regions)
+    regions[index] = Region.model_validate(regions[index].model_dump() | changes)
+    return RankManifest.model_validate(manifest.model_dump() | {"regions": tuple(regions)})
+
+
+def index_of(manifest, kind, layer):
+    return next(
+        index for index, region in enumerate(manifest.regions) if region.component is kind and region.layer == layer
+    )
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v3.2", "tiny-v4", "tiny-gqa"])
+def test_true_manifests_pass(name):
+    geometry = preset(name)
+    check_manifest(manifest_of(geometry), geometry)
+    host = [part.kind for part in geometry.components if part.host_capable]
+    check_manifest(manifest_of(geometry, host=host), geometry)
+
+
+@pytest.mark.parametrize(("tp", "tp_size"), [(0, 2), (1, 2), (3, 4), (5, 8)])
+def test_true_manifests_of_sharded_ranks_pass(tp, tp_size):
+    check_manifest(manifest_of(GQA, tp=tp, tp_size=tp_size), GQA)
+
+
+def test_a_manifest_without_regions_is_true():
+    check_manifest(manifest_of(TINY).model_copy(update={"regions": ()}), TINY)
+
+
+def test_another_fingerprint():
+    with pytest.raises(FingerprintMismatchError, match=r"rank pp0\.tp0: .*'tiny-gqa' has"):
+        check_manifest(manifest_of(TINY), GQA)
+
+
+def test_another_version():
+    with pytest.raises(UnsupportedError, match=r"rank pp0\.tp0: manifest version 2, this build reads version 1"):
+        check_manifest(manifest_of(TINY).model_copy(update={"version": 2}), TINY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        (Kind.C4_KV, {"component": "mla_kv"}, r"mla_kv layer 2: model 'tiny-v4' has no component 'mla_kv'"),
+        (Kind.C4_KV, {"layer": 3}, "c4_kv layer 3: model 'tiny-v4' has no c4_kv in this layer"),
+        (Kind.C4_KV, {"page_bytes": 6_656}, "c4_kv layer 2: pages of 6656 bytes, but 1 lanes take 6720 bytes"),
+        (Kind.C4_KV, {"space": "swa"}, "c4_kv layer 2: its page ids count space 'swa', but this component's .* 'full'"),
+        (Kind.C4_KV, {"lane_stop": 2}, r"c4_kv layer 2: holds lanes \[0, 2\), but rank 0 of 1 must hold \[0, 1\) of 1"),
+        (Kind.C4_INDEXER, {"space": "host"}, r"c4_indexer layer 2 \(host\): this component cannot live in the host"),
+        (Kind.C4_KV, {"space": "host", "memory": "vram"}, r"c4_kv layer 2 \(host\): a host region lies in 'vram'"),
+        (
+            Kind.C4_KV,
+            {"extent_addresses": [2**64 - 5 * 6_720 + 1]},
+            r"c4_kv layer 2: extent 0 of 5 pages at 0x[0-9a-f]+ ends beyond 2\*\*64",
+        ),
+    ],
+)
+def test_one_wrong_fact_is_named(kind, changes, words):
+    manifest = manifest_of(TINY)
+    broken = with_region(manifest, index_of(manifest, kind, 2), **changes)
+    with pytest.raises(InvalidInputError, match=r"rank pp0\.tp0: " + words):
+        check_manifest(broken, TINY)
+
+
+def test_the_last_byte_of_the_address_space_may_be_used():
+    manifest = manifest_of(TINY)
+    index = index_of(manifest, Kind.C4_KV, 2)
+    check_manifest(with_region(manifest, index, extent_addresses=[2**64 - 5 * 6_720]), TINY)
+
+
+def test_lanes_of_another_rank():
+    manifest = manifest_of(GQA, tp=1, tp_size=2)
+    wrong = with_region(manifest, 0, lane_start=0, lane_stop=2)
+    with pytest.raises(InvalidInputError, match=r"holds lanes \[0, 2\), but rank 1 of 2 must hold \[2, 4\) of 4"):
+        check_manifest(wrong, GQA)
+
+
+def test_lanes_that_cannot_be_split():
+    manifest = manifest_of(GQA).model_copy(update={"tp_size": 3})
+    with pytest.raises(UnsupportedError, match=r"rank pp0\.tp0: mha_kv layer 0: .*4 lanes cannot be split evenly"):
+        check_manifest(manifest, GQA)
+
+
+def test_two_regions_that_share_a_byte():
+    manifest = manifest_of(TINY)
+    index = index_of(manifest, Kind.C4_INDEXER, 4)
+    (address,) = manifest.regions[index].extent_addresses
+    broken = with_region(manifest, index, extent_addresses=[address - 1])
+    words = r"rank pp0\.tp0: pages of c4_indexer layer 2 and of c4_indexer layer 4 share memory at 0x7f"
+    with pytest.raises(InvalidInputError, match=words):
+        check_manifest(broken, TINY)
+
+
+@pytest.mark.parametrize("pages_per_extent", [1, 3, 4, 10])
+def test_page_first_layouts_are_legal_without_counting_pages(pages_per_extent, monkeypatch):
+    monkeypatch.setattr(checks, "MAX_COUNTED_PAGES", 0)
+    regions = page_first(TINY, pages_per_extent=pages_per_extent, page_count=10)
+    check_disjoint(regions, rank=RANK)
+
+
+def test_large_pools_are_proved_without_counting_pages(monkeypatch):
+    monkeypatch.setattr(checks, "MAX_COUNTED_PAGES", 0)
+    flash = preset("deepseek-v4-flash")
+    check_disjoint(page_first(flash, pages_per_extent=4_096, page_count=1_000_000), rank=RANK)
+    check_disjoint(manifest_of(flash, page_count=1_000_000).regions, rank=RANK)
+
+
+def test_page_first_with_one_layer_a_byte_too_early():
+    regions = list(page_first(TINY, pages_per_extent=4, page_count=10))
+    moved = regions[5].model_copy(update={"extent_addresses": tuple(a - 1 for a in regions[5].extent_addresses)})
+    regions[5] = moved
+    with pytest.raises(InvalidInputError, match=f"pages of {regions[4].label} and of {moved.label} share memory"):
+        check_disjoint(regions, rank=RANK)
+
+
+@pytest.mark.parametrize("base", [0, BASE])
+def test_page_first_whose_last_layer_reaches_into_the_next_page(base):
+    regions = page_first(TINY, pages_per_extent=10, page_count=10, base=base)
+    wide = regions[-1].model_copy(update={"page_bytes": regions[-1].page_bytes + 1})
+    with pytest.raises(InvalidInputError, match=f"pages of {wide.label} and of {regions[0].label} share memory"):
+        check_disjoint([*regions[:-1], wide], rank=RANK)
+
+
+def plain(component, layer, *, base, stride, page_bytes, page_count, pages_per_extent=None):
+    per_extent = pages_per_extent or page_count
+    extents = -(-page_count // per_extent)
+    gap = per_extent * stride
+    return Region(
+        component=component,
+        layer=layer,
+        space=Space.FULL,
+        memory=MemoryKind.DRAM,
+        extent_addresses=tuple(base + extent * gap for extent in range(extents)),
+        pages_per_extent=per_extent,
+        page_count=page_count,
+        page_bytes=page_bytes,
+        page_stride_bytes=stride,
+    )
+
+
+def test_what_would_take_too_long_to_prove_is_refused_at_once():
+    one = plain(Kind.C4_KV, 0, base=0, stride=16, page_bytes=8, page_count=2**58)
+    other = plain(Kind.C4_KV, 1, base=8, stride=32, page_bytes=8, page_count=2**58)
+    words = r"c4_kv layer 0 and c4_kv layer 1 reach into each other from 0x8 on.*page by page"
+    with pytest.raises(InvalidInputError, match=words):
+        check_disjoint([one, other], rank=RANK)
+
+
+@st.composite
+def small_region(draw, layer):
+    page_bytes = draw(st.integers(1, 6))
+    count = draw(st.integers(1, 6))
+    return plain(
+        Kind.C4_KV,
+        layer,
+        base=draw(st.integers(0, 80)),
+        stride=draw(st.one_of(st.just(12), st.integers(page_bytes, 14))),
+        page_bytes=page_bytes,
+        page_count=count,
+        pages_per_extent=draw(st.integers(1, count)),
+    )
+
+
+def bytes_of(region):
+    for page in range(region.page_count):
+        extent, index = divmod(page, region.pages_per_extent)
+        first = region.extent_addresses[extent] + index * region.page_stride_bytes
+        yield from range(first, first + region.page_bytes)
+
+
+@given(st.integers(1, 4).flatmap(lambda count: st.tuples(*[small_region(layer) for layer in range(count)])))
+def test_overlap_is_what_a_byte_by_byte_count_says(regions):
+    used = [address for region in regions for address in bytes_of(region)]
+    if len(used) == len(set(used)):
+        check_disjoint(regions, rank=RANK)
+    else:
+        with pytest.raises(InvalidInputError, match="share memory"):
+            check_disjoint(regions, rank=RANK)
+
+
+@given(st.data())
+def test_any_single_wrong_fact_is_found(data):
+    manifest = manifest_of(TINY)
+    index = data.draw(st.integers(0, len(manifest.regions) - 1))
+    region = manifest.regions[index]
+    changes = data.draw(
+        st.sampled_from(
+            [
+                {"page_bytes": region.page_bytes - 1},
+                {"page_bytes": region.page_bytes + 1, "page_stride_bytes": region.page_stride_bytes + 1},
+                {"layer": 1 if region.component is not Kind.SWA_KV else 6},
+                {"lane_start": 1, "lane_stop": 2},
+                {"space": "request" if region.space is not Space.REQUEST else "full"},
+                {"component": "mha_kv"},
+                {"extent_addresses": [manifest.regions[index - 1].extent_addresses[0] + 1]},
+            ]
+        )
+    )
+    with pytest.raises(InvalidInputError, match=r"rank pp0\.tp0"):
+        check_manifest(with_region(manifest, index, **changes), TINY)

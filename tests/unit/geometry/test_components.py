@@ -1,0 +1,95 @@
+"""The rules that a component must obey, and the rows that are live."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.geometry.components import Component
+from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.geometry.manifest import lane_interval
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace
+
+FLASH = preset("deepseek-v4-flash")
+GQA = preset("tiny-gqa").component(Kind.MHA_KV)
+
+
+def changed(kind, **facts):
+    return Component.model_validate(FLASH.component(kind).model_dump() | facts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "words"),
+    [
+        (Kind.C4_KV, {"layers": (4, 2)}, "ascending and distinct"),
+        (Kind.C4_KV, {"space": "host"}, "'host' is where it may reside"),
+        (Kind.C4_KV, {"space": "swa"}, "cannot live in window pages"),
+        (Kind.C4_KV, {"slots_per_page": 32}, "cannot be rings"),
+        (Kind.C4_STATE, {"slots_per_page": 12}, "not a whole number of rings"),
+        (Kind.C4_STATE, {"slots_per_page": 4}, "up to 7 rows live at once, but a page stores 4"),
+        (Kind.C4_STATE, {"host_capable": True}, "only growing components can live in the host pool"),
+        (Kind.SWA_KV, {"window": 0}, "a window of 0 rows"),
+        (Kind.SWA_KV, {"tokens_per_row": 2}, "only growing components have rows of several tokens"),
+    ],
+)
+def test_impossible_components_are_not_built(kind, facts, words):
+    with pytest.raises(ValidationError, match=words):
+        changed(kind, **facts)
+
+
+@given(st.integers(0, 5_000))
+def test_live_rows_against_a_walk_over_the_tokens(tokens):
+    tail = {row for row in range(tokens) if row // 4 >= tokens // 4 - 1}
+    expected = {
+        Kind.C4_KV: {row for row in range(tokens) if 4 * row + 3 < tokens},
+        Kind.C128_KV: {row for row in range(tokens) if 128 * row + 127 < tokens},
+        Kind.SWA_KV: {row for row in range(tokens) if row + 128 >= tokens},
+        Kind.C4_STATE: tail,
+        Kind.C4_INDEXER_STATE: tail,
+        Kind.C128_STATE: {row for row in range(tokens) if row // 128 == tokens // 128},
+    }
+    for kind, rows in expected.items():
+        live = FLASH.component(kind).live_rows(tokens)
+        assert set(range(live.start, live.stop)) == rows
+        assert live.count == len(rows)
+
+
+@given(st.integers(0, 4_000), st.integers(0, 4_000))
+def test_only_growing_rows_go_out_before_the_last_token(tokens, more):
+    for part in FLASH.components:
+        early = part.published_rows(tokens, prompt_tokens=tokens + more)
+        if more and part.space is not IndexSpace.FULL:
+            assert early.count == 0
+        else:
+            assert early == part.live_rows(tokens)
+
+
+def test_a_prefix_longer_than_the_request():
+    with pytest.raises(InvalidInputError, match="got prefix 6 of 5 tokens"):
+        FLASH.component(Kind.C4_KV).live_rows(5, 6)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "expected"),
+    [(1, [(0, 4)]), (2, [(0, 2), (2, 4)]), (4, [(0, 1), (1, 2), (2, 3), (3, 4)])],
+)
+def test_lanes_are_split_over_the_ranks(tp_size, expected):
+    assert [lane_interval(GQA, tp, tp_size) for tp in range(tp_size)] == expected
+
+
+def test_more_ranks_than_lanes_share_them():
+    assert [lane_interval(GQA, tp, 8)[0] for tp in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {lane_interval(FLASH.component(Kind.C4_KV), tp, 8) for tp in range(8)} == {(0, 1)}
+
+
+@pytest.mark.parametrize(("tp_size", "words"), [(3, "cannot be split evenly over 3"), (6, "6 .* cannot share 4 lanes")])
+def test_lanes_that_do_not_divide(tp_size, words):
+    with pytest.raises(UnsupportedError, match=words):
+        lane_interval(GQA, 0, tp_size)
+
+
+def test_a_rank_that_does_not_exist():
+    with pytest.raises(InvalidInputError, match="rank 2 does not exist among 2"):
+        lane_interval(GQA, 2, 2)

@@ -1,0 +1,97 @@
+"""What makes two models the same, and how a difference is told."""
+
+import json
+
+import pytest
+
+from kvbridge.core.geometry.components import Component, Encoding, ModelGeometry
+from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.geometry.manifest import fingerprint, first_difference
+from kvbridge.core.geometry.presets import PRESETS, preset
+
+FLASH = preset("deepseek-v4-flash")
+
+
+def changed(geometry, kind, **facts):
+    """The geometry with facts of one component replaced, validated anew."""
+    components = [
+        Component.model_validate(part.model_dump() | (facts if part.kind is kind else {}))
+        for part in geometry.components
+    ]
+    return ModelGeometry.model_validate(geometry.model_dump() | {"components": components})
+
+
+def test_fingerprints_are_stable_across_runs_and_releases():
+    """Written down on purpose: a change here makes running peers refuse each other, and so needs a new version."""
+    assert {name: fingerprint(preset(name)) for name in PRESETS} == {
+        "deepseek-v4-flash": "31ec6d6007ad99982a3d484f290b22b4",
+        "deepseek-v4-pro": "f156d863f8d4d39d42622ed9ac892b69",
+        "deepseek-v3.2": "76ddb685b5bf25bc29c9eba31d06b719",
+        "tiny-v4": "db865455ff3d6e0502678fc36b24ef41",
+        "tiny-gqa": "e05c47269450f4ae77606e8f99c134d2",
+    }
+
+
+def test_a_round_trip_over_json_keeps_geometry_and_fingerprint():
+    for name in PRESETS:
+        back = ModelGeometry.model_validate(json.loads(preset(name).model_dump_json()))
+        assert back == preset(name)
+        assert fingerprint(back) == fingerprint(preset(name))
+
+
+def test_the_name_and_the_order_of_components_do_not_count():
+    other = ModelGeometry(
+        name="another name",
+        layer_count=FLASH.layer_count,
+        tokens_per_page=FLASH.tokens_per_page,
+        components=tuple(reversed(FLASH.components)),
+    )
+    assert fingerprint(other) == fingerprint(FLASH)
+    assert first_difference(FLASH, other) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "sentence"),
+    [
+        (Kind.SWA_KV, {"window": 127}, "components.swa_kv.window is 128 here and 127 on the peer"),
+        (Kind.C4_KV, {"encoding": Encoding.BF16}, "components.c4_kv.encoding is fp8_v4 here and bf16 on the peer"),
+        (
+            Kind.C4_KV,
+            {"row_parts_bytes": (512, 16)},
+            "components.c4_kv.row_parts_bytes is [576, 8] here and [512, 16] on the peer",
+        ),
+        (
+            Kind.C4_KV,
+            {"page_alignment_bytes": 512},
+            "components.c4_kv.page_alignment_bytes is 576 here and 512 on the peer",
+        ),
+        (Kind.C4_STATE, {"slots_per_page": 16}, "components.c4_state.slots_per_page is 8 here and 16 on the peer"),
+        (Kind.C4_STATE, {"overlap": 0}, "components.c4_state.overlap is 1 here and 0 on the peer"),
+        (Kind.C128_STATE, {"block": 64}, "components.c128_state.block is 128 here and 64 on the peer"),
+        (Kind.SWA_KV, {"lanes": 2}, "components.swa_kv.lanes is 1 here and 2 on the peer"),
+        (Kind.C4_KV, {"host_capable": False}, "components.c4_kv.host_capable is True here and False on the peer"),
+    ],
+)
+def test_every_fact_counts_and_is_named(kind, facts, sentence):
+    other = changed(FLASH, kind, **facts)
+    assert fingerprint(other) != fingerprint(FLASH)
+    assert first_difference(FLASH, other) == sentence
+
+
+def test_layers_count():
+    fewer = changed(FLASH, Kind.C128_KV, layers=tuple(range(3, 40, 2)))
+    assert fingerprint(fewer) != fingerprint(FLASH)
+    assert first_difference(FLASH, fewer).startswith("components.c128_kv.layers is [3, 5,")
+
+
+def test_a_component_of_one_side_only():
+    fewer = FLASH.model_copy(update={"components": FLASH.components[1:]})
+    assert first_difference(FLASH, fewer) == "components.c4_kv exists only here"
+    assert first_difference(fewer, FLASH) == "components.c4_kv exists only on the peer"
+
+
+def test_the_first_difference_comes_first():
+    assert first_difference(FLASH, preset("deepseek-v4-pro")).startswith("components.c128_kv.layers is")
+    assert first_difference(FLASH, FLASH) is None
+    longer = FLASH.model_copy(update={"layer_count": 44})
+    assert first_difference(FLASH, longer) == "layer_count is 43 here and 44 on the peer"

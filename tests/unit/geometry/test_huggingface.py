@@ -1,0 +1,262 @@
+"""Geometry from `config.json`."""
+
+import pytest
+
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.geometry.components import Encoding, Liveness
+from kvbridge.core.geometry.huggingface import geometry_from_config
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace as Space
+
+FLASH = {
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 43,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "sliding_window": 128,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+}
+PRO = FLASH | {"num_hidden_layers": 61, "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0]}
+TINY = {
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "index_head_dim": 16,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+}
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 256,
+}
+V3 = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+V32 = V3 | {"model_type": "deepseek_v32", "index_head_dim": 128}
+
+
+@pytest.mark.parametrize(("config", "name"), [(FLASH, "deepseek-v4-flash"), (PRO, "deepseek-v4-pro")])
+def test_full_v4_configs_are_the_presets(config, name):
+    assert geometry_from_config(config, encoding=Encoding.FP8_V4, name=name) == preset(name)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"qk_rope_head_dim": 64}, {"partial_rotary_factor": 0.125}, {}],
+    ids=["legacy key", "factor", "default"],
+)
+def test_rope_width_has_three_spellings(rope):
+    config = {key: value for key, value in FLASH.items() if key != "qk_rope_head_dim"} | rope
+    assert fingerprint(geometry_from_config(config, encoding=Encoding.FP8_V4)) == fingerprint(
+        preset("deepseek-v4-flash")
+    )
+
+
+def test_native_v4_rows_are_plain():
+    geometry = geometry_from_config(TINY, native_dtype_bytes=4)
+    assert {part.kind: part.row_parts_bytes for part in geometry.components} == {
+        Kind.C4_KV: (32 * 4,),
+        Kind.C4_INDEXER: (16 * 4,),
+        Kind.C128_KV: (32 * 4,),
+        Kind.SWA_KV: (32 * 4,),
+        Kind.C4_STATE: (4 * 32 * 4,),
+        Kind.C4_INDEXER_STATE: (4 * 16 * 4,),
+        Kind.C128_STATE: (2 * 32 * 4,),
+    }
+    assert {part.encoding for part in geometry.components} == {Encoding.NATIVE}
+    assert all(part.page_bytes() == part.slots_per_page * part.row_bytes for part in geometry.components)
+    assert geometry.component(Kind.SWA_KV).window == 24
+    assert {part.kind: part.layers for part in geometry.components if part.kind is not Kind.SWA_KV} == {
+        Kind.C4_KV: (1,),
+        Kind.C4_INDEXER: (1,),
+        Kind.C4_STATE: (1,),
+        Kind.C4_INDEXER_STATE: (1,),
+        Kind.C128_KV: (2,),
+        Kind.C128_STATE: (2,),
+    }
+
+
+def test_native_width_follows_the_dtype():
+    wide, narrow = (geometry_from_config(TINY, native_dtype_bytes=width) for width in (4, 2))
+    assert all(
+        left.row_bytes == 2 * right.row_bytes for left, right in zip(wide.components, narrow.components, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        {"compress_rates": {"compressed_sparse_attention": 8, "heavily_compressed_attention": 32}},
+        {"compress_rate_csa": 8, "compress_rate_hca": 32},
+    ],
+)
+def test_other_compression_rates(rates):
+    geometry = geometry_from_config(TINY | rates, tokens_per_page=64)
+    kv, heavy = geometry.component(Kind.C4_KV), geometry.component(Kind.C128_KV)
+    assert (kv.tokens_per_row, kv.slots_per_page) == (8, 8)
+    assert (heavy.tokens_per_row, heavy.slots_per_page) == (32, 2)
+    state, ring = geometry.component(Kind.C4_STATE), geometry.component(Kind.C128_STATE)
+    assert (state.block, state.overlap, state.slots_per_page) == (8, 1, 16)
+    assert (ring.block, ring.overlap, ring.slots_per_page) == (32, 0, 32)
+
+
+@pytest.mark.parametrize("rate", [1, 2, 64, 128])
+def test_any_rate_that_divides_the_page_is_a_valid_geometry(rate):
+    both = {"compressed_sparse_attention": rate, "heavily_compressed_attention": rate}
+    geometry = geometry_from_config(TINY | {"compress_rates": both}, tokens_per_page=128)
+    assert geometry.component(Kind.C4_KV).slots_per_page == 128 // rate
+
+
+def test_transformers_own_default_pattern():
+    config = {key: value for key, value in TINY.items() if key != "layer_types"} | {"num_hidden_layers": 6}
+    geometry = geometry_from_config(config)
+    assert geometry.component(Kind.C4_KV).layers == (3, 5)
+    assert geometry.component(Kind.C128_KV).layers == (0, 1, 2, 4)
+
+
+def test_models_without_a_kind_of_layer_have_no_such_component():
+    window_only = {key: value for key, value in TINY.items() if key != "index_head_dim"}
+    geometry = geometry_from_config(window_only | {"layer_types": ["sliding_attention"] * 3})
+    assert [part.kind for part in geometry.components] == [Kind.SWA_KV]
+
+
+def test_grouped_queries():
+    geometry = geometry_from_config(LLAMA, native_dtype_bytes=2)
+    (part,) = geometry.components
+    assert (part.kind, part.lanes, part.row_parts_bytes, part.space) == (Kind.MHA_KV, 2, (2 * 32 * 2,), Space.FULL)
+    assert (part.slots_per_page, part.liveness, part.layers) == (256, Liveness.GROWING, (0, 1, 2, 3))
+    assert geometry.name == "llama"
+
+
+def test_grouped_queries_with_explicit_head_dim_and_encoding():
+    geometry = geometry_from_config(LLAMA | {"head_dim": 128}, encoding=Encoding.BF16, tokens_per_page=16, name="mine")
+    part = geometry.component(Kind.MHA_KV)
+    assert (part.row_bytes, part.encoding, geometry.tokens_per_page, geometry.name) == (512, Encoding.BF16, 16, "mine")
+
+
+def test_missing_kv_heads_mean_one_for_each_query_head():
+    config = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    assert geometry_from_config(config).component(Kind.MHA_KV).lanes == 8
+
+
+def test_the_language_model_of_a_multimodal_config():
+    assert geometry_from_config({"model_type": "mistral3", "text_config": LLAMA}) == geometry_from_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("extra", "full", "sliding"),
+    [
+        ({"model_type": "mistral", "sliding_window": None}, (0, 1, 2, 3), ()),
+        ({"model_type": "mistral", "sliding_window": 4096}, (), (0, 1, 2, 3)),
+        ({"model_type": "qwen2", "sliding_window": 4096}, (0, 1, 2, 3), ()),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, (0, 1, 2, 3), ()),
+        (
+            {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3},
+            (0, 1, 2),
+            (3,),
+        ),
+        (
+            {"model_type": "gpt_oss", "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            (1, 3),
+            (0, 2),
+        ),
+    ],
+)
+def test_sliding_layers_live_in_the_window_space(extra, full, sliding):
+    geometry = geometry_from_config(LLAMA | extra)
+    layers = {part.kind: part.layers for part in geometry.components}
+    assert layers.get(Kind.MHA_KV, ()) == full
+    assert layers.get(Kind.SWA_KV, ()) == sliding
+    if sliding:
+        part = geometry.component(Kind.SWA_KV)
+        assert (part.window, part.lanes, part.space) == (extra["sliding_window"], 2, Space.SWA)
+
+
+def test_latent_attention():
+    (part,) = geometry_from_config(V3, encoding=Encoding.BF16).components
+    assert (part.kind, part.row_bytes, part.lanes, part.host_capable) == (Kind.MLA_KV, 1_152, 1, False)
+
+
+def test_v32_in_bf16_is_the_preset():
+    geometry = geometry_from_config(V32, encoding=Encoding.BF16, tokens_per_page=64, name="deepseek-v3.2")
+    assert geometry == preset("deepseek-v3.2")
+
+
+def test_v32_native():
+    geometry = geometry_from_config(V32, native_dtype_bytes=4)
+    assert geometry.component(Kind.MLA_KV).row_bytes == 576 * 4
+    assert geometry.component(Kind.DSA_INDEXER).row_bytes == 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "'model_type' must be a name, got None"),
+        ({"model_type": 7}, "'model_type' must be a name, got 7"),
+        ({"model_type": "llama"}, "lacks the key 'num_attention_heads'"),
+        (LLAMA | {"num_hidden_layers": 0}, "'num_hidden_layers' must be .* got 0"),
+        (LLAMA | {"num_hidden_layers": True}, "'num_hidden_layers' must be .* got True"),
+        (LLAMA | {"num_key_value_heads": "two"}, "'num_key_value_heads' must be .* got 'two'"),
+        (LLAMA | {"hidden_size": 2**40}, "'hidden_size' must be .* got 1099511627776"),
+        (LLAMA | {"hidden_size": 250}, "'hidden_size' is 250, not a multiple"),
+        (LLAMA | {"layer_types": ["full_attention"]}, "'layer_types' must list 4 layers"),
+        (LLAMA | {"layer_types": ["full_attention", "sliding_attention"] * 2}, "lacks the key 'sliding_window'"),
+        ({key: value for key, value in FLASH.items() if key != "sliding_window"}, "lacks the key 'sliding_window'"),
+        (FLASH | {"compress_rates": [4, 128]}, "'compress_rates' must map"),
+        (FLASH | {"compress_rates": {"compressed_sparse_attention": 0}}, "'compress_rates.compressed_.* got 0"),
+        (FLASH | {"partial_rotary_factor": 1.5}, r"'partial_rotary_factor' must be in \(0, 1\], got 1.5"),
+        (V3 | {"kv_lora_rank": None}, "lacks the key 'kv_lora_rank'"),
+    ],
+)
+def test_wrong_configs_name_key_and_value(config, words):
+    with pytest.raises(InvalidInputError, match=words):
+        geometry_from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LLAMA | {"model_type": "gemma2", "sliding_window": 64}, "'sliding_window' is 64.*'gemma2'.*layer_types"),
+        (LLAMA | {"layer_types": ["linear_attention"] * 4}, "'layer_types' is 'linear_attention' for layer 0"),
+        (LLAMA | {"layer_types": [["full_attention"]] * 4}, r"'layer_types' is \['full_attention'\] for layer 0"),
+        (LLAMA | {"model_type": "jamba", "attn_layer_period": 8}, "'attn_layer_period' is 8.*'jamba'"),
+        (LLAMA | {"model_type": "minicpm3", "kv_lora_rank": 256}, "'kv_lora_rank' is 256"),
+        (LLAMA | {"per_layer_config": {"05": {"head_dim": 512}}}, "'per_layer_config' is"),
+        (LLAMA | {"is_encoder_decoder": True}, "'is_encoder_decoder' is True"),
+        (FLASH | {"num_key_value_heads": 2}, "'num_key_value_heads' is 2"),
+        (FLASH | {"compress_ratios": [2] * 43}, "'compress_ratios' is 2 for layer 0"),
+        (FLASH | {"compress_ratios": [[4]] * 43}, r"'compress_ratios' is \[4\] for layer 0"),
+        (FLASH | {"layer_types": ["full_attention"] * 43}, "'layer_types' is 'full_attention' for layer 0"),
+        (FLASH | {"compress_rate_csa": 3}, "compression rate of 3 does not divide a page of 256"),
+        (V3 | {"layer_types": ["indexed_attention"] * 61}, "'layer_types' is 'indexed_attention'"),
+    ],
+)
+def test_models_without_exact_geometry_are_refused(config, words):
+    with pytest.raises(UnsupportedError, match=words):
+        geometry_from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "encoding", "words"),
+    [
+        (LLAMA, Encoding.FP8_V4, "'fp8_v4' does not exist for model_type 'llama'"),
+        (FLASH, Encoding.BF16, "'bf16' does not exist for DeepSeek-V4"),
+        (TINY, Encoding.FP8_V4, "head_dim 32 - rope 4 leaves 28"),
+        (FLASH | {"index_head_dim": 96}, Encoding.FP8_V4, "index_head_dim is 96"),
+        (V32 | {"index_head_dim": 96}, Encoding.BF16, "index_head_dim is 96"),
+    ],
+)
+def test_forms_that_a_model_cannot_have(config, encoding, words):
+    with pytest.raises(UnsupportedError, match=words):
+        geometry_from_config(config, encoding=encoding)
+
+
+@pytest.mark.parametrize(("key", "value"), [("native_dtype_bytes", 3), ("tokens_per_page", 0)])
+def test_wrong_arguments(key, value):
+    with pytest.raises(InvalidInputError, match=f"{key} must be"):
+        geometry_from_config(LLAMA, **{key: value})

@@ -1,0 +1,323 @@
+"""Page counts against models that count one token at a time."""
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
+from kvbridge.core.geometry.components import (
+    Component,
+    Encoding,
+    Liveness,
+    ModelGeometry,
+)
+from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.geometry.huggingface import geometry_from_config
+from kvbridge.core.geometry.pages import (
+    first_window_page,
+    most_window_pages,
+    pages_needed,
+    request_bytes,
+    reserved_bytes,
+    rotate_window,
+    tables_cover,
+    window_pages,
+)
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace as Space
+from kvbridge.core.ids import PageTable
+
+FLASH = preset("deepseek-v4-flash")
+C4_HOST = frozenset({Kind.C4_KV})
+
+
+def table(space, ids, first_page=0):
+    return PageTable(space, np.array(ids, dtype=np.int32), first_page)
+
+
+def window_geometry(window, tokens_per_page, rates=(4, 128)):
+    """A native V4 model of one layer of each kind."""
+    return geometry_from_config(
+        {
+            "model_type": "deepseek_v4",
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "index_head_dim": 4,
+            "sliding_window": window,
+            "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+            "compress_rate_csa": rates[0],
+            "compress_rate_hca": rates[1],
+        },
+        tokens_per_page=tokens_per_page,
+    )
+
+
+def naive_counts(tokens):
+    """Flash pages of a prompt, found by walking over its tokens: full, host, swa, request."""
+    full, host, window = set(), set(), set()
+    for token in range(tokens):
+        full.add(token // 256)
+        if token % 4 == 3:
+            host.add((token // 4) // 64)
+        if token >= tokens - 128:
+            window.add(token // 256)
+    return len(full), len(host), len(window), 1
+
+
+def test_flash_counts_at_every_length():
+    for tokens in range(1, 1_101):
+        needed = pages_needed(FLASH, tokens=tokens, host=C4_HOST)
+        got = tuple(needed[space] for space in (Space.FULL, Space.HOST, Space.SWA, Space.REQUEST))
+        assert got == naive_counts(tokens), f"at {tokens} tokens"
+        assert window_pages(FLASH, tokens) == range(max(0, tokens - 128) // 256, -(-tokens // 256))
+
+
+def test_host_differs_from_full_exactly_after_a_border():
+    for tokens in range(1, 1_101):
+        needed = pages_needed(FLASH, tokens=tokens, host=C4_HOST)
+        assert needed[Space.FULL] - needed[Space.HOST] == (1 if tokens % 256 in {1, 2, 3} else 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (1, (1, 0, 1)),
+        (3, (1, 0, 1)),
+        (4, (1, 1, 1)),
+        (127, (1, 1, 1)),
+        (128, (1, 1, 1)),
+        (256, (1, 1, 1)),
+        (257, (2, 1, 2)),
+        (259, (2, 1, 2)),
+        (260, (2, 2, 2)),
+        (383, (2, 2, 2)),
+        (384, (2, 2, 1)),
+        (512, (2, 2, 1)),
+        (513, (3, 2, 2)),
+        (1_048_576, (4_096, 4_096, 1)),
+    ],
+)
+def test_flash_counts_at_borders(tokens, expected):
+    needed = pages_needed(FLASH, tokens=tokens, host=C4_HOST)
+    assert tuple(needed[space] for space in (Space.FULL, Space.HOST, Space.SWA)) == expected
+    assert needed[Space.REQUEST] == 1
+
+
+def test_spaces_that_the_node_does_not_use_are_not_named():
+    assert set(pages_needed(FLASH, tokens=10)) == {Space.FULL, Space.SWA, Space.REQUEST}
+    assert pages_needed(preset("tiny-gqa"), tokens=257) == {Space.FULL: 2}
+    v32 = preset("deepseek-v3.2")
+    assert pages_needed(v32, tokens=65, host=frozenset({Kind.MLA_KV})) == {Space.FULL: 2, Space.HOST: 2}
+
+
+def test_a_decode_ring_is_bounded_by_what_a_window_touches():
+    assert pages_needed(FLASH, tokens=384, prompt_tokens=384)[Space.SWA] == 1
+    assert pages_needed(FLASH, tokens=513, prompt_tokens=384)[Space.SWA] == 2
+    assert pages_needed(FLASH, tokens=100_000, prompt_tokens=384)[Space.SWA] == 2
+    assert most_window_pages(FLASH) == 2
+
+
+@pytest.mark.parametrize(("window", "most"), [(1, 2), (2, 2), (256, 2), (257, 2), (258, 3), (513, 3), (514, 4)])
+def test_most_pages_a_window_touches(window, most):
+    assert most_window_pages(window_geometry(window, 256)) == most
+
+
+class Ring:
+    """The physical window pages of one request: remembers which row each slot was last written with."""
+
+    def __init__(self, geometry, prompt, last):
+        self.geometry = geometry
+        self.parts = [part for part in geometry.components if part.space is Space.SWA]
+        count = pages_needed(geometry, tokens=last, prompt_tokens=prompt)[Space.SWA]
+        self.table = table(Space.SWA, [9 * page + 1 for page in range(count)], first_window_page(geometry, prompt))
+        self.memory = {}
+
+    def place(self, part, row):
+        pages = rotate_window(self.table, first_page=row // self.geometry.tokens_per_page, page_count=1)
+        return part.kind, int(pages.ids[0]), row % part.slots_per_page
+
+    def write(self, part, rows):
+        for row in rows:
+            self.memory[self.place(part, row)] = row
+
+    def lost(self, part, rows):
+        return [row for row in rows if self.memory[self.place(part, row)] != row]
+
+
+def live(part, tokens):
+    rows = part.live_rows(tokens)
+    return range(rows.start, rows.stop)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 18, 40])
+@pytest.mark.parametrize("rates", [(4, 16), (8, 16), (16, 8), (1, 1)])
+def test_a_ring_never_loses_a_row_that_is_needed(window, rates):
+    """Decode token by token into the ring; whatever the next step reads is still there, for any prompt."""
+    geometry = window_geometry(window, 16, rates)
+    for prompt in range(1, 70, 7):
+        ring = Ring(geometry, prompt, prompt + 45)
+        for part in ring.parts:
+            ring.write(part, live(part, prompt))
+        for tokens in range(prompt, prompt + 45):
+            for part in ring.parts:
+                assert not ring.lost(part, live(part, tokens))
+            for part in ring.parts:
+                # A tail's block is pooled by the step that completes it, which reads it with its new row.
+                rows = live(part, tokens)
+                ring.write(part, [tokens])
+                read = rows if part.liveness is Liveness.TAIL else rows[-part.window + 1 :] if part.window > 1 else []
+                assert not ring.lost(part, [*read, tokens])
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 18, 40])
+def test_the_view_of_a_ring_at_each_length(window):
+    geometry = window_geometry(window, 16, (4, 16))
+    for prompt in range(1, 70, 7):
+        ring = Ring(geometry, prompt, prompt + 45)
+        for tokens in range(prompt, prompt + 46):
+            pages = window_pages(geometry, tokens)
+            assert {row // 16 for part in ring.parts for row in live(part, tokens)} == set(pages)
+            view = rotate_window(ring.table, first_page=pages.start, page_count=len(pages))
+            assert len(set(view.ids.tolist())) == len(pages)
+            tables_cover(
+                {Space.SWA: view, Space.FULL: table(Space.FULL, range(9)), Space.REQUEST: table(Space.REQUEST, [0])},
+                geometry,
+                tokens=tokens,
+            )
+
+
+def test_rotation_wraps():
+    ring = table(Space.SWA, [70, 80], first_page=3)
+    for first, expected in ((3, [70, 80]), (4, [80, 70]), (5, [70, 80]), (1_000, [80, 70])):
+        turned = rotate_window(ring, first_page=first, page_count=2)
+        assert (turned.ids.tolist(), turned.first_page, turned.ids.dtype) == (expected, first, np.int32)
+    assert rotate_window(ring, first_page=6, page_count=1).ids.tolist() == [80]
+    assert len(rotate_window(ring, first_page=6, page_count=0)) == 0
+
+
+def test_rotation_refuses_what_the_ring_cannot_hold():
+    ring = table(Space.SWA, [70, 80], first_page=3)
+    with pytest.raises(InvalidInputError, match="page 2 lies before the ring, which begins at 3"):
+        rotate_window(ring, first_page=2, page_count=1)
+    with pytest.raises(InvalidInputError, match="ring of 2 window pages cannot hold 3"):
+        rotate_window(ring, first_page=3, page_count=3)
+    with pytest.raises(InvalidInputError, match="space 'full' cannot index space 'swa'"):
+        rotate_window(table(Space.FULL, [1]), first_page=0, page_count=1)
+
+
+def test_a_window_space_without_live_rows():
+    """At a block border a tail without overlap keeps nothing; the ring then begins with the next row's page."""
+    tail = Component(
+        kind=Kind.C128_STATE,
+        layers=(0,),
+        space=Space.SWA,
+        encoding=Encoding.FP32,
+        liveness=Liveness.TAIL,
+        block=16,
+        row_parts_bytes=(4,),
+        slots_per_page=16,
+        rows_per_logical_page=16,
+    )
+    geometry = ModelGeometry(name="tail", layer_count=1, tokens_per_page=16, components=(tail,))
+    assert most_window_pages(geometry) == 1
+    assert window_pages(geometry, 32) == range(2, 2)
+    assert pages_needed(geometry, tokens=32) == {Space.SWA: 0}
+    assert pages_needed(geometry, tokens=50, prompt_tokens=32) == {Space.SWA: 1}
+    assert window_pages(geometry, 33) == range(2, 3)
+
+
+@pytest.mark.parametrize(("tokens", "prompt"), [(5, 6), (5, -1), (-1, None)])
+def test_contradictory_lengths_are_refused(tokens, prompt):
+    with pytest.raises(InvalidInputError, match="0 <= prompt_tokens <= tokens"):
+        pages_needed(FLASH, tokens=tokens, prompt_tokens=prompt)
+
+
+def test_only_host_capable_components_may_be_on_the_host():
+    for function in (
+        lambda host: pages_needed(FLASH, tokens=5, host=host),
+        lambda host: reserved_bytes(FLASH, {}, host=host),
+    ):
+        with pytest.raises(InvalidInputError, match="'swa_kv' of model 'deepseek-v4-flash' cannot live in the host"):
+            function(frozenset({Kind.SWA_KV}))
+        with pytest.raises(InvalidInputError, match="no component 'mla_kv'"):
+            function(frozenset({Kind.MLA_KV}))
+
+
+def flash_tables(tokens):
+    needed = pages_needed(FLASH, tokens=tokens, host=C4_HOST)
+    return {
+        space: table(space, range(count), first_window_page(FLASH, tokens) if space is Space.SWA else 0)
+        for space, count in needed.items()
+    }
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 256, 257, 260, 384, 700])
+def test_exact_tables_cover_and_one_page_less_does_not(tokens):
+    tables = flash_tables(tokens)
+    tables_cover(tables, FLASH, tokens=tokens, host=C4_HOST, page_counts=dict.fromkeys(Space, 8))
+    for space, full in tables.items():
+        if len(full):
+            short = tables | {space: PageTable(space, full.ids[:-1], full.first_page)}
+            words = rf"{tokens} tokens needs {len(full)} pages of space '{space}'.*got {len(full) - 1} from"
+            with pytest.raises(InvalidInputError, match=words):
+                tables_cover(short, FLASH, tokens=tokens, host=C4_HOST)
+
+
+def test_longer_tables_cover():
+    tables = flash_tables(700) | {Space.SWA: table(Space.SWA, range(3), 0)}
+    tables_cover(tables, FLASH, tokens=700, host=C4_HOST)
+
+
+def test_a_missing_table_is_named():
+    tables = flash_tables(700)
+    del tables[Space.HOST]
+    with pytest.raises(InvalidInputError, match="needs 3 pages of space 'host', got no table for it"):
+        tables_cover(tables, FLASH, tokens=700, host=C4_HOST)
+
+
+def test_tables_that_begin_at_the_wrong_page():
+    tables = flash_tables(700)
+    with pytest.raises(InvalidInputError, match="space 'full', got a table that begins at logical page 1"):
+        tables_cover(tables | {Space.FULL: table(Space.FULL, range(9), 1)}, FLASH, tokens=700, host=C4_HOST)
+    with pytest.raises(InvalidInputError, match="space 'swa', from logical page 2, got 5 from logical page 3"):
+        tables_cover(tables | {Space.SWA: table(Space.SWA, range(5), 3)}, FLASH, tokens=700, host=C4_HOST)
+
+
+def test_ids_outside_the_pool():
+    tables = flash_tables(700)
+    with pytest.raises(PageOutOfBoundsError, match="page id 2 of space 'full' does not exist: its pool has 2 pages"):
+        tables_cover(tables, FLASH, tokens=700, host=C4_HOST, page_counts={Space.FULL: 2})
+    tables[Space.HOST] = table(Space.HOST, [0, -1, 2])
+    with pytest.raises(PageOutOfBoundsError, match="page id -1 of space 'host' is negative"):
+        tables_cover(tables, FLASH, tokens=700, host=C4_HOST)
+
+
+def test_a_table_filed_under_another_space_is_refused():
+    tables = flash_tables(700) | {Space.HOST: table(Space.FULL, range(3))}
+    with pytest.raises(InvalidInputError, match="space 'full' cannot index space 'host'"):
+        tables_cover(tables, FLASH, tokens=700, host=C4_HOST)
+
+
+def test_live_bytes_at_every_length():
+    """Each component's live rows, counted from what they mean rather than from the formula."""
+    for tokens in range(1, 1_101):
+        got = request_bytes(FLASH, tokens)
+        window = sum(1 for token in range(tokens) if token >= tokens - 128)
+        tail = tokens % 4 + (4 if tokens >= 4 else 0)
+        assert got == {
+            Kind.C4_KV: sum(1 for token in range(tokens) if token % 4 == 3) * 584 * 21,
+            Kind.C4_INDEXER: (tokens // 4) * 132 * 21,
+            Kind.C128_KV: (tokens // 128) * 584 * 20,
+            Kind.SWA_KV: window * 584 * 43,
+            Kind.C4_STATE: tail * 8_192 * 21,
+            Kind.C4_INDEXER_STATE: tail * 2_048 * 21,
+            Kind.C128_STATE: (tokens % 128) * 4_096 * 20,
+        }
+
+
+def test_live_bytes_count_lanes_and_leave_out_the_prefix():
+    gqa = preset("tiny-gqa")
+    assert request_bytes(gqa, 300) == {Kind.MHA_KV: 300 * 64 * 4 * 3}
+    assert request_bytes(gqa, 300, prefix_tokens=256) == {Kind.MHA_KV: 44 * 64 * 4 * 3}
+    whole, rest = request_bytes(FLASH, 1_000), request_bytes(FLASH, 1_000, 768)
+    assert rest[Kind.C4_KV] == whole[Kind.C4_KV] - request_bytes(FLASH, 768)[Kind.C4_KV]
+    assert rest[Kind.SWA_KV] == whole[Kind.SWA_KV]
