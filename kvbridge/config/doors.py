@@ -47,16 +47,14 @@ class CurveConfig(FrozenModel):
     secret_key_file: Path | None = None
     """File with our CURVE secret key, 40 characters of Z85."""
     public_key: CurveKey | None = None
-    """Our public key; derived from the secret key when left out."""
+    """Our public key; null: derived from the secret key."""
     allowed_public_keys: tuple[CurveKey, ...] = ()
-    """Public keys of the peers that may connect."""
+    """Public keys of the peers that may connect; holders of our own key pair always may."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.secret_key_file is None and (self.public_key or self.allowed_public_keys):
             raise ValueError("public keys are of no use without secret_key_file")
-        if self.secret_key_file is not None and not self.allowed_public_keys:
-            raise ValueError("allowed_public_keys is empty, so nobody could connect: list the peers' public keys")
         return self
 
 

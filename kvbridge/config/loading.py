@@ -38,8 +38,11 @@ class _Layers:
         self.values: dict[str, Any] = {}
         self.origins: dict[KeyPath, str] = {}
 
-    def add(self, values: Mapping[str, Any], origin: str) -> None:
-        for path, value in _leaves(values):
+    def add_at(self, path: KeyPath, value: object, origin: str) -> None:
+        if isinstance(value, Mapping) and value:
+            for below, leaf in _leaves(value):
+                self.put((*path, *below), leaf, origin)
+        else:
             self.put(path, value, origin)
 
     def put(self, path: KeyPath, value: object, origin: str) -> None:
@@ -89,7 +92,7 @@ def load_config(
     mistakes += _add_overrides(layers, overrides)
     for key, value in (flags or {}).items():
         if value is not None:
-            layers.put(tuple(key.split(".")), value, f"flag for {key}")
+            layers.add_at(tuple(key.split(".")), value, f"flag for {key}")
     try:
         config = kind.model_validate(layers.values)
     except ValidationError as error:
@@ -114,7 +117,7 @@ def _add_environment(layers: _Layers, kind: type[BaseModel], environment: Mappin
             mistakes.append(f"environment {name}: a list or mapping is written as JSON, got something else")
             continue
         if values:
-            layers.add(values, f"environment {name}")
+            layers.add_at((), values, f"environment {name}")
         else:
             mistakes.append(_unknown_variable(kind, name))
     return mistakes
@@ -142,17 +145,8 @@ def _add_overrides(layers: _Layers, overrides: Iterable[str]) -> list[str]:
         except yaml.YAMLError as error:
             mistakes.append(f"flag --set {key}: the value is not valid YAML: {error}")
             continue
-        _put_override(layers, tuple(key.split(".")), value)
+        layers.add_at(tuple(key.split(".")), value, f"flag --set {key}")
     return mistakes
-
-
-def _put_override(layers: _Layers, path: KeyPath, value: object) -> None:
-    origin = f"flag --set {'.'.join(path)}"
-    if isinstance(value, dict) and value:
-        for below, leaf in _leaves(value):
-            layers.put((*path, *below), leaf, origin)
-    else:
-        layers.put(path, value, origin)
 
 
 def render_config(config: BaseModel) -> str:

@@ -145,7 +145,7 @@ def _open_http(http: HttpConfig, *, insecure: bool) -> list[str]:
 def _open_control(control: ControlConfig, *, insecure: bool) -> list[str]:
     if insecure or control.curve.secret_key_file is not None or is_loopback(control.host):
         return []
-    remedy = "set control.curve.secret_key_file and .allowed_public_keys, bind a loopback address, or set insecure"
+    remedy = "set control.curve.secret_key_file, bind a loopback address, or set insecure"
     return [f"control.bind is {control.bind}, which others can reach, and there are no keys: {remedy}"]
 
 

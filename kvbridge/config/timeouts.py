@@ -21,10 +21,6 @@ class DaemonTimeouts(FrozenModel):
     """A rank worker makes and registers its memory (since its last sign of progress)."""
     worker_silence_s: Seconds = 15.0
     """A rank worker that says nothing for so long is taken for dead."""
-    hello_s: Seconds = 10.0
-    """From Hello to Welcome or Rejected."""
-    connect_s: Seconds = 20.0
-    """A transport gets ready to write to a peer's rank."""
     control_resend_s: Seconds = 0.5
     """An unacknowledged control message is sent again after this."""
     control_delivery_s: Seconds = 30.0
@@ -53,8 +49,6 @@ class DaemonTimeouts(FrozenModel):
     """A committed room waits for the decode engine to claim it."""
     engine_call_s: Seconds = 10.0
     """One call between an engine and its daemon."""
-    engine_silence_s: Seconds = 30.0
-    """An attached engine that says nothing for so long is taken for dead."""
     room_keep_s: Seconds = 300.0
     """A final room is remembered so long, for reports and to recognise stale messages."""
     bootstrap_call_s: Seconds = 5.0

@@ -81,20 +81,23 @@ class MooncakeSettings(FrozenModel):
 
 
 class NixlSettings(FrozenModel):
-    """NIXL over UCX. Fields marked "whole process" are read once by the library: all transports of a process share them."""
+    """NIXL over UCX. Fields marked "whole process" are read once by the library: all transports of a process share
+    them."""
 
     ucx_tls: Annotated[str, Field(max_length=500)] = ""
-    """UCX transports ("tcp", "rc,cuda_copy"); empty lets UCX choose, which is shared memory access (CMA) between two processes of one
-    host and needs ptrace rights there. UCX_TLS. Whole process."""
+    """UCX transports ("tcp", "rc,cuda_copy"); empty lets UCX choose, which is shared memory access (CMA) between
+    two processes of one host and needs ptrace rights there. UCX_TLS. Whole process."""
     ucx_net_devices: Annotated[str, Field(max_length=500)] = ""
-    """Network devices to use, comma-separated ("mlx5_0:1,mlx5_1:1", "eth0", "lo"); empty means all. UCX_NET_DEVICES. Whole process."""
+    """Network devices to use, comma-separated ("mlx5_0:1,mlx5_1:1", "eth0", "lo"); empty means all.
+    UCX_NET_DEVICES. Whole process."""
     ucx_modules: Annotated[str, Field(max_length=500)] = "auto"
-    """UCX modules to load. `auto` leaves InfiniBand out where the host has none, since its libraries can crash the interpreter at
-    its exit; empty sets nothing. UCX_MODULES. Whole process."""
+    """UCX modules to load. `auto` leaves InfiniBand out where the host has none, since its libraries can crash the
+    interpreter at its exit; empty sets nothing. UCX_MODULES. Whole process."""
     log_level: Annotated[str, Field(pattern="^(fatal|error|warn|info|debug)$")] = "error"
     """UCX's own log, which goes to stderr. Whole process."""
     progress_delay_us: Annotated[int, Field(ge=1, le=1_000_000)] = 100
-    """Longest sleep of the library's progress thread; it is woken by traffic. At 0, the library's default, it keeps a core busy."""
+    """Longest sleep of the library's progress thread; it is woken by traffic. At 0, the library's default, it keeps
+    a core busy."""
     connect_timeout_s: Seconds = 5.0
     """Longest wait for a peer's answer when connecting."""
     batch_operations: Annotated[int, Field(ge=1, le=4096)] = 128
@@ -108,8 +111,8 @@ class NixlSettings(FrozenModel):
     max_operation_bytes: Annotated[int, Field(ge=4096, le=1 << 30)] = 4 * MIB
     """Longest single operation; the planner cuts longer ones."""
     quiet_timeout_s: Seconds = 5.0
-    """After a failure, how long to wait for the operations in flight before the transport counts as not quiet. The library itself
-    waits for a frozen peer for ever."""
+    """After a failure, how long to wait for the operations in flight before the transport counts as not quiet. The
+    library itself waits for a frozen peer for ever."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -125,8 +128,8 @@ class LocalSettings(FrozenModel):
     """Copies between mappings of one host."""
 
     slice_bytes: Annotated[int, Field(ge=65536, le=1 << 30)] = 4 * MIB
-    """Copied between two looks at aborts, deadlines and other transfers (about 1 ms); also the longest single operation, so the
-    planner cuts longer ones."""
+    """Copied between two looks at aborts, deadlines and other transfers (about 1 ms); also the longest single
+    operation, so the planner cuts longer ones."""
     close_timeout_s: Seconds = 10.0
     """Longest wait for the copier to finish its slice when the transport is closed."""
 

@@ -19,10 +19,10 @@ _VERSION = b"1.0"
 
 
 class Doorkeeper:
-    """Lets a handshake pass when the peer proved to own an allowed key; its public key becomes the "User-Id" of its
-    frames.
+    """Lets a handshake pass when the peer proved to own an allowed key.
 
-    Must be open before the server socket of the same context is bound.
+    That key becomes the "User-Id" of the peer's frames. Must be open before the server socket of
+    the same context is bound.
     """
 
     def __init__(self, context: SocketContext, keys: CurveKeys, on_denied: Callable[[str], None]) -> None:

@@ -168,7 +168,8 @@ class Link:
             self._station.callbacks.on_undelivered(self.peer, packed.message, age_s)
 
     def drop(self) -> list[Undelivered[Packed]]:
-        """End the conversation and return what is unacknowledged."""
+        """End the conversation, acknowledging a last time, and return what is unacknowledged."""
+        self._acknowledge()
         self.closed = True
         for timer in (self._timer, self._ack_timer):
             if timer is not None:
@@ -226,7 +227,7 @@ class Link:
 
     def _acknowledge(self) -> None:
         self._ack_timer = None
-        if self._inbox.owed:
+        if self._inbox.owed and not self.closed:
             self._transmit(0, b"")
 
     def _arm(self) -> None:

@@ -36,7 +36,8 @@ from kvbridge.core.errors import (
     PeerError,
 )
 from kvbridge.core.ids import FrozenModel
-from kvbridge.core.wire.codec import Envelope, FrameError, MessageCodec
+from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE, Envelope, FrameError, MessageCodec
+from kvbridge.core.wire.messages import NodeToWorker, WorkerToNode
 
 InboundT = TypeVar("InboundT", bound=FrozenModel)
 OutboundT = TypeVar("OutboundT", bound=FrozenModel)
@@ -130,13 +131,12 @@ class LocalServer(Generic[InboundT, OutboundT]):
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._inbound.limits.max_frame_bytes)
         self._monitor = Monitor(socket, ACCEPTED | DISCONNECTED, self._on_connection)
+        self._socket = LoopSocket(socket, self._on_parts)
         try:
             socket.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
-            socket.close()
             self.close()
             raise bind_error(f"ipc://{path}", error.errno or 0, str(error)) from error
-        self._socket = LoopSocket(socket, self._on_parts)
 
     def send(self, client: str, message: OutboundT) -> None:
         """Send to a joined client.
@@ -292,8 +292,9 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._socket.connect(f"ipc://{path}")
 
     def fileno(self) -> int:
-        """A descriptor for a poller. It signals edges: after each wake, and after each `send`, call `receive(0)`
-        until None.
+        """A descriptor for a poller.
+
+        It signals edges: after each wake, and after each `send`, call `receive(0)` until it returns None.
         """
         return int(self._require_open().getsockopt(zmq.FD))
 
@@ -373,6 +374,13 @@ class LocalClient(Generic[InboundT, OutboundT]):
     def _raise_if_gone(self) -> None:
         if self._gone:
             raise PeerError(f"'{self._name}' at {self._path}: {self._gone}; connect anew")
+
+
+def open_node_link(path: Path, name: str) -> LocalClient[NodeToWorker, WorkerToNode]:
+    """Connect a rank worker to the node that listens on `path`."""
+    client: LocalClient[NodeToWorker, WorkerToNode] = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
+    client.connect(path)
+    return client
 
 
 def _descriptor(frame: zmq.Frame) -> int:

@@ -58,7 +58,7 @@ class PeerIdentity:
 
 
 class PeerServer:
-    """The control door of a node: a ROUTER that any number of clients connect to. Built and used in one running loop."""
+    """The control door of a node: a ROUTER that clients connect to. Built and used in one running loop."""
 
     def __init__(
         self,
@@ -106,16 +106,15 @@ class PeerServer:
             socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-        _set_limits(socket, self._station.settings)
+        _set_limits(socket, self._station.settings, endpoint)
         monitor = Monitor(socket, HANDSHAKE_FAILED, self._on_handshake)
-        self._closers.append(monitor.close)
+        self._socket = LoopSocket(socket, self._on_parts)
+        self._closers += [self._socket.close, monitor.close]
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            socket.close()
             self.close()
             raise bind_error(endpoint, error.errno or 0, str(error)) from error
-        self._socket = LoopSocket(socket, self._on_parts)
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def send(self, peer: str, message: PeerMessage, *, give_up_s: float | None = None) -> None:
@@ -151,8 +150,6 @@ class PeerServer:
         for closer in reversed(self._closers):
             closer()
         self._closers.clear()
-        if self._socket is not None:
-            self._socket.close()
         if self._context is not None:
             self._context.close()
             self._context = None
@@ -266,10 +263,10 @@ class PeerClient:
         return self._link.peer
 
     def connect(self, endpoint: str, server_key: str = "") -> None:
-        """Begin to connect; returns at once. `server_key` is the server's public key in Z85, required when we have
-        keys.
+        """Begin to connect; returns at once.
 
-        Raises ConfigError on a malformed endpoint or key, or when the connection would leave this machine in the clear.
+        `server_key` is the server's public key in Z85, required when we have keys. Raises ConfigError on a malformed
+        endpoint or key, or when the connection would leave this machine in the clear.
         """
         if self._socket is not None:
             raise ConflictError(f"this client is connected to {self._endpoint} already")
@@ -278,7 +275,7 @@ class PeerClient:
         socket.setsockopt(zmq.IMMEDIATE, 1)  # Nothing queues for a connection that does not stand: delivery resends.
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_FIRST_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
-        _set_limits(socket, self._station.settings)
+        _set_limits(socket, self._station.settings, endpoint)
         keys = self._identity.keys
         if keys is not None and server_key:
             socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
@@ -286,13 +283,12 @@ class PeerClient:
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         self._endpoint = endpoint
         self._monitor = Monitor(socket, HANDSHAKE_FAILED | HANDSHAKE_SUCCEEDED, self._on_handshake)
+        self._socket = LoopSocket(socket, self._on_parts)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self._monitor.close()
-            socket.close()
+            self.close()
             raise ConfigError(f"control endpoint {endpoint} cannot be connected to: {error}") from error
-        self._socket = LoopSocket(socket, self._on_parts)
 
     def send(self, message: PeerMessage, *, give_up_s: float | None = None) -> None:
         """Deliver to the server. Raises CapacityError (it acknowledges nothing), InvalidInputError, ConflictError."""
@@ -365,13 +361,14 @@ class PeerClient:
         return False
 
 
-def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings) -> None:
+def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings, endpoint: str) -> None:
     # Frames up to twice the limit are refused by the codec, and counted; beyond that the connection itself is cut.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * settings.limits.max_frame_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
-    socket.setsockopt(zmq.IPV6, 1)
+    # Only where it is meant: an IPv6 socket would report an IPv4 address that it was bound to as ::ffff:a.b.c.d.
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
 
 
 def _user(frame: zmq.Frame) -> str:

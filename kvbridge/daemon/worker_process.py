@@ -15,11 +15,11 @@ from pathlib import Path
 
 import structlog
 
-from kvbridge.control.local import LocalClient
+from kvbridge.control.local import open_node_link
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.service.worker_life import serve_rank
-from kvbridge.telemetry.logs import configure_logs
+from kvbridge.telemetry.logs import LogFormat, configure_logs
 
 _PR_SET_PDEATHSIG = 1
 EXIT_FAILED = 3
@@ -33,9 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     given = _parse(arguments)
     _die_with_parent(given.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the node decides when we end
-    configure_logs(level=given.log_level, format=given.log_format, role="worker", rank=f"pp{given.pp}.tp{given.tp}")
+    configure_logs(role=f"worker pp{given.pp}.tp{given.tp}", level=given.log_level, form=_form(given.log_format))
     rank = Rank(pp=given.pp, tp=given.tp)
-    link = open_worker_client(Path(given.socket), f"worker-{rank}-{os.getpid()}-{secrets.token_hex(4)}")
+    link = open_node_link(Path(given.socket), f"worker-{rank}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         serve_rank(link, rank, pid=os.getpid(), setup_timeout_s=given.setup_timeout_s)
     except BridgeError as error:
@@ -56,6 +56,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", default="json")
     return parser.parse_args(arguments)
+
+
+def _form(name: str) -> LogFormat:
+    if name == "auto":
+        return "console" if sys.stderr.isatty() else "json"
+    return "console" if name == "console" else "json"
 
 
 def _die_with_parent(parent: int) -> None:

@@ -18,12 +18,11 @@ from pathlib import Path
 import structlog
 import torch
 
-from kvbridge.control.local import LocalClient
+from kvbridge.control.local import open_node_link
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import MemoryKind, Rank, Role
-from kvbridge.core.wire.messages import NodeToWorker, WorkerToNode
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
 from kvbridge.service.worker_life import serve_rank
 
@@ -77,7 +76,7 @@ class AdoptedWorker:
 
     def _serve(self, socket: Path, regions: Sequence[Region]) -> None:
         name = f"worker-{self.rank}-{os.getpid()}-{secrets.token_hex(4)}"
-        link: LocalClient[WorkerToNode, NodeToWorker] = open_worker_client(socket, name)
+        link = open_node_link(socket, name)
         try:
             serve_rank(
                 link,

@@ -59,7 +59,7 @@ class PlainCodec:
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """[n, width] -> uint8 [n, row_bytes]."""
         _check_shape(values, self.width)
-        return values.to(self.stored).contiguous().view(torch.uint8)
+        return values.to(self.stored, copy=True).contiguous().view(torch.uint8)
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
         """uint8 [n, row_bytes] -> [n, width] in `dtype`."""
@@ -101,7 +101,7 @@ class Fp8V4Codec:
         count = len(numbers)
         grouped = _grouped(numbers[:, : self.plain], FP8_SCALED_VALUES)
         exponent = _scale_exponent(grouped.abs().amax(dim=2))
-        quantised = _to_e4m3(grouped * _INVERSE_POWERS.to(exponent.device)[exponent].unsqueeze(2)).view(count, -1)[
+        quantised = _to_e4m3(grouped * _INVERSE_POWERS.to(exponent.device)[exponent].unsqueeze(2)).flatten(1)[
             :, : self.plain
         ]
         largest = torch.finfo(torch.bfloat16).max
@@ -124,8 +124,8 @@ class Fp8V4Codec:
         quantised = rows[:, : self.plain].contiguous().view(_E4M3).to(torch.float32)
         plain = _grouped(quantised, FP8_SCALED_VALUES) * _POWERS.to(exponent.device)[exponent].unsqueeze(2)
         rope = rows[:, self.plain : scales].contiguous().view(torch.bfloat16)
-        flat = plain.view(len(rows), -1)[:, : self.plain]
-        return torch.cat([flat, rope.to(torch.float32)], dim=1).to(self.dtype)
+        flat = plain.flatten(1)[:, : self.plain]
+        return _within(torch.cat([flat, rope.to(torch.float32)], dim=1), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Fp8IndexerCodec:
         # A subnormal scale could round to zero, and dividing by it would not be finite.
         scale = (largest / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
         scale = torch.where(largest > 0, scale, torch.ones_like(scale))
-        quantised = _to_e4m3(grouped / scale.unsqueeze(2)).view(len(values), -1)[:, : self.width]
+        quantised = _to_e4m3(grouped / scale.unsqueeze(2)).flatten(1)[:, : self.width]
         return torch.cat([quantised, scale.contiguous().view(torch.uint8)], dim=1)
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ class Fp8IndexerCodec:
         scale = rows[:, self.width :].clone().view(torch.float32)
         quantised = rows[:, : self.width].contiguous().view(_E4M3).to(torch.float32)
         values = _grouped(quantised, FP8_INDEXER_SCALED_VALUES) * scale.unsqueeze(2)
-        return values.view(len(rows), -1)[:, : self.width].to(self.dtype)
+        return _within(values.flatten(1)[:, : self.width], self.dtype)
 
 
 def row_codec(component: Component, *, width: int, dtype: torch.dtype, rope: int = 0) -> RowCodec:
@@ -228,6 +228,12 @@ def _scale_exponent(largest: torch.Tensor) -> torch.Tensor:
     power = torch.where(mantissa > 0.5, exponent, exponent - 1)
     power = torch.where(largest > 0, power, torch.zeros_like(power))
     return power.clamp(-_BIAS, len(_POWERS) - 1 - _BIAS).to(torch.int64) + _BIAS
+
+
+def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `values` in `dtype`; what rounding lifted beyond its range becomes its largest number."""
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).to(dtype)
 
 
 def _to_e4m3(values: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from kvbridge.control.local import LocalClient
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, ProtocolError, error_codes
-from kvbridge.core.wire.engine_messages import Answer, Call, NodeToEngine, Refused, RoomEvent
+from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
+from kvbridge.core.wire.engine_messages import Answer, Call, EngineToNode, NodeToEngine, Refused, RoomEvent
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
@@ -28,7 +29,8 @@ class EngineLink:
 
     def __init__(self, runtime_dir: Path, *, name: str, timeout_s: float) -> None:
         """Connect to the node whose runtime directory this is. `timeout_s` bounds every call."""
-        self._client: LocalClient[Call, NodeToEngine] = open_client(runtime_dir / ENGINE_SOCKET, name)
+        self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(name, NODE_TO_ENGINE, ENGINE_TO_NODE)
+        self._client.connect(runtime_dir / ENGINE_SOCKET)
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
         self._events: deque[RoomEvent] = deque()
@@ -39,7 +41,7 @@ class EngineLink:
 
     def call(self, message: Call, answer: type[AnswerT]) -> AnswerT:
         """Send a call and return its answer. Raises the BridgeError that the node answered, or DeadlineError."""
-        self._client.send(message)
+        self._client.send(message, self._timeout_s)  # type: ignore[arg-type]
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             left_s = deadline_s - time.monotonic()

@@ -30,6 +30,7 @@ PROBLEM_TYPE = "application/problem+json"
 MAX_FAULTS = 20
 
 _STATUS_CODES = {
+    400: InvalidInputError.code,
     404: "not_found",
     405: "method_not_allowed",
     413: "body_too_large",

@@ -1,17 +1,19 @@
-"""The CPU reference of every operation on memory: what the compiled forms must agree with, and what runs without a device.
+"""The CPU reference of every operation on memory: what the compiled forms must agree with, and what runs without a
+device.
 
-Owns: copying scattered stretches by address. Must not know: whose memory it is; an address that is not mapped ends the process, so
-callers check bounds first.
+Owns: copying scattered stretches by address. Must not know: whose memory it is; an address that is not mapped ends
+the process, so callers check bounds first.
 
-No compiler is assumed, so the copies are made by libc through ctypes, one call (0.3 us) a stretch. Where that call costs more
-than a second copy in cache would, below 8 KiB, numpy gathers many equally long stretches into a buffer and scatters
-them from there. Both let go of the interpreter lock while bytes move.
+No compiler is assumed, so the copies are made by libc through ctypes, one call (0.3 us) a stretch. Where that call
+costs more than a second copy in cache would, below 8 KiB, numpy gathers many equally long stretches into a buffer
+and scatters them from there. Both let go of the interpreter lock while bytes move.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,29 +32,34 @@ _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
 
 
-def copy_operations(
-    source_addresses: AddressArray, destination_addresses: AddressArray, lengths: AddressArray
-) -> None:
+def copy_operations(source_addresses: AddressArray, destination_addresses: AddressArray, lengths: AddressArray) -> None:
     """Copy `lengths[i]` bytes from `source_addresses[i]` to `destination_addresses[i]`, for every i.
 
-    Three one-dimensional uint64 arrays of equal length: virtual addresses of this process, mapped for as long as the call
-    lasts, and bytes. No destination overlaps a source or another destination. Blocks until every byte is copied.
+    Three one-dimensional uint64 arrays of equal length: virtual addresses of this process, mapped for as long as
+    the call lasts, and bytes. No destination overlaps a source or another destination. Blocks until every byte is
+    copied.
     """
     if not len(lengths):
         return
-    small = lengths < np.uint64(GATHER_BELOW_BYTES)
-    if not small.any():
-        _copy_each(source_addresses, destination_addresses, lengths)
+    each: list[npt.NDArray[np.intp]] = []
+    for length, chosen in _by_length(lengths):
+        if 0 < length < GATHER_BELOW_BYTES and len(chosen) >= GATHER_AT_LEAST:
+            _copy_equal(source_addresses[chosen], destination_addresses[chosen], length)
+        else:
+            each.append(chosen)
+    if each:
+        rest = np.concatenate(each)
+        _copy_each(source_addresses[rest], destination_addresses[rest], lengths[rest])
+
+
+def _by_length(lengths: AddressArray) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+    """Each length, with the indices that have it in ascending order."""
+    if (lengths == lengths[0]).all():
+        yield int(lengths[0]), np.arange(len(lengths))
         return
-    for length in np.unique(lengths[small]):
-        chosen = np.flatnonzero(lengths == length)
-        if len(chosen) < GATHER_AT_LEAST:
-            _copy_each(source_addresses[chosen], destination_addresses[chosen], lengths[chosen])
-        elif length:
-            _copy_equal(source_addresses[chosen], destination_addresses[chosen], int(length))
-    if not small.all():
-        large = ~small
-        _copy_each(source_addresses[large], destination_addresses[large], lengths[large])
+    order = np.argsort(lengths, kind="stable")
+    found, starts = np.unique(lengths[order], return_index=True)
+    yield from zip(found.tolist(), np.split(order, starts[1:]), strict=True)
 
 
 def _copy_each(source: AddressArray, destination: AddressArray, lengths: AddressArray) -> None:
@@ -70,7 +77,8 @@ def _copy_equal(source: AddressArray, destination: AddressArray, length: int) ->
 
 
 def _items(addresses: AddressArray, length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp]]:
-    """Memory from the lowest address on as an array in which item i is the `length` bytes at byte i, and where each address is in it.
+    """Memory from the lowest address on as an array in which item i is the `length` bytes at byte i, and where each
+    address is in it.
 
     Items overlap, and most of them may not be mapped; only those at the given addresses are ever looked at.
     """

@@ -38,11 +38,19 @@ class AdoptedPool(MemoryPool):
     ) -> None:
         """Check and adopt `given`: every component of `part` but `exclude`, each layer once, in the geometry's form.
 
-        `given` are whole regions of one extent each, at this process's addresses; `mappings` are the shared mappings
-        in which some of them lie. Raises InvalidInputError that names the component and layer that is missing or does
-        not fit.
+        `given` are regions of one extent each, at this process's addresses; `mappings` are shared mappings in which
+        some of them lie, so that other processes of the host can reach those. Raises InvalidInputError that names the
+        component and layer that is missing, too much, or of another form.
         """
-        _check(geometry, part, given, exclude)
+        _require_complete(geometry, part, given, exclude)
+        manifest = RankManifest(
+            fingerprint=fingerprint(geometry),
+            rank=part.rank,
+            pp_size=part.pp_size,
+            tp_size=part.tp_size,
+            regions=tuple(given),
+        )
+        check_manifest(manifest, geometry)
         regions = cut_regions(given, extent_bytes)
         super().__init__(regions, registered_extents(regions, mappings))
         self._closed = False
@@ -60,30 +68,31 @@ class AdoptedPool(MemoryPool):
 
 
 def cut_regions(given: Sequence[Region], extent_bytes: int) -> tuple[Region, ...]:
-    """Cut whole regions between pages into extents of at most `extent_bytes`. The order stays.
+    """Cut regions of one extent between pages into extents of at most `extent_bytes`. The order stays.
 
-    Regions that interleave are cut at the same pages, where they follow one pattern (one stride, one page count, all
-    of page 0 within one stride); otherwise no cut can keep their extents apart, and they stay whole, however long.
+    Regions that interleave are cut at the same pages, where they follow one pattern: one stride, one page count, all of
+    page 0 within one stride. Otherwise no cut could keep their extents apart, and they stay whole, however long.
     """
-    cut: dict[int, Region] = {}
+    cut: dict[tuple[ComponentKind, int], Region] = {}
     for group in _interleaving(given):
-        first = group[0]
-        stride, count = first.page_stride_bytes, first.page_count
-        start = first.extent_addresses[0]
-        if any(
-            (region.page_stride_bytes, region.page_count) != (stride, count)
-            or region.extent_addresses[0] >= start + stride
+        stride, count, start = group[0].page_stride_bytes, group[0].page_count, group[0].extent_addresses[0]
+        if all(
+            (region.page_stride_bytes, region.page_count) == (stride, count)
+            and region.extent_addresses[0] < start + stride
             for region in group
         ):
-            continue
-        per_extent = pages_per_extent(count, stride, extent_bytes)
-        for region in group:
-            addresses = tuple(region.extent_addresses[0] + page * stride for page in range(0, count, per_extent))
-            cut[id(region)] = region.model_copy(update={"extent_addresses": addresses, "pages_per_extent": per_extent})
-    return tuple(cut.get(id(region), region) for region in given)
+            per_extent = pages_per_extent(count, stride, extent_bytes)
+            cut |= {(region.component, region.layer): _cut(region, per_extent) for region in group}
+    return tuple(cut.get((region.component, region.layer), region) for region in given)
 
 
-def _check(
+def _cut(region: Region, per_extent: int) -> Region:
+    pages = range(0, region.page_count, per_extent)
+    addresses = tuple(region.extent_addresses[0] + page * region.page_stride_bytes for page in pages)
+    return region.model_copy(update={"extent_addresses": addresses, "pages_per_extent": per_extent})
+
+
+def _require_complete(
     geometry: ModelGeometry, part: RankPart, given: Sequence[Region], exclude: Collection[ComponentKind]
 ) -> None:
     held = {(component.kind, layer) for component, layers in part.components(geometry, exclude) for layer in layers}
@@ -93,21 +102,16 @@ def _check(
         raise InvalidInputError(
             f"rank {part.rank}: the engine gave no memory for {kind} layer {layer} ({len(missing)} regions are missing)"
         )
-    for region in given:
-        if (region.component, region.layer) not in held or region.space is IndexSpace.HOST:
-            raise InvalidInputError(f"rank {part.rank} does not hold {region.label} of '{geometry.name}' on its device")
-        if len(region.extent_addresses) != 1:
-            raise InvalidInputError(f"rank {part.rank}: {region.label} must be given whole, as one extent")
+    if foreign := sorted(named - held):
+        kind, layer = foreign[0]
+        raise InvalidInputError(
+            f"rank {part.rank} holds no {kind} layer {layer} of '{geometry.name}' on its device, but the engine gave it"
+        )
     if len(named) != len(given):
-        raise InvalidInputError(f"rank {part.rank}: {len(given)} regions name only {len(named)} components of layers")
-    manifest = RankManifest(
-        fingerprint=fingerprint(geometry),
-        rank=part.rank,
-        pp_size=part.pp_size,
-        tp_size=part.tp_size,
-        regions=tuple(given),
-    )
-    check_manifest(manifest, geometry)
+        raise InvalidInputError(f"rank {part.rank}: {len(given)} regions for {len(named)} components of layers")
+    for region in given:
+        if region.space is IndexSpace.HOST or len(region.extent_addresses) != 1:
+            raise InvalidInputError(f"rank {part.rank}: {region.label} must be device memory, given as one extent")
 
 
 def _interleaving(given: Sequence[Region]) -> list[list[Region]]:

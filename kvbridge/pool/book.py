@@ -140,7 +140,8 @@ class PageBook:
             taken = self._adopted_space(space).in_use(ids)
             if len(taken):
                 raise ConflictError(
-                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {self._owner_of(space, int(taken[0]))}; "
+                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to "
+                    f"{self._owner_of(space, int(taken[0]))}; "
                     f"the engine must not give it away before that room is over"
                 )
         for space, ids in checked.items():

@@ -12,7 +12,7 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
 
 Progress = Callable[[int, int], None]
-"""Called with (done bytes, total bytes), from the thread that called the long operation; the last call has both equal."""
+"""Called with (done bytes, total bytes) by the thread that called the long operation, at last with both equal."""
 
 EXTENT_ALIGNMENT_BYTES = 4096
 """Blocks of a placement begin at multiples of this, so that no two share a memory page."""

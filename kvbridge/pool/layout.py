@@ -24,12 +24,12 @@ from typing import Self
 from pydantic import Field
 
 from kvbridge.config.pools import HostLayout
-from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import lane_interval
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
 from kvbridge.pool.extent import EXTENT_ALIGNMENT_BYTES, align_up, pages_per_extent
-from kvbridge.pool.placement import Place, PlacedExtent, PlacedMapping, PlacedRegion, Placement
+from kvbridge.pool.placement import Place, PlacedMapping, PlacedRegion, Placement
 
 DEFAULT_EXTENT_BYTES = 1 << 30
 
@@ -101,7 +101,8 @@ def stage_layers(layer_count: int, pp_size: int, pp: int, boundaries: tuple[int,
     edges = (0, *boundaries, layer_count)
     if len(edges) != pp_size + 1 or any(left >= right for left, right in pairwise(edges)):
         raise InvalidInputError(
-            f"boundaries of {pp_size} stages are {pp_size - 1} ascending layer ids between 1 and {layer_count - 1}, got {boundaries}"
+            f"boundaries of {pp_size} stages are {pp_size - 1} ascending layer ids from 1 to {layer_count - 1}, "
+            f"got {boundaries}"
         )
     return tuple(range(edges[pp], edges[pp + 1]))
 
@@ -126,13 +127,8 @@ def device_placement(
             raise InvalidInputError(
                 f"{component.kind} on rank {part.rank} needs at least one page of space '{component.space}'"
             )
-        pages = _Pages(
-            component.kind,
-            component.space,
-            page_count,
-            part.lanes(component),
-            _page_bytes(component, part.lanes(component)),
-        )
+        start, stop = part.lanes(component)
+        pages = _Pages(component.kind, component.space, page_count, (start, stop), component.page_bytes(stop - start))
         blocks += [_Block(pages, (layer,)) for layer in layers]
     if not blocks:
         raise InvalidInputError(
@@ -150,19 +146,24 @@ def host_placement(
     layout: HostLayout = HostLayout.LAYER_FIRST,
     chunking: Chunking | None = None,
 ) -> Placement:
-    """Lay out a node's host pool: whole pages (all lanes) of `kinds`, for `layers` (default: all of the model).
+    """Lay out a node's host pool: pages of `kinds` for `layers` (default: all of the model), the same for every rank.
 
-    Raises InvalidInputError for a kind that cannot live on the host or that no layer has.
+    Raises InvalidInputError for a kind that cannot live on the host or that no layer has, UnsupportedError for one that
+    is split by heads.
     """
     blocks = []
     for component in (geometry.component(kind) for kind in sorted(set(kinds))):
         if not component.host_capable:
             raise InvalidInputError(f"{component.kind} of '{geometry.name}' cannot live in the host pool")
+        if component.lanes > 1:
+            raise UnsupportedError(
+                f"{component.kind} of '{geometry.name}' is split by heads over ranks; the host pool holds pages that all "
+                f"ranks of a node share"
+            )
         held = tuple(layer for layer in component.layers if layers is None or layer in layers)
         if not held:
             raise InvalidInputError(f"no layer of this node has {component.kind}, so its host pool cannot hold it")
-        lanes = (0, component.lanes)
-        pages = _Pages(component.kind, IndexSpace.HOST, page_count, lanes, _page_bytes(component, lanes))
+        pages = _Pages(component.kind, IndexSpace.HOST, page_count, (0, 1), component.page_bytes())
         blocks += (
             [_Block(pages, (layer,)) for layer in held] if layout is HostLayout.LAYER_FIRST else [_Block(pages, held)]
         )
@@ -172,10 +173,6 @@ def host_placement(
 
 
 # ------------------------------------------------------------------------------------------- inside
-
-
-def _page_bytes(component: Component, lanes: tuple[int, int]) -> int:
-    return component.page_bytes(lanes[1] - lanes[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,35 +218,25 @@ class _Block:
 
 
 class _Packer:
-    """Puts pieces one after another into mappings, and neighbouring pieces into one extent where they fit."""
+    """Puts pieces one after another into mappings."""
 
-    def __init__(self, chunking: Chunking) -> None:
-        self._chunking = chunking
+    def __init__(self, mapping_bytes: int | None) -> None:
+        self._mapping_bytes = mapping_bytes
         self._ends = [0]
-        self._extents: list[tuple[int, int, int]] = []
 
-    def put(self, length: int, *, apart: bool) -> Place:
-        """Find a place for a piece; `apart` from the one before, or directly behind it."""
+    def put(self, length: int, *, first: bool) -> Place:
+        """Find a place for a piece: apart from the piece before when it is the first of its block, else behind it."""
         start = self._ends[-1]
-        if apart and start:
+        if first and start:
             start = align_up(start + 1, EXTENT_ALIGNMENT_BYTES)
-        most = self._chunking.mapping_bytes
-        if most is not None and start and align_up(start + length, EXTENT_ALIGNMENT_BYTES) > most:
+        if self._mapping_bytes is not None and start and start + length > self._mapping_bytes:
             self._ends.append(0)
             start = 0
         self._ends[-1] = start + length
-        self._cover(len(self._ends) - 1, start, start + length)
         return Place(mapping=len(self._ends) - 1, offset_bytes=start)
 
-    def _cover(self, mapping: int, start: int, stop: int) -> None:
-        if self._extents:
-            last_mapping, last_start, _ = self._extents[-1]
-            if last_mapping == mapping and stop - last_start <= self._chunking.extent_bytes:
-                self._extents[-1] = (mapping, last_start, stop)
-                return
-        self._extents.append((mapping, start, stop))
-
     def mappings(self, name: str) -> tuple[PlacedMapping, ...]:
+        """The mappings that hold everything that was put."""
         return tuple(
             PlacedMapping(
                 name=name if len(self._ends) == 1 else f"{name}-{index}",
@@ -258,24 +245,15 @@ class _Packer:
             for index, end in enumerate(self._ends)
         )
 
-    def extents(self, name: str) -> tuple[PlacedExtent, ...]:
-        return tuple(
-            PlacedExtent(
-                start=Place(mapping=mapping, offset_bytes=start),
-                length_bytes=stop - start,
-                label=f"{name} extent {index}",
-            )
-            for index, (mapping, start, stop) in enumerate(self._extents)
-        )
-
 
 def _pack(
     blocks: list[_Block], name: str, chunking: Chunking, *, memory: MemoryKind = MemoryKind.DRAM, device: int = 0
 ) -> Placement:
-    longest = chunking.extent_bytes
-    if chunking.mapping_bytes is not None:
-        longest = min(longest, chunking.mapping_bytes // EXTENT_ALIGNMENT_BYTES * EXTENT_ALIGNMENT_BYTES)
-    packer = _Packer(chunking)
+    mapping_bytes = chunking.mapping_bytes
+    if mapping_bytes is not None:
+        mapping_bytes = mapping_bytes // EXTENT_ALIGNMENT_BYTES * EXTENT_ALIGNMENT_BYTES
+    longest = min(chunking.extent_bytes, mapping_bytes or chunking.extent_bytes)
+    packer = _Packer(mapping_bytes)
     regions: list[PlacedRegion] = []
     for block in blocks:
         try:
@@ -283,14 +261,8 @@ def _pack(
         except InvalidInputError as error:
             raise InvalidInputError(f"{block.pages.kind}, {len(block.layers)} layers together: {error}") from error
         starts = [
-            packer.put(min(per_extent, block.pages.count - first) * block.stride_bytes, apart=first == 0)
+            packer.put(min(per_extent, block.pages.count - first) * block.stride_bytes, first=first == 0)
             for first in range(0, block.pages.count, per_extent)
         ]
         regions += block.regions(starts, per_extent)
-    return Placement(
-        memory=memory,
-        device=device,
-        mappings=packer.mappings(name),
-        regions=tuple(regions),
-        extents=packer.extents(name),
-    )
+    return Placement(memory=memory, device=device, mappings=packer.mappings(name), regions=tuple(regions))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar, Self
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
@@ -17,6 +16,7 @@ from kvbridge.pool.extent import Progress, ignore_progress
 from kvbridge.pool.memory_pool import MemoryPool
 from kvbridge.pool.placement import Placement
 from kvbridge.pool.shared_mapping import DEFAULT_CHUNK_BYTES, SharedMapping, close_all, require_memory
+from kvbridge.pool.sharing import registered_extents
 
 
 def mapping_paths(placement: Placement, directory: Path | str, prefix: str) -> tuple[str, ...]:
@@ -25,15 +25,21 @@ def mapping_paths(placement: Placement, directory: Path | str, prefix: str) -> t
 
 
 class MappedPool(MemoryPool):
-    """A pool whose mappings are shared files. Made by `create` or `open`; it keeps its placement."""
+    """A pool whose mappings are shared files. Made by `create` or `open`."""
 
     spaces: ClassVar[frozenset[IndexSpace]]
     """Which index spaces the regions of this kind of pool may count in."""
 
     def __init__(self, placement: Placement, mappings: Sequence[SharedMapping]) -> None:
-        addresses = [mapping.address for mapping in mappings]
-        paths = [str(mapping.path) for mapping in mappings]
-        super().__init__(placement.regions_at(addresses), placement.extents_at(addresses, paths))
+        if placement.memory is not MemoryKind.DRAM:
+            raise UnsupportedError(f"a pool of {placement.memory} cannot be a shared file; allocate it on the device")
+        spaces = placement.page_counts().keys()
+        if not spaces <= self.spaces:
+            raise InvalidInputError(
+                f"a {type(self).__name__} holds pages of {sorted(self.spaces)}, got regions of {sorted(spaces)}"
+            )
+        regions = placement.regions_at([mapping.address for mapping in mappings])
+        super().__init__(regions, registered_extents(regions, mappings))
         self.placement = placement
         self._mappings = tuple(mappings)
 
@@ -52,7 +58,6 @@ class MappedPool(MemoryPool):
 
         `on_progress` counts over all files. Raises RegistrationError, and leaves nothing, when they cannot be created.
         """
-        cls._check(placement)
         paths = mapping_paths(placement, directory, prefix)
         require_memory(paths[0], placement.total_bytes)
         mappings: list[SharedMapping] = []
@@ -70,21 +75,30 @@ class MappedPool(MemoryPool):
                     )
                 )
                 done_bytes += planned.length_bytes
+            return cls(placement, mappings)
         except BaseException:
             close_all(mappings)
             raise
-        return cls(placement, mappings)
 
     @classmethod
     def open(cls, placement: Placement, paths: Sequence[Path | str]) -> Self:
         """Map a pool that another process has created from the same placement. Raises RegistrationError."""
-        cls._check(placement)
         if len(paths) != len(placement.mappings):
             raise InvalidInputError(
                 f"a placement of {len(placement.mappings)} mappings needs one path for each, got {len(paths)}"
             )
         lengths = [mapping.length_bytes for mapping in placement.mappings]
-        return cls(placement, _open_all(paths, lengths))
+        mappings = _open_all(paths, lengths)
+        try:
+            return cls(placement, mappings)
+        except BaseException:
+            close_all(mappings)
+            raise
+
+    @property
+    def mappings(self) -> tuple[SharedMapping, ...]:
+        """The mappings themselves, for whoever builds views of whole regions or pins memory for a device."""
+        return self._mappings
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -92,18 +106,13 @@ class MappedPool(MemoryPool):
         return tuple(str(mapping.path) for mapping in self._mappings)
 
     @property
-    def mappings(self) -> tuple[SharedMapping, ...]:
-        """The mappings themselves, for whoever builds views of whole regions or pins memory for a device."""
-        return self._mappings
-
-    def shared_regions(self) -> tuple[SharedRegion, ...]:
-        """The regions as other processes of the node find them."""
-        return self.placement.shared_regions(self.paths)
-
-    @property
     def total_bytes(self) -> int:
         """Bytes of all mappings."""
         return sum(mapping.length_bytes for mapping in self._mappings)
+
+    def shared_regions(self) -> tuple[SharedRegion, ...]:
+        """The regions as other processes of the host map them (`sharing.MappedRegions`)."""
+        return self.placement.shared_regions(self.paths)
 
     def close(self) -> None:
         """Unmap everything; the creator removes the files. Harmless when closed.
@@ -113,17 +122,12 @@ class MappedPool(MemoryPool):
         """
         close_all(self._mappings)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         pages = ", ".join(f"{count} {space}" for space, count in self.page_counts().items())
-        return f"<{type(self).__name__}: {len(self._regions)} regions, {pages} pages, {self.total_bytes} bytes in {len(self._mappings)} files>"
+        return (
+            f"<{type(self).__name__}: {len(self.regions())} regions, pages {pages}, "
+            f"{self.total_bytes} bytes in {len(self._mappings)} files>"
+        )
 
     def _view(self, address: int, length_bytes: int, memory: MemoryKind) -> memoryview:
         del memory  # a mapping is DRAM
@@ -132,16 +136,6 @@ class MappedPool(MemoryPool):
             if start >= 0 and start + length_bytes <= mapping.length_bytes:
                 return mapping.buffer[start : start + length_bytes]
         raise InvalidInputError(f"{length_bytes} bytes at {address:#x} are not in any mapping of {self!r}")
-
-    @classmethod
-    def _check(cls, placement: Placement) -> None:
-        if placement.memory is not MemoryKind.DRAM:
-            raise UnsupportedError(f"a pool of {placement.memory} cannot be a shared file; allocate it on the device")
-        spaces = {region.space for region in placement.regions}
-        if not spaces <= cls.spaces:
-            raise InvalidInputError(
-                f"a {cls.__name__} holds pages of {sorted(cls.spaces)}, got regions of {sorted(spaces)}"
-            )
 
 
 def _part_of(on_progress: Progress, before_bytes: int, total_bytes: int) -> Progress:

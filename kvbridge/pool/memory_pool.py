@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
 
 from kvbridge.core.errors import InvalidInputError, NotFoundError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind
@@ -25,8 +27,8 @@ class MemoryPool(ABC):
         for region in regions:
             if self._page_counts.setdefault(region.space, region.page_count) != region.page_count:
                 raise InvalidInputError(
-                    f"{region.component} layer {region.layer} has {region.page_count} pages, other regions of space '{region.space}' "
-                    f"have {self._page_counts[region.space]}; a page id must exist in all of them"
+                    f"{region.label} has {region.page_count} pages, other regions of space '{region.space}' have "
+                    f"{self._page_counts[region.space]}; a page id must exist in all of them"
                 )
 
     def regions(self) -> tuple[Region, ...]:
@@ -59,9 +61,17 @@ class MemoryPool(ABC):
         return region.extent_addresses[extent] + within * region.page_stride_bytes
 
     def page_view(self, component: ComponentKind, layer: int, page: int) -> memoryview:
-        """A writable view of one page's bytes (`page_bytes` long). Raises as `page_address`; UnsupportedError for VRAM."""
+        """A writable view of one page (`page_bytes` bytes). Raises as `page_address`; UnsupportedError for VRAM."""
         region = self.region(component, layer)
         return self._view(self.page_address(component, layer, page), region.page_bytes, region.memory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     @abstractmethod
     def _view(self, address: int, length_bytes: int, memory: MemoryKind) -> memoryview:

@@ -19,7 +19,6 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive
 from kvbridge.core.wire.messages import SharedRegion
-from kvbridge.pool.extent import Extent
 
 
 class PlacedMapping(FrozenModel):
@@ -34,14 +33,6 @@ class Place(FrozenModel):
 
     mapping: NonNegative
     offset_bytes: NonNegative
-
-
-class PlacedExtent(FrozenModel):
-    """A stretch of one mapping that is registered as one."""
-
-    start: Place
-    length_bytes: Positive
-    label: str
 
 
 class PlacedRegion(FrozenModel):
@@ -72,23 +63,16 @@ class PlacedRegion(FrozenModel):
 
 
 class Placement(FrozenModel):
-    """A whole pool: its mappings, its regions and the extents to register. All of it is one kind of memory."""
+    """A whole pool: its mappings and its regions. All of it is one kind of memory."""
 
     memory: MemoryKind = MemoryKind.DRAM
     device: NonNegative = 0
     mappings: tuple[PlacedMapping, ...] = Field(min_length=1)
     regions: tuple[PlacedRegion, ...] = Field(min_length=1)
-    extents: tuple[PlacedExtent, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         lengths = [mapping.length_bytes for mapping in self.mappings]
-        for extent in self.extents:
-            if (
-                extent.start.mapping >= len(lengths)
-                or extent.start.offset_bytes + extent.length_bytes > lengths[extent.start.mapping]
-            ):
-                raise ValueError(f"extent '{extent.label}' does not lie within its mapping")
         for region in self.regions:
             for index, start in enumerate(region.starts):
                 if start.mapping >= len(lengths) or region.extent_end(index) > lengths[start.mapping]:
@@ -108,41 +92,20 @@ class Placement(FrozenModel):
 
     def regions_at(self, addresses: Sequence[int]) -> tuple[Region, ...]:
         """The regions once mapping `i` begins at address `addresses[i]`."""
-        self._require_one_each("address", addresses)
+        if len(addresses) != len(self.mappings):
+            raise InvalidInputError(
+                f"a placement of {len(self.mappings)} mappings needs one address for each, got {len(addresses)}"
+            )
         return tuple(region.at(addresses, self.memory, self.device) for region in self.regions)
 
-    def extents_at(self, addresses: Sequence[int], paths: Sequence[str] | None = None) -> tuple[Extent, ...]:
-        """The extents to register once mapping `i` begins at `addresses[i]`, and is the file `paths[i]` if there are files."""
-        self._require_one_each("address", addresses)
-        files = paths if paths is not None else [""] * len(self.mappings)
-        self._require_one_each("path", files)
-        return tuple(
-            Extent(
-                address=addresses[extent.start.mapping] + extent.start.offset_bytes,
-                length_bytes=extent.length_bytes,
-                memory=self.memory,
-                device=self.device,
-                path=files[extent.start.mapping],
-                offset_bytes=extent.start.offset_bytes if files[extent.start.mapping] else 0,
-                label=extent.label,
-            )
-            for extent in self.extents
-        )
-
     def shared_regions(self, paths: Sequence[str]) -> tuple[SharedRegion, ...]:
-        """The regions as another process finds them, when mapping `i` is the file `paths[i]`."""
-        self._require_one_each("path", paths)
-        origin = [0] * len(self.mappings)
-        return tuple(
-            SharedRegion(
-                region=region.at(origin, self.memory, self.device),
-                paths=tuple(paths[start.mapping] for start in region.starts),
-            )
-            for region in self.regions
-        )
-
-    def _require_one_each(self, what: str, given: Sequence[object]) -> None:
-        if len(given) != len(self.mappings):
+        """The regions as another process of the host finds them, when mapping `i` is the file `paths[i]`."""
+        if len(paths) != len(self.mappings):
             raise InvalidInputError(
-                f"a placement of {len(self.mappings)} mappings needs one {what} for each, got {len(given)}"
+                f"a placement of {len(self.mappings)} mappings needs one path for each, got {len(paths)}"
             )
+        offsets = self.regions_at([0] * len(self.mappings))
+        return tuple(
+            SharedRegion(region=region, paths=tuple(paths[start.mapping] for start in placed.starts))
+            for region, placed in zip(offsets, self.regions, strict=True)
+        )

@@ -31,7 +31,8 @@ def register_extents(
             register(batch)
         except TransportError as error:
             raise RegistrationError(
-                f"'{batch[0].label}' to '{batch[-1].label}' could not be registered, after {done} of {total} bytes: {error}"
+                f"'{batch[0].label}' to '{batch[-1].label}' could not be registered, "
+                f"after {done} of {total} bytes: {error}"
             ) from error
         done += sum(extent.length_bytes for extent in batch)
         on_progress(done, total)

@@ -104,8 +104,8 @@ class SharedMapping:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise RegistrationError(
-                f"cannot open shared memory {path}: {error.strerror}; the process that owns it must be running on this host, "
-                f"as the same user and with the same {path.parent} (containers: share it)"
+                f"cannot open shared memory {path}: {error.strerror}; the process that owns it must be running "
+                f"on this host, as the same user and with the same {path.parent} (containers: share it)"
             ) from error
         try:
             found = os.fstat(descriptor).st_size
@@ -138,7 +138,7 @@ class SharedMapping:
         return self._mapped.closed
 
     def unlink(self) -> None:
-        """Remove the file's name, so that nobody new can open it; mappings go on. The owner only; harmless when done."""
+        """As the owner, remove the file's name, so that nobody new can open it; mappings go on. Harmless when done."""
         if not self._linked:
             return
         self._linked = False
@@ -156,7 +156,8 @@ class SharedMapping:
             self._mapped.close()
         except BufferError:
             raise ConflictError(
-                f"shared memory {self.path} cannot be unmapped while views of it are in use; release them and close it again"
+                f"shared memory {self.path} cannot be unmapped while views of it are in use; "
+                f"release them and close it again"
             ) from None
 
     def __enter__(self) -> Self:
@@ -209,7 +210,7 @@ class SharedMapping:
 
 
 def close_all(mappings: Iterable[SharedMapping]) -> None:
-    """Close every mapping, also those behind one that is still in use; then raise ConflictError for the first of those."""
+    """Close every mapping, also those behind one that is still in use; ConflictError for the first such one then."""
     busy: list[ConflictError] = []
     for mapping in mappings:
         try:
@@ -227,11 +228,8 @@ def remove_stale(directory: Path | str, prefix: str) -> list[Path]:
     """
     if not prefix or "/" in prefix:
         raise InvalidInputError(f"stale files need a non-empty prefix without '/', got '{prefix}'")
-    removed = []
-    for path in sorted(Path(directory).iterdir()):
-        if path.name.startswith(prefix) and _remove_if_stale(path):
-            removed.append(path)
-    return removed
+    candidates = sorted(path for path in Path(directory).iterdir() if path.name.startswith(prefix))
+    return [path for path in candidates if _remove_if_stale(path)]
 
 
 def _remove_if_stale(path: Path) -> bool:
@@ -291,7 +289,8 @@ def _nameless_file(path: Path, length_bytes: int) -> Iterator[int]:
     except OSError as error:
         raise RegistrationError(
             f"cannot create shared memory {path} of {length_bytes} bytes: {error.strerror}; "
-            f"{path.parent} must be a writable tmpfs such as /dev/shm, and limits on address space or file size must allow it"
+            f"{path.parent} must be a writable tmpfs such as /dev/shm, and limits on file size and address space "
+            f"must allow it"
         ) from error
 
 

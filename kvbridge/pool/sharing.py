@@ -1,6 +1,7 @@
 """Regions as other processes of the node see them: files and offsets, turned into addresses here.
 
-Owns: that translation, the mappings that it opens, and the extents that hold a set of regions. Must not know: who the other process is.
+Owns: that translation, the mappings that it opens, and the extents that hold a set of regions. Must not know: who the
+other process is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.messages import SharedRegion
@@ -23,7 +25,7 @@ class MappedRegions:
     """
 
     def __init__(self, shared: Iterable[SharedRegion]) -> None:
-        """Raises RegistrationError when a file is gone or not ours to open."""
+        """Raises RegistrationError for a file that is gone or not ours, InvalidInputError for a region beyond it."""
         self._mappings: dict[str, SharedMapping] = {}
         try:
             self.regions: tuple[Region, ...] = tuple(self._place(region) for region in shared)
@@ -32,11 +34,24 @@ class MappedRegions:
             raise
 
     def _place(self, shared: SharedRegion) -> Region:
+        self._check(shared)
         addresses = tuple(
             self._mapping(path).address + offset
             for path, offset in zip(shared.paths, shared.region.extent_addresses, strict=True)
         )
         return shared.region.model_copy(update={"extent_addresses": addresses})
+
+    def _check(self, shared: SharedRegion) -> None:
+        """A region that reaches beyond its file would only show as a crash, in whoever touches it."""
+        region, extents = shared.region, region_extents(shared.region)
+        if len(shared.paths) != len(extents):
+            raise InvalidInputError(f"{region.label} has {len(extents)} extents, but {len(shared.paths)} paths")
+        for path, (offset, pages) in zip(shared.paths, extents, strict=True):
+            end = offset + (pages - 1) * region.page_stride_bytes + region.page_bytes
+            if end > self._mapping(path).length_bytes:
+                raise InvalidInputError(
+                    f"{region.label} ends at byte {end} of {path}, which has {self._mapping(path).length_bytes}"
+                )
 
     def _mapping(self, path: str) -> SharedMapping:
         if path not in self._mappings:
@@ -65,11 +80,16 @@ class MappedRegions:
 def registered_extents(regions: Iterable[Region], mappings: Sequence[SharedMapping] = ()) -> list[Extent]:
     """Return the stretches of memory that hold `regions`, in address order: what is to be registered, each once.
 
-    Regions whose pages interleave (`page_first`) share an extent; regions that merely touch do not. An extent inside one of
-    `mappings` carries its file.
+    Regions whose pages interleave (`page_first`) share an extent; regions that merely touch do not. An extent inside
+    one of `mappings` carries its file.
     """
     spans = sorted(
-        (address, address + (pages - 1) * region.page_stride_bytes + region.page_bytes, str(region.memory), region.device)
+        (
+            address,
+            address + (pages - 1) * region.page_stride_bytes + region.page_bytes,
+            str(region.memory),
+            region.device,
+        )
         for region in regions
         for address, pages in region_extents(region)
     )
@@ -102,6 +122,4 @@ def _extent(start: int, stop: int, kind: MemoryKind, device: int, mappings: Sequ
                 offset_bytes=offset,
                 label=f"{mapping.path.name} at {offset}",
             )
-    return Extent(
-        address=start, length_bytes=stop - start, memory=kind, device=device, label=f"{kind} at {start:#x}"
-    )
+    return Extent(address=start, length_bytes=stop - start, memory=kind, device=device, label=f"{kind} at {start:#x}")

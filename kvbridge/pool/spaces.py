@@ -50,7 +50,8 @@ class AdoptedSpace:
         pages = np.array(ids)
         if pages.ndim != 1 or (len(pages) and not np.issubdtype(pages.dtype, np.integer)):
             raise InvalidInputError(
-                f"pages of adopted space '{self.name}' are a one-dimensional list of integers, got {pages.dtype} of shape {pages.shape}"
+                f"pages of adopted space '{self.name}' are a one-dimensional list of integers, "
+                f"got {pages.dtype} of shape {pages.shape}"
             )
         outside = pages[(pages < 0) | (pages >= self.usable)]
         if len(outside):

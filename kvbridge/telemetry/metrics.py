@@ -8,18 +8,24 @@ address is never a label: those belong in logs.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.process_collector import ProcessCollector
 
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Amounts
 
+MAX_LABEL_VALUES = 64
+"""Distinct words that an open label of one metric may show; further ones count as "other"."""
 TABLE_PATH = Path(__file__).with_name("METRICS.md")
 
 _OPERATION_BUCKETS_BYTES = tuple(float(1 << power) for power in range(10, 27, 2))
@@ -70,8 +76,8 @@ BUSY = MetricSpec(
 OPERATION = MetricSpec(
     "kvbridge_operation_bytes",
     _HISTOGRAM,
-    ("component", "transport"),
-    "Sizes of the copies that were submitted; small ones are bound by their count.",
+    ("component", "direction", "transport"),
+    "Sizes of copies, each room's at their mean; small ones are bound by their count.",
     _OPERATION_BUCKETS_BYTES,
 )
 PHASE = MetricSpec(
@@ -82,7 +88,10 @@ ROOMS_ENDED = MetricSpec(
     "kvbridge_rooms_ended_total", _COUNTER, ("state", "code"), "Rooms that ended, with the code of the first cause."
 )
 POOL = MetricSpec(
-    "kvbridge_pool_pages", _GAUGE, ("space", "state"), "Pages of each index space; over all states they sum to the pool."
+    "kvbridge_pool_pages",
+    _GAUGE,
+    ("space", "state"),
+    "Pages of each index space; over all states they sum to the pool.",
 )
 REFUSED = MetricSpec(
     "kvbridge_admissions_refused_total", _COUNTER, ("code",), "Requests that were not admitted, by stable error code."
@@ -158,30 +167,144 @@ class BusyTime:
         return taken
 
 
-class Metrics:
-    """The metrics of one daemon, in a registry of its own. Every method may be called from any thread."""
+class _SizeHistogram:
+    """A histogram that takes many observations of one size at once, which `prometheus_client.Histogram` does not."""
 
-    def __init__(self, role: str, version: str) -> None:
-        self.registry = CollectorRegistry(auto_describe=True)
+    def __init__(self, spec: MetricSpec) -> None:
+        self._spec = spec
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+
+    def observe(self, labels: tuple[str, ...], size: float, count: int) -> None:
+        counts = self._counts.setdefault(labels, [0] * (len(self._spec.buckets) + 1))
+        counts[bisect_left(self._spec.buckets, size)] += count
+        self._sums[labels] = self._sums.get(labels, 0.0) + size * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._spec.name, self._spec.help, labels=self._spec.labels)
+        bounds = [*(f"{bound:.1f}" for bound in self._spec.buckets), "+Inf"]
+        for labels, counts in self._counts.items():
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric(labels, buckets, self._sums[labels])
+        yield family
+
+
+class Metrics:
+    """The metrics of one daemon, in a registry of its own. Used by one thread: that of the daemon's loop."""
+
+    def __init__(self, *, role: str, version: str, clock: Clock = monotonic) -> None:
+        self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        counters = {spec.name: self._counter(spec) for spec in METRICS if spec.kind is _COUNTER}
-        gauges = {spec.name: self._gauge(spec) for spec in METRICS if spec.kind is _GAUGE}
-        histograms = {spec.name: self._histogram(spec) for spec in METRICS if spec.kind is _HISTOGRAM}
-        self._counters, self._gauges, self._histograms = counters, gauges, histograms
+        self._clock = clock
+        self._counters = {spec: self._counter(spec) for spec in METRICS if spec.kind is MetricKind.COUNTER}
+        self._gauges = {spec: self._gauge(spec) for spec in METRICS if spec.kind is MetricKind.GAUGE}
+        self._phases = Histogram(PHASE.name, PHASE.help, PHASE.labels, buckets=PHASE.buckets, registry=self.registry)
+        self._operations = _SizeHistogram(OPERATION)
+        self.registry.register(self._operations)
         self._busy: dict[tuple[str, str], BusyTime] = {}
-        gauges[BUILD.name].labels(version=version, role=role).set(1)
+        self._seen: dict[MetricSpec, set[str]] = {}
+        self._gauges[BUILD].labels(version, role).set(1)
 
     def render(self) -> tuple[bytes, str]:
-        """Return the scrape body and its content type."""
-        now_s = time.monotonic()
-        for (direction, transport), busy in self._busy.items():
-            seconds = busy.take_s(now_s)
-            self._counters[BUSY.name].labels(direction=direction, transport=transport).inc(seconds)
+        """Return the scrape's body and its content type."""
+        now_s = self._clock()
+        for labels, busy in self._busy.items():
+            self._counters[BUSY].labels(*labels).inc(busy.take_s(now_s))
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def transferred(self, amounts: Amounts, direction: Direction, transport: str) -> None:
-        """Count what has arrived."""
-        for component, amount in amounts.items():
-            labels = {"component": component.value, "direction": direction.value, "transport": transport}
-            self._counters[TRANSFERRED.name].labels(**labels).inc(amount.bytes)
+        """Count what has arrived: bytes by component, and its operations at their mean size."""
+        transport = self._known(TRANSFERRED, transport)
+        for kind, amount in amounts.items():
+            self._counters[TRANSFERRED].labels(kind.value, direction.value, transport).inc(amount.bytes)
+            if amount.operations:
+                mean_bytes = amount.bytes / amount.operations
+                self._operations.observe((kind.value, direction.value, transport), mean_bytes, amount.operations)
 
+    def transfer_began(self, direction: Direction, transport: str) -> None:
+        """A transfer is under way; `transfer_ended` with the same words follows, whatever becomes of it."""
+        labels = (direction.value, self._known(BUSY, transport))
+        self._busy.setdefault(labels, BusyTime()).begin(self._clock())
+
+    def transfer_ended(self, direction: Direction, transport: str) -> None:
+        """A transfer is over."""
+        self._busy[direction.value, self._known(BUSY, transport)].end(self._clock())
+
+    def phases(self, phases_s: Mapping[str, float]) -> None:
+        """Observe how long each phase of a room took, in seconds."""
+        for phase, seconds in phases_s.items():
+            self._phases.labels(self._known(PHASE, phase)).observe(seconds)
+
+    def rooms(self, by_state: Mapping[str, int]) -> None:
+        """Set how many rooms there are in each state; states that are left out have none."""
+        self._replace(ROOMS, (), by_state)
+
+    def room_ended(self, state: str, code: str) -> None:
+        """Count a room that ended; `code` is empty when it completed."""
+        self._counters[ROOMS_ENDED].labels(state, self._known(ROOMS_ENDED, code)).inc()
+
+    def pool(self, space: IndexSpace, by_state: Mapping[str, int]) -> None:
+        """Set how many pages of a space are in each state; states that are left out have none."""
+        self._replace(POOL, (space.value,), by_state)
+
+    def peers(self, by_state: Mapping[str, int]) -> None:
+        """Set how many peers are in each state; states that are left out have none."""
+        self._replace(PEERS, (), by_state)
+
+    def admission_refused(self, code: str) -> None:
+        """Count a request that was not admitted, by the code of its error."""
+        self._counters[REFUSED].labels(self._known(REFUSED, code)).inc()
+
+    def frame_refused(self, reason: str) -> None:
+        """Count a control frame or connection that was refused."""
+        self._counters[FRAMES_REFUSED].labels(self._known(FRAMES_REFUSED, reason)).inc()
+
+    def resent(self, count: int = 1) -> None:
+        """Count control messages that were sent again."""
+        self._counters[RESENT].inc(count)
+
+    def undelivered(self, count: int = 1) -> None:
+        """Count control messages that were given up."""
+        self._counters[UNDELIVERED].inc(count)
+
+    def worker_restarted(self, reason: str) -> None:
+        """Count a rank worker that was started again."""
+        self._counters[WORKER_RESTARTS].labels(self._known(WORKER_RESTARTS, reason)).inc()
+
+    def registration(self, done_bytes: int, total_bytes: int) -> None:
+        """Set how much of the pools is registered."""
+        self._gauges[REGISTRATION].set(done_bytes / total_bytes if total_bytes else 1.0)
+
+    def ready(self, ready: bool) -> None:
+        """Set whether new rooms can be admitted."""
+        self._gauges[READY].set(1 if ready else 0)
+
+    def _counter(self, spec: MetricSpec) -> Counter:
+        return Counter(spec.name, spec.help, spec.labels, registry=self.registry)
+
+    def _gauge(self, spec: MetricSpec) -> Gauge:
+        return Gauge(spec.name, spec.help, spec.labels, registry=self.registry)
+
+    def _known(self, spec: MetricSpec, value: str) -> str:
+        """Return a label value, or "other" once a metric has seen too many: some of these words come from peers."""
+        seen = self._seen.setdefault(spec, set())
+        if value not in seen and len(seen) >= MAX_LABEL_VALUES:
+            return "other"
+        seen.add(value)
+        return value
+
+    def _replace(self, spec: MetricSpec, first_labels: tuple[str, ...], by_state: Mapping[str, int]) -> None:
+        states = {self._known(spec, state): count for state, count in by_state.items()}
+        for state in self._seen.get(spec, set()):
+            self._gauges[spec].labels(*first_labels, state).set(states.get(state, 0))
+
+
+def metrics_table() -> str:
+    """Return the text of METRICS.md: every metric in a table."""
+    rows = [
+        f"| `{spec.name}` | {spec.kind} | {', '.join(f'`{label}`' for label in spec.labels) or '-'} | {spec.help} |"
+        for spec in METRICS
+    ]
+    head = ["# Metrics", "", "| name | type | labels | meaning |", "|---|---|---|---|"]
+    tail = ["", "The usual `process_*` metrics are there as well.", ""]
+    return "\n".join(head + rows + tail)

@@ -9,6 +9,7 @@ refused even if they touch, since they are two registrations.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -44,7 +45,7 @@ class Extents:
     def add(self, extents: Sequence[Extent]) -> None:
         """Take in all of `extents` or, when one overlaps another or a known one, none (InvalidInputError)."""
         merged = sorted([*self._lengths.items(), *extents])
-        for (left, left_bytes), (right, right_bytes) in zip(merged, merged[1:], strict=False):
+        for (left, left_bytes), (right, right_bytes) in itertools.pairwise(merged):
             if left + left_bytes > right:
                 raise InvalidInputError(
                     f"memory of {self._whose}: {_range(right, right_bytes)} overlaps {_range(left, left_bytes)}, "
@@ -80,7 +81,7 @@ class Extents:
         position = np.searchsorted(self._starts, addresses, side="right")
         extent = np.maximum(position, 1) - 1
         room = self._stops[extent] - addresses  # meaningless (wrapped) where the address is outside; masked below
-        inside = (position > 0) & (addresses < self._stops[extent]) & (lengths > 0) & (lengths <= room)
+        inside: npt.NDArray[np.bool_] = (position > 0) & (addresses < self._stops[extent]) & (lengths > 0) & (lengths <= room)
         return ~inside
 
     def _set(self, lengths: dict[int, int]) -> None:

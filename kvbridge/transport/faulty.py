@@ -19,7 +19,7 @@ import numpy as np
 
 from kvbridge.config.transports import FaultySettings
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import TransportError
+from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import (
     Capabilities,
@@ -123,9 +123,12 @@ class FaultyTransport(Transport):
         remaining = []
         for delivery in self._late:
             if delivery.transfer is None and self._clock() >= delivery.due_s:
-                delivery.transfer = self._inner.submit(
-                    delivery.peer, delivery.operations, deadline_s=delivery.deadline_s
-                )
+                try:
+                    delivery.transfer = self._inner.submit(
+                        delivery.peer, delivery.operations, deadline_s=delivery.deadline_s
+                    )
+                except BridgeError:
+                    continue  # its peer has been disconnected or its memory unregistered: nothing is left to be late
             if delivery.transfer is None or not delivery.transfer.poll().state.terminal:
                 remaining.append(delivery)
         self._late = remaining

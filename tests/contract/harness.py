@@ -16,12 +16,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import pytest
 
-from kvbridge.config.transports import FaultySettings, LocalSettings, MooncakeSettings, NixlSettings, TransportSettings
-from kvbridge.transport.base import Endpoint, Transfer, TransferState, TransferStatus, Transport
+from kvbridge.config.transports import FaultySettings, LocalSettings, MooncakeSettings, NixlSettings, TransportName, TransportSettings
+from kvbridge.core.errors import TransportError
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus, Transport
 from kvbridge.transport.registry import create_transport
 from tests.helpers.shared_buffer import SharedBuffer
 
@@ -29,10 +32,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PEER_START_LIMIT_S = 30.0
 ANSWER_LIMIT_S = 10.0
 POLL_PAUSE_S = 0.0002
+LONGEST_POLL_S = 0.05
 
 MOONCAKE = MooncakeSettings(
-    transfer_timeout_s=5, progress_timeout_s=1, quiet_timeout_s=3.0, connect_timeout_s=1, window_operations=8
+    transfer_timeout_s=5, progress_timeout_s=1, quiet_timeout_s=6.0, connect_timeout_s=1, window_operations=8
 )
+NIXL = NixlSettings()
 
 
 @dataclass(frozen=True)
@@ -42,27 +47,38 @@ class Backend:
     label: str
     name: str
     settings: TransportSettings
+    """Short timeouts, and a quiet timeout that is long enough for a frozen peer's operations to end."""
     module: str
     """The library behind it, empty for none."""
     outlives_peer: bool = False
-    """Whether a write can succeed although the peer's process is dead or stopped, since its memory is reached without it."""
+    """Whether a write can succeed although the peer's process is dead or stopped, since its memory is reached directly."""
 
     def create(self) -> Transport:
         """A new transport of this backend in this process."""
         return create_transport(self.name, self.settings)
+
+    def impatient(self) -> Transport:
+        """The same with a quiet timeout so short that a frozen peer's operations outlast it (where there is one)."""
+        sections = {}
+        for section in ("mooncake", "nixl", "local"):
+            settings = getattr(self.settings, section)
+            if "quiet_timeout_s" in type(settings).model_fields:
+                sections[section] = settings.model_copy(update={"quiet_timeout_s": 0.1})
+        return create_transport(self.name, self.settings.model_copy(update=sections))
 
 
 BACKENDS = {
     backend.label: backend
     for backend in (
         Backend("mooncake", "mooncake", TransportSettings(mooncake=MOONCAKE), "mooncake.engine"),
-        Backend("nixl", "nixl", TransportSettings(nixl=NixlSettings()), "nixl_cu12"),
+        Backend("nixl", "nixl", TransportSettings(nixl=NIXL), "nixl_cu12"),
         Backend("local", "local", TransportSettings(local=LocalSettings()), "", outlives_peer=True),
         Backend(
             "faulty",
             "faulty",
             TransportSettings(
-                mooncake=MOONCAKE, faulty=FaultySettings(inner="mooncake", reorder=True, seed=7, delay_s=0.002)
+                mooncake=MOONCAKE,
+                faulty=FaultySettings(inner=TransportName.MOONCAKE, reorder=True, seed=7, delay_s=0.002),
             ),
             "mooncake.engine",
         ),
@@ -112,7 +128,7 @@ class PeerProcess:
         self.address = 0
         self._endpoint: Endpoint | None = None
 
-    def __enter__(self) -> PeerProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -184,11 +200,51 @@ def wait(transfer: Transfer, limit_s: float = 20.0) -> TransferStatus:
 
 
 def wait_all(transfers: list[Transfer], limit_s: float = 20.0) -> list[TransferStatus]:
-    """Poll all of them until each is terminal."""
+    """Poll all of them until each is terminal; no poll may block (two may be delayed by the machine)."""
     ends_at = time.monotonic() + limit_s
+    slow_polls_s = []
     while True:
-        states = [transfer.poll() for transfer in transfers]
-        if all(status.state is not TransferState.ACTIVE for status in states):
+        states = []
+        for transfer in transfers:
+            begun_s = time.monotonic()
+            states.append(transfer.poll())
+            took_s = time.monotonic() - begun_s
+            if took_s > LONGEST_POLL_S:
+                slow_polls_s.append(took_s)
+        if all(status.state.terminal for status in states):
+            assert len(slow_polls_s) <= 2, f"polls blocked for {slow_polls_s} s"
             return states
-        assert time.monotonic() < ends_at, f"not terminal after {limit_s} s: {states}"
+        assert time.monotonic() < ends_at, f"not terminal after {limit_s} s: {states}; slow polls: {slow_polls_s}"
         time.sleep(POLL_PAUSE_S)
+
+
+@dataclass
+class Pair:
+    """A transport, its registered source buffer, a peer process and the connection to it."""
+
+    transport: Transport
+    source: SharedBuffer
+    process: PeerProcess
+    peer: Peer
+
+    def reset(self, seed: int = 1) -> None:
+        """Fill the source with random non-zero bytes and the destination with zeros."""
+        self.source.bytes[:] = np.random.default_rng(seed).integers(1, 256, self.source.length_bytes, dtype=np.uint8)
+        self.process.buffer.bytes[:] = 0
+
+    def operations(self, copies: list[tuple[int, int, int]]) -> Operations:
+        """Operations from (source offset, destination offset, bytes)."""
+        source, destination, length = np.array(copies, dtype=np.uint64).reshape(-1, 3).T.copy()
+        return Operations(source + np.uint64(self.source.address), destination + np.uint64(self.process.address), length)
+
+    def blocks(self, size_bytes: int, count: int, first: int = 0) -> Operations:
+        """`count` operations of equal size, each to the same offset that it comes from."""
+        return self.operations([(index * size_bytes, index * size_bytes, size_bytes) for index in range(first, first + count)])
+
+    def move(self, operations: Operations, deadline_s: float = 10.0) -> TransferStatus:
+        """Submit and wait. An error raised by `submit` itself is a failure that never started, hence quiet."""
+        try:
+            transfer = self.transport.submit(self.peer, operations, deadline_s=deadline_s)
+        except TransportError as error:
+            return TransferStatus(TransferState.FAILED_QUIET, str(error))
+        return wait(transfer, deadline_s + 10.0)

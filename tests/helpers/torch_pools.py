@@ -1,4 +1,4 @@
-"""Pools in this process's own memory, with page tables that leave nothing to luck: permuted ids, garbage in every page."""
+"""Pools in this process's own memory, with permuted page ids and garbage in every page."""
 
 from __future__ import annotations
 

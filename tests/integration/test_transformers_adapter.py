@@ -15,7 +15,7 @@ from tests.helpers.torch_pools import Form, Pools, copy_request, make_pools
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
-from kvbridge.engine.adapters.deepseek_v4 import (  # noqa: E402
+from kvbridge.engine.adapters.deepseek_v4 import (
     CacheCodec,
     Placement,
     PrefillPacker,
@@ -25,7 +25,7 @@ from kvbridge.engine.adapters.deepseek_v4 import (  # noqa: E402
     reencoded,
     unpack,
 )
-from kvbridge.engine.adapters.transformers import (  # noqa: E402
+from kvbridge.engine.adapters.transformers import (
     divergence,
     follow,
     generate,
@@ -124,9 +124,7 @@ def stages(engine: Engine, tokens: int) -> list[Pools]:
 
 
 def decode_pools(engine: Engine, tokens: int) -> Pools:
-    return make_pools(
-        engine.geometry, tokens=tokens, seed=9, form=Form(host=HOST, page_first=True, extent_pages=2)
-    )
+    return make_pools(engine.geometry, tokens=tokens, seed=9, form=Form(host=HOST, page_first=True, extent_pages=2))
 
 
 def moved(engine: Engine, tokens: list[int], chunk=CHUNK):

@@ -70,8 +70,8 @@ class Amount(FrozenModel):
     """How much of one component was planned or sent."""
 
     lane_rows: NonNegative = 0
-    """Rows times lanes, summed over layers and destinations. Independent of how a request was cut into chunks, so this is what
-    commit is decided by."""
+    """Rows times lanes, summed over layers and destinations. Independent of how a request was cut into chunks, so this
+    is what commit is decided by."""
     bytes: NonNegative = 0
     """Bytes on the wire; a completed page counts with its padding."""
     operations: NonNegative = 0

@@ -156,10 +156,9 @@ class Outbox(Generic[T]):
 
     def acknowledge(self, acks: Acks) -> None:
         """Forget what the peer has. Raises ProtocolError, changing nothing, when it claims what was never sent."""
-        if max(acks.upto, *acks.beyond, 0) >= self._next_unsent:
-            raise ProtocolError(
-                f"message {max(acks.upto, *acks.beyond)} is acknowledged, but only {self._next_unsent - 1} were sent"
-            )
+        claimed = max((acks.upto, *acks.beyond))
+        if claimed >= self._next_unsent:
+            raise ProtocolError(f"message {claimed} is acknowledged, but only {self._next_unsent - 1} were sent")
         for sequence in range(self._floor, acks.upto + 1):
             self._held.pop(sequence, None)
         for sequence in acks.beyond:

@@ -80,8 +80,8 @@ class CacheCodec:
     `config` is the model's DeepseekV4Config, `geometry` the one that both instances agreed on, `dtype` what the model
     computes in. Raises InvalidInputError when geometry and model do not fit.
 
-    Bit-exact for the native encoding of a fp32 model. A bf16 model adds its fp32 position bias to the overlap gates,
-    so its states need an fp32 encoding to be exact.
+    Bit-exact for the native encoding, with one exception: a bf16 model whose position bias is fp32 has fp32 overlap
+    gates, which only fp32 states (those of fp8_v4) keep whole.
     """
 
     def __init__(

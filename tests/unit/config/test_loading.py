@@ -163,7 +163,7 @@ def test_secrets_come_from_files(tmp_path):
     assert read_secret(load(**{"http.token": "xyz"}).http.token, None, key="-") == "xyz"
     assert read_secret(None, None, key="-") == ""
     file.write_text("\n")
-    with pytest.raises(ConfigError, match="http.token_file"):
+    with pytest.raises(ConfigError, match=r"http\.token_file"):
         read_secret(None, file, key="http.token_file")
     with pytest.raises(ConfigError, match="cannot read"):
         read_secret(None, tmp_path / "none", key="http.token_file")

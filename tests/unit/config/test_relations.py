@@ -21,7 +21,6 @@ REFUSED = [
     ({"control.bind": "tcp://0.0.0.0:5", "control.advertise": "tcp://0.0.0.0:5"}, "no address that a peer can use"),
     ({"control.bind": "http://x"}, "control.bind"),
     ({"control.curve": {"allowed_public_keys": [KEY]}}, "without secret_key_file"),
-    ({"control.curve": {"secret_key_file": "/k"}}, "allowed_public_keys is empty"),
     ({"control.curve": {"secret_key_file": "/k", "allowed_public_keys": ["short"]}}, "allowed_public_keys.0"),
     ({"http.token": "a", "http.token_file": "/t"}, "keep one"),
     ({"bootstrap.token": "a", "bootstrap.token_file": "/t"}, "keep one"),
@@ -96,6 +95,7 @@ def test_bootstrap_is_refused(flags, expected):
         {"control.bind": "tcp://10.0.0.1:0", **WITH_KEYS},
         {"control.bind": "tcp://10.0.0.1:0", "insecure": True},
         {"control.bind": "ipc:///run/x"},
+        {"control.bind": "tcp://10.0.0.1:0", "control.curve": {"secret_key_file": "/k"}},
         {"pools.memory": "adopted", "pools.device.full": 0},
     ],
     ids=str,
@@ -105,14 +105,21 @@ def test_a_sound_daemon_is_accepted(flags):
 
 
 def test_both_open_doors_are_reported_together():
+    flags = {**BASE, "http.host": "10.0.0.1", "control.bind": "tcp://10.0.0.1:1"}
     with pytest.raises(ConfigError, match=r"(?s)http\.host.*control\.bind"):
-        flags = {**BASE, "http.host": "10.0.0.1", "control.bind": "tcp://10.0.0.1:1"}
         load_config(PrefillConfig, environment={}, flags=flags)
 
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("[::1]", True), ("localhost", True), ("0.0.0.0", False), ("x.y", False)],
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("[::1]", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("x.y", False),
+    ],
 )
 def test_loopback(host, expected):
     assert is_loopback(host) is expected

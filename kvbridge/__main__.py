@@ -1,0 +1,5 @@
+"""`python -m kvbridge` is `kvbridge`."""
+
+from kvbridge.cli.main import main
+
+main()

@@ -1,0 +1,335 @@
+"""What one prefill rank writes to one decode rank: everything about it that does not depend on a request.
+
+Owns: the intersection of two manifests, who of several replicas sends what, the forms in which layers lie in memory.
+Must not know: requests, page tables, transports.
+
+Who sends what. A component of a layer goes from every source rank that has the layer to every destination rank that
+has it, as far as their lanes intersect. Source ranks of one stage that hold the same lanes are replicas and share the
+work: pages of space `full` go round by `STRIPE_PAGES`, and in the other spaces, where a request has a page or two but
+many layers, layers go round. The host pool of a decode node is one memory that each of its ranks lists in full, at its
+own addresses; a source rank writes its share of it through one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
+from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
+from kvbridge.core.geometry.manifest import RankManifest, Region, lane_interval
+from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.core.plan.operations import AddressArray
+from kvbridge.core.plan.pieces import Places
+from kvbridge.core.plan.runs import NO_BORDERS, IndexArray
+
+STRIPE_PAGES = 4
+"""Neighbouring logical pages that one replica sends before the next one's turn. Counted from the start of the request,
+so that it does not matter how the request is cut into chunks."""
+
+RegionsByLayer = dict[tuple[ComponentKind, int], Region]
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """The share of replica `index` of `count`."""
+
+    index: int
+    count: int
+
+    def owns(self, ordinal: int) -> bool:
+        """Whether the item of that ordinal is this replica's."""
+        return ordinal % self.count == self.index
+
+    def owns_page(self, page: int) -> bool:
+        """Whether this logical page is this replica's."""
+        return self.owns(page // STRIPE_PAGES)
+
+    def pages(self, pages: range) -> IndexArray | None:
+        """Return which of `pages` are this replica's, as positions in the range; None for all of them."""
+        if self.count == 1:
+            return None
+        blocks = np.arange(pages.start, pages.stop) // STRIPE_PAGES
+        return np.flatnonzero(blocks % self.count == self.index)
+
+
+UNSHARED = Stripe(0, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """The regions of a layer group on one side; all of the same form."""
+
+    name: str
+    """For error messages: "source rank pp0.tp1"."""
+    space: IndexSpace
+    page_count: int
+    page_stride_bytes: int
+    pages_per_extent: int
+    bases: AddressArray
+    """Shape (layers, extents), or (layers, 1) where the extents of each layer follow each other without a gap."""
+    lane_offset_bytes: int
+    """Where the first lane that is copied begins in a page."""
+
+    @classmethod
+    def create(cls, name: str, regions: list[Region], *, lane_offset_bytes: int) -> Self:
+        """Take regions that differ in their layer and their addresses only."""
+        form = regions[0]
+        bases = np.array([region.extent_addresses for region in regions], dtype=np.uint64)
+        extent_bytes = np.uint64(form.pages_per_extent * form.page_stride_bytes)
+        if (np.diff(bases, axis=1) == extent_bytes).all():
+            bases = bases[:, :1]
+        return cls(
+            name=name,
+            space=form.space,
+            page_count=form.page_count,
+            page_stride_bytes=form.page_stride_bytes,
+            pages_per_extent=form.pages_per_extent,
+            bases=bases,
+            lane_offset_bytes=lane_offset_bytes,
+        )
+
+    @property
+    def border_pages(self) -> int:
+        """Pages between two borders that no operation may cross, or NO_BORDERS."""
+        return self.pages_per_extent if self.page_count > self.pages_per_extent else NO_BORDERS
+
+    def places(self, ids: IndexArray) -> Places:
+        """Return where the first copied lane of each of these pages begins. Ids have been checked."""
+        if self.bases.shape[1] == 1:
+            return Places(None, ids * self.page_stride_bytes + self.lane_offset_bytes)
+        extent, within = np.divmod(ids, self.pages_per_extent)
+        return Places(extent, within * self.page_stride_bytes + self.lane_offset_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Band:
+    """How full pages of a layer group are copied: each row of the bases is a layer, or layers that lie side by side."""
+
+    source_bases: AddressArray
+    destination_bases: AddressArray
+    page_bytes: int
+    """Bytes that are copied for each page, of all layers of a row together."""
+    joins_pages: bool
+    """Whether consecutive pages touch on both sides, so that a run of them is one operation."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerGroup:
+    """Layers of one component whose regions have the same form on both sides."""
+
+    component: Component
+    layers: tuple[int, ...]
+    lanes: int
+    """How many lanes are copied."""
+    page_bytes: int
+    """Bytes copied for a full page of a layer; with its padding when both sides hold just the lanes that are copied."""
+    source: Side
+    destination: Side
+    stripe: Stripe
+    """Which logical pages are sent."""
+    bands: tuple[Band, ...]
+
+    @classmethod
+    def create(
+        cls, component: Component, pairs: list[tuple[Region, Region]], *, names: tuple[str, str], stripe: Stripe
+    ) -> Self:
+        """Take (source, destination) regions, ascending by layer, that differ in layer and addresses only."""
+        source, destination = pairs[0]
+        start, stop = max(source.lane_start, destination.lane_start), min(source.lane_stop, destination.lane_stop)
+        lanes = stop - start
+        sides = [
+            Side.create(
+                name, list(regions), lane_offset_bytes=(start - regions[0].lane_start) * component.lane_block_bytes
+            )
+            for name, regions in zip(names, zip(*pairs, strict=True), strict=True)
+        ]
+        whole = lanes == source.lanes == destination.lanes
+        page_bytes = component.page_bytes(lanes) if whole else lanes * component.lane_block_bytes
+        return cls(
+            component=component,
+            layers=tuple(pair[0].layer for pair in pairs),
+            lanes=lanes,
+            page_bytes=page_bytes,
+            source=sides[0],
+            destination=sides[1],
+            stripe=stripe,
+            bands=_bands(sides[0], sides[1], page_bytes),
+        )
+
+    def only(self, layers: frozenset[int]) -> LayerGroup | None:
+        """Return the part of the group in `layers`, or None when there is none."""
+        chosen = [index for index, layer in enumerate(self.layers) if layer in layers]
+        if len(chosen) == len(self.layers):
+            return self
+        if not chosen:
+            return None
+        source = replace(self.source, bases=self.source.bases[chosen])
+        destination = replace(self.destination, bases=self.destination.bases[chosen])
+        return replace(
+            self,
+            layers=tuple(self.layers[index] for index in chosen),
+            source=source,
+            destination=destination,
+            bands=_bands(source, destination, self.page_bytes),
+        )
+
+
+def _bands(source: Side, destination: Side, page_bytes: int) -> tuple[Band, ...]:
+    """Join layers whose pages touch on both sides, as in `page_first`; mostly the result is one band."""
+    layers = len(source.bases)
+    begins = np.ones(layers, dtype=np.bool_)
+    if min(source.page_stride_bytes, destination.page_stride_bytes) >= 2 * page_bytes:
+        # A stride with room for several pages keeps neighbours inside one block, hence inside one extent.
+        begins[1:] = ~(_touching(source, page_bytes) & _touching(destination, page_bytes))
+    first = np.flatnonzero(begins)
+    joined = np.diff(first, append=layers)
+    bands = []
+    for count in np.unique(joined).tolist():
+        rows = first[joined == count]
+        joins = source.page_stride_bytes == destination.page_stride_bytes == count * page_bytes
+        bands.append(Band(source.bases[rows], destination.bases[rows], count * page_bytes, joins))
+    return tuple(bands)
+
+
+def _touching(side: Side, page_bytes: int) -> npt.NDArray[np.bool_]:
+    """Whether each layer but the first lies directly behind the one before it, in every extent."""
+    touching: npt.NDArray[np.bool_] = (np.diff(side.bases, axis=0) == np.uint64(page_bytes)).all(axis=1)
+    return touching
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairing:
+    """What one source rank writes to one destination rank, whatever the request. Made once, when two ranks meet."""
+
+    source: Rank
+    destination: Rank
+    groups: tuple[LayerGroup, ...]
+
+    @classmethod
+    def create(
+        cls,
+        geometry: ModelGeometry,
+        source: RankManifest,
+        destination: RankManifest,
+        *,
+        destination_ordinal: int,
+        destination_count: int,
+    ) -> Self:
+        """Intersect two manifests that have passed `check_manifest`.
+
+        The destination is the `destination_ordinal`-th of the `destination_count` ranks of its node, counted from 0 in
+        the same order by every source rank; a source rank writes to the node's host pool through the one whose ordinal
+        is its own tp modulo the count. Only device regions of the source are read. Raises FingerprintMismatchError for
+        manifests of different models, InvalidInputError for an ordinal that does not exist or a region that contradicts
+        the geometry.
+        """
+        if source.fingerprint != destination.fingerprint:
+            raise FingerprintMismatchError(
+                f"source rank {source.rank} has fingerprint {source.fingerprint}, destination rank {destination.rank} "
+                f"has {destination.fingerprint}; both sides must serve the same model in the same form"
+            )
+        if not 0 <= destination_ordinal < destination_count:
+            raise InvalidInputError(f"destination {destination_ordinal} does not exist among {destination_count} ranks")
+        writes_host = destination_ordinal == source.rank.tp % destination_count
+        sources, targets = source_regions(source), destination_regions(destination)
+        groups: list[LayerGroup] = []
+        for component in geometry.components:
+            stripe = _stripe(component, source)
+            by_layer = component.space is not IndexSpace.FULL
+            pairs = [
+                (sources[component.kind, layer], targets[component.kind, layer])
+                for ordinal, layer in enumerate(component.layers)
+                if (component.kind, layer) in sources.keys() & targets.keys() and (not by_layer or stripe.owns(ordinal))
+            ]
+            _check_form(component, pairs, source, destination)
+            groups += [
+                LayerGroup.create(
+                    component,
+                    alike,
+                    names=(f"source rank {source.rank}", f"destination rank {destination.rank}"),
+                    stripe=UNSHARED if by_layer else stripe,
+                )
+                for alike in _alike(pairs)
+                if writes_host or alike[0][1].space is not IndexSpace.HOST
+            ]
+        return cls(source.rank, destination.rank, tuple(groups))
+
+    def groups_of(self, layers: tuple[int, ...] | None) -> Iterator[LayerGroup]:
+        """Yield what concerns these layers (None: all)."""
+        if layers is None:
+            yield from self.groups
+            return
+        wanted = frozenset(layers)
+        for group in self.groups:
+            part = group.only(wanted)
+            if part is not None:
+                yield part
+
+    def __repr__(self) -> str:
+        kinds = dict.fromkeys(group.component.kind for group in self.groups)
+        buffers = sum(len(group.layers) for group in self.groups)
+        return f"Pairing({self.source} -> {self.destination}: {buffers} buffers of {', '.join(kinds) or 'nothing'})"
+
+
+def source_regions(manifest: RankManifest) -> RegionsByLayer:
+    """Return what a rank reads from as a source: its device regions."""
+    return {
+        (region.component, region.layer): region for region in manifest.regions if region.space is not IndexSpace.HOST
+    }
+
+
+def destination_regions(manifest: RankManifest) -> RegionsByLayer:
+    """Return where a rank receives each component of each layer: in the host pool if listed there, else on the device."""
+    host = {(region.component, region.layer): region for region in manifest.regions if region.space is IndexSpace.HOST}
+    return source_regions(manifest) | host
+
+
+def _stripe(component: Component, source: RankManifest) -> Stripe:
+    """Return this rank's share among the ranks of its stage that hold the same lanes; they are neighbours."""
+    start, stop = lane_interval(component, source.rank.tp, source.tp_size)
+    count = source.tp_size * (stop - start) // component.lanes
+    return Stripe(source.rank.tp % count, count)
+
+
+def _check_form(
+    component: Component, pairs: list[tuple[Region, Region]], source: RankManifest, destination: RankManifest
+) -> None:
+    """Check what all arithmetic rests on: that source lanes are the rank's, and pages as long as the model says."""
+    lanes = lane_interval(component, source.rank.tp, source.tp_size)
+    for pair in pairs:
+        if (pair[0].lane_start, pair[0].lane_stop) != lanes:
+            raise InvalidInputError(
+                f"source rank {source.rank}: {pair[0].label} holds lanes [{pair[0].lane_start}, {pair[0].lane_stop}), "
+                f"but rank {source.rank.tp} of {source.tp_size} must hold [{lanes[0]}, {lanes[1]})"
+            )
+        for region, name, rank in zip(pair, ("source", "destination"), (source.rank, destination.rank), strict=True):
+            if region.page_bytes != component.page_bytes(region.lanes):
+                raise InvalidInputError(
+                    f"{name} rank {rank}: {region.label} has pages of {region.page_bytes} bytes, but {region.lanes} "
+                    f"lanes take {component.page_bytes(region.lanes)}"
+                )
+
+
+def _alike(pairs: list[tuple[Region, Region]]) -> list[list[tuple[Region, Region]]]:
+    """Sort pairs of regions by form and leave out those without a common lane."""
+    found: dict[tuple[object, ...], list[tuple[Region, Region]]] = {}
+    for pair in pairs:
+        if min(region.lane_stop for region in pair) > max(region.lane_start for region in pair):
+            found.setdefault((*_form(pair[0]), *_form(pair[1])), []).append(pair)
+    return list(found.values())
+
+
+def _form(region: Region) -> tuple[object, ...]:
+    return (
+        region.space,
+        region.page_count,
+        region.pages_per_extent,
+        region.page_stride_bytes,
+        region.lane_start,
+        region.lane_stop,
+    )

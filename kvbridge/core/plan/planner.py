@@ -1,0 +1,128 @@
+"""From a section of a request and its page tables to the operations that move it.
+
+Owns: the order of the work: which rows, which pages, checked against which bounds, as which operations.
+Must not know: who publishes, who executes.
+
+The work is proportional to pages plus operations, in numpy, and to components in Python; never to pages or layers in
+Python. Whatever several components have in common (page ids of an interval, their bounds, their runs) is found once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.components import Component, RowInterval
+from kvbridge.core.ids import Tables
+from kvbridge.core.plan.lookup import PageLookup
+from kvbridge.core.plan.operations import Amount, Amounts, Operations, Plan, Section
+from kvbridge.core.plan.pairing import Band, LayerGroup, Pairing
+from kvbridge.core.plan.pieces import Batch, Pieces, write_batches
+from kvbridge.core.plan.runs import (
+    PageSplit,
+    PartialPage,
+    Runs,
+    byte_intervals,
+    split_rows,
+)
+
+
+def plan(pairing: Pairing, section: Section, source: Tables, destination: Tables, *, max_operation_bytes: int) -> Plan:
+    """Return every operation by which the source rank moves its share of `section` to the destination rank.
+
+    `source` and `destination` are the request's page tables on the two nodes. Everything is checked before anything is
+    returned: InvalidInputError for a section that contradicts itself or a missing table, PageOutOfBoundsError (naming
+    side, component, space, id and limit) for a table that is too short or a page id that a region does not have.
+    """
+    _check(section, max_operation_bytes)
+    lookup = PageLookup(source, destination)
+    batches: list[Batch] = []
+    amounts: Amounts = {}
+    for group in pairing.groups_of(section.layers):
+        rows = rows_to_send(group.component, section)
+        if not rows.count:
+            continue
+        split = split_rows(group.component, rows)
+        lookup.check(group, split.touched)
+        mine = [
+            Batch(batch.source_bases, batch.destination_bases, batch.pieces.cut(max_operation_bytes))
+            for batch in _batches(group, split, lookup)
+        ]
+        batches += mine
+        amounts[group.component.kind] = amounts.get(group.component.kind, Amount()) + Amount(
+            lane_rows=_owned_rows(group, split) * group.lanes * len(group.layers),
+            bytes=sum(batch.total_bytes for batch in mine),
+            operations=sum(batch.operations for batch in mine),
+        )
+    return Plan(write_batches(batches) if batches else Operations.empty(), amounts)
+
+
+def rows_to_send(component: Component, section: Section) -> RowInterval:
+    """Return the rows that a section adds to what its predecessors have sent; possibly none (count 0)."""
+
+    def published(tokens: int) -> RowInterval:
+        return component.published_rows(
+            tokens, prompt_tokens=section.prompt_tokens, prefix_tokens=section.prefix_tokens
+        )
+
+    before, after = published(section.start_token), published(section.stop_token)
+    return RowInterval(start=max(before.stop, after.start), stop=after.stop)
+
+
+def _check(section: Section, max_operation_bytes: int) -> None:
+    if not section.start_token <= section.stop_token <= section.prompt_tokens:
+        raise InvalidInputError(
+            f"a section needs start_token <= stop_token <= prompt_tokens, got [{section.start_token}, "
+            f"{section.stop_token}) of {section.prompt_tokens} tokens"
+        )
+    if section.prefix_tokens > section.prompt_tokens:
+        raise InvalidInputError(
+            f"a prefix of {section.prefix_tokens} tokens is longer than the prompt of {section.prompt_tokens}"
+        )
+    if max_operation_bytes < 1:
+        raise InvalidInputError(f"max_operation_bytes must be at least 1, got {max_operation_bytes}")
+
+
+def _owned_rows(group: LayerGroup, split: PageSplit) -> int:
+    chosen = group.stripe.pages(split.full)
+    pages = len(split.full) if chosen is None else len(chosen)
+    partial = sum(page.rows for page in split.partial if group.stripe.owns_page(page.page))
+    return pages * group.component.slots_per_page + partial
+
+
+# ------------------------------------------------------------------------------------------- pages to batches
+
+
+def _batches(group: LayerGroup, split: PageSplit, lookup: PageLookup) -> list[Batch]:
+    """Return the batches of a group, before long operations are cut."""
+    found = []
+    if split.full:
+        for band in group.bands:
+            pieces = _full_pieces(group, band, lookup.runs(group, band, split.full))
+            found.append(Batch(band.source_bases, band.destination_bases, pieces))
+    partial = [page for page in split.partial if group.stripe.owns_page(page.page)]
+    if partial:
+        pieces = _partial_pieces(group, partial, lookup)
+        found.append(Batch(group.source.bases, group.destination.bases, pieces))
+    return [batch for batch in found if len(batch.pieces)]
+
+
+def _full_pieces(group: LayerGroup, band: Band, runs: Runs) -> Pieces:
+    return Pieces(
+        group.source.places(runs.source), group.destination.places(runs.destination), runs.pages * band.page_bytes
+    )
+
+
+def _partial_pieces(group: LayerGroup, pages: list[PartialPage], lookup: PageLookup) -> Pieces:
+    intervals = [
+        (index, *interval)
+        for index, page in enumerate(pages)
+        for interval in byte_intervals(group.component, group.lanes, page.slots)
+    ]
+    index, offset, length = np.array(intervals, dtype=np.int64).T
+    sources, destinations = zip(*(lookup.page(group, page.page) for page in pages), strict=True)
+    return Pieces(
+        group.source.places(np.array(sources)).shifted(index, offset),
+        group.destination.places(np.array(destinations)).shifted(index, offset),
+        np.ascontiguousarray(length),
+    )

@@ -1,0 +1,116 @@
+"""How others find a daemon: the endpoint file beside its sockets, and its entry in the directory.
+
+Owns: both, and the loop of heartbeats. Must not know: rooms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from kvbridge.core.errors import BridgeError, NotFoundError, StaleError
+from kvbridge.core.ids import FrozenModel, Role
+from kvbridge.http.client import DirectoryClient
+from kvbridge.service.ports import Load, NodeHeartbeat, NodeRegistration, PeerAddress, Readiness
+
+log = structlog.get_logger(__name__)
+
+ENDPOINT_FILE = "daemon.json"
+
+
+class DaemonEndpoint(FrozenModel):
+    """What a daemon writes into its runtime directory once its doors are open."""
+
+    role: Role | str
+    instance: str = ""
+    node: str = ""
+    incarnation: str
+    pid: int
+    http_url: str
+    control: PeerAddress | None = None
+
+
+def write_endpoint(runtime_dir: Path, endpoint: DaemonEndpoint) -> None:
+    """Write the endpoint file, whole or not at all."""
+    path = runtime_dir / ENDPOINT_FILE
+    draft = path.with_suffix(f".{endpoint.incarnation}")
+    draft.write_text(endpoint.model_dump_json(indent=2) + "\n")
+    draft.rename(path)
+
+
+def remove_endpoint(runtime_dir: Path, incarnation: str) -> None:
+    """Remove the endpoint file if it is this life's."""
+    path = runtime_dir / ENDPOINT_FILE
+    with contextlib.suppress(OSError, ValueError):
+        if DaemonEndpoint.model_validate_json(path.read_text()).incarnation == incarnation:
+            path.unlink()
+
+
+def read_endpoint(runtime_dir: Path) -> DaemonEndpoint | None:
+    """Return what a daemon wrote, or None when there is nothing (yet)."""
+    try:
+        return DaemonEndpoint.model_validate_json((runtime_dir / ENDPOINT_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+class Announcer:
+    """Keeps a daemon's entry in the directory fresh. A directory that is away is asked again at the next interval."""
+
+    def __init__(
+        self,
+        client: DirectoryClient,
+        *,
+        registration: Callable[[], NodeRegistration],
+        readiness: Callable[[], Readiness],
+        load: Callable[[], Load],
+        interval_s: float,
+    ) -> None:
+        """The three callables describe the daemon at the moment of the call."""
+        self._client = client
+        self._registration = registration
+        self._readiness = readiness
+        self._load = load
+        self._interval_s = interval_s
+        self._registered = False
+        self.problem = "not registered at bootstrap yet"
+        """Why the entry is not fresh; empty when it is."""
+
+    async def run(self) -> None:
+        """Register and send heartbeats until cancelled."""
+        while True:
+            await self.beat()
+            await asyncio.sleep(self._interval_s)
+
+    async def beat(self) -> None:
+        """Send one registration or heartbeat."""
+        entry = self._registration()
+        try:
+            if not self._registered:
+                await self._client.register(entry)
+                self._registered = True
+                log.info("registered", instance=entry.instance, node=entry.node)
+            else:
+                beat = NodeHeartbeat(incarnation=entry.incarnation, ready=self._readiness().ready, load=self._load())
+                await self._client.heartbeat(entry.instance, entry.node, beat)
+            self.problem = ""
+        except (NotFoundError, StaleError):
+            self._registered = False  # the directory is new, or forgot us: the next beat registers
+        except BridgeError as error:
+            if str(error) != self.problem:
+                log.warning("bootstrap_call_failed", code=error.code, reason=str(error))
+            self.problem = str(error)
+
+    async def leave(self) -> None:
+        """Take the entry off."""
+        if not self._registered:
+            return
+        entry = self._registration()
+        try:
+            await self._client.deregister(entry.instance, entry.node, entry.incarnation)
+        except BridgeError as error:
+            log.warning("bootstrap_call_failed", code=error.code, reason=str(error))

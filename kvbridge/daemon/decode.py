@@ -1,0 +1,196 @@
+"""The decode daemon: a node whose rooms are written to and then claimed.
+
+Owns: how a node, the receiving service and the links to prefill nodes are put together.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from kvbridge.config.schema import DecodeConfig
+from kvbridge.control.link import PeerCallbacks, PeerSettings
+from kvbridge.control.peers import PeerClient, PeerIdentity
+from kvbridge.control.sockets import SocketContext
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import Rank, Role
+from kvbridge.core.wire.messages import (
+    Done,
+    Drained,
+    Failed,
+    Heartbeat,
+    PeerConnected,
+    PeerMessage,
+    Rejected,
+    RoomClosed,
+    Sent,
+    Welcome,
+)
+from kvbridge.daemon.node import Node, ignore_watch
+from kvbridge.service.engine_door import DecodeDoor
+from kvbridge.service.meeting import PrefillNodes
+from kvbridge.service.ports import PeerAddress
+from kvbridge.service.receiver import ReceiverLimits, ReceiverService
+
+log = structlog.get_logger(__name__)
+
+
+class DecodeNode(Node):
+    """One decode daemon."""
+
+    role = Role.DECODE
+
+    def __init__(self, config: DecodeConfig) -> None:
+        """See Node."""
+        super().__init__(config)
+        timeouts = config.timeouts
+        self._clients: dict[PeerAddress, PeerClient] = {}
+        self._context: SocketContext | None = None
+        self._identity: PeerIdentity | None = None
+        self._settings = PeerSettings()
+        self._door = DecodeDoor(
+            lambda: self._receiver,
+            send=self.send_engine,
+            describe=self.describe_engine,
+            ranks=tuple(self.workers.layers),
+            watch=ignore_watch,
+        )
+        self._prefill = PrefillNodes(
+            describe=self.description,
+            open_link=self._open_link,
+            send_to=self._send_to,
+            on_changed=lambda: self._receiver.nodes_changed(),
+            on_gone=lambda peer, reason, proof: self._receiver.peer_gone(peer, reason, proof=proof),
+        )
+        self._receiver = ReceiverService(
+            geometry=self.geometry,
+            host=self.layout.host_kinds,
+            book=self.book,
+            ranks=self.workers,
+            nodes=self._prefill,
+            engines=self._door,
+            observer=self.observer,
+            limits=ReceiverLimits(
+                pages_s=timeouts.pages_s, meet_s=timeouts.meet_s, room_s=timeouts.room_s, claim_s=timeouts.claim_s
+            ),
+            keep_s=timeouts.room_keep_s,
+            adopted=self.adopted,
+        )
+
+    @property
+    def rooms(self) -> ReceiverService:
+        """The rooms of this node."""
+        return self._receiver
+
+    @property
+    def door(self) -> DecodeDoor:
+        """Where engines come in."""
+        return self._door
+
+    # ------------------------------------------------------------------ peers
+
+    def open_peers(self, identity: PeerIdentity, settings: PeerSettings) -> None:
+        """A decode node listens to nobody: it connects to the prefill nodes of its rooms."""
+        self._identity, self._settings, self._context = identity, settings, SocketContext()
+
+    async def close_peers(self, timeout_s: float) -> None:
+        """Let the last messages out and close the links."""
+        for client in self._clients.values():
+            await client.flush(timeout_s / max(1, len(self._clients)))
+            client.close()
+        self._clients.clear()
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+
+    def _open_link(self, address: PeerAddress) -> None:
+        """Connect to a prefill node. Raises ConfigError when the address is unfit."""
+        if self._identity is None or self._context is None or address in self._clients:
+            return
+        callbacks = PeerCallbacks(
+            lambda peer, message: self._on_message(address, peer, message),
+            on_undelivered=lambda peer, message, age_s: self._on_undelivered(address, message, age_s),
+            on_refused=self.frame_refused,
+            on_resent=self.metrics.resent,
+            on_reset=lambda _peer: self._prefill.restarted(address),
+        )
+        client = PeerClient(self._identity, callbacks, context=self._context, settings=self._settings)
+        client.connect(address.endpoint, address.public_key)
+        self._clients[address] = client
+
+    def _send_to(self, address: PeerAddress, message: PeerMessage) -> None:
+        client = self._clients.get(address)
+        if client is None:
+            return
+        try:
+            client.send(message)
+        except BridgeError as error:
+            log.warning("peer_unreachable", peer=address.endpoint, message=message.type, code=error.code, reason=str(error))
+
+    def watch_peers(self) -> None:
+        """Send heartbeats and look for silent prefill nodes."""
+        limit_s = self.config.timeouts.peer_silence_s
+        for address in self._prefill.addresses():
+            client = self._clients[address]
+            if client.peer and client.last_heard_s() > limit_s:
+                reason = f"silent for {client.last_heard_s():.1f} s (limit: timeouts.peer_silence_s)"
+                log.warning("peer_lost", peer=address.endpoint, reason=reason)
+                self._prefill.lost(address, reason)
+            else:
+                self._send_to(address, Heartbeat())
+
+    def _on_message(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
+        match message:
+            case Welcome():
+                self._prefill.welcome(address, message)
+            case Rejected():
+                self._prefill.rejected(address, message)
+            case Done():
+                self._receiver.done(peer, message)
+            case Failed():
+                self._receiver.failed(peer, message)
+            case Drained():
+                self._receiver.drained(peer, message)
+            case Heartbeat():
+                pass
+            case _:
+                self.frame_refused("wrong_direction", f"{message.type} from {peer}: a decode daemon does not take it")
+
+    def _on_undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
+        self.metrics.undelivered()
+        self._prefill.lost(
+            address, f"a {message.type} was not acknowledged for {age_s:.1f} s (limit: timeouts.control_delivery_s)"
+        )
+
+    def peer_status(self) -> list[dict[str, object]]:
+        """For `/status`."""
+        return self._prefill.peers()
+
+    # ------------------------------------------------------------------ workers and rooms
+
+    def worker_up(self, rank: Rank) -> None:
+        """A rank worker is ready (again), perhaps with new endpoints: peers must know."""
+        del rank
+        if not self.workers.missing():
+            self._prefill.refresh()
+
+    def worker_down(self, rank: Rank, reason: str) -> None:
+        """A rank worker is gone."""
+        self._receiver.worker_gone(rank, reason)
+
+    def worker_said(self, rank: Rank, message: PeerConnected | Sent | RoomClosed) -> None:
+        """A decode worker only receives: it has nothing to report on rooms."""
+        self.frame_refused("wrong_direction", f"{message.type} from rank worker {rank} of a decode node")
+
+    def open_rooms(self) -> int:
+        """Rooms that have not ended."""
+        return sum(not self._receiver.rooms.report(room).state.final for room in self._receiver.rooms)
+
+    async def end_rooms(self, reason: str) -> None:
+        """Abort every room that has not ended."""
+        for room in self._receiver.rooms:
+            if not self._receiver.rooms.report(room).state.final:
+                await self._receiver.cancel(room.room, reason)
+
+    def room_states(self) -> dict[str, int]:
+        """Rooms by what users see."""
+        return self._receiver.rooms.states()

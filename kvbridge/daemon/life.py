@@ -1,0 +1,67 @@
+"""A daemon's life, the same for all three: start, serve until a signal, drain with a limit, close.
+
+Owns: signals and that order. Must not know: what the daemon does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Protocol
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+
+class Daemon(Protocol):
+    """What `run_daemon` drives."""
+
+    async def start(self) -> None:
+        """Open the doors. Raises BridgeError when it cannot; `close` is called all the same."""
+
+    async def failed(self) -> None:
+        """Return, or raise, when the daemon cannot go on; otherwise never."""
+
+    async def drain(self) -> None:
+        """Admit nothing more and let rooms end; bounded by the daemon's own limits."""
+
+    async def close(self) -> None:
+        """Close everything that `start` has opened. Harmless when nothing was."""
+
+
+async def run_daemon(daemon: Daemon) -> None:
+    """Run a daemon until SIGTERM or SIGINT; a second signal skips the rest of the drain."""
+    loop = asyncio.get_running_loop()
+    stop, force = asyncio.Event(), asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        log.info("signal", signal=number.name, effect="closing now" if stop.is_set() else "draining; again to close now")
+        (force if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await _first(daemon.start(), stop.wait())
+        if not stop.is_set():
+            await _first(stop.wait(), daemon.failed())
+        await _first(daemon.drain(), force.wait())
+    finally:
+        await daemon.close()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _first(*waits: object) -> None:
+    """Wait for the first to end, cancel the others, and raise what it raised."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            if not task.done():
+                task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result

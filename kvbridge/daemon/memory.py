@@ -1,0 +1,182 @@
+"""The memory of a node: which pools it has, created and shared.
+
+Owns: the device pools of the node's ranks (device: cpu) and its host pool, and how big they are. Must not know: rooms, workers'
+processes, transports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvbridge.config.pools import DecodePools, HostPool as HostPoolConfig, MemoryOwner
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.core.errors import ConfigError, UnsupportedError
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.core.wire.messages import SharedRegion
+from kvbridge.pool.book import PageBook
+from kvbridge.pool.device_pool import DevicePool
+from kvbridge.pool.host_pool import HostPool
+from kvbridge.pool.layout import Chunking, HostLayout, RankPart, device_placement, host_placement
+from kvbridge.pool.placement import Placement
+from kvbridge.pool.shared_mapping import remove_stale
+
+ADOPTED_PAGE_LIMIT = 1 << 22
+"""Page ids that an adopted space may use; the planner checks them against the engine's real pools."""
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """What memory a node needs: decided before any of it exists."""
+
+    parts: dict[Rank, RankPart]
+    device: dict[Rank, Placement]
+    """Empty when the engine brings the device memory."""
+    host: Placement | None
+    host_kinds: frozenset[ComponentKind]
+    owned: dict[IndexSpace, int]
+    """Pages of each space that this node allocates from."""
+    adopted: dict[IndexSpace, int]
+
+    def book(self) -> PageBook:
+        """Open the page accounts for this layout."""
+        return PageBook(self.owned, adopted=self.adopted)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all pools together."""
+        return sum(placement.total_bytes for placement in self.placements())
+
+    def placements(self) -> list[Placement]:
+        """Every pool, device pools first."""
+        return [*self.device.values(), *([self.host] if self.host else [])]
+
+
+def plan_memory(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -> NodeLayout:
+    """Decide what memory the configuration asks for. Raises ConfigError or InvalidInputError naming what does not fit."""
+    sizes = config.parallelism
+    for placement in sizes.placements():
+        if placement.device != "cpu":
+            raise UnsupportedError(
+                f"parallelism: rank {placement.rank} asks for device {placement.device}; this build serves `cpu` only"
+            )
+    parts = {
+        placement.rank: RankPart.of(
+            geometry,
+            placement.rank,
+            pp_size=sizes.pp_size,
+            tp_size=sizes.tp_size,
+            boundaries=sizes.stage_boundaries or None,
+        )
+        for placement in sizes.placements()
+    }
+    host_kinds = _host_kinds(config, geometry)
+    spaces = _device_spaces(geometry, host_kinds)
+    host = _host(config, geometry, host_kinds)
+    owned = {IndexSpace.HOST: _page_count(host)} if host else {}
+    if config.pools.memory is MemoryOwner.ADOPTED:
+        return NodeLayout(parts, {}, host, host_kinds, owned, dict.fromkeys(spaces, ADOPTED_PAGE_LIMIT))
+    counts = {space: int(getattr(config.pools.device, space.value)) for space in spaces}
+    for space, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"pools.device.{space}: the model needs pages of space '{space}', got {count}")
+    chunking = Chunking()
+    device = {
+        rank: device_placement(geometry, part, page_counts=counts, exclude=host_kinds, chunking=chunking)
+        for rank, part in parts.items()
+    }
+    return NodeLayout(parts, device, host, host_kinds, owned | counts, {})
+
+
+def _host_kinds(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -> frozenset[ComponentKind]:
+    if not isinstance(config.pools, DecodePools):
+        return frozenset()
+    for kind in config.pools.host.components:
+        if not geometry.component(kind).host_capable:
+            raise ConfigError(f"pools.host.components: {kind} of model '{geometry.name}' cannot live in host memory")
+    return frozenset(config.pools.host.components)
+
+
+def _device_spaces(geometry: ModelGeometry, host_kinds: frozenset[ComponentKind]) -> list[IndexSpace]:
+    return sorted({component.space for component in geometry.components if component.kind not in host_kinds})
+
+
+def _host(
+    config: PrefillConfig | DecodeConfig, geometry: ModelGeometry, kinds: frozenset[ComponentKind]
+) -> Placement | None:
+    if not kinds or not isinstance(config.pools, DecodePools):
+        return None
+    asked = config.pools.host
+    chunking = Chunking(extent_bytes=int(asked.extent_bytes), mapping_bytes=int(asked.mapping_bytes))
+    return host_placement(
+        geometry, kinds, page_count=_host_pages(asked, geometry, kinds), layout=HostLayout(asked.layout), chunking=chunking
+    )
+
+
+def _host_pages(asked: HostPoolConfig, geometry: ModelGeometry, kinds: frozenset[ComponentKind]) -> int:
+    if asked.pages:
+        return asked.pages
+    components = [geometry.component(kind) for kind in kinds]
+    page_bytes = sum(component.page_bytes() * len(component.layers) for component in components)
+    pages = int(asked.size_bytes) // page_bytes
+    if pages < 1:
+        raise ConfigError(f"pools.host.size_bytes: one page of all layers has {page_bytes} bytes, got {int(asked.size_bytes)} in all")
+    return pages
+
+
+def _page_count(placement: Placement) -> int:
+    return placement.page_counts()[IndexSpace.HOST]
+
+
+@dataclass
+class NodeMemory:
+    """The pools of a node, in memory. Blocking to create: call `create` from a thread."""
+
+    layout: NodeLayout
+    device: dict[Rank, tuple[SharedRegion, ...]] = field(default_factory=dict)
+    host: tuple[SharedRegion, ...] = ()
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def create(
+        self, *, directory: Path, instance: str, node: str, incarnation: str, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Create every pool; leftovers of dead predecessors are removed first. Raises RegistrationError, leaving nothing."""
+        prefix = file_prefix(instance, node)
+        remove_stale(directory, prefix)
+        done = 0
+        total = self.layout.total_bytes
+        try:
+            for rank, placement in self.layout.device.items():
+                report = _offset_progress(on_progress, done, total)
+                pool = DevicePool.create(placement, directory, f"{prefix}{incarnation}.{rank}", on_progress=report)
+                self._stack.callback(pool.close)
+                self.device[rank] = pool.shared_regions()
+                done += placement.total_bytes
+            if self.layout.host is not None:
+                report = _offset_progress(on_progress, done, total)
+                host = HostPool.create(self.layout.host, directory, f"{prefix}{incarnation}.host", on_progress=report)
+                self._stack.callback(host.close)
+                self.host = host.shared_regions()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Remove every pool. Nothing writes to them any more."""
+        self._stack.close()
+        self.device.clear()
+        self.host = ()
+
+
+def file_prefix(instance: str, node: str) -> str:
+    """What the names of a node's shared files begin with: equal for all lives of the node, and for no other node."""
+    digest = hashlib.blake2b(f"{instance}/{node}".encode(), digest_size=6).hexdigest()
+    return f"kvbridge-{digest}-"
+
+
+def _offset_progress(report: Callable[[int, int], None], done: int, total: int) -> Callable[[int, int], None]:
+    return lambda bytes_done, _: report(done + bytes_done, total)

@@ -1,0 +1,35 @@
+"""The services' facts as metrics: implements `service.observer.Observer` over `telemetry.Metrics`."""
+
+from __future__ import annotations
+
+from kvbridge.core.ids import Role
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.service.ports import RoomState
+from kvbridge.telemetry.metrics import Direction, Metrics
+
+
+class MetricsObserver:
+    """Counts what the services tell."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def refused(self, reason: str) -> None:
+        """Something from outside was refused."""
+        self._metrics.admission_refused(reason)
+
+    def room(self, role: Role, state: RoomState) -> None:
+        """A room came into a state."""
+        del role
+        if state.final:
+            self._metrics.room_ended(state.value, "")
+
+    def sent(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
+        """A rank has sent its part of a room."""
+        self._metrics.transferred(amounts, Direction.SENT, "")
+        self._metrics.phases(phases_s)
+
+    def received(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
+        """A room has arrived."""
+        self._metrics.transferred(amounts, Direction.RECEIVED, "")
+        self._metrics.phases(phases_s)

@@ -1,0 +1,175 @@
+"""The prefill daemon: a node whose rooms are sent.
+
+Owns: how a node, the sending service, the control door and the meeting of decode nodes are put together.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from kvbridge.config.schema import PrefillConfig
+from kvbridge.control.link import PeerCallbacks, PeerSettings
+from kvbridge.control.peers import PeerIdentity, PeerServer
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import Rank, Role
+from kvbridge.core.wire.messages import Abort, Heartbeat, Hello, Offer, PeerConnected, PeerMessage, RoomClosed, Sent
+from kvbridge.daemon.node import Node, ignore_watch
+from kvbridge.service.engine_door import PrefillDoor
+from kvbridge.service.meeting import DecodeNodes, Self
+from kvbridge.service.ports import PeerAddress
+from kvbridge.service.sender import SenderLimits, SenderService
+
+log = structlog.get_logger(__name__)
+
+
+class PrefillNode(Node):
+    """One prefill daemon."""
+
+    role = Role.PREFILL
+
+    def __init__(self, config: PrefillConfig) -> None:
+        """See Node."""
+        super().__init__(config)
+        timeouts = config.timeouts
+        self._server: PeerServer | None = None
+        self._door = PrefillDoor(
+            lambda: self._sender,
+            send=self.send_engine,
+            describe=self.describe_engine,
+            ranks=tuple(self.workers.layers),
+            watch=ignore_watch,
+        )
+        self._sender = SenderService(
+            geometry=self.geometry,
+            book=self.book,
+            workers=self.workers,
+            peers=self,
+            engines=self._door,
+            observer=self.observer,
+            limits=SenderLimits(
+                offer_s=timeouts.offer_s, room_s=timeouts.room_s, early_offer_s=timeouts.early_offer_s
+            ),
+            keep_s=timeouts.room_keep_s,
+            adopted=self.adopted,
+        )
+        self._decode = DecodeNodes(
+            Self(config.instance, config.node, self.incarnation),
+            self.geometry,
+            self.workers,
+            send=self.send,
+            on_gone=self._sender.peer_gone,
+        )
+
+    @property
+    def rooms(self) -> SenderService:
+        """The rooms of this node."""
+        return self._sender
+
+    @property
+    def door(self) -> PrefillDoor:
+        """Where engines come in."""
+        return self._door
+
+    # ------------------------------------------------------------------ peers
+
+    def open_peers(self, identity: PeerIdentity, settings: PeerSettings) -> PeerAddress:
+        """Listen for decode nodes."""
+        callbacks = PeerCallbacks(
+            self._on_message,
+            on_undelivered=self._on_undelivered,
+            on_refused=self.frame_refused,
+            on_resent=self.metrics.resent,
+        )
+        self._server = PeerServer(identity, callbacks, settings=settings)
+        return PeerAddress(endpoint=self._server.bind(self.config.control.bind))
+
+    async def close_peers(self, timeout_s: float) -> None:
+        """Let the last messages out and stop listening."""
+        if self._server is not None:
+            await self._server.flush(timeout_s)
+            self._server.close()
+
+    def send(self, peer: str, message: PeerMessage) -> None:
+        """Queue a message to a decode node (PeerChannel)."""
+        if self._server is None:
+            return
+        try:
+            self._server.send(peer, message)
+        except BridgeError as error:
+            log.warning("peer_unreachable", peer=peer, message=message.type, code=error.code, reason=str(error))
+
+    def watch_peers(self) -> None:
+        """Send heartbeats and look for silent decode nodes."""
+        if self._server is None:
+            return
+        limit_s = self.config.timeouts.peer_silence_s
+        for peer in self._server.peers:
+            silent_s = self._server.last_heard_s(peer)
+            if silent_s > limit_s:
+                self._lose(peer, f"silent for {silent_s:.1f} s (limit: timeouts.peer_silence_s)")
+            else:
+                self.send(peer, Heartbeat())
+
+    def _lose(self, peer: str, reason: str) -> None:
+        log.warning("peer_lost", peer=peer, reason=reason)
+        self._decode.gone(peer, reason)
+        if self._server is not None:
+            self._server.forget(peer)
+
+    def _on_message(self, peer: str, message: PeerMessage) -> None:
+        match message:
+            case Hello():
+                self._decode.hello(peer, message)
+            case Offer():
+                self._sender.offer(peer, message)
+            case Abort():
+                self._sender.peer_abort(peer, message)
+            case Heartbeat():
+                pass
+            case _:
+                self.frame_refused("wrong_direction", f"{message.type} from {peer}: a prefill daemon does not take it")
+
+    def _on_undelivered(self, peer: str, message: PeerMessage, age_s: float) -> None:
+        self.metrics.undelivered()
+        if peer in self._decode.known():
+            reason = f"a {message.type} was not acknowledged for {age_s:.1f} s (limit: timeouts.control_delivery_s)"
+            self._decode.gone(peer, reason)
+
+    def peer_status(self) -> list[dict[str, object]]:
+        """For `/status`."""
+        return self._decode.peers()
+
+    # ------------------------------------------------------------------ workers and rooms
+
+    def worker_up(self, rank: Rank) -> None:
+        """A rank worker is ready (again): it has to be connected to everybody."""
+        self._decode.worker_ready(rank)
+
+    def worker_down(self, rank: Rank, reason: str) -> None:
+        """A rank worker is gone."""
+        self._sender.worker_gone(rank, reason)
+
+    def worker_said(self, rank: Rank, message: PeerConnected | Sent | RoomClosed) -> None:
+        """A rank worker reports."""
+        del rank
+        match message:
+            case PeerConnected():
+                self._decode.worker_connected(message)
+            case Sent():
+                self._sender.sent(message)
+            case RoomClosed():
+                self._sender.room_closed(message)
+
+    def open_rooms(self) -> int:
+        """Rooms that have not ended."""
+        return sum(not self._sender.rooms.report(room).state.final for room in self._sender.rooms)
+
+    async def end_rooms(self, reason: str) -> None:
+        """Abort every room that has not ended."""
+        for room in self._sender.rooms:
+            if not self._sender.rooms.report(room).state.final:
+                await self._sender.cancel(room.room, reason)
+
+    def room_states(self) -> dict[str, int]:
+        """Rooms by what users see."""
+        return self._sender.rooms.states()

@@ -1,0 +1,106 @@
+"""Logs: one event a line, to standard error, for people or for machines.
+
+Owns: structlog's set-up, the bound names, the masking of secrets. Must not know: what happened.
+
+Events are short words; facts are keys. A room is always `room`, a peer's incarnation `peer`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import MutableMapping
+from typing import Any, Literal, TextIO
+
+import structlog
+from structlog.typing import FilteringBoundLogger, Processor
+
+LogFormat = Literal["console", "json"]
+
+MASK = "***"
+_SECRET = re.compile(r"secret|passw|credential|authori[sz]ation|bearer|private|api_?key|key_material", re.IGNORECASE)
+_TOKEN = re.compile(r"token", re.IGNORECASE)
+_COUNTS_TOKENS = re.compile(
+    r"^(prompt_|prefix_|new_|max_new_|input_|output_)?tokens(_per_\w+)?$|^(start|stop|upto)_token$", re.IGNORECASE
+)
+
+
+def configure_logs(
+    *,
+    role: str,
+    instance: str = "",
+    node: str = "",
+    level: str = "info",
+    form: LogFormat = "console",
+    stream: TextIO | None = None,
+) -> None:
+    """Set logging up for this process, the standard library's loggers included.
+
+    `role`, `instance` and `node` are on every line. `stream` defaults to standard error. Raises ValueError on an
+    unknown level.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ValueError(f"unknown log level '{level}'; known are debug, info, warning, error, critical")
+    target = stream if stream is not None else sys.stderr
+    names = {"role": role, "instance": instance, "node": node}
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        _bind({key: value for key, value in names.items() if value}),
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        mask_secrets,
+    ]
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(form, target)],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(number)
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+
+
+def get_logger(name: str, **names: object) -> FilteringBoundLogger:
+    """Return a logger that puts `names` on each of its lines."""
+    logger: FilteringBoundLogger = structlog.get_logger(name, **names)
+    return logger
+
+
+def mask_secrets(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Blank every value whose key sounds like a secret, in nested mappings and sequences too."""
+    return {key: _masked(key, value) for key, value in event.items()}
+
+
+def _masked(key: object, value: object) -> object:
+    name = str(key)
+    if _SECRET.search(name) or (_TOKEN.search(name) and not _COUNTS_TOKENS.match(name)):
+        return MASK
+    if isinstance(value, dict):
+        return {inner: _masked(inner, item) for inner, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked("", item) for item in value]
+    return value
+
+
+def _bind(names: dict[str, str]) -> Processor:
+    def add(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        return {**names, **event}
+
+    return add
+
+
+def _renderers(form: LogFormat, target: TextIO) -> list[Processor]:
+    if form == "json":
+        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    return [structlog.dev.ConsoleRenderer(colors=target.isatty())]

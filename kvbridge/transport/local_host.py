@@ -1,0 +1,214 @@
+"""Two processes and one host: the proof that they share it, and the mapping of one's shared files in the other.
+
+Owns: files as the kernel knows them, the proof's form and its check, mapped files. Must not know: transfers, the
+transport's state.
+
+Proved, not guessed: two containers can have one address, and two hosts one path. A peer is believed when the
+kernel's boot id is the same, a secret that the peer wrote beside its shared memory reads back alike, the peer still
+holds the lock on that file (so it lives), and each shared file has the device, the inode and the owner that the
+peer saw. The owner must be that of the proof, so nobody can have this process write into files that are not his
+own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hmac
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from kvbridge.core.errors import RegistrationError, TransportError
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.plan.operations import AddressArray
+from kvbridge.transport.base import Memory
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+SECRET_BYTES = 32
+
+FilePath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
+
+
+class FileIdentity(FrozenModel):
+    """A file as the kernel knows it."""
+
+    path: FilePath
+    device: NonNegative
+    inode: NonNegative
+    owner: NonNegative
+    """Numeric user id."""
+
+
+class Testimony(FrozenModel):
+    """What a process says of the host that it is on."""
+
+    pid: Positive
+    boot_id: Annotated[str, Field(max_length=64)]
+    file: FileIdentity
+    secret: Annotated[str, Field(min_length=2 * SECRET_BYTES, max_length=2 * SECRET_BYTES)]
+    """The file's content."""
+
+
+class SharedExtent(FrozenModel):
+    """`length_bytes` at `offset_bytes` of the `file`-th of a list of files, mapped at `address` by its owner."""
+
+    address: Positive
+    length_bytes: Positive
+    file: NonNegative
+    offset_bytes: NonNegative
+
+
+class Proof:
+    """A file with a secret, locked for as long as its writer lives; removed by `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / f".kvbridge-{secrets.token_hex(8)}"
+        secret = secrets.token_hex(SECRET_BYTES)
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            os.write(self._descriptor, secret.encode())
+        except OSError as error:
+            raise RegistrationError(
+                f"cannot write {path}, by which peers recognise that they share this host: {error}; make the "
+                "directory of the "
+                "shared memory writable for this process"
+            ) from error
+        self.testimony = Testimony(
+            pid=os.getpid(), boot_id=_boot_id(), file=_identity(str(path), os.fstat(self._descriptor)), secret=secret
+        )
+
+    def close(self) -> None:
+        """Remove the file. Peers that are connected stay connected; nobody else can connect any more."""
+        with contextlib.suppress(FileNotFoundError):
+            Path(self.testimony.file.path).unlink()
+        os.close(self._descriptor)
+
+
+def require_same_host(told: Testimony) -> None:
+    """Raise TransportError unless the process that says this shares our host and lives."""
+    who = f"process {told.pid}"
+    if told.boot_id != _boot_id():
+        raise TransportError(f"{who} is not on this host: it runs on another kernel (boot id {told.boot_id})")
+    with _opened(who, told.file, os.O_RDONLY) as descriptor:
+        found = os.read(descriptor, 2 * SECRET_BYTES + 1)
+        if not hmac.compare_digest(found, told.secret.encode()):
+            raise TransportError(f"{who} is not on this host: {told.file.path} does not hold here what it wrote there")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+    raise TransportError(f"{who} has ended: nobody holds the lock on {told.file.path}; remove that file")
+
+
+class MappedFiles:
+    """A peer's files, mapped here, and where each of its addresses is here. Unmapped when the last reference goes."""
+
+    def __init__(self, told: Testimony, files: Sequence[FileIdentity], extents: Sequence[SharedExtent]) -> None:
+        who = f"process {told.pid}"
+        self._maps = [_map(who, told, identity) for identity in files]
+        bases = [ctypes.addressof(ctypes.c_char.from_buffer(mapped)) for mapped in self._maps]
+        ordered = sorted(extents, key=lambda extent: extent.address)
+        for extent in ordered:
+            if extent.file >= len(bases) or extent.offset_bytes + extent.length_bytes > len(self._maps[extent.file]):
+                raise TransportError(f"{who} names {extent.length_bytes} bytes that its shared file does not have")
+        self._starts = np.array([extent.address for extent in ordered], dtype=np.uint64)
+        here = np.array([bases[extent.file] + extent.offset_bytes for extent in ordered], dtype=np.uint64)
+        self._shift = here - self._starts  # wraps where a mapping lies below the peer's address; the sum wraps back
+        self.resident = [
+            (base, len(mapped))
+            for base, mapped, identity in zip(bases, self._maps, files, strict=True)
+            if _is_resident(identity.path, len(mapped))
+        ]
+        """(address, bytes) of the mappings whose file is allocated in full."""
+
+    def here(self, addresses: AddressArray) -> AddressArray:
+        """Translate addresses of the peer, each within one of its extents, to addresses of this process."""
+        if not len(addresses):
+            return addresses
+        return addresses + self._shift[np.searchsorted(self._starts, addresses, side="right") - 1]
+
+
+def identify(memory: Memory) -> FileIdentity | None:
+    """The file behind some memory, or None for private memory. Raises RegistrationError when the file does not hold
+    it."""
+    if memory.shared is None:
+        return None
+    path = memory.shared.path
+    label = memory.label or f"memory at {memory.address:#x}"
+    try:
+        found = Path(path).stat()
+    except OSError as error:
+        raise RegistrationError(
+            f"{label}: the shared file cannot be reached: {error}; keep it while it is used"
+        ) from error
+    if memory.shared.offset_bytes + memory.length_bytes > found.st_size:
+        raise RegistrationError(
+            f"{label}: {memory.length_bytes} bytes at offset {memory.shared.offset_bytes} do not fit into the "
+            f"{found.st_size} "
+            f"bytes of {path}"
+        )
+    return _identity(path, found)
+
+
+def _identity(path: str, found: os.stat_result) -> FileIdentity:
+    absolute = str(Path(path).absolute())
+    return FileIdentity(path=absolute, device=found.st_dev, inode=found.st_ino, owner=found.st_uid)
+
+
+@contextlib.contextmanager
+def _opened(who: str, told: FileIdentity, flags: int) -> Iterator[int]:
+    """Open a file that a peer named, provided that it is the file that the peer meant."""
+    try:
+        descriptor = os.open(told.path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise TransportError(
+            f"{who} is not on this host, or has ended, or does not share its files with this user: {error}"
+        ) from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino, found.st_uid) != (
+            told.device,
+            told.inode,
+            told.owner,
+        ):
+            raise TransportError(
+                f"{who} is not on this host, or has replaced its file: {told.path} is another file here than it "
+                "is there"
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _map(who: str, told: Testimony, identity: FileIdentity) -> mmap.mmap:
+    if identity.owner != told.file.owner:
+        raise TransportError(
+            f"{who} names {identity.path}, which belongs to another user than the process; it was refused"
+        )
+    with _opened(who, identity, os.O_RDWR) as descriptor:
+        try:
+            return mmap.mmap(descriptor, 0)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"cannot map {identity.path} of {who}: {error}") from error
+
+
+def _is_resident(path: str, length_bytes: int) -> bool:
+    """Whether every page exists, so that touching all of them allocates nothing."""
+    try:
+        return Path(path).stat().st_blocks * 512 >= length_bytes
+    except OSError:
+        return False
+
+
+def _boot_id() -> str:
+    return BOOT_ID.read_text(encoding="ascii").strip()

@@ -1,0 +1,191 @@
+"""Every backend: the right bytes at the right place, nothing else touched, and refusals that cost nothing."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import InvalidInputError, TransportError
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport.base import Endpoint, Memory, TransferState, TransferStatus
+from tests.contract.conftest import MIB
+from tests.contract.harness import BACKENDS, Backend, Pair, wait, wait_all
+from tests.helpers.shared_buffer import SharedBuffer
+
+DONE = TransferStatus(TransferState.DONE)
+
+
+def test_mixed_sizes_arrive_exactly_and_touch_nothing_else(pair: Pair) -> None:
+    sizes = [1, 584, 4096, 37_440, MIB, 3 * MIB] * 2
+    rng = np.random.default_rng(3)
+    copies, offset = [], 0
+    for size in sizes:
+        copies.append((offset, size))
+        offset += size + 7
+    destination, placed = 0, []
+    for index in rng.permutation(len(copies)):
+        source, size = copies[index]
+        placed.append((source, destination, size))
+        destination += size + 13
+    assert pair.move(pair.operations(placed)) == DONE
+    expected = np.zeros_like(pair.process.buffer.bytes)
+    for source, target, size in placed:
+        expected[target : target + size] = pair.source.bytes[source : source + size]
+    np.testing.assert_array_equal(pair.process.buffer.bytes, expected)
+
+
+def test_peer_itself_sees_the_bytes(pair: Pair) -> None:
+    assert pair.move(pair.blocks(37_440, 64)) == DONE
+    import hashlib
+
+    length = 64 * 37_440
+    assert (
+        pair.process.ask("checksum", offset=0, length=length)["sha256"]
+        == hashlib.sha256(pair.source.bytes[:length]).hexdigest()
+    )
+
+
+def test_more_operations_than_a_library_queue_holds(pair: Pair) -> None:
+    """Mooncake's queue takes about 2,050 and applies a larger batch in part."""
+    assert pair.move(pair.blocks(584, 5_000)) == DONE
+    length = 584 * 5_000
+    np.testing.assert_array_equal(pair.process.buffer.bytes[:length], pair.source.bytes[:length])
+    assert not pair.process.buffer.bytes[length:].any()
+
+
+def test_concurrent_transfers_to_one_peer(pair: Pair) -> None:
+    parts = [pair.blocks(4_096, 100, first=100 * index) for index in range(12)]
+    transfers = [pair.transport.submit(pair.peer, part, deadline_s=10.0) for part in parts]
+    assert wait_all(transfers) == [DONE] * 12
+    length = 12 * 100 * 4_096
+    np.testing.assert_array_equal(pair.process.buffer.bytes[:length], pair.source.bytes[:length])
+
+
+def test_no_operation_is_done_at_once(pair: Pair) -> None:
+    assert pair.move(Operations.empty()) == DONE
+
+
+def test_source_outside_of_registered_memory_is_refused(pair: Pair) -> None:
+    """Mooncake would send it on TCP."""
+    private = np.full(8_192, 9, dtype=np.uint8)
+    good = pair.blocks(4_096, 4)
+    bad = Operations(
+        np.append(good.source, np.uint64(private.ctypes.data)),
+        np.append(good.destination, good.destination[-1] + np.uint64(4_096)),
+        np.append(good.length, np.uint64(4_096)),
+    )
+    for operations in (bad, pair.operations([(pair.source.length_bytes - 10, 0, 11)])):
+        with pytest.raises(InvalidInputError, match="register"):
+            pair.transport.submit(pair.peer, operations, deadline_s=5.0)
+    assert pair.move(pair.blocks(4_096, 1, first=2_000)) == DONE  # anything of the refused ones would have come first
+    assert not pair.process.buffer.bytes[: 5 * 4_096].any()
+
+
+def test_refused_destinations_do_not_disturb_the_next_write(pair: Pair) -> None:
+    """Mooncake closes one of four lanes for each address that a peer rejects; the fifth write then fails or stalls."""
+    end = pair.process.buffer.length_bytes
+    for _ in range(6):
+        for destination, length in ((end, 4_096), (end - 1, 2), (end + (1 << 40), 4_096)):
+            with pytest.raises(InvalidInputError, match="register"):
+                pair.transport.submit(pair.peer, pair.operations([(0, destination, length)]), deadline_s=5.0)
+    begun_s = time.monotonic()
+    assert pair.move(pair.blocks(4_096, 8)) == DONE
+    assert time.monotonic() - begun_s < 0.5
+
+
+def test_overlapping_registration_is_refused_and_harmless(pair: Pair) -> None:
+    for memory in (pair.source.memory(), pair.source.memory(4_096, 4_096)):
+        with pytest.raises(InvalidInputError, match="overlap"):
+            pair.transport.register([memory])
+    assert pair.move(pair.blocks(4_096, 4)) == DONE
+
+
+def test_registering_and_forgetting_many_extents(pair: Pair, shm) -> None:
+    pool = SharedBuffer(shm / "pool", 200 * 65_536)
+    pool.bytes[:] = 77
+    extents = [pool.memory(index * 65_536, 65_536) for index in range(200)]
+    pair.transport.register(extents)
+    from_pool = Operations(
+        np.array([extents[150].address], dtype=np.uint64),
+        np.array([pair.process.address], dtype=np.uint64),
+        np.array([65_536], dtype=np.uint64),
+    )
+    assert pair.move(from_pool) == DONE
+    assert (pair.process.buffer.bytes[:65_536] == 77).all()
+    pair.transport.unregister(extents)
+    with pytest.raises(InvalidInputError, match="register"):
+        pair.transport.submit(pair.peer, from_pool, deadline_s=5.0)
+    with pytest.raises(InvalidInputError, match="register"):
+        pair.transport.unregister(extents[:1])
+    pair.transport.register(extents)
+    assert pair.move(from_pool) == DONE
+    pair.transport.unregister(extents)
+
+
+def test_endpoint_covers_what_was_registered_when_it_was_asked_for(backend: Backend, pair: Pair) -> None:
+    """The peer withdraws part of its memory; whoever connects by the newer endpoint is refused it."""
+    pair.process.ask("unregister")
+    pair.process.ask("register", offset=0, length=MIB)
+    newer = pair.transport.connect(pair.process.current_endpoint())
+    try:
+        with pytest.raises(InvalidInputError, match="register"):
+            pair.transport.submit(newer, pair.operations([(0, MIB, 4_096)]), deadline_s=5.0)
+        assert wait(pair.transport.submit(newer, pair.blocks(4_096, 2), deadline_s=5.0)) == DONE
+    finally:
+        pair.transport.disconnect(newer)
+        pair.process.ask("unregister", offset=0, length=MIB)
+        pair.process.ask("register")
+        pair.transport.disconnect(pair.peer)
+        pair.peer = pair.transport.connect(pair.process.current_endpoint())
+    assert pair.move(pair.blocks(MIB, 4)) == DONE
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", b"\x00" * 300, b"{}", b"[1, 2]"])
+def test_garbage_endpoint_is_refused_quickly(pair: Pair, data: bytes) -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(TransportError):
+        pair.transport.connect(Endpoint(transport=pair.process.endpoint.transport, data=data))
+    assert time.monotonic() - begun_s < 2.0
+
+
+def test_damaged_or_foreign_endpoint_is_refused_quickly(pair: Pair) -> None:
+    good = pair.process.endpoint
+    for endpoint in (
+        Endpoint(transport=good.transport, data=good.data[: len(good.data) // 2]),
+        Endpoint(transport="carrier-pigeon", data=good.data),
+    ):
+        with pytest.raises(TransportError):
+            pair.transport.connect(endpoint)
+    assert pair.move(pair.blocks(4_096, 4)) == DONE
+
+
+def test_capabilities_allow_what_the_planner_needs(pair: Pair) -> None:
+    assert pair.transport.capabilities.max_operation_bytes >= 3 * MIB
+    assert "dram" in pair.transport.capabilities.memory_kinds
+
+
+def test_unknown_peer_is_refused(backend: Backend, pair: Pair) -> None:
+    former = pair.transport.connect(pair.process.endpoint)
+    pair.transport.disconnect(former)
+    with pytest.raises(InvalidInputError):
+        pair.transport.submit(former, pair.blocks(4_096, 1), deadline_s=5.0)
+
+
+def test_closing_twice_and_using_a_closed_transport(backend: Backend, shm) -> None:
+    source = SharedBuffer(shm / "source", MIB)
+    transport = backend.create()
+    transport.register([source.memory()])
+    transport.close()
+    transport.close()
+    with pytest.raises(TransportError):
+        transport.endpoint()
+    with pytest.raises(TransportError):
+        transport.register([Memory(address=source.address, length_bytes=4_096, shared=source.memory().shared)])
+
+
+def test_every_backend_is_in_the_suite() -> None:
+    from kvbridge.config.transports import TransportName
+
+    assert {backend.name for backend in BACKENDS.values()} == set(TransportName)

@@ -1,0 +1,478 @@
+"""Two daemons' control sockets over real TCP: delivery, refusals, new lives. Port 0 only, every wait bounded."""
+
+import asyncio
+import contextlib
+import random
+import socket as unix
+import struct
+
+import msgpack
+import pytest
+import pytest_asyncio
+import zmq
+
+from kvbridge.control.keys import generate_keys
+from kvbridge.control.link import PeerCallbacks, PeerSettings
+from kvbridge.control.peers import PeerClient, PeerIdentity, PeerServer
+from kvbridge.control.sockets import LoopSocket, SocketContext
+from kvbridge.core.errors import CapacityError, ConfigError, ConflictError, InvalidInputError, NotFoundError
+from kvbridge.core.wire.codec import PEER, Acks, Envelope, FrameLimits
+from kvbridge.core.wire.delivery import DeliverySettings
+from kvbridge.core.wire.messages import Abort, Drained, Heartbeat
+
+pytestmark = pytest.mark.asyncio
+
+WAIT_S = 20.0
+LOOPBACK = "tcp://127.0.0.1:0"
+SERVER, CLIENT = "5" * 16, "c" * 16
+
+
+class Recorder:
+    """Callbacks that remember."""
+
+    def __init__(self):
+        self.messages, self.undelivered, self.refused, self.resets = [], [], [], []
+        self.resent = 0
+        self.handler = None
+        self._changed = asyncio.Event()
+        self.callbacks = PeerCallbacks(
+            self._on_message, self._on_undelivered, self._on_refused, self._on_resent, self._on_reset
+        )
+
+    def _note(self, where, what):
+        where.append(what)
+        self._changed.set()
+
+    def _on_message(self, peer, message):
+        self._note(self.messages, (peer, message))
+        if self.handler:
+            self.handler(peer, message)
+
+    def _on_undelivered(self, peer, message, age_s):
+        assert age_s >= 0
+        self._note(self.undelivered, (peer, message))
+
+    def _on_refused(self, kind, detail):
+        assert detail
+        self._note(self.refused, str(kind))
+
+    def _on_resent(self, count):
+        self.resent += count
+
+    def _on_reset(self, peer):
+        self._note(self.resets, peer)
+
+    @property
+    def rooms(self):
+        return [message.room for _, message in self.messages if not isinstance(message, Heartbeat)]
+
+    async def until(self, condition):
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class Stage:
+    """Makes servers and clients, and closes them all."""
+
+    def __init__(self, stack):
+        self.stack = stack
+        self.context = SocketContext()
+        stack.callback(self.context.close)
+
+    def server(self, incarnation=SERVER, *, keys=None, settings=None, endpoint=LOOPBACK):
+        recorder = Recorder()
+        server = PeerServer(PeerIdentity(incarnation, keys), recorder.callbacks, settings=settings)
+        self.stack.callback(server.close)
+        return server, recorder, server.bind(endpoint)
+
+    def client(self, endpoint, incarnation=CLIENT, *, keys=None, server_key="", settings=None):
+        recorder = Recorder()
+        client = PeerClient(
+            PeerIdentity(incarnation, keys), recorder.callbacks, context=self.context, settings=settings
+        )
+        self.stack.callback(client.close)
+        client.connect(endpoint, server_key)
+        return client, recorder
+
+    def raw(self, endpoint, **options):
+        dealer = self.context.zmq.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        for name, value in options.items():
+            setattr(dealer, name, value)
+        dealer.connect(endpoint)
+        self.stack.callback(dealer.close)
+        return dealer
+
+
+@pytest_asyncio.fixture
+async def stage():
+    with contextlib.ExitStack() as stack:
+        yield Stage(stack)
+
+
+def drained(room):
+    return Drained(room=room, generation=1)
+
+
+def frame(sender=CLIENT, recipient="", link=1, sequence=1, floor=1, acks=Acks(), body=None):
+    return PEER.encode(Envelope(sender, recipient, link, sequence, floor, acks, body))
+
+
+async def test_messages_go_both_ways_in_order(stage):
+    server, at_server, endpoint = stage.server()
+    client, at_client = stage.client(endpoint)
+    at_server.handler = lambda peer, message: server.send(peer, message)
+    for room in range(300):
+        client.send(drained(room))
+    await at_client.until(lambda: len(at_client.messages) == 300)
+    assert at_server.rooms == at_client.rooms == list(range(300))
+    assert server.peers == (CLIENT,)
+    assert client.peer == SERVER
+    assert {peer for peer, _ in at_client.messages} == {SERVER}
+    assert await client.flush(WAIT_S)
+    assert await server.flush(WAIT_S)
+    assert server.last_heard_s(CLIENT) < WAIT_S
+    assert client.last_heard_s() < WAIT_S
+    assert at_server.undelivered == at_client.undelivered == []
+    assert "1 peers, 0 messages" in repr(server)
+
+
+async def test_two_clients_and_a_second_conversation_of_one(stage):
+    server, at_server, endpoint = stage.server()
+    first, _ = stage.client(endpoint)
+    other, _ = stage.client(endpoint, "d" * 16)
+    first.send(drained(1))
+    other.send(drained(2))
+    await at_server.until(lambda: len(at_server.messages) == 2)
+    first.close()
+    again, _ = stage.client(endpoint)
+    again.send(drained(3))
+    await at_server.until(lambda: len(at_server.messages) == 3)
+    assert sorted(at_server.rooms) == [1, 2, 3]
+    assert sorted(server.peers) == [CLIENT, "d" * 16]
+    with pytest.raises(ConflictError, match="was closed"):
+        first.send(drained(4))
+
+
+async def test_a_client_may_start_before_its_server(stage):
+    with unix.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    _, at_server, _ = stage.server(endpoint=endpoint)
+    await at_server.until(lambda: at_server.rooms == [1])
+
+
+async def test_a_heartbeat_is_sent_once_and_never_waits_for_anyone(stage):
+    server, at_server, endpoint = stage.server()
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    client.send(Heartbeat())
+    await at_server.until(lambda: len(at_server.messages) == 2)
+    server.close()
+    for _ in range(20_000):
+        client.send(Heartbeat())
+    assert await client.flush(WAIT_S)
+
+
+async def test_refusals_are_counted_and_kill_nothing(stage):
+    limits = PeerSettings(limits=FrameLimits(max_frame_bytes=10_000))
+    _, at_server, endpoint = stage.server(settings=limits)
+    raw = stage.raw(endpoint)
+    good = frame(body=drained(1))
+    for parts, kind in (
+        ([b""], "malformed"),
+        ([b"\xc1nonsense"], "malformed"),
+        ([good[:-4]], "malformed"),
+        ([good, b"more"], "malformed"),
+        ([b"\x91" * 2_000], "malformed"),
+        ([bytes(10_001)], "oversized"),
+        ([b"\x98\x07" + good[2:]], "version"),
+        ([msgpack.packb([1, "s", "", 1, 1, 1, [0, []], {"type": "nothing"}])], "type"),
+        ([msgpack.packb([1, "s", "", 1, 1, 1, [0, []], {"type": "drained", "room": "x", "generation": 1}])], "field"),
+        ([frame(recipient="e" * 16, body=drained(1))], "stale"),
+        ([frame(link=0, body=drained(1))], "stale"),
+        ([frame(sequence=0, body=drained(1))], "protocol"),
+        ([frame(acks=Acks(99), body=drained(1))], "protocol"),
+    ):
+        raw.send_multipart(parts)
+        await at_server.until(lambda: at_server.refused)
+        assert at_server.refused == [kind], parts
+        at_server.refused.clear()
+    assert at_server.messages == []
+    raw.send(good)
+    await at_server.until(lambda: at_server.rooms == [1])
+
+
+async def test_a_far_too_large_frame_costs_its_sender_the_connection(stage):
+    _, at_server, endpoint = stage.server(settings=PeerSettings(limits=FrameLimits(max_frame_bytes=10_000)))
+    raw = stage.raw(endpoint, reconnect_ivl=-1)
+    monitor = raw.get_monitor_socket(zmq.Event.DISCONNECTED)
+    stage.stack.callback(raw.disable_monitor)
+    stage.stack.callback(monitor.close)
+    raw.send(bytes(1_000_000))
+    assert await asyncio.to_thread(monitor.poll, WAIT_S * 1_000)
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+
+
+async def test_a_replayed_frame_is_delivered_once(stage):
+    _, at_server, endpoint = stage.server()
+    raw = stage.raw(endpoint)
+    for _ in range(3):
+        raw.send(frame(body=drained(1)))
+    raw.send(frame(sequence=2, body=drained(2)))
+    await at_server.until(lambda: len(at_server.rooms) == 2)
+    assert at_server.rooms == [1, 2]
+    assert at_server.refused == ["duplicate", "duplicate"]
+
+
+async def test_an_older_link_and_a_fenced_incarnation_are_stale(stage):
+    server, at_server, endpoint = stage.server()
+    raw = stage.raw(endpoint)
+    raw.send(frame(link=5, body=drained(1)))
+    raw.send(frame(link=4, body=drained(2)))
+    await at_server.until(lambda: at_server.refused == ["stale"])
+    server.fence(CLIENT)
+    raw.send(frame(link=6, body=drained(3)))
+    await at_server.until(lambda: len(at_server.refused) == 2)
+    assert at_server.rooms == [1]
+    with pytest.raises(NotFoundError, match="was forgotten"):
+        server.send(CLIENT, drained(1))
+
+
+async def test_a_handler_that_refuses_or_breaks_stops_nothing(stage):
+    _, at_server, endpoint = stage.server()
+    broken = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, facts: broken.append(facts["exception"]))
+
+    def handler(_, message):
+        if message.room == 1:
+            raise InvalidInputError("no such thing")
+        if message.room == 2:
+            raise ZeroDivisionError
+
+    at_server.handler = handler
+    client, _ = stage.client(endpoint)
+    for room in range(6):
+        client.send(drained(room))
+    await at_server.until(lambda: len(at_server.messages) == 6)
+    assert at_server.rooms == list(range(6))
+    assert at_server.refused == ["invalid_input"]
+    assert [type(error) for error in broken] == [ZeroDivisionError]
+
+
+async def test_a_restarted_server_is_noticed(stage):
+    server, at_server, endpoint = stage.server()
+    client, at_client = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    assert await client.flush(WAIT_S)
+    server.close()
+    client.send(drained(2))
+    new, at_new, _ = stage.server("6" * 16, endpoint=endpoint)
+    await at_client.until(lambda: at_client.resets)
+    assert at_client.resets == ["6" * 16]
+    assert [(peer, message.room) for peer, message in at_client.undelivered] == [(SERVER, 2)]
+    client.send(drained(3))
+    await at_new.until(lambda: at_new.messages)
+    assert at_new.rooms == [3]
+    new.send(CLIENT, drained(4))
+    await at_client.until(lambda: at_client.messages)
+    assert at_client.messages == [("6" * 16, drained(4))]
+
+
+async def test_a_forgotten_client_begins_anew(stage):
+    server, at_server, endpoint = stage.server()
+    client, at_client = stage.client(endpoint)
+    for room in range(3):
+        client.send(drained(room))
+    await at_server.until(lambda: len(at_server.rooms) == 3)
+    assert await client.flush(WAIT_S)
+    server.forget(CLIENT)
+    client.send(Heartbeat())
+    await at_client.until(lambda: at_client.resets == [SERVER])
+    client.send(drained(9))
+    await at_server.until(lambda: at_server.rooms == [0, 1, 2, 9])
+    server.send(CLIENT, drained(10))
+    await at_client.until(lambda: at_client.rooms == [10])
+
+
+async def test_undelivered_is_reported_and_the_outbox_is_bounded(stage):
+    settings = PeerSettings(delivery=DeliverySettings(give_up_s=0.1, window=4, max_held=8))
+    client, at_client = stage.client("tcp://127.0.0.1:9", settings=settings)
+    for room in range(8):
+        client.send(drained(room))
+    with pytest.raises(CapacityError, match="8 messages wait"):
+        client.send(drained(9))
+    await at_client.until(lambda: len(at_client.undelivered) == 8)
+    assert [message.room for _, message in at_client.undelivered] == list(range(8))
+
+
+async def test_a_noisy_peer_leaves_time_for_others(stage):
+    _, at_server, endpoint = stage.server()
+    raw = stage.raw(endpoint, sndhwm=0)
+    for _ in range(20_000):
+        raw.send(b"noise")
+    client, _ = stage.client(endpoint, "d" * 16)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    assert set(at_server.refused) <= {"malformed"}
+    assert len(at_server.refused) < 20_000, "the honest client waited for all of the noise"
+
+
+# ------------------------------------------------------------------------------------------------ addresses and keys
+
+
+async def test_a_taken_port_names_itself_and_its_holder(stage):
+    _, _, endpoint = stage.server()
+    with pytest.raises(ConflictError, match=rf"{endpoint} is taken by process \d+ \(.+\); stop what holds it"):
+        stage.server("7" * 16, endpoint=endpoint)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.1.2.3:0", "tcp://[::]:0", "tcp://host:0"]
+)
+async def test_leaving_the_machine_needs_keys(stage, endpoint):
+    with pytest.raises(ConfigError, match="without CURVE keys"):
+        stage.server(endpoint=endpoint)
+    with pytest.raises(ConfigError, match="without CURVE keys"):
+        stage.client(endpoint)
+
+
+async def test_a_network_can_be_trusted_on_request(stage):
+    server = PeerServer(PeerIdentity(SERVER, insecure=True), Recorder().callbacks)
+    stage.stack.callback(server.close)
+    assert server.bind("tcp://0.0.0.0:0").startswith("tcp://0.0.0.0:")
+
+
+async def test_keys_let_in_whom_they_name(stage):
+    client_keys = generate_keys()
+    keys = generate_keys(allowed=[client_keys.public])
+    server, at_server, endpoint = stage.server(keys=keys, endpoint="tcp://0.0.0.0:0")
+    endpoint = endpoint.replace("0.0.0.0", "127.0.0.1")
+    client, at_client = stage.client(endpoint, keys=client_keys, server_key=keys.public)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    server.send(CLIENT, drained(2))
+    await at_client.until(lambda: at_client.rooms == [2])
+    assert at_server.refused == []
+
+
+async def test_nobody_takes_another_keys_incarnation(stage):
+    owner, other = generate_keys(), generate_keys()
+    keys = generate_keys(allowed=[owner.public, other.public])
+    _, at_server, endpoint = stage.server(keys=keys)
+    client, _ = stage.client(endpoint, keys=owner, server_key=keys.public)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    thief, _ = stage.client(endpoint, keys=other, server_key=keys.public)
+    thief.send(drained(2))
+    await at_server.until(lambda: "unauthenticated" in at_server.refused)
+    client.send(drained(3))
+    await at_server.until(lambda: at_server.rooms == [1, 3])
+
+
+@pytest.mark.parametrize("who", ["not allowed", "wrong server key", "no keys"])
+async def test_the_unauthenticated_are_refused_and_counted(stage, who):
+    keys, stranger = generate_keys(), generate_keys()
+    _, at_server, endpoint = stage.server(keys=keys)
+    if who == "no keys":
+        client, at_client = stage.client(endpoint)
+    else:
+        server_key = stranger.public if who == "wrong server key" else keys.public
+        client, at_client = stage.client(endpoint, keys=stranger, server_key=server_key)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.refused)
+    await at_client.until(lambda: at_client.refused)
+    assert set(at_server.refused) == {"unauthenticated"}
+    assert at_server.messages == []
+
+
+async def test_a_client_with_keys_wants_to_know_its_server(stage):
+    with pytest.raises(ConfigError, match="no public key is known"):
+        stage.client("tcp://127.0.0.1:9", keys=generate_keys())
+    with pytest.raises(ConfigError, match="has no keys"):
+        stage.client("tcp://127.0.0.1:9", server_key=generate_keys().public)
+
+
+# ------------------------------------------------------------------------------------------------ a bad network
+
+
+class BadNetwork:
+    """Stands between a client and a server and loses, doubles and reorders frames both ways."""
+
+    def __init__(self, stage, endpoint, *, seed, loss, double, most_delay_s):
+        self.random = random.Random(seed)
+        self.loss, self.double, self.most_delay_s = loss, double, most_delay_s
+        self.loop = asyncio.get_running_loop()
+        self.client = b""
+        front, back = stage.context.open(zmq.ROUTER), stage.context.open(zmq.DEALER)
+        front.bind(LOOPBACK)
+        self.endpoint = front.getsockopt_string(zmq.LAST_ENDPOINT)
+        back.connect(endpoint)
+        self.front, self.back = LoopSocket(front, self.to_server), LoopSocket(back, self.to_client)
+        stage.stack.callback(self.front.close)
+        stage.stack.callback(self.back.close)
+
+    def to_server(self, parts):
+        self.client = parts[0].bytes
+        self.forward(self.back, [parts[1].bytes])
+
+    def to_client(self, parts):
+        self.forward(self.front, [self.client, parts[0].bytes])
+
+    def forward(self, socket, parts):
+        copies = 0 if self.random.random() < self.loss else 2 if self.random.random() < self.double else 1
+        for _ in range(copies):
+            self.loop.call_later(self.random.random() * self.most_delay_s, socket.send, parts)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_each_message_once_and_in_order_over_a_bad_network(stage, seed):
+    server, at_server, endpoint = stage.server()
+    network = BadNetwork(stage, endpoint, seed=seed, loss=0.2, double=0.2, most_delay_s=0.02)
+    client, at_client = stage.client(network.endpoint)
+    for room in range(200):
+        client.send(drained(room))
+    await at_server.until(lambda: at_server.messages)
+    for room in range(200):
+        server.send(CLIENT, drained(room))
+    await at_server.until(lambda: len(at_server.rooms) >= 200)
+    await at_client.until(lambda: len(at_client.rooms) >= 200)
+    assert await client.flush(WAIT_S)
+    assert await server.flush(WAIT_S)
+    assert at_server.rooms == at_client.rooms == list(range(200))
+    assert client.last_heard_s() < WAIT_S
+    assert at_client.resent > 0
+    assert set(at_server.refused) == {"duplicate"}
+    assert at_server.undelivered == at_client.undelivered == at_client.resets == []
+
+
+async def test_a_broken_connection_of_the_same_link_goes_on(stage):
+    _, at_server, endpoint = stage.server()
+    first, second = stage.raw(endpoint), stage.raw(endpoint)
+    first.send(frame(sequence=1, body=drained(1)))
+    await at_server.until(lambda: at_server.rooms == [1])
+    first.close()
+    second.send(frame(sequence=1, body=drained(1)))
+    second.send(frame(sequence=2, body=Abort(room=2, generation=1, code="cancelled", message="")))
+    await at_server.until(lambda: at_server.rooms == [1, 2])
+    assert at_server.refused == ["duplicate"]
+
+
+async def test_a_reset_tcp_connection_and_foreign_protocols_are_harmless(stage):
+    _, at_server, endpoint = stage.server()
+    port = int(endpoint.rsplit(":", 1)[1])
+    for payload in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" + bytes(200)):
+        with unix.create_connection(("127.0.0.1", port), timeout=WAIT_S) as connection:
+            connection.setsockopt(unix.SOL_SOCKET, unix.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(payload)
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])

@@ -1,0 +1,96 @@
+"""The allocator against a naive set of free pages, and against the fewest runs that any choice could have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvbridge.core.errors import CapacityError, IntegrityError
+from kvbridge.pool.allocator import RunAllocator
+
+PAGES = 48
+RESERVED = (7, 8, 30)
+
+
+def run_lengths(pages: set[int]) -> list[int]:
+    lengths: list[int] = []
+    for page in sorted(pages):
+        if page - 1 in pages:
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+    return lengths
+
+
+def fewest_runs(free: set[int], count: int) -> int:
+    used = 0
+    for length in sorted(run_lengths(free), reverse=True):
+        if count <= 0:
+            break
+        count -= length
+        used += 1
+    return used
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = RunAllocator(PAGES, reserved=RESERVED)
+        self.free = set(range(PAGES)) - set(RESERVED)
+        self.out: list[int] = []
+
+    @rule(count=st.integers(0, 20))
+    def take(self, count):
+        if count > len(self.free):
+            with pytest.raises(CapacityError):
+                self.allocator.take(count)
+            return
+        ids = self.allocator.take(count)
+        pages = set(ids.tolist())
+        assert len(pages) == count
+        assert pages <= self.free
+        assert (np.diff(ids) > 0).all()
+        # Taken pages may lie side by side although they came from one free run only, never from more runs than needed.
+        assert len(run_lengths(pages)) <= fewest_runs(self.free, count)
+        self.free -= pages
+        self.out += ids.tolist()
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def take_after(self, data):
+        page = data.draw(st.sampled_from(self.out))
+        if not self.free:
+            return
+        ids = self.allocator.take(1, after=page)
+        assert ids[0] == page + 1 or page + 1 not in self.free
+        self.free -= set(ids.tolist())
+        self.out += ids.tolist()
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def give(self, data):
+        ids = data.draw(st.lists(st.sampled_from(self.out), unique=True))
+        self.allocator.give(np.array(ids, dtype=np.int32))
+        self.free |= set(ids)
+        self.out = [page for page in self.out if page not in ids]
+
+    @precondition(lambda self: self.free)
+    @rule(data=st.data())
+    def give_what_is_free(self, data):
+        page = data.draw(st.sampled_from(sorted(self.free)))
+        with pytest.raises(IntegrityError):
+            self.allocator.give([*self.out[:3], page])
+
+    @invariant()
+    def agrees_with_the_set(self):
+        self.allocator.check_integrity()
+        assert self.allocator.free == len(self.free)
+        assert self.allocator.run_count == len(run_lengths(self.free))
+        assert self.allocator.largest_run == max(run_lengths(self.free), default=0)
+
+
+TestAllocator = AllocatorMachine.TestCase
+TestAllocator.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

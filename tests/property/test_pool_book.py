@@ -1,0 +1,149 @@
+"""The page book against a naive model: pages are conserved and none has two owners, whatever is called."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvbridge.core.errors import BridgeError, IntegrityError
+from kvbridge.core.ids import IndexSpace
+from kvbridge.pool.book import Owner, PageBook, PageState
+
+OWNED = {IndexSpace.FULL: 12, IndexSpace.HOST: 9}
+ADOPTED = {IndexSpace.SWA: 10}
+TOTAL = OWNED | ADOPTED
+OWNERS = st.builds(Owner, st.integers(1, 3), st.integers(1, 2))
+STATES = st.sampled_from(PageState)
+REASONS = st.sampled_from(["worker 0", "worker 1"])
+DEMAND = st.dictionaries(st.sampled_from(sorted(OWNED)), st.integers(0, 6))
+
+
+class BookMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = PageBook(OWNED, adopted=ADOPTED)
+        self.pages: dict[Owner, dict[IndexSpace, list[int]]] = {}
+        self.state: dict[Owner, PageState] = {}
+        self.reasons: dict[Owner, set[str]] = {}
+
+    def call(self, allowed: bool, function, *arguments, **named):
+        """Call; a refusal must be a deliberate error, and only where the model allows one."""
+        try:
+            result = function(*arguments, **named)
+        except IntegrityError:
+            raise
+        except BridgeError:
+            assert not allowed
+            return None
+        assert allowed
+        return result
+
+    def add(self, owner, pages):
+        mine = self.pages.setdefault(owner, {})
+        for space, ids in pages.items():
+            mine.setdefault(space, []).extend(ids.tolist())
+
+    def forget(self, owner):
+        for model in (self.pages, self.state, self.reasons):
+            model.pop(owner, None)
+
+    def free(self, space):
+        return TOTAL[space] - sum(len(pages.get(space, ())) for pages in self.pages.values())
+
+    @rule(owner=OWNERS, demand=DEMAND, state=STATES)
+    def reserve(self, owner, demand, state):
+        fits = all(count <= self.free(space) for space, count in demand.items())
+        legal = owner not in self.state and state in {PageState.HELD, PageState.LEASED}
+        pages = self.call(fits and legal, self.book.reserve, owner, demand, state=state)
+        if pages is not None:
+            self.state[owner] = state
+            self.add(owner, pages)
+
+    @rule(owner=OWNERS, demand=DEMAND)
+    def grow(self, owner, demand):
+        fits = all(count <= self.free(space) for space, count in demand.items())
+        legal = self.state.get(owner) in {PageState.HELD, PageState.LEASED}
+        pages = self.call(fits and legal, self.book.grow, owner, demand)
+        if pages is not None:
+            self.add(owner, pages)
+
+    @rule(owner=OWNERS, ids=st.lists(st.integers(-1, 10), max_size=4))
+    def adopt(self, owner, ids):
+        taken = {page for pages in self.pages.values() for page in pages.get(IndexSpace.SWA, ())}
+        good = len(set(ids)) == len(ids) and all(0 <= page < 10 and page not in taken for page in ids)
+        legal = self.state.get(owner) is not PageState.QUARANTINED
+        pages = self.call(good and legal, self.book.adopt, owner, {IndexSpace.SWA: ids})
+        if pages is not None:
+            self.state.setdefault(owner, PageState.HELD)
+            self.add(owner, pages)
+
+    @rule(owner=OWNERS, before=STATES, after=STATES)
+    def move(self, owner, before, after):
+        legal = self.state.get(owner) is before and {before, after} == {PageState.HELD, PageState.LEASED}
+        self.call(legal, self.book.move, owner, before, after)
+        if legal:
+            self.state[owner] = after
+
+    @rule(owner=OWNERS)
+    def give_up(self, owner):
+        legal = self.state.get(owner) is PageState.HELD
+        self.call(legal, self.book.free, owner)
+        if legal:
+            self.forget(owner)
+
+    @rule(owner=OWNERS, data=st.data())
+    def give_back(self, owner, data):
+        mine = self.pages.get(owner, {}).get(IndexSpace.SWA, [])
+        ids = data.draw(st.lists(st.sampled_from([*mine, 0]), unique=True))
+        legal = self.state.get(owner) is PageState.HELD and set(ids) <= set(mine)
+        self.call(legal, self.book.give_back, owner, IndexSpace.SWA, ids)
+        if legal and mine:
+            self.pages[owner][IndexSpace.SWA] = [page for page in mine if page not in ids]
+
+    @rule(owner=OWNERS, reason=REASONS)
+    def quarantine(self, owner, reason):
+        legal = owner in self.state
+        self.call(legal, self.book.quarantine, owner, reason)
+        if legal:
+            self.state[owner] = PageState.QUARANTINED
+            self.reasons.setdefault(owner, set()).add(reason)
+
+    @rule(reason=REASONS)
+    def release(self, reason):
+        released = {owner for owner, reasons in self.reasons.items() if reasons == {reason}}
+        assert set(self.book.release_quarantined(reason)) == released
+        for reasons in self.reasons.values():
+            reasons.discard(reason)
+        for owner in released:
+            self.forget(owner)
+
+    @invariant()
+    def conserved(self):
+        self.book.check_integrity()
+        for space, counts in self.book.counts().items():
+            assert sum(counts.values()) == TOTAL[space]
+            for state in (PageState.HELD, PageState.LEASED, PageState.QUARANTINED):
+                expected = sum(
+                    len(pages.get(space, ())) for owner, pages in self.pages.items() if self.state[owner] is state
+                )
+                assert counts[state] == expected
+
+    @invariant()
+    def no_page_has_two_owners(self):
+        for space in TOTAL:
+            owned = [page for owner in self.book.owners() for page in self.book.pages(owner).get(space, ())]
+            assert len(set(owned)) == len(owned)
+
+    @invariant()
+    def agrees_with_the_model(self):
+        assert set(self.book.owners()) == set(self.state)
+        for owner, state in self.state.items():
+            assert self.book.state(owner) is state
+            found = {space: ids.tolist() for space, ids in self.book.pages(owner).items() if len(ids)}
+            assert found == {space: ids for space, ids in self.pages[owner].items() if ids}
+
+
+TestBook = BookMachine.TestCase
+TestBook.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+

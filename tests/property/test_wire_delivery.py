@@ -1,0 +1,116 @@
+"""Two ends of a link over a channel that loses, doubles, delays and reorders, under a clock turned by hand."""
+
+import heapq
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox
+
+STEP_S = 0.01
+
+
+class Channel:
+    """Delivers what is put in, some of it never, some twice, in the order of random delays."""
+
+    def __init__(self, seed, loss, double, most_delay_s):
+        self.random = random.Random(seed)
+        self.loss, self.double, self.most_delay_s = loss, double, most_delay_s
+        self.queue = []
+        self.count = 0
+
+    def put(self, item, now_s):
+        copies = 0 if self.random.random() < self.loss else 2 if self.random.random() < self.double else 1
+        for _ in range(copies):
+            self.count += 1
+            heapq.heappush(self.queue, (now_s + self.random.random() * self.most_delay_s, self.count, item))
+
+    def take(self, now_s):
+        while self.queue and self.queue[0][0] <= now_s:
+            yield heapq.heappop(self.queue)[2]
+
+
+class Simulation:
+    def __init__(self, *, seed, loss, double, most_delay_s, delivery):
+        self.clock = ManualClock(1.0)
+        self.there = Channel(seed, loss, double, most_delay_s)
+        self.back = Channel(seed + 1, loss, double, most_delay_s)
+        self.outbox, self.inbox = Outbox(delivery), Inbox(delivery)
+        self.window = delivery.window
+        self.delivered, self.undelivered, self.frames = [], [], 0
+
+    def step(self):
+        now_s = self.clock()
+        self.undelivered += [item.message for item in self.outbox.take_expired(now_s)]
+        for parcel in self.outbox.take_due(now_s) + self.outbox.take_new(now_s):
+            self.frames += 1
+            self.there.put((parcel, self.outbox.floor), now_s)
+        for parcel, floor in self.there.take(now_s):
+            self.delivered += self.inbox.accept(parcel.sequence, parcel.message, floor=floor).ready
+        if self.inbox.owed:
+            self.back.put(self.inbox.acks(), now_s)
+        for acks in self.back.take(now_s):
+            self.outbox.acknowledge(acks)
+        self.outbox.check_integrity()
+        self.inbox.check_integrity()
+        assert len(self.inbox) < self.window
+        self.clock.advance(STEP_S)
+
+    def run_until_quiet(self, limit_s):
+        stop_s = self.clock() + limit_s
+        while len(self.outbox) or self.there.queue:
+            assert self.clock() < stop_s, f"not quiet after {limit_s} s: {self.outbox!r} {self.inbox!r}"
+            self.step()
+
+
+channels = {
+    "seed": st.integers(0, 2**32),
+    "loss": st.floats(0, 0.6),
+    "double": st.floats(0, 0.5),
+    "most_delay_s": st.floats(0, 0.5),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**channels, count=st.integers(1, 80), window=st.integers(1, 16))
+def test_a_patient_sender_loses_nothing(seed, loss, double, most_delay_s, count, window):
+    delivery = DeliverySettings(give_up_s=1e6, window=window)
+    simulation = Simulation(seed=seed, loss=loss, double=double, most_delay_s=most_delay_s, delivery=delivery)
+    for number in range(count):
+        simulation.outbox.post(number, now_s=simulation.clock())
+        if number % 3 == 0:
+            simulation.step()
+    simulation.run_until_quiet(10_000)
+    assert simulation.delivered == list(range(count))
+    assert simulation.undelivered == []
+    assert len(simulation.inbox) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(**channels, count=st.integers(1, 80), window=st.integers(1, 16))
+def test_an_impatient_sender_reports_what_it_lost(seed, loss, double, most_delay_s, count, window):
+    delivery = DeliverySettings(give_up_s=0.3, window=window)
+    simulation = Simulation(seed=seed, loss=loss, double=double, most_delay_s=most_delay_s, delivery=delivery)
+    for number in range(count):
+        simulation.outbox.post(number, now_s=simulation.clock())
+        simulation.step()
+    simulation.run_until_quiet(10_000)
+    assert simulation.delivered == sorted(set(simulation.delivered)), "twice, or out of order"
+    assert set(simulation.delivered) | set(simulation.undelivered) == set(range(count)), "silently lost"
+    assert len(simulation.undelivered) == len(set(simulation.undelivered)), "reported twice"
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32), loss=st.floats(0, 0.4))
+def test_nothing_grows_and_resends_are_bounded(seed, loss):
+    delivery = DeliverySettings(give_up_s=2.0, window=64, max_held=512)
+    simulation = Simulation(seed=seed, loss=loss, double=0.2, most_delay_s=0.03, delivery=delivery)
+    for number in range(400):
+        simulation.outbox.post(number, now_s=simulation.clock())
+        simulation.step()
+        simulation.step()
+    simulation.run_until_quiet(1_000)
+    assert len(simulation.outbox) == len(simulation.inbox) == 0
+    assert simulation.frames < 400 * 12

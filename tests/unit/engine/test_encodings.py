@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness
+from kvbridge.core.ids import IndexSpace
+from kvbridge.engine.encodings import Fp8IndexerCodec, Fp8V4Codec, PlainCodec, row_codec
+
+V4 = Fp8V4Codec(width=512, rope=64, dtype=torch.float32)
+
+
+def values_of(count: int, width: int, spread: float = 8.0) -> torch.Tensor:
+    """Random values whose groups differ in size by up to 2**(2 * spread)."""
+    generator = torch.Generator().manual_seed(count * 1000 + width)
+    sizes = torch.exp2((torch.rand((count, 1), generator=generator) * 2 - 1) * spread)
+    return torch.randn((count, width), generator=generator) * sizes
+
+
+def test_a_production_row_has_the_production_form():
+    values = torch.zeros((1, 512))
+    values[0, 0], values[0, 64], values[0, 447], values[0, 448] = 448.0, 449.0, -0.5, 3.0
+    row = V4.encode(values)[0]
+    assert row.shape == (584,)
+    assert row[0] == 0x7E  # 448, the largest e4m3
+    assert row[64] == 0x76  # 224 (224.5 rounded) under a scale of 2
+    assert row[448:450].tolist() == [0x40, 0x40]  # 3.0 in bf16, little-endian
+    assert row[576:584].tolist() == [127, 128, 127, 127, 127, 127, 118, 0]
+
+
+@pytest.mark.parametrize(("width", "rope"), [(512, 64), (80, 16), (96, 0), (200, 8), (64, 63)])
+def test_fp8_v4_error_is_bounded(width, rope):
+    codec = Fp8V4Codec(width=width, rope=rope, dtype=torch.float32)
+    values = values_of(300, width)
+    decoded = codec.decode(codec.encode(values))
+    plain = width - rope
+    for start in range(0, plain, 64):
+        ours, theirs = values[:, start : min(start + 64, plain)], decoded[:, start : min(start + 64, plain)]
+        largest = ours.abs().amax(dim=1, keepdim=True)
+        assert bool(((ours - theirs).abs() <= torch.maximum(ours.abs() / 16, largest / 2**17)).all())
+    assert torch.equal(decoded[:, plain:], values[:, plain:].to(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("codec", [V4, Fp8IndexerCodec(128, torch.float32), Fp8IndexerCodec(200, torch.float32)])
+def test_encoding_is_deterministic_and_close(codec):
+    values = values_of(100, codec.width)
+    rows = codec.encode(values)
+    assert rows.shape == (100, codec.row_bytes)
+    assert torch.equal(rows, codec.encode(values.clone()))
+    decoded = codec.decode(rows)
+    assert float((decoded - values).norm() / values.norm()) < 0.04
+
+
+@pytest.mark.parametrize("codec", [V4, Fp8IndexerCodec(128, torch.float32)])
+def test_no_rows_are_no_rows(codec):
+    rows = codec.encode(torch.empty((0, codec.width)))
+    assert rows.shape == (0, codec.row_bytes)
+    assert codec.decode(rows).shape == (0, codec.width)
+
+
+@pytest.mark.parametrize("power", [-100, -20, 0, 9, 100])
+def test_fp8_v4_keeps_representable_values(power):
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = torch.zeros((2, 512))
+    values[0, :127], values[1, :127] = numbers, -numbers
+    values[:, 63], values[:, 127] = 448.0, 448.0
+    values *= 2.0**power
+    assert torch.equal(V4.decode(V4.encode(values)), values)
+
+
+def test_fp8_v4_reencoding_changes_nothing():
+    once = V4.decode(V4.encode(values_of(200, 512)))
+    assert torch.equal(V4.decode(V4.encode(once)), once)
+
+
+def test_fp8_indexer_keeps_representable_values():
+    codec = Fp8IndexerCodec(128, torch.float32)
+    values = torch.arange(128, dtype=torch.uint8)[:127].view(torch.float8_e4m3fn).float()
+    values = torch.nn.functional.pad(values, (0, 1), value=-448.0)[None]
+    assert torch.equal(codec.decode(codec.encode(values)), values)
+
+
+@pytest.mark.parametrize("codec", [V4, Fp8IndexerCodec(128, torch.float32)])
+def test_zeros_stay_zeros(codec):
+    rows = codec.encode(torch.zeros((3, codec.width)))
+    assert torch.equal(codec.decode(rows), torch.zeros((3, codec.width)))
+
+
+@pytest.mark.parametrize("codec", [V4, Fp8IndexerCodec(128, torch.float32)])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("column", [0, -1])
+def test_what_is_not_finite_is_refused_by_row(codec, bad, column):
+    values = torch.zeros((5, codec.width))
+    values[3, column] = bad
+    with pytest.raises(InvalidInputError, match="row 3 of 5"):
+        codec.encode(values)
+
+
+@pytest.mark.parametrize("codec", [V4, Fp8IndexerCodec(128, torch.float32)])
+@pytest.mark.parametrize("size", [torch.finfo(torch.float32).max, 1e-30, 1e-40, 1e-45])
+def test_extreme_values_stay_finite(codec, size):
+    values = torch.full((1, codec.width), size)
+    decoded = codec.decode(codec.encode(values))
+    assert bool(torch.isfinite(decoded).all())
+    if size > 1e-35:
+        assert float(decoded[0, 0]) == pytest.approx(size, rel=1 / 16)
+
+
+def test_a_scale_byte_that_is_no_number_is_refused():
+    rows = V4.encode(torch.ones((2, 512)))
+    rows[1, 580] = 255
+    with pytest.raises(InvalidInputError, match="scale byte of 255"):
+        V4.decode(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_rows_keep_every_bit(dtype):
+    codec = PlainCodec(width=6, stored=dtype, dtype=dtype)
+    values = torch.tensor([[0.1, -0.0, float("inf"), float("-inf"), 1e30, -3.0]], dtype=dtype)
+    rows = codec.encode(values)
+    assert torch.equal(codec.decode(rows).view(torch.uint8), values.view(torch.uint8))
+    decoded = codec.decode(rows)
+    rows.zero_()
+    assert float(values[0, 5]) == float(decoded[0, 5]) == -3.0, "rows, values and decoded values share no memory"
+
+
+def component(encoding: Encoding, parts: tuple[int, ...]) -> Component:
+    return Component(
+        kind=ComponentKind.C4_KV,
+        layers=(0,),
+        space=IndexSpace.FULL,
+        encoding=encoding,
+        liveness=Liveness.GROWING,
+        row_parts_bytes=parts,
+        slots_per_page=64,
+        rows_per_logical_page=64,
+        tokens_per_row=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("encoding", "parts"),
+    [
+        (Encoding.FP8_V4, (576, 8)),
+        (Encoding.FP8_INDEXER, (512, 16)),
+        (Encoding.BF16, (1024,)),
+        (Encoding.FP32, (2048,)),
+        (Encoding.NATIVE, (2048,)),
+    ],
+)
+def test_a_codec_fits_its_component(encoding, parts):
+    codec = row_codec(component(encoding, parts), width=512, rope=64, dtype=torch.float32)
+    values = values_of(4, 512, spread=0)
+    assert float((codec.decode(codec.encode(values)) - values).norm() / values.norm()) < 0.04
+    with pytest.raises(InvalidInputError, match="the geometry says"):
+        row_codec(component(encoding, parts), width=256, rope=64, dtype=torch.float32)

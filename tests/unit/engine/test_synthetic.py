@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.plan.operations import Section
+from kvbridge.engine.adapters.synthetic import check, expected_rows, fill
+from tests.helpers.torch_pools import Form, copy_request, make_pools
+
+TINY = preset("tiny-v4")
+GQA = preset("tiny-gqa")
+ROOM = 2**64 - 3
+
+
+def whole(tokens: int) -> Section:
+    return Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
+
+
+@pytest.mark.parametrize("geometry", [TINY, GQA], ids=lambda geometry: geometry.name)
+@pytest.mark.parametrize("tokens", [1, 4, 255, 257, 640, 1025])
+def test_what_was_filled_in_chunks_checks_after_a_move(geometry, tokens):
+    source = make_pools(geometry, tokens=tokens, seed=1)
+    target = make_pools(geometry, tokens=tokens, seed=2, form=Form(page_first=True, extent_pages=2))
+    written = 0
+    for start in range(0, tokens, 100):
+        section = Section(prompt_tokens=tokens, start_token=start, stop_token=min(tokens, start + 100))
+        written += fill(source.views, room=ROOM, tables=source.tables, section=section)
+    rows = [(c, c.live_rows(tokens).count) for c in geometry.components]
+    assert written == sum(len(c.layers) * c.lanes * c.row_bytes * count for c, count in rows)
+    assert check(source.views, room=ROOM, tables=source.tables, tokens=tokens) == []
+    copy_request(geometry, source, target, tokens=tokens)
+    assert check(target.views, room=ROOM, tables=target.tables, tokens=tokens) == []
+
+
+def test_lanes_carry_their_global_number():
+    tokens = 300
+    full = make_pools(GQA, tokens=tokens, seed=1)
+    fill(full.views, room=5, tables=full.tables, section=whole(tokens))
+    component = GQA.component(ComponentKind.MHA_KV)
+    rows = full.views.read_rows(component.kind, 1, tables=full.tables, start_row=0, stop_row=tokens).numpy()
+    for rank in range(2):
+        shard = make_pools(GQA, tokens=tokens, seed=2, form=Form(tp=(rank, 2)))
+        fill(shard.views, room=5, tables=shard.tables, section=whole(tokens))
+        assert check(shard.views, room=5, tables=shard.tables, tokens=tokens) == []
+        mine = shard.views.read_rows(component.kind, 1, tables=shard.tables, start_row=0, stop_row=tokens).numpy()
+        lanes = slice(rank * 2 * component.row_bytes, (rank + 1) * 2 * component.row_bytes)
+        assert np.array_equal(mine, rows[:, lanes])
+
+
+def test_one_wrong_byte_is_found_and_named():
+    tokens = 515
+    pools = make_pools(TINY, tokens=tokens)
+    fill(pools.views, room=ROOM, tables=pools.tables, section=whole(tokens))
+    component = TINY.component(ComponentKind.C4_KV)
+    view = pools.views.home(component.kind, 4, tables=pools.tables)
+    page_id = int(pools.tables[view.region.space].ids[1])
+    # Row 100 is slot 36 of logical page 1; byte 97 of a row is the second one of its scales.
+    view.page(page_id)[component.part_offset(1) + 36 * 8 + 1] ^= 0x10
+    (mismatch,) = check(pools.views, room=ROOM, tables=pools.tables, tokens=tokens)
+    assert (mismatch.component, mismatch.layer, mismatch.lane, mismatch.row) == (component.kind, 4, 0, 100)
+    assert (mismatch.page_id, mismatch.slot, mismatch.first_byte, mismatch.wrong_bytes) == (page_id, 36, 97, 1)
+    assert mismatch.expected ^ mismatch.found == 0x10
+    assert f"c4_kv layer 4 lane 0 row 100 (page {page_id} slot 36)" in str(mismatch)
+    assert check(pools.views, room=ROOM, tables=pools.tables, tokens=tokens, prefix_tokens=512) == []
+
+
+def test_pages_of_another_room_layer_or_place_do_not_check():
+    tokens = 300
+    pools = make_pools(TINY, tokens=tokens)
+    fill(pools.views, room=1, tables=pools.tables, section=whole(tokens))
+    assert len(check(pools.views, room=2, tables=pools.tables, tokens=tokens)) == 20
+    assert len(check(pools.views, room=2, tables=pools.tables, tokens=tokens, most_mismatches=3)) == 3
+    component = TINY.component(ComponentKind.C4_INDEXER)
+    facts = {"room": 1, "layer": 2, "lanes": (0, 1), "start_row": 0, "stop_row": 64}
+    rows = expected_rows(component, **facts)
+    for change in ({"room": 0}, {"layer": 4}, {"lanes": (1, 2)}, {"start_row": 64, "stop_row": 128}):
+        other = expected_rows(component, **{**facts, **change})
+        assert float((other == rows).mean()) < 0.02, change
+    assert not np.array_equal(rows, expected_rows(TINY.component(ComponentKind.C4_KV), **facts)[:, : rows.shape[1]])
+    assert len({bytes(row) for row in rows}) == 64
+
+
+def test_bytes_do_not_depend_on_how_rows_are_cut():
+    component = TINY.component(ComponentKind.C4_KV)
+    facts = {"room": ROOM, "layer": 2, "lanes": (0, 1)}
+    rows = expected_rows(component, start_row=10, stop_row=50, **facts)
+    assert np.array_equal(rows[7:9], expected_rows(component, start_row=17, stop_row=19, **facts))
+    # Pinned: both sides of a bridge may run different builds.
+    assert bytes(rows[0, :8]).hex() == "d5d565da7849c69c"
+
+
+def test_only_the_named_layers_are_filled():
+    tokens = 300
+    pools = make_pools(TINY, tokens=tokens)
+    section = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens, layers=(2, 3))
+    fill(pools.views, room=1, tables=pools.tables, section=section)
+    wrong = check(pools.views, room=1, tables=pools.tables, tokens=tokens, most_mismatches=10_000)
+    assert {mismatch.layer for mismatch in wrong} == {0, 1, 4, 5}

@@ -1,0 +1,134 @@
+"""Bootstrap's door, through its own client, with daemons behind it."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import (
+    CapacityError,
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    NotReadyError,
+    StaleError,
+    UnknownRoomError,
+)
+from kvbridge.core.ids import Role
+from kvbridge.http import DirectoryClient, create_bootstrap_app
+from kvbridge.service.directory import Directory, MemoryStore
+from kvbridge.service.pairing import PairingService
+from kvbridge.service.ports import Load, NodeHeartbeat, PairRequest, RoomState
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, FakeDaemons, half, node
+from tests.unit.http.services import FakeStatus, metrics, settings
+from tests.unit.http.test_daemon_app import check_description
+
+pytestmark = pytest.mark.asyncio
+
+
+class Setup:
+    """A bootstrap with a manual clock and fake daemons."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.daemons = FakeDaemons()
+        self.directory = Directory(MemoryStore(), expire_after_s=EXPIRE_AFTER_S, clock=self.clock)
+        pairing = PairingService(self.directory, self.daemons, limits=LIMITS, clock=self.clock)
+        app = create_bootstrap_app(
+            directory=self.directory,
+            pairing=pairing,
+            status=FakeStatus(),
+            metrics_render=metrics,
+            settings=settings(token="t", max_body_bytes=1 << 20),
+        )
+        self.transport = httpx.ASGITransport(app)
+
+
+@pytest.fixture
+def setup() -> Setup:
+    return Setup()
+
+
+@pytest_asyncio.fixture
+async def client(setup):
+    async with DirectoryClient("http://bootstrap/", token="t", timeout_s=5.0, transport=setup.transport) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def http(setup):
+    headers = {"authorization": "Bearer t"}
+    async with httpx.AsyncClient(transport=setup.transport, base_url="http://bootstrap", headers=headers) as client:
+        yield client
+
+
+async def test_a_node_registers_lives_and_leaves(client, setup):
+    view = await client.register(half("p 1", Role.PREFILL, 0))
+    assert (view.node, view.epoch) == ("node-0", 1)
+    beat = NodeHeartbeat(incarnation="p 1-0-life-1", ready=True, load=Load(rooms=3))
+    assert (await client.heartbeat("p 1", "node-0", beat)).load.rooms == 3
+    (instance,) = await client.instances()
+    assert (instance.instance, instance.complete) == ("p 1", False)
+    await client.deregister("p 1", "node-0", "p 1-0-life-1")
+    assert await client.instances() == ()
+
+
+async def test_a_node_that_is_not_known_is_told_to_register_again(client, setup):
+    beat = NodeHeartbeat(incarnation="p-life-1", ready=True)
+    await client.register(node("p", Role.PREFILL))
+    setup.clock.advance(EXPIRE_AFTER_S + 1)
+    with pytest.raises(NotFoundError, match="register again"):
+        await client.heartbeat("p", "node-0", beat)
+    await client.register(node("p", Role.PREFILL, incarnation="second"))
+    with pytest.raises(StaleError):
+        await client.heartbeat("p", "node-0", beat)
+
+
+async def test_a_body_must_agree_with_its_path(http):
+    registration = node("p", Role.PREFILL).model_dump(mode="json")
+    response = await http.put("/v1/instances/p/nodes/other", json=registration)
+    assert (response.status_code, response.json()["code"]) == (400, "invalid_input")
+
+
+async def test_a_request_is_paired_reported_and_cancelled(client, http):
+    for registration in (node("p", Role.PREFILL), node("d", Role.DECODE)):
+        await client.register(registration)
+    ticket = await client.pair(PairRequest(room=7, prompt_tokens=300))
+    assert (ticket.prefill.http_urls, ticket.decode.http_urls) == (("http://p",), ("http://d",))
+    assert (await client.report(7)).state is RoomState.ADMITTED
+    with pytest.raises(ConflictError, match="room 7 is in use"):
+        await client.pair(PairRequest(room=7, prompt_tokens=300))
+    assert (await client.cancel(7, "left")).state is RoomState.ABORTED
+    with pytest.raises(UnknownRoomError):
+        await client.report(8)
+    response = await http.post("/v1/requests", json={"room": 9, "prompt_tokens": 300})
+    assert (response.status_code, response.headers["location"]) == (201, "/v1/requests/9")
+
+
+async def test_refusals_keep_their_class(client, setup, http):
+    with pytest.raises(NotReadyError, match="no prefill instance"):
+        await client.pair(PairRequest(prompt_tokens=300))
+    for registration in (node("p", Role.PREFILL), node("d", Role.DECODE)):
+        await client.register(registration)
+    setup.daemons.refuse["http://d"] = CapacityError("full", retry_after_s=7.5)
+    with pytest.raises(CapacityError, match="full") as raised:
+        await client.pair(PairRequest(prompt_tokens=300))
+    assert raised.value.retry_after_s == 7.5
+    with pytest.raises(InvalidInputError, match="larger than"):
+        await client.pair(PairRequest(prompt_tokens=10**9))
+    response = await http.post("/v1/requests", json={"prompt_tokens": 300})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "8")
+
+
+async def test_the_description_is_complete(http):
+    schema = (await http.get("/openapi.json")).json()
+    check_description(schema)
+    assert {path for path in schema["paths"] if path.startswith("/v1")} == {
+        "/v1/requests",
+        "/v1/requests/{room}",
+        "/v1/instances",
+        "/v1/instances/{instance}/nodes/{node}",
+        "/v1/instances/{instance}/nodes/{node}/heartbeat",
+    }

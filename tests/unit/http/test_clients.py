@@ -1,0 +1,116 @@
+"""The way back: from an answer to the error that caused it."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from kvbridge.core.errors import (
+    CapacityError,
+    DeadlineError,
+    PeerError,
+    ProtocolError,
+    UnauthorizedError,
+    error_codes,
+)
+from kvbridge.http import DaemonClient, DirectoryClient, create_daemon_app
+from kvbridge.http.problems import error_of, problem_of
+from kvbridge.service.ports import AdmissionRequest, PairRequest, Readiness, RoomState
+from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
+
+pytestmark = pytest.mark.asyncio
+
+
+def answering(handler) -> DaemonClient:
+    return DaemonClient(timeout_s=5.0, transport=httpx.MockTransport(handler))
+
+
+def daemon(rooms: FakeRooms, status: FakeStatus | None = None, *, token: str = "t") -> DaemonClient:
+    app = create_daemon_app(
+        rooms=rooms, status=status or FakeStatus(), metrics_render=metrics, settings=settings(token="t")
+    )
+    return DaemonClient(token=token, timeout_s=5.0, transport=httpx.ASGITransport(app))
+
+
+@pytest.mark.parametrize("code", sorted(error_codes()))
+async def test_errors_survive_the_journey(code):
+    kind = error_codes()[code]
+    body = problem_of(kind("what happened"), "/x").model_dump_json().encode()
+    back = error_of(kind.http_status, body, source="http://d")
+    if kind.http_status == 500:
+        assert type(back) is PeerError
+        assert "what happened" in str(back)
+    else:
+        assert (type(back), str(back)) == (kind, "what happened")
+
+
+async def test_the_hint_survives_the_journey():
+    body = problem_of(CapacityError("full", retry_after_s=0.25), "/x").model_dump_json().encode()
+    assert error_of(503, body, source="d").retry_after_s == 0.25
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b"[1]", b"\xff", b'{"code": "capacity"}'])
+async def test_an_answer_that_is_no_problem_is_the_peers_fault(body):
+    error = error_of(502, body, source="http://d")
+    assert type(error) is PeerError
+    assert "http://d answered 502" in str(error)
+
+
+async def test_members_and_codes_of_later_releases_are_understood():
+    problem = {"type": "t", "title": "t", "status": 418, "detail": "d", "code": "tea", "instance": "/", "pot": 1}
+    assert type(error_of(418, httpx.Response(418, json=problem).content, source="d")) is PeerError
+    problem["code"] = "conflict"
+    assert error_of(409, httpx.Response(409, json=problem).content, source="d").code == "conflict"
+
+
+async def test_the_four_calls_of_a_daemon():
+    rooms = FakeRooms()
+    async with daemon(rooms) as client:
+        assert (await client.admit("http://d/", AdmissionRequest(room=4, prompt_tokens=9))).room == 4
+        assert (await client.report("http://d", 4)).state is RoomState.ADMITTED
+        await client.wait("http://d", 4, wait_s=2.0, until=frozenset({RoomState.COMMITTED}))
+        assert rooms.waits == [(4, 2.0, frozenset({RoomState.COMMITTED}))]
+        assert (await client.cancel("http://d", 4, "a & b", generation=1)).reason == "a & b"
+
+
+async def test_readiness_is_an_answer_even_when_it_is_no():
+    status = FakeStatus()
+    status.ready = Readiness(ready=False, reasons=("starting",))
+    async with daemon(FakeRooms(), status) as client:
+        assert (await client.readiness("http://d")).reasons == ("starting",)
+        assert (await client.status("http://d"))["role"] == "prefill"
+
+
+async def test_a_daemon_that_refuses_our_token_is_not_the_callers_fault():
+    async with daemon(FakeRooms(), token="wrong") as client:
+        with pytest.raises(PeerError, match=r"daemons\.token_file"):
+            await client.admit("http://d", AdmissionRequest(prompt_tokens=9))
+        with pytest.raises(UnauthorizedError):
+            await client.status("http://d")
+
+
+async def test_no_answer_is_a_deadline_with_a_name():
+    def slow(request):
+        raise httpx.ReadTimeout("slow", request=request)
+
+    async with answering(slow) as client:
+        with pytest.raises(DeadlineError, match=r"within 5 s \(timeouts\.reserve_s\)"):
+            await client.report("http://d", 1)
+    async with DirectoryClient("http://b", timeout_s=3.0, transport=httpx.MockTransport(slow)) as directory:
+        with pytest.raises(DeadlineError, match=r"within 3 s \(timeouts\.bootstrap_call_s\)"):
+            await directory.pair(PairRequest(prompt_tokens=1))
+
+
+async def test_no_connection_is_the_peers_fault():
+    def refused(request):
+        raise httpx.ConnectError("connection refused", request=request)
+
+    async with answering(refused) as client:
+        with pytest.raises(PeerError, match="connection refused"):
+            await client.report("http://d", 1)
+
+
+async def test_an_answer_of_another_form_is_a_protocol_error():
+    async with answering(lambda request: httpx.Response(200, json={"room": "x"})) as client:
+        with pytest.raises(ProtocolError, match="RoomReport"):
+            await client.report("http://d", 1)

@@ -1,0 +1,250 @@
+"""Each route of a daemon's door, and what it answers when something is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from kvbridge.core.errors import CapacityError, error_codes
+from kvbridge.http import create_daemon_app
+from kvbridge.service.ports import Readiness, RoomReport, RoomState
+from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
+
+pytestmark = pytest.mark.asyncio
+
+MEMBERS = {"type", "title", "status", "detail", "code", "instance"}
+
+
+@pytest.fixture
+def rooms() -> FakeRooms:
+    return FakeRooms()
+
+
+@pytest.fixture
+def status() -> FakeStatus:
+    return FakeStatus()
+
+
+def caller(rooms, status, **changes) -> httpx.AsyncClient:
+    app = create_daemon_app(rooms=rooms, status=status, metrics_render=metrics, settings=settings(**changes))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://daemon")
+
+
+@pytest_asyncio.fixture
+async def http(rooms, status):
+    async with caller(rooms, status) as client:
+        yield client
+
+
+def problem(response: httpx.Response, status: int, code: str) -> dict:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    body = response.json()
+    assert body.keys() - {"retry_after_s"} == MEMBERS
+    assert (body["status"], body["code"]) == (status, code)
+    assert body["type"] == f"urn:kvbridge:problem:{code}"
+    return body
+
+
+async def test_admission(http, rooms):
+    response = await http.post("/v1/requests", json={"room": 2**64 - 1, "prompt_tokens": 5})
+    assert response.status_code == 201
+    assert response.headers["location"] == f"/v1/requests/{2**64 - 1}"
+    assert RoomReport.model_validate_json(response.content) == rooms.rooms[2**64 - 1]
+
+
+async def test_a_full_daemon_says_when_to_come_back(http, rooms):
+    rooms.error = CapacityError("12 of 3 host pages are free", retry_after_s=2.2)
+    response = await http.post("/v1/requests", json={"prompt_tokens": 5})
+    body = problem(response, 503, "capacity")
+    assert response.headers["retry-after"] == "3"
+    assert (body["retry_after_s"], body["detail"], body["instance"]) == (2.2, str(rooms.error), "/v1/requests")
+
+
+@pytest.mark.parametrize("code", sorted(error_codes()))
+async def test_every_error_keeps_its_code_and_status(http, rooms, code):
+    kind = error_codes()[code]
+    rooms.error = kind("what happened")
+    response = await http.post("/v1/requests", json={"prompt_tokens": 5})
+    assert problem(response, kind.http_status, code)["detail"] == "what happened"
+    assert ("retry-after" in response.headers) is issubclass(kind, CapacityError)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, "body.prompt_tokens: Field required"),
+        ({"prompt_tokens": 0}, "body.prompt_tokens: Input should be greater than or equal to 1, got 0"),
+        ({"prompt_tokens": 1, "room": 2**64}, "body.room"),
+        ({"prompt_tokens": 1, "room": -1}, "body.room"),
+        ({"prompt_tokens": 1, "extra": 1}, "body.extra: Extra inputs are not permitted"),
+        ({"prompt_tokens": 1, "prefill": [{"endpoint": "http://x"}]}, "body.prefill.0.endpoint"),
+        ([], "body"),
+    ],
+)
+async def test_a_wrong_body_is_refused_with_its_faults(http, body, expected):
+    response = await http.post("/v1/requests", json=body)
+    assert expected in problem(response, 400, "invalid_input")["detail"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b"null", b"[" * 2000])
+async def test_a_body_that_is_no_json_is_refused(http, content):
+    response = await http.post("/v1/requests", content=content, headers={"content-type": "application/json"})
+    problem(response, 400, "invalid_input")
+
+
+async def test_a_report(http):
+    await http.post("/v1/requests", json={"room": 3, "prompt_tokens": 5})
+    assert (await http.get("/v1/requests/3")).json()["state"] == "admitted"
+    problem(await http.get("/v1/requests/4"), 404, "unknown_room")
+
+
+@pytest.mark.parametrize("room", ["-1", str(2**64), "x"])
+async def test_a_room_that_is_no_room_is_refused(http, room):
+    problem(await http.get(f"/v1/requests/{room}"), 400, "invalid_input")
+
+
+async def test_waiting(http, rooms):
+    await http.post("/v1/requests", json={"room": 3, "prompt_tokens": 5})
+    assert (await http.get("/v1/requests/3?wait=2&until=committed&until=claimed")).status_code == 200
+    await http.get("/v1/requests/3?wait=1.5")
+    await http.get("/v1/requests/3?wait=0&until=committed")
+    wanted = frozenset({RoomState.COMMITTED, RoomState.CLAIMED})
+    assert rooms.waits == [(3, 2.0, wanted), (3, 1.5, frozenset())]
+
+
+@pytest.mark.parametrize("query", ["wait=5.1", "wait=-1", "wait=nan", "wait=inf", "wait=1&until=nowhere"])
+async def test_a_wait_that_cannot_be_served_is_refused(http, rooms, query):
+    await http.post("/v1/requests", json={"room": 3, "prompt_tokens": 5})
+    problem(await http.get(f"/v1/requests/3?{query}"), 400, "invalid_input")
+    assert rooms.waits == []
+
+
+async def test_cancelling(http):
+    await http.post("/v1/requests", json={"room": 3, "generation": 2, "prompt_tokens": 5})
+    problem(await http.delete("/v1/requests/3?generation=1"), 409, "stale")
+    assert (await http.get("/v1/requests/3")).json()["state"] == "admitted"
+    answer = (await http.delete("/v1/requests/3?generation=2&reason=left")).json()
+    assert (answer["state"], answer["reason"]) == ("aborted", "left")
+    problem(await http.delete("/v1/requests/4"), 404, "unknown_room")
+
+
+async def test_health_and_readiness(http, status):
+    assert (await http.get("/health")).json() == {"alive": True}
+    assert (await http.get("/ready")).status_code == 200
+    status.ready = Readiness(ready=False, reasons=("rank pp0.tp0 is starting",))
+    response = await http.get("/ready")
+    assert (response.status_code, response.json()["reasons"]) == (503, ["rank pp0.tp0 is starting"])
+    assert (await http.get("/health")).status_code == 200
+
+
+async def test_operators_routes(http):
+    response = await http.get("/metrics")
+    assert (response.content, response.headers["content-type"]) == metrics()
+    assert (await http.get("/version")).json() == {"name": "kvbridge", "version": "9.9", "protocol_version": 1}
+    assert (await http.get("/status")).json()["rooms"] == {"admitted": 1}
+
+
+async def test_unknown_routes_and_methods(http):
+    assert "/nowhere" in problem(await http.get("/nowhere"), 404, "not_found")["detail"]
+    response = await http.put("/v1/requests")
+    problem(response, 405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+
+
+async def test_a_long_body_is_refused_by_its_announced_length(http, rooms):
+    problem(await http.post("/v1/requests", content=b"x" * 4097), 413, "body_too_large")
+    assert rooms.rooms == {}
+
+
+async def test_a_long_body_without_a_length_is_refused_too(http):
+    async def pieces():
+        for _ in range(5):
+            yield b" " * 1000
+
+    headers = {"content-type": "application/json"}
+    problem(await http.post("/v1/requests", content=pieces(), headers=headers), 413, "body_too_large")
+
+
+async def test_an_unforeseen_error_tells_nothing(http, rooms):
+    rooms.error = RuntimeError("secret path /etc/x")
+    body = problem(await http.post("/v1/requests", json={"prompt_tokens": 5}), 500, "internal")
+    assert "secret" not in json.dumps(body)
+    assert "reference" in body["detail"]
+
+
+OPEN = ["/health", "/ready"]
+CLOSED = ["/metrics", "/status", "/version", "/openapi.json", "/v1/requests/1", "/nowhere"]
+
+
+async def test_only_probes_are_open_without_the_token(rooms, status):
+    async with caller(rooms, status, token="s3cret") as http:
+        for path in OPEN:
+            assert (await http.get(path)).status_code == 200, path
+        for path in CLOSED:
+            response = await http.get(path)
+            problem(response, 401, "unauthorized")
+            assert response.headers["www-authenticate"] == "Bearer"
+        problem(await http.post("/v1/requests", content=b"{"), 401, "unauthorized")
+
+
+@pytest.mark.parametrize(
+    "value", ["Bearer wrong", "Bearer s3cret2", "Basic s3cret", "s3cret", "Bearer", "Bearer s3cre\xe9"]
+)
+async def test_a_wrong_token_is_refused(rooms, status, value):
+    async with caller(rooms, status, token="s3cret") as http:
+        problem(await http.get("/status", headers={"authorization": value.encode("latin-1")}), 401, "unauthorized")
+
+
+async def test_the_token_opens_everything(rooms, status):
+    async with caller(rooms, status, token="s3cret") as http:
+        assert (await http.get("/status", headers={"authorization": "bearer s3cret"})).status_code == 200
+
+
+async def test_metrics_can_be_opened(rooms, status):
+    async with caller(rooms, status, token="s3cret", open_metrics=True) as http:
+        assert (await http.get("/metrics")).status_code == 200
+
+
+async def test_the_description_is_complete(rooms, status):
+    async with caller(rooms, status, token="s3cret") as http:
+        schema = (await http.get("/openapi.json", headers={"authorization": "Bearer s3cret"})).json()
+    assert set(schema["paths"]) == {
+        "/v1/requests",
+        "/v1/requests/{room}",
+        "/health",
+        "/ready",
+        "/metrics",
+        "/version",
+        "/status",
+    }
+    check_description(schema)
+    assert schema["paths"]["/health"]["get"]["security"] == []
+    admitted = schema["paths"]["/v1/requests"]["post"]["responses"]["201"]["content"]["application/json"]["schema"]
+    assert admitted == {"$ref": "#/components/schemas/RoomReport"}
+
+
+def check_description(schema: dict) -> None:
+    """Every reference resolves, every operation describes its problems and never promises 422."""
+    names = schema["components"]["schemas"]
+    assert "HTTPValidationError" not in names
+    for operation in (each for path in schema["paths"].values() for each in path.values()):
+        assert "422" not in operation["responses"]
+        described = operation["responses"]["default"]["content"]["application/problem+json"]["schema"]
+        assert described == {"$ref": "#/components/schemas/Problem"}
+    for reference in _references(schema):
+        assert reference.removeprefix("#/components/schemas/") in names
+
+
+def _references(value):
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for inner in value.values():
+            yield from _references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _references(inner)

@@ -1,0 +1,94 @@
+"""A real server on a real socket: its start, its address, its bounded end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+
+import pytest
+
+from kvbridge.core.errors import ConfigError, PeerError
+from kvbridge.http import DaemonClient, HttpServer, TlsFiles, create_daemon_app
+from kvbridge.service.ports import AdmissionRequest
+from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
+
+pytestmark = pytest.mark.asyncio
+
+
+def app(rooms: FakeRooms):
+    return create_daemon_app(rooms=rooms, status=FakeStatus(), metrics_render=metrics, settings=settings(token="t"))
+
+
+async def serve(rooms: FakeRooms, *, shutdown_s: float = 5.0, host: str = "127.0.0.1", port: int = 0) -> HttpServer:
+    return await HttpServer.start(app(rooms), host=host, port=port, shutdown_s=shutdown_s)
+
+
+async def test_it_serves_on_a_free_port_and_ends():
+    server = await serve(FakeRooms())
+    assert server.url.startswith("http://127.0.0.1:")
+    assert repr(server) == f"HttpServer({server.url}, serving)"
+    async with DaemonClient(token="t", timeout_s=5.0) as client:
+        assert (await client.admit(server.url, AdmissionRequest(room=5, prompt_tokens=2))).room == 5
+        await server.stop()
+        with pytest.raises(PeerError):
+            await client.report(server.url, 5)
+    await server.wait_ended()
+    await server.stop()
+    assert repr(server) == f"HttpServer({server.url}, ended)"
+
+
+async def test_a_taken_port_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"http\.host 127\.0\.0\.1, http\.port {port}: cannot listen"):
+            await serve(FakeRooms(), port=port)
+
+
+async def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(ConfigError, match=r"http\.host 192\.0\.2\.1"):
+        await serve(FakeRooms(), host="192.0.2.1")
+
+
+async def test_signals_stay_the_daemons():
+    before = signal.getsignal(signal.SIGTERM)
+    server = await serve(FakeRooms())
+    assert signal.getsignal(signal.SIGTERM) is before
+    await server.stop()
+
+
+async def test_a_request_in_progress_ends_before_the_server_does():
+    rooms = FakeRooms()
+    rooms.hold = asyncio.Event()
+    server = await serve(rooms)
+    async with DaemonClient(token="t", timeout_s=5.0) as client:
+        await client.admit(server.url, AdmissionRequest(room=5, prompt_tokens=2))
+        waiting = asyncio.create_task(client.wait(server.url, 5, wait_s=4.0))
+        await asyncio.wait_for(rooms.waiting.wait(), 5)
+        stopping = asyncio.create_task(server.stop())
+        await asyncio.sleep(0)
+        rooms.hold.set()
+        assert (await asyncio.wait_for(waiting, 5)).room == 5
+        await asyncio.wait_for(stopping, 5)
+
+
+async def test_a_request_that_does_not_end_is_cut_off():
+    rooms = FakeRooms()
+    rooms.hold = asyncio.Event()
+    server = await serve(rooms, shutdown_s=0.5)
+    async with DaemonClient(token="t", timeout_s=5.0) as client:
+        await client.admit(server.url, AdmissionRequest(room=5, prompt_tokens=2))
+        waiting = asyncio.create_task(client.wait(server.url, 5, wait_s=4.0))
+        await asyncio.wait_for(rooms.waiting.wait(), 5)
+        began = time.monotonic()
+        await server.stop()
+        assert time.monotonic() - began < 3
+        with pytest.raises(PeerError):
+            await asyncio.wait_for(waiting, 5)
+
+
+async def test_wrong_tls_files_are_named(tmp_path):
+    tls = TlsFiles(certificate=tmp_path / "none.pem", key=tmp_path / "none.key")
+    with pytest.raises(ConfigError, match=r"http\.tls_certificate_file"):
+        await HttpServer.start(app(FakeRooms()), host="127.0.0.1", port=0, shutdown_s=1.0, tls=tls)

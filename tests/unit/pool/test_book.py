@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import (
+    CapacityError,
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    PageOutOfBoundsError,
+)
+from kvbridge.core.ids import IndexSpace
+from kvbridge.pool.book import Owner, PageBook, PageState
+
+FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
+FREE, HELD, LEASED, QUARANTINED = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED
+A, B = Owner(7, 1), Owner(8, 1)
+
+
+@pytest.fixture
+def book():
+    book = PageBook({FULL: 16, SWA: 4})
+    yield book
+    book.check_integrity()
+
+
+def test_a_room_goes_from_reserved_to_offered_to_committed_to_free(book):
+    pages = book.reserve(A, {FULL: 5, SWA: 2})
+    assert pages[FULL].tolist() == [0, 1, 2, 3, 4]
+    assert book.counts() == {
+        FULL: {FREE: 11, HELD: 5, LEASED: 0, QUARANTINED: 0},
+        SWA: {FREE: 2, HELD: 2, LEASED: 0, QUARANTINED: 0},
+    }
+    book.move(A, HELD, LEASED)
+    assert book.state(A) is LEASED
+    assert book.counts()[FULL][LEASED] == 5
+    book.move(A, LEASED, HELD)
+    assert book.free(A) == 7
+    assert book.counts()[FULL][FREE] == 16
+    assert A not in book
+    assert book.state(A) is FREE
+
+
+def test_reserving_is_all_or_nothing_over_spaces_and_names_what_lacks(book):
+    book.reserve(A, {FULL: 10, SWA: 3})
+    book.quarantine(A, "worker pp0.tp0")
+    with pytest.raises(CapacityError) as caught:
+        book.reserve(B, {FULL: 6, SWA: 2})
+    assert "room 8 generation 1" in str(caught.value)
+    assert "space 'swa' lacks 1 pages (2 wanted, 1 of 4 free, 3 being released)" in str(caught.value)
+    assert "full" not in str(caught.value)
+    assert B not in book
+    assert book.counts()[FULL][FREE] == 6
+
+
+def test_what_can_never_fit_is_not_a_matter_of_waiting(book):
+    with pytest.raises(InvalidInputError, match="needs 17 pages of 'full', the whole pool has 16"):
+        book.reserve(A, {FULL: 17})
+    book.reserve(A, {FULL: 10})
+    with pytest.raises(InvalidInputError, match="needs 17 pages"):
+        book.grow(A, {FULL: 7})
+
+
+def test_growing_continues_the_run_and_keeps_the_order(book):
+    book.reserve(A, {FULL: 3})
+    book.reserve(B, {FULL: 3})
+    assert book.grow(B, {FULL: 2})[FULL].tolist() == [6, 7]
+    assert book.grow(A, {FULL: 1, SWA: 1})[FULL].tolist() == [8]
+    assert book.pages(A)[FULL].tolist() == [0, 1, 2, 8]
+    assert book.pages(A)[SWA].tolist() == [0]
+
+
+def test_grown_pages_have_the_state_of_the_others(book):
+    book.reserve(A, {FULL: 3}, state=LEASED)
+    book.grow(A, {FULL: 2})
+    assert book.counts()[FULL][LEASED] == 5
+
+
+@pytest.mark.parametrize("state", [LEASED, QUARANTINED])
+def test_pages_that_a_transfer_may_touch_cannot_be_freed(book, state):
+    book.reserve(A, {FULL: 3}, state=LEASED)
+    if state is QUARANTINED:
+        book.quarantine(A, "peer 3f2a")
+    with pytest.raises(ConflictError, match=f"room 7 generation 1: {state} pages cannot be freed"):
+        book.free(A)
+    with pytest.raises(ConflictError, match="room 7 generation 1"):
+        book.give_back(A, FULL, [0])
+    assert book.counts()[FULL][FREE] == 13
+
+
+@pytest.mark.parametrize(
+    ("from_state", "to_state"),
+    [(LEASED, FREE), (LEASED, LEASED), (HELD, HELD), (HELD, LEASED), (QUARANTINED, HELD), (LEASED, QUARANTINED)],
+)
+def test_illegal_moves_name_the_owner_and_change_nothing(book, from_state, to_state):
+    book.reserve(A, {FULL: 3}, state=LEASED)
+    with pytest.raises(ConflictError, match="room 7 generation 1"):
+        book.move(A, from_state, to_state)
+    assert book.state(A) is LEASED
+
+
+def test_an_owner_reserves_once_and_unknown_owners_have_nothing(book):
+    book.reserve(A, {FULL: 1})
+    with pytest.raises(ConflictError, match="has pages already"):
+        book.reserve(A, {FULL: 1})
+    for call in (
+        lambda: book.free(B),
+        lambda: book.grow(B, {FULL: 1}),
+        lambda: book.move(B, HELD, LEASED),
+        lambda: book.quarantine(B, "x"),
+        lambda: book.pages(B),
+    ):
+        with pytest.raises(NotFoundError, match="room 8 generation 1"):
+            call()
+
+
+@pytest.mark.parametrize("state", [FREE, QUARANTINED])
+def test_pages_begin_held_or_leased(book, state):
+    with pytest.raises(InvalidInputError):
+        book.reserve(A, {FULL: 1}, state=state)
+
+
+def test_quarantine_lasts_until_every_reason_is_lifted(book):
+    book.reserve(A, {FULL: 3}, state=LEASED)
+    book.reserve(B, {FULL: 2}, state=LEASED)
+    book.quarantine(A, "worker 0")
+    book.quarantine(A, "worker 1")
+    book.quarantine(B, "worker 0")
+    assert book.quarantine_reasons() == {"worker 0": (A, B), "worker 1": (A,)}
+    assert book.pages_being_released()[FULL] == 5
+    assert book.release_quarantined("nobody") == ()
+    assert book.release_quarantined("worker 0") == (B,)
+    assert book.counts()[FULL][QUARANTINED] == 3
+    with pytest.raises(ConflictError, match="worker 1"):
+        book.grow(A, {FULL: 1})
+    assert book.release_quarantined("worker 1") == (A,)
+    assert book.counts()[FULL] == {FREE: 16, HELD: 0, LEASED: 0, QUARANTINED: 0}
+
+
+def test_a_quarantine_needs_a_reason(book):
+    book.reserve(A, {FULL: 1})
+    with pytest.raises(InvalidInputError):
+        book.quarantine(A, "")
+
+
+def test_ending_owners_count_as_being_released(book):
+    book.reserve(A, {FULL: 3, SWA: 1})
+    book.reserve(B, {FULL: 2})
+    assert book.pages_being_released() == {FULL: 0, SWA: 0}
+    book.expect_free(A)
+    assert book.pages_being_released() == {FULL: 3, SWA: 1}
+    book.free(A)
+    assert book.pages_being_released() == {FULL: 0, SWA: 0}
+
+
+def test_window_pages_can_be_given_back_one_by_one(book):
+    book.reserve(A, {SWA: 3})
+    book.give_back(A, SWA, np.array([0], dtype=np.int32))
+    assert book.pages(A)[SWA].tolist() == [1, 2]
+    assert book.counts()[SWA] == {FREE: 2, HELD: 2, LEASED: 0, QUARANTINED: 0}
+    for wrong in ([0], [1, 1], [3]):
+        with pytest.raises(ConflictError, match="room 7"):
+            book.give_back(A, SWA, wrong)
+    assert book.grow(A, {SWA: 2})[SWA].tolist() == [3, 0] or book.counts()[SWA][FREE] == 0
+
+
+def test_ids_cannot_be_written_to(book):
+    pages = book.reserve(A, {FULL: 3})
+    with pytest.raises(ValueError, match="read-only"):
+        pages[FULL][0] = 9
+    book.grow(A, {FULL: 1})
+    with pytest.raises(ValueError, match="read-only"):
+        book.pages(A)[FULL][0] = 9
+
+
+def test_a_space_that_does_not_exist_is_refused_before_anything_is_taken(book):
+    with pytest.raises(InvalidInputError, match="'host' is not a space"):
+        book.reserve(A, {FULL: 1, HOST: 1})
+    with pytest.raises(InvalidInputError, match="-1 pages"):
+        book.reserve(A, {FULL: 1, SWA: -1})
+    assert book.counts()[FULL][FREE] == 16
+
+
+def test_reserved_page_ids_are_not_given_out():
+    book = PageBook({FULL: 4}, reserved={FULL: (0,)})
+    assert book.totals() == {FULL: 3}
+    assert book.reserve(A, {FULL: 3})[FULL].tolist() == [1, 2, 3]
+    book.check_integrity()
+
+
+def test_repr_is_for_the_operator(book):
+    book.reserve(A, {FULL: 3, SWA: 1}, state=LEASED)
+    assert repr(book) == (
+        "<page book: 1 owners; full 13 free 0 held 3 leased 0 quarantined, swa 3 free 0 held 1 leased 0 quarantined>"
+    )
+
+
+# ------------------------------------------------------------------------------------------- adopted spaces
+
+
+@pytest.fixture
+def adopting():
+    book = PageBook({HOST: 8}, adopted={FULL: 16})
+    yield book
+    book.check_integrity()
+
+
+def test_adopted_pages_join_those_that_the_owner_has(adopting):
+    adopting.reserve(A, {HOST: 3})
+    assert adopting.adopt(A, {FULL: [9, 2, 4]})[FULL].tolist() == [9, 2, 4]
+    assert adopting.pages(A)[FULL].dtype == np.int32
+    adopting.move(A, HELD, LEASED)
+    assert adopting.counts()[FULL] == {FREE: 13, HELD: 0, LEASED: 3, QUARANTINED: 0}
+    adopting.adopt(B, {FULL: [3]}, state=LEASED)
+    assert adopting.counts()[FULL][LEASED] == 4
+    adopting.move(A, LEASED, HELD)
+    assert adopting.free(A) == 6
+    adopting.adopt(A, {FULL: [9]})
+
+
+def test_a_page_that_another_room_has_is_refused_with_its_name(adopting):
+    adopting.adopt(A, {FULL: [1, 2]})
+    with pytest.raises(ConflictError, match="room 8 generation 1: page 2 .* belongs to room 7 generation 1"):
+        adopting.adopt(B, {FULL: [5, 2]})
+    assert B not in adopting
+    assert adopting.counts()[FULL][FREE] == 14
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        ([16], PageOutOfBoundsError),
+        ([-1], PageOutOfBoundsError),
+        ([2**33], PageOutOfBoundsError),
+        ([1, 1], InvalidInputError),
+        ([0.5], InvalidInputError),
+        ([[1]], InvalidInputError),
+    ],
+)
+def test_bad_ids_are_refused(adopting, ids, error):
+    with pytest.raises(error):
+        adopting.adopt(A, {FULL: ids})
+    assert A not in adopting
+
+
+def test_owned_and_adopted_spaces_are_not_mixed_up(adopting):
+    with pytest.raises(InvalidInputError, match="'host' is not an adopted space"):
+        adopting.adopt(A, {HOST: [1]})
+    with pytest.raises(InvalidInputError, match="'full' is not a space that this node allocates from"):
+        adopting.reserve(A, {FULL: 1})
+    with pytest.raises(InvalidInputError, match="both owned and adopted"):
+        PageBook({FULL: 1}, adopted={FULL: 1})
+    with pytest.raises(InvalidInputError, match="at least one"):
+        PageBook({})
+
+
+def test_an_adopted_quarantine_keeps_the_engines_pages(adopting):
+    adopting.adopt(A, {FULL: [1]}, state=LEASED)
+    adopting.quarantine(A, "worker")
+    with pytest.raises(ConflictError, match="quarantined"):
+        adopting.adopt(A, {FULL: [2]})
+    with pytest.raises(ConflictError, match="still belongs to room 7"):
+        adopting.adopt(B, {FULL: [1]})
+    adopting.release_quarantined("worker")
+    adopting.adopt(B, {FULL: [1]})
+
+
+@pytest.mark.parametrize("spoil", ["count", "twice", "lost", "reason"])
+def test_integrity_check_finds_what_is_wrong(spoil):
+    book = PageBook({FULL: 8}, adopted={SWA: 8})
+    book.reserve(A, {FULL: 2})
+    book.adopt(B, {SWA: [1, 2]})
+    match spoil:
+        case "count":
+            book._in_state[FULL][HELD] = 1
+        case "twice":
+            book._holdings[A].pages[FULL] = np.array([1, 1], dtype=np.int32)
+        case "lost":
+            book._spaces[FULL].give([1])
+        case "reason":
+            book._holdings[B].reasons.add("x")
+    with pytest.raises(IntegrityError):
+        book.check_integrity()

@@ -1,0 +1,81 @@
+"""Ranges inside and outside of registered extents."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.transport.extents import Extents
+
+
+def require(extents: Extents, *ranges: tuple[int, int]) -> None:
+    addresses, lengths = np.array(ranges, dtype=np.uint64).reshape(-1, 2).T
+    extents.require(addresses, lengths)
+
+
+def test_edges() -> None:
+    extents = Extents("this process", [(1_000, 100), (1_100, 50), (5_000, 1)])
+    require(extents, (1_000, 100), (1_099, 1), (1_100, 50), (5_000, 1))
+    for outside in ((999, 1), (1_000, 101), (1_099, 2), (1_150, 1), (5_000, 2), (5_001, 1), (0, 1), (2**64 - 1, 1)):
+        with pytest.raises(InvalidInputError, match="leave the registered memory of this process"):
+            require(extents, (1_000, 1), outside)
+
+
+def test_length_that_wraps_and_empty_length_are_outside() -> None:
+    extents = Extents("this process", [(1_000, 100)])
+    for outside in ((1_050, 2**64 - 1), (1_050, 2**64 - 1_050), (1_050, 0)):
+        with pytest.raises(InvalidInputError):
+            require(extents, outside)
+
+
+def test_error_names_owner_count_and_first() -> None:
+    extents = Extents("peer 10.0.0.7:15001", [(4_096, 4_096)])
+    with pytest.raises(InvalidInputError, match=r"2 of 3 .* peer 10\.0\.0\.7:15001.* operation 1, 8 bytes at 0x10"):
+        require(extents, (4_096, 1), (16, 8), (17, 8))
+
+
+def test_nothing_registered_and_nothing_asked() -> None:
+    require(Extents("this process"))
+    with pytest.raises(InvalidInputError):
+        require(Extents("this process"), (1, 1))
+
+
+def test_add_and_remove_are_all_or_nothing() -> None:
+    extents = Extents("this process", [(1_000, 100)])
+    with pytest.raises(InvalidInputError, match="overlaps"):
+        extents.add([(2_000, 10), (1_099, 5)])
+    with pytest.raises(InvalidInputError, match="overlaps"):
+        extents.add([(2_000, 10), (2_000, 10)])
+    with pytest.raises(InvalidInputError, match="not registered"):
+        extents.remove([(1_000, 100), (1_000, 100)])
+    with pytest.raises(InvalidInputError, match="not registered"):
+        extents.remove([(1_000, 99)])
+    assert extents.pairs() == ((1_000, 100),)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), max_size=8),
+    st.lists(st.tuples(st.integers(0, 80), st.integers(0, 14)), min_size=1, max_size=10),
+)
+def test_agrees_with_counting_bytes(wanted: list[tuple[int, int]], ranges: list[tuple[int, int]]) -> None:
+    extents, owner = Extents("this process"), {}
+    for start, length in wanted:
+        bytes_ = range(start, start + length)
+        if any(byte in owner for byte in bytes_):
+            with pytest.raises(InvalidInputError):
+                extents.add([(start, length)])
+            continue
+        extents.add([(start, length)])
+        owner |= dict.fromkeys(bytes_, start)
+    inside = all(
+        length and len({owner.get(byte) for byte in range(start, start + length)}) == 1 and owner.get(start)
+        for start, length in ranges
+    )
+    if inside:
+        require(extents, *ranges)
+    else:
+        with pytest.raises(InvalidInputError):
+            require(extents, *ranges)

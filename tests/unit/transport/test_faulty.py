@@ -1,0 +1,191 @@
+"""Each fault does what it says, and keeps the promise of silence; over an inner transport that copies within the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvbridge.config.transports import FaultySettings
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import TransportError
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport.base import (
+    Capabilities,
+    Endpoint,
+    Memory,
+    Peer,
+    Transfer,
+    TransferState,
+    TransferStatus,
+    Transport,
+)
+from kvbridge.transport.faulty import FaultyTransport
+
+
+class FakePeer(Peer):
+    """Somewhere to write."""
+
+
+class FakeTransfer(Transfer):
+    """Done at its second poll."""
+
+    def __init__(self, inner: FakeTransport, operations: Operations) -> None:
+        self._inner, self._operations, self.polls, self.aborted = inner, operations, 0, ""
+
+    def poll(self) -> TransferStatus:
+        self.polls += 1
+        if self.polls < 2:
+            return TransferStatus(TransferState.ACTIVE)
+        if not self._inner.closed:
+            self._inner.delivered += [int(address) for address in self._operations.source]
+        self._operations = Operations.empty()
+        return TransferStatus(TransferState.DONE)
+
+    def abort(self, reason: str) -> None:
+        self.aborted = reason
+
+
+class FakeTransport(Transport):
+    """Remembers which source addresses it has delivered, in order."""
+
+    name = "fake"
+    capabilities = Capabilities(memory_kinds=frozenset({MemoryKind.DRAM}), max_operation_bytes=100)
+
+    def __init__(self) -> None:
+        self.delivered: list[int] = []
+        self.closed = False
+
+    def register(self, memory: Sequence[Memory]) -> None: ...
+    def unregister(self, memory: Sequence[Memory]) -> None: ...
+    def endpoint(self) -> Endpoint:
+        return Endpoint(transport="fake", data=b"here")
+
+    def connect(self, endpoint: Endpoint) -> Peer:
+        assert endpoint == self.endpoint()
+        return FakePeer()
+
+    def disconnect(self, peer: Peer) -> None: ...
+    def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
+        return FakeTransfer(self, operations)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def operations(count: int, first: int = 1) -> Operations:
+    address = np.arange(first, first + count, dtype=np.uint64)
+    return Operations(address, address, np.ones(count, dtype=np.uint64))
+
+
+class Bench:
+    """A faulty transport around a fake one, connected, with a clock."""
+
+    def __init__(self, **settings: object) -> None:
+        self.inner, self.clock = FakeTransport(), ManualClock()
+        self.transport = FaultyTransport(self.inner, FaultySettings.model_validate(settings), clock=self.clock)
+        self.peer = self.transport.connect(self.transport.endpoint())
+
+    def submit(self, count: int = 4, first: int = 1, deadline_s: float = 10.0) -> Transfer:
+        return self.transport.submit(self.peer, operations(count, first), deadline_s=deadline_s)
+
+
+def state(transfer: Transfer, polls: int = 3) -> TransferState:
+    """Where the transfer stands after some polls."""
+    return [transfer.poll().state for _ in range(polls)][-1]
+
+
+def test_without_faults_it_is_the_inner_transport() -> None:
+    bench = Bench()
+    assert bench.transport.endpoint() == Endpoint(transport="faulty", data=b"here")
+    assert state(bench.submit()) is TransferState.DONE
+    assert bench.inner.delivered == [1, 2, 3, 4]
+    with pytest.raises(TransportError):
+        bench.transport.connect(Endpoint(transport="fake", data=b"here"))
+
+
+def test_reorder_delivers_all_in_an_order_of_the_seed() -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        bench = Bench(reorder=True, seed=seed)
+        assert state(bench.submit(50)) is TransferState.DONE
+        orders.append(bench.inner.delivered)
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == list(range(1, 51)) != orders[0]
+
+
+def test_delay_hides_the_completion() -> None:
+    bench = Bench(delay_s=2.0)
+    transfer = bench.submit()
+    assert state(transfer) is TransferState.ACTIVE
+    bench.clock.advance(2.0)
+    assert state(transfer) is TransferState.DONE
+
+
+def test_delay_beyond_the_deadline_fails_quietly_as_does_an_abort() -> None:
+    bench = Bench(delay_s=20.0)
+    late, given_up = bench.submit(), bench.submit()
+    assert state(late) is TransferState.ACTIVE
+    given_up.abort("enough")
+    assert state(given_up) is TransferState.FAILED_QUIET
+    bench.clock.advance(10.0)
+    assert state(late) is TransferState.FAILED_QUIET
+
+
+def test_fails_after_so_many_operations_over_its_life() -> None:
+    bench = Bench(fail_after_operations=6)
+    assert state(bench.submit(4)) is TransferState.DONE
+    assert state(bench.submit(4, first=5)) is TransferState.FAILED_QUIET
+    assert bench.inner.delivered == [1, 2, 3, 4, 5, 6]
+    assert state(bench.submit(1, first=9)) is TransferState.FAILED_QUIET
+    assert len(bench.inner.delivered) == 6
+
+
+def test_dropped_completion_ends_not_quiet() -> None:
+    bench = Bench(drop_completion=True, quiet_timeout_s=1.0)
+    transfer = bench.submit(deadline_s=5.0)
+    bench.clock.advance(4.9)
+    assert state(transfer) is TransferState.ACTIVE
+    bench.clock.advance(0.2)
+    assert state(transfer) is TransferState.ACTIVE
+    bench.clock.advance(1.0)
+    assert state(transfer) is TransferState.FAILED_NOT_QUIET
+    assert bench.inner.delivered == [1, 2, 3, 4]
+
+
+def test_late_delivery_is_reported_first_and_driven_by_later_calls() -> None:
+    bench = Bench(late_delivery_s=3.0)
+    transfer = bench.submit()
+    assert state(transfer) is TransferState.FAILED_NOT_QUIET
+    assert bench.inner.delivered == []
+    bench.clock.advance(3.0)
+    assert state(transfer) is TransferState.FAILED_NOT_QUIET
+    assert bench.inner.delivered == [1, 2, 3, 4]
+
+
+def test_close_ends_late_deliveries() -> None:
+    bench = Bench(late_delivery_s=3.0)
+    transfer = bench.submit()
+    transfer.poll()
+    bench.transport.close()
+    bench.clock.advance(5.0)
+    assert state(transfer) is TransferState.FAILED_NOT_QUIET
+    assert bench.inner.delivered == []
+
+
+def test_dies_with_its_own_exit_code() -> None:
+    code = """
+from tests.unit.transport.test_faulty import Bench, state
+bench = Bench(die_after_operations=6)
+print(state(bench.submit(4)).value, flush=True)
+transfer = bench.submit(4)
+print(transfer.poll().state.value, flush=True)
+state(transfer)
+print("survived")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (86, "done\nactive\n"), done.stderr

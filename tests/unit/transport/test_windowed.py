@@ -1,0 +1,276 @@
+"""The window and the ending of transfers, against a library that is told what to answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import TransportError
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport.base import TransferState
+from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
+
+
+class FakeLibrary:
+    """Batches stay pending until `answers` says otherwise; asking after a terminal batch again is an error."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[int, int]] = []
+        self.answers: dict[int, Check] = {}
+        self.refuse_from: int | None = None
+        self._ended: set[int] = set()
+
+    def start(self, first: int, stop: int) -> int:
+        if self.refuse_from is not None and first >= self.refuse_from:
+            raise TransportError("queue full")
+        self.started.append((first, stop))
+        return len(self.started) - 1
+
+    def check(self, handle: int) -> Check:
+        assert handle not in self._ended, "asked after a batch that was terminal"
+        answer = self.answers.get(handle, PENDING)
+        if answer.progress in {Progress.DONE, Progress.FAILED}:
+            self._ended.add(handle)
+        return answer
+
+    def finish(self, *handles: int) -> None:
+        self.answers.update(dict.fromkeys(handles, DONE))
+
+
+def operations(*lengths: int) -> Operations:
+    length = np.array(lengths, dtype=np.uint64)
+    address = np.arange(len(lengths), dtype=np.uint64) * np.uint64(1 << 20) + np.uint64(1 << 20)
+    return Operations(address, address, length)
+
+
+class Bench:
+    """One window with a clock; `transfer` adds a transfer over a fake library of its own."""
+
+    def __init__(self, **limits: float) -> None:
+        settings = {"operations": 4, "bytes": 1_000, "quiet_timeout_s": 5.0} | limits
+        self.window = Window(WindowLimits(**settings))
+        self.clock = ManualClock()
+
+    def transfer(self, *lengths: int, deadline_s: float = 10.0) -> tuple[WindowedTransfer[int], FakeLibrary]:
+        library = FakeLibrary()
+        made = WindowedTransfer(
+            operations(*lengths), library, self.window, peer="peer x:1", deadline_s=deadline_s, clock=self.clock
+        )
+        return made, library
+
+
+def test_keeps_to_the_operation_limit_and_refills() -> None:
+    transfer, library = Bench().transfer(*[10] * 10)
+    transfer.poll()
+    assert library.started == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    library.finish(1, 2)
+    assert transfer.poll().state is TransferState.ACTIVE
+    assert library.started[4:] == [(4, 5), (5, 6)]
+
+
+def test_keeps_to_the_byte_limit_but_always_admits_one() -> None:
+    bench = Bench()
+    transfer, library = bench.transfer(600, 300, 200, 5_000)
+    transfer.poll()
+    assert (len(library.started), bench.window.bytes) == (2, 900)
+    library.finish(0, 1)
+    transfer.poll()
+    assert (len(library.started), bench.window.bytes) == (3, 200)
+    library.finish(2)
+    transfer.poll()
+    assert (len(library.started), bench.window.bytes) == (4, 5_000)
+
+
+def test_done_when_everything_is_done_and_the_window_is_empty_again() -> None:
+    bench = Bench()
+    transfer, library = bench.transfer(10, 10)
+    transfer.poll()
+    library.finish(0, 1)
+    assert transfer.poll().state is TransferState.DONE
+    assert (bench.window.transfers, bench.window.operations, bench.window.bytes) == (0, 0, 0)
+    assert transfer.poll().state is TransferState.DONE
+
+
+def test_nothing_to_do_is_done() -> None:
+    transfer, library = Bench().transfer()
+    assert transfer.poll().state is TransferState.DONE
+    assert library.started == []
+
+
+def test_batches_are_cut_by_operations_and_by_bytes() -> None:
+    transfer, library = Bench(operations=100, batch_operations=3, batch_bytes=50).transfer(10, 10, 10, 10, 30, 30, 80, 1)
+    transfer.poll()
+    assert library.started == [(0, 3), (3, 5), (5, 6), (6, 7), (7, 8)]
+
+
+def test_failure_submits_nothing_further_and_waits_for_the_rest() -> None:
+    transfer, library = Bench().transfer(*[10] * 10)
+    transfer.poll()
+    library.answers[1] = Check(Progress.FAILED, "answered -1")
+    library.finish(0)
+    assert transfer.poll().state is TransferState.ACTIVE
+    library.answers[2] = Check(Progress.FAILED, "a later cause")
+    library.finish(3)
+    status = transfer.poll()
+    assert status.state is TransferState.FAILED_QUIET
+    assert "peer x:1: answered -1" in status.error
+    assert len(library.started) == 4
+
+
+def test_failure_that_does_not_become_quiet_in_time() -> None:
+    bench = Bench(quiet_timeout_s=5.0)
+    transfer, library = bench.transfer(*[10] * 4)
+    transfer.poll()
+    library.answers[0] = Check(Progress.FAILED, "answered -1")
+    transfer.poll()
+    bench.clock.advance(4.9)
+    assert transfer.poll().state is TransferState.ACTIVE
+    bench.clock.advance(0.1)
+    status = transfer.poll()
+    assert status.state is TransferState.FAILED_NOT_QUIET
+    assert "3 operations were still in flight" in status.error
+    library.finish(1, 2, 3)
+    assert transfer.poll() == status
+    assert bench.window.operations == 3  # what may still be moving goes on counting
+
+
+def test_stalled_operation_fails_the_transfer_but_is_in_flight() -> None:
+    bench = Bench()
+    transfer, library = bench.transfer(10)
+    transfer.poll()
+    library.answers[0] = Check(Progress.STALLED, "answered -2")
+    assert transfer.poll().state is TransferState.ACTIVE
+    bench.clock.advance(1.0)
+    library.answers[0] = Check(Progress.FAILED, "answered -1")
+    status = transfer.poll()
+    assert status.state is TransferState.FAILED_QUIET
+    assert "answered -2" in status.error
+
+
+def test_deadline_stops_submission_and_waits() -> None:
+    bench = Bench()
+    transfer, library = bench.transfer(*[10] * 10, deadline_s=2.0)
+    transfer.poll()
+    bench.clock.advance(2.0)
+    library.finish(0)
+    assert transfer.poll().state is TransferState.ACTIVE
+    assert len(library.started) == 4
+    library.finish(1, 2, 3)
+    status = transfer.poll()
+    assert status.state is TransferState.FAILED_QUIET
+    assert "deadline of 2 s passed" in status.error
+
+
+def test_finished_at_the_deadline_is_done() -> None:
+    bench = Bench()
+    transfer, library = bench.transfer(10, deadline_s=2.0)
+    transfer.poll()
+    bench.clock.advance(2.0)
+    library.finish(0)
+    assert transfer.poll().state is TransferState.DONE
+
+
+def test_abort_before_the_first_poll_submits_nothing() -> None:
+    transfer, library = Bench().transfer(10, 10)
+    transfer.abort("room closed")
+    status = transfer.poll()
+    assert status.state is TransferState.FAILED_QUIET
+    assert "aborted: room closed" in status.error
+    assert library.started == []
+
+
+def test_abort_and_failure_keep_the_first_cause_and_the_first_quiet_deadline() -> None:
+    bench = Bench(quiet_timeout_s=5.0)
+    transfer, _ = bench.transfer(10, deadline_s=1.0)
+    transfer.poll()
+    transfer.abort("first")
+    bench.clock.advance(4.0)
+    transfer.abort("second")
+    bench.clock.advance(1.0)
+    status = transfer.poll()
+    assert status.state is TransferState.FAILED_NOT_QUIET
+    assert "first" in status.error
+    assert "second" not in status.error
+
+
+def test_refused_start_fails_and_waits_for_what_was_accepted() -> None:
+    transfer, library = Bench().transfer(10, 10, 10)
+    library.refuse_from = 2
+    assert transfer.poll().state is TransferState.ACTIVE
+    library.finish(0, 1)
+    status = transfer.poll()
+    assert status.state is TransferState.FAILED_QUIET
+    assert "queue full" in status.error
+
+
+def test_transfers_to_one_peer_share_its_window() -> None:
+    bench = Bench(operations=4)
+    first, first_library = bench.transfer(*[10] * 10)
+    second, second_library = bench.transfer(*[10] * 10)
+    first.poll()
+    second.poll()
+    assert (len(first_library.started), len(second_library.started)) == (2, 2)
+    second_library.finish(0, 1)
+    first.poll()
+    assert len(first_library.started) == 2  # half is its share while the other is active
+    second.abort("enough")
+    second.poll()
+    first.poll()
+    assert len(first_library.started) == 4
+
+
+def test_an_early_transfer_cannot_starve_a_later_one() -> None:
+    bench = Bench(operations=4)
+    early, early_library = bench.transfer(*[10] * 100)
+    early.poll()
+    late, late_library = bench.transfer(10)
+    late.poll()
+    assert late_library.started == []
+    early_library.finish(0)
+    early.poll()
+    late.poll()
+    assert len(late_library.started) == 1
+
+
+def test_agent_gone_makes_active_quiet_and_leaves_terminal_alone() -> None:
+    bench = Bench(quiet_timeout_s=1.0)
+    active, _ = bench.transfer(10)
+    active.poll()
+    loud, _ = bench.transfer(10)
+    loud.poll()
+    loud.abort("x")
+    bench.clock.advance(1.0)
+    status = loud.poll()
+    for transfer in (active, loud):
+        transfer.agent_gone()
+    assert active.poll().state is TransferState.FAILED_QUIET
+    assert loud.poll() == status
+    assert status.state is TransferState.FAILED_NOT_QUIET
+
+
+def test_poll_stops_starting_when_its_budget_is_spent() -> None:
+    bench = Bench(operations=100)
+    transfer, library = bench.transfer(*[10] * 10)
+    start = library.start
+
+    def slow(first: int, stop: int) -> int:
+        bench.clock.advance(0.0004)
+        return start(first, stop)
+
+    library.start = slow
+    transfer.poll()
+    assert len(library.started) == 3
+
+
+def test_limits_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        WindowLimits(operations=0, bytes=1, quiet_timeout_s=1.0)
+
+
+def test_representation_counts() -> None:
+    transfer, library = Bench().transfer(*[10] * 6)
+    transfer.poll()
+    library.finish(0)
+    transfer.poll()
+    assert repr(transfer) == "<WindowedTransfer to peer x:1: active, 1 of 6 operations done, 4 in flight>"

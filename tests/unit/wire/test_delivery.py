@@ -1,0 +1,120 @@
+"""Each rule of delivery by itself; the property tests put them together."""
+
+import pytest
+
+from kvbridge.core.errors import CapacityError, ConfigError, ProtocolError
+from kvbridge.core.wire.codec import Acks
+from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox
+
+SETTINGS = DeliverySettings(resend_first_s=0.05, resend_most_s=1.0, give_up_s=10.0, window=4, max_held=6)
+
+
+def outbox(*messages, now_s=0.0):
+    box = Outbox(SETTINGS)
+    for message in messages:
+        box.post(message, now_s=now_s)
+    return box
+
+
+def test_resends_back_off_from_50_ms_to_1_s():
+    box = outbox("a")
+    assert [parcel.sequence for parcel in box.take_new(0.0)] == [1]
+    times = []
+    for _ in range(8):
+        now_s = box.wake_at_s
+        times.append(round(now_s, 3))
+        assert box.take_due(now_s - 1e-6) == []
+        assert [parcel.message for parcel in box.take_due(now_s)] == ["a"]
+    assert times == [0.05, 0.15, 0.35, 0.75, 1.55, 2.55, 3.55, 4.55]
+
+
+def test_the_window_holds_back_and_opens_with_acks():
+    box = outbox(*"abcdef")
+    assert len(box.take_new(0.0)) == 4
+    with pytest.raises(CapacityError, match="6 messages wait"):
+        box.post("g", now_s=0.0)
+    box.acknowledge(Acks(2))
+    assert [parcel.sequence for parcel in box.take_new(0.0)] == [5, 6]
+    assert box.floor == 3
+    box.acknowledge(Acks(6))
+    assert len(box) == 0
+    assert box.wake_at_s == float("inf")
+
+
+def test_what_arrived_out_of_order_is_not_sent_again():
+    box = outbox(*"abc")
+    box.take_new(0.0)
+    box.acknowledge(Acks(0, (2,)))
+    assert [parcel.sequence for parcel in box.take_due(0.05)] == [1, 3]
+    box.acknowledge(Acks(3))
+    assert len(box) == 0
+
+
+def test_giving_up_moves_the_floor_and_wakes_what_waits_behind():
+    box, inbox = Outbox(SETTINGS), Inbox(SETTINGS)
+    box.post("a", now_s=0.0, give_up_s=1.0)
+    box.post("b", now_s=0.0)
+    lost, arrived = box.take_new(0.0)
+    assert inbox.accept(arrived.sequence, "b", floor=box.floor).ready == []
+    box.acknowledge(inbox.acks())
+    assert lost.sequence == 1
+    assert [(item.message, item.age_s) for item in box.take_expired(1.0)] == [("a", 1.0)]
+    (again,) = box.take_due(1.0)
+    assert again.sequence == 2
+    receipt = inbox.accept(again.sequence, "b", floor=box.floor)
+    assert (receipt.verdict, receipt.ready) == ("duplicate", ["b"])
+    box.acknowledge(inbox.acks())
+    assert len(box) == 0
+
+
+def test_hurry_makes_everything_due():
+    box = outbox("a", "b")
+    box.take_new(0.0)
+    box.hurry(0.01)
+    assert len(box.take_due(0.01)) == 2
+    assert box.take_due(0.011) == []
+
+
+def test_acks_of_what_was_never_sent_are_refused_whole():
+    box = outbox("a", "b")
+    box.take_new(0.0)
+    for acks in (Acks(3), Acks(1, (9,))):
+        with pytest.raises(ProtocolError, match="only 2 were sent"):
+            box.acknowledge(acks)
+    assert len(box) == 2
+
+
+def test_abandon_returns_everything_in_order():
+    box = outbox(*"abcdef")
+    box.take_new(0.0)
+    assert [item.message for item in box.abandon(2.0)] == list("abcdef")
+    assert len(box) == 0
+    box.check_integrity()
+
+
+def test_the_inbox_orders_and_drops_doubles():
+    inbox = Inbox(SETTINGS)
+    assert inbox.accept(2, "b", floor=1) == ("new", [])
+    assert inbox.accept(2, "b", floor=1) == ("duplicate", [])
+    assert inbox.accept(1, "a", floor=1) == ("new", ["a", "b"])
+    assert inbox.accept(1, "a", floor=1) == ("duplicate", [])
+    assert inbox.owed == 4
+    assert inbox.acks() == Acks(2)
+    assert inbox.owed == 0
+
+
+def test_beyond_the_window_nothing_is_kept_nor_acknowledged():
+    inbox = Inbox(SETTINGS)
+    assert inbox.accept(5, "e", floor=1).verdict == "beyond_window"
+    assert inbox.accept(4, "d", floor=1).verdict == "new"
+    assert inbox.acks() == Acks(0, (4,))
+    assert inbox.accept(10**9, "z", floor=10**9) == ("new", ["d", "z"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"resend_first_s": 0}, {"resend_first_s": 2.0}, {"give_up_s": 0}, {"window": 0}, {"window": 9, "max_held": 8}],
+)
+def test_settings_are_valid_or_not_built(wrong):
+    with pytest.raises(ConfigError):
+        DeliverySettings(**wrong)
