@@ -1,7 +1,7 @@
 """The settings of the transports: one section for each backend.
 
-Owns: `TransportSettings` and its sections, with units, limits and defaults. Must not know: the libraries behind them, or the
-backends; they read this, never the other way round.
+Owns: `TransportSettings` and its sections, with units, limits and defaults. Must not know: the libraries behind them,
+or the backends; they read this, never the other way round.
 
 Every backend that writes in a window has the same three limits: how much may be in flight to one peer, and how long a
 failed transfer may take to become quiet before the transport counts as not quiet and has to be torn down.
@@ -39,10 +39,14 @@ class MooncakeProtocol(StrEnum):
 
 
 class MooncakeSettings(FrozenModel):
-    """mooncake-transfer-engine. Fields marked "whole process" are read once by the library: all transports of a process share them."""
+    """mooncake-transfer-engine.
+
+    Fields marked "whole process" are read once by the library: all transports of a process share them.
+    """
 
     host: Host = "127.0.0.1"
-    """Address of this machine that peers connect to, without a port. The library listens on every interface all the same."""
+    """Address of this machine that peers connect to, without a port. The library listens on every interface all the
+    same."""
     protocol: MooncakeProtocol = MooncakeProtocol.TCP
     device_name: Annotated[str, Field(max_length=500)] = ""
     """RDMA devices to use, comma-separated ("mlx5_0,mlx5_1"); empty lets the library choose. Not used with tcp."""
@@ -60,10 +64,12 @@ class MooncakeSettings(FrozenModel):
     max_operation_bytes: Annotated[int, Field(ge=4096, le=1 << 30)] = 16 * MIB
     """Longest single operation; the planner cuts longer ones."""
     quiet_timeout_s: Seconds = 45.0
-    """After a failure, how long to wait for the operations in flight before the transport counts as not quiet and has to be
-    torn down, with what it moves to other peers. A frozen TCP peer needs about window_operations / 2 * progress_timeout_s."""
+    """After a failure, how long to wait for the operations in flight before the transport counts as not quiet and has
+    to be torn down, with what it moves to other peers. A frozen TCP peer needs about window_operations / 2 *
+    progress_timeout_s."""
     ipv6: bool = False
-    """Set when `host` is an IPv6 address; without it the library initialises and then fails each transfer. Whole process."""
+    """Set when `host` is an IPv6 address; without it the library initialises and then fails each transfer. Whole
+    process."""
     log_level: Annotated[str, Field(pattern="^(TRACE|INFO|WARNING|ERROR)$")] = "ERROR"
     """The library's own log, which goes to stderr. Whole process."""
 
@@ -81,8 +87,7 @@ class MooncakeSettings(FrozenModel):
 
 
 class NixlSettings(FrozenModel):
-    """NIXL over UCX. Fields marked "whole process" are read once by the library: all transports of a process share
-    them."""
+    """NIXL over UCX. Fields marked "whole process" are read once by the library: all its transports share them."""
 
     ucx_tls: Annotated[str, Field(max_length=500)] = ""
     """UCX transports ("tcp", "rc,cuda_copy"); empty lets UCX choose, which is shared memory access (CMA) between
@@ -166,7 +171,8 @@ class TransportSettings(FrozenModel):
     """The `transports` section of a daemon's configuration."""
 
     order: tuple[TransportName, ...] = (TransportName.LOCAL, TransportName.MOONCAKE)
-    """Backends to offer to peers, the preferred one first; a pair of ranks uses the first that both have and that connects."""
+    """Backends to offer to peers, the preferred one first; a pair of ranks uses the first that both have and that
+    connects."""
     mooncake: MooncakeSettings = MooncakeSettings()
     nixl: NixlSettings = NixlSettings()
     local: LocalSettings = LocalSettings()

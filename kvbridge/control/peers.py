@@ -143,7 +143,10 @@ class PeerServer:
         return await _flush(self._links.values, self._station, timeout_s)
 
     def close(self) -> None:
-        """Close the door; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more."""
+        """Close the door; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more.
+
+        A client that has not read its last messages by then loses them: `flush` first.
+        """
         for link in self._links.values():
             link.drop()
         self._links.clear()

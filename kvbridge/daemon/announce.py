@@ -77,14 +77,21 @@ class Announcer:
         self._load = load
         self._interval_s = interval_s
         self._registered = False
+        self._changed = asyncio.Event()
         self.problem = "not registered at bootstrap yet"
         """Why the entry is not fresh; empty when it is."""
 
     async def run(self) -> None:
         """Register and send heartbeats until cancelled."""
         while True:
+            self._changed.clear()
             await self.beat()
-            await asyncio.sleep(self._interval_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self._interval_s)
+
+    def changed(self) -> None:
+        """The daemon became ready, or stopped being it: do not wait for the next interval."""
+        self._changed.set()
 
     async def beat(self) -> None:
         """Send one registration or heartbeat."""

@@ -429,6 +429,7 @@ class Node(ABC):
             case WorkerReady():
                 self.workers.ready(message)
                 self.worker_up(message.rank)
+                self._readiness_changed()
             case WorkerFailed():
                 self.workers.failed(message)
             case PeerConnected() | Sent() | RoomClosed():
@@ -456,6 +457,11 @@ class Node(ABC):
     def _worker_lost(self, rank: Rank, reason: str) -> None:
         self.workers.gone(rank, reason)
         self.worker_down(rank, reason)
+        self._readiness_changed()
+
+    def _readiness_changed(self) -> None:
+        if self._announcer is not None:
+            self._announcer.changed()
 
     # ------------------------------------------------------------------ engines
 

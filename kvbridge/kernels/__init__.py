@@ -1,5 +1,4 @@
-"""Operations on memory, one module an operation: a compiled form where there is a device, and a reference that
-defines it.
+"""Operations on memory: a compiled form where there is a device, and a reference that defines it.
 
 Owns: moving and reading bytes by address. Must not know: transfers, rooms, who owns the memory.
 """

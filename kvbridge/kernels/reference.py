@@ -1,5 +1,4 @@
-"""The CPU reference of every operation on memory: what the compiled forms must agree with, and what runs without a
-device.
+"""The CPU reference of the operations on memory: what compiled forms must agree with, and what runs without a device.
 
 Owns: copying scattered stretches by address. Must not know: whose memory it is; an address that is not mapped ends
 the process, so callers check bounds first.
@@ -77,10 +76,10 @@ def _copy_equal(source: AddressArray, destination: AddressArray, length: int) ->
 
 
 def _items(addresses: AddressArray, length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp]]:
-    """Memory from the lowest address on as an array in which item i is the `length` bytes at byte i, and where each
-    address is in it.
+    """See memory as an array in which item i is the `length` bytes from byte i on; with it, each address's index.
 
-    Items overlap, and most of them may not be mapped; only those at the given addresses are ever looked at.
+    Byte 0 is at the lowest address. Items overlap, and most of them may not be mapped; only those at the given
+    addresses are ever looked at.
     """
     lowest = addresses.min()
     offsets = (addresses - lowest).astype(np.intp)

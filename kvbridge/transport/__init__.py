@@ -1,1 +1,1 @@
-"""Backends that move bytes. Import the backend through `registry.create_transport`, so that only its library is loaded."""
+"""Backends that move bytes; `registry.create_transport` imports the one asked for, and only its library."""

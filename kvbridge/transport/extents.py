@@ -1,10 +1,11 @@
 """Which memory is registered, and whether a range lies within it.
 
-Owns: the sorted set of registered extents, on this side or as a peer announced it. Must not know: libraries, transfers.
+Owns: the sorted set of registered extents, on this side or as a peer announced it. Must not know: libraries,
+transfers.
 
-Checked here because no library can be trusted with it: Mooncake accepts unregistered local memory on TCP and loses a lane to
-each remote address that it rejects; NIXL checks on the initiating side only. A range that straddles two extents is
-refused even if they touch, since they are two registrations.
+Checked here because no library can be trusted with it: Mooncake accepts unregistered local memory on TCP and loses a
+lane to each remote address that it rejects; NIXL checks on the initiating side only. A range that straddles two
+extents is refused even if they touch, since they are two registrations.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ Extent = tuple[int, int]
 
 
 class Extents:
-    """A set of extents that do not overlap. `whose` names their owner in errors ("this process", "peer 10.0.0.7:15001")."""
+    """A set of extents that do not overlap.
+
+    `whose` names their owner in errors ("this process", "peer 10.0.0.7:15001").
+    """
 
     def __init__(self, whose: str, extents: Iterable[Extent] = ()) -> None:
         self._whose = whose
@@ -59,20 +63,21 @@ class Extents:
         for address, length in extents:
             if left.get(address) != length:
                 raise InvalidInputError(
-                    f"memory of {self._whose}: {_range(address, length)} is not registered; unregister what was registered"
+                    f"memory of {self._whose}: {_range(address, length)} is not registered; "
+                    "unregister what was registered"
                 )
             del left[address]
         self._set(left)
 
     def require(self, addresses: AddressArray, lengths: AddressArray) -> None:
-        """Raise InvalidInputError, naming the first offender, unless every range lies within one extent and is not empty."""
+        """Raise InvalidInputError, naming the first offender, unless each range is not empty and within one extent."""
         outside = self._outside(addresses, lengths)
         if not outside.any():
             return
         first = int(outside.argmax())
         raise InvalidInputError(
-            f"{int(outside.sum())} of {len(addresses)} operations leave the registered memory of {self._whose}; the first is "
-            f"operation {first}, {_range(int(addresses[first]), int(lengths[first]))}. Nothing was submitted"
+            f"{int(outside.sum())} of {len(addresses)} operations leave the registered memory of {self._whose}; "
+            f"the first is operation {first}, {_range(int(addresses[first]), int(lengths[first]))}. Nothing was submitted"
         )
 
     def _outside(self, addresses: AddressArray, lengths: AddressArray) -> npt.NDArray[np.bool_]:
@@ -81,7 +86,9 @@ class Extents:
         position = np.searchsorted(self._starts, addresses, side="right")
         extent = np.maximum(position, 1) - 1
         room = self._stops[extent] - addresses  # meaningless (wrapped) where the address is outside; masked below
-        inside: npt.NDArray[np.bool_] = (position > 0) & (addresses < self._stops[extent]) & (lengths > 0) & (lengths <= room)
+        inside: npt.NDArray[np.bool_] = (
+            (position > 0) & (addresses < self._stops[extent]) & (lengths > 0) & (lengths <= room)
+        )
         return ~inside
 
     def _set(self, lengths: dict[int, int]) -> None:

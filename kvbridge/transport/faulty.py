@@ -70,7 +70,9 @@ class FaultyTransport(Transport):
         self._late: list[_LateDelivery] = []
 
     def __repr__(self) -> str:
-        return f"<FaultyTransport: {self._handed_over} operations so far, {len(self._late)} late, around {self._inner!r}>"
+        return (
+            f"<FaultyTransport: {self._handed_over} operations so far, {len(self._late)} late, around {self._inner!r}>"
+        )
 
     @property
     def capabilities(self) -> Capabilities:

@@ -155,8 +155,7 @@ class LocalTransport(Transport):
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`; transfers that are active after all are aborted and can still be polled to
-        their end."""
+        """See `Transport.disconnect`; transfers that are active after all are aborted; poll them to their end."""
         known = self._known(peer)
         self._copier.abort_to(known.files, "the peer was disconnected")
         self._peers.discard(known)

@@ -59,8 +59,8 @@ class CopyTransfer(Transfer):
         self._status = TransferStatus(TransferState.ACTIVE)
 
     def __repr__(self) -> str:
-        return f"<CopyTransfer to {self._peer}: {self._status.state.value}, {self._next} of {len(self._operations)}
-        operations done>"
+        done = f"{self._next} of {len(self._operations)} operations done"
+        return f"<CopyTransfer to {self._peer}: {self._status.state.value}, {done}>"
 
     @property
     def active(self) -> bool:
@@ -152,8 +152,7 @@ class Copier:
             self._untouched = deque(kept)
 
     def close(self, *, timeout_s: float) -> None:
-        """Stop after the slice in hand; what is left fails quietly. Raises TransportError when that takes longer
-        than `timeout_s`."""
+        """Stop after the slice in hand; what is left fails quietly. Raises TransportError after `timeout_s`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -139,8 +139,7 @@ class MappedFiles:
 
 
 def identify(memory: Memory) -> FileIdentity | None:
-    """The file behind some memory, or None for private memory. Raises RegistrationError when the file does not hold
-    it."""
+    """The file behind some memory, None if it is private. Raises RegistrationError when the file does not hold it."""
     if memory.shared is None:
         return None
     path = memory.shared.path

@@ -1,24 +1,29 @@
 """The transport over mooncake-transfer-engine: RDMA in production, TCP on a laptop and in CI.
 
-Owns: one engine in peer-to-peer mode (no metadata server), its registrations, and what its answers mean. Must not know: rooms, pages.
+Owns: one engine in peer-to-peer mode (no metadata server), its registrations, and what its answers mean. Must not
+know: rooms, pages.
 
 What the library does and does not do (0.3.13, measured), and what follows for this module:
 
-- `initialize` answers success for a protocol that it cannot provide and then uses TCP: RDMA without an adapter is refused here.
-- A rejected remote address closes one of the peer's four lanes, and with the fourth the next valid write fails and the one after
-  waits a second. So an endpoint carries the peer's registered extents, and a write outside of them is refused before submission.
+- `initialize` answers success for a protocol that it cannot provide and then uses TCP: RDMA without an adapter is
+  refused here.
+- A rejected remote address closes one of the peer's four lanes, and with the fourth the next valid write fails and
+  the one after waits a second. So an endpoint carries the peer's registered extents, and a write outside of them is
+  refused before submission.
 - On TCP an unregistered source is accepted; it is refused here.
-- A batch of more than about 2,050 operations fails in part, a batch's failure leaves the rest of it running, and the calls that wait for a
-  batch spin a core or block. So every operation is submitted by itself in a window and polled, and a failed transfer
-  waits until each one is terminal. Only the destruction of the engine stops an operation; `close` does that, in about a second, during which
-  the interpreter is held.
+- A batch of more than about 2,050 operations fails in part, a batch's failure leaves the rest of it running, and the
+  calls that wait for a batch spin a core or block. So every operation is submitted by itself in a window and polled,
+  and a failed transfer waits until each one is terminal. Only the destruction of the engine stops an operation;
+  `close` does that, in about a second, during which the interpreter is held.
 - A frozen peer fails an operation after `progress_timeout_s`, four at a time, so a full window needs
   `window_operations / 4` times that to become quiet; where `quiet_timeout_s` is shorter the transfer ends not quiet.
 - A peer that died fails at once, and is not tried again by the library for a second. First contact takes 1 to 11 ms.
-- The library reads its environment once a process, listens on 0.0.0.0 whatever `host` says and authenticates nobody: whoever
-  reaches its ports (15000 to 17000 and an ephemeral data port) can write registered memory. Fence it by the network.
-- A session is host:port. The library caches what it knows of one for good, so a peer that comes back must come back on another
-  port, which it does (they are drawn at random) but for an unlikely accident; the probe in `connect` does not find that.
+- The library reads its environment once a process, listens on 0.0.0.0 whatever `host` says and authenticates nobody:
+  whoever reaches its ports (15000 to 17000 and an ephemeral data port) can write registered memory. Fence it by the
+  network.
+- A session is host:port. The library caches what it knows of one for good, so a peer that comes back must come back
+  on another port, which it does (they are drawn at random) but for an unlikely accident; the probe in `connect` does
+  not find that.
 """
 
 from __future__ import annotations
@@ -58,7 +63,10 @@ class MooncakeEndpoint(FrozenModel):
 
 
 class _Engine:
-    """The one reference to the library's engine. Destroying it is what ends all its operations, so nobody else keeps one."""
+    """The one reference to the library's engine.
+
+    Destroying the engine is what ends all its operations, so nobody else keeps a reference.
+    """
 
     def __init__(self, library: Library) -> None:
         self._library: Library | None = library
@@ -163,8 +171,8 @@ class MooncakeTransport(Transport):
         for part in memory:
             if part.kind not in memory_kinds():
                 raise RegistrationError(
-                    f"cannot register {part.label or 'memory'} at {part.address:#x}: this build of mooncake does not reach "
-                    f"'{part.kind}' memory; install mooncake-transfer-engine in place of its non-CUDA build"
+                    f"cannot register {part.label or 'memory'} at {part.address:#x}: this build of mooncake does not "
+                    f"reach '{part.kind}' memory; install mooncake-transfer-engine in place of its non-CUDA build"
                 )
         if not memory:
             return
@@ -176,8 +184,8 @@ class MooncakeTransport(Transport):
             self._memory.remove(added)
             labels = ", ".join(sorted({part.label or "unnamed" for part in memory}))
             raise RegistrationError(
-                f"mooncake could not register {sum(length for _, length in added)} bytes ({labels}): it answered {answer}. "
-                "With rdma raise the locked-memory limit (ulimit -l unlimited) and check that the adapter is up"
+                f"mooncake could not register {sum(length for _, length in added)} bytes ({labels}): it answered "
+                f"{answer}. With rdma raise the locked-memory limit (ulimit -l unlimited) and check that the adapter is up"
             )
 
     def unregister(self, memory: Sequence[Memory]) -> None:
@@ -204,8 +212,8 @@ class MooncakeTransport(Transport):
         content = _parse(endpoint)
         if content.protocol is not self._settings.protocol:
             raise TransportError(
-                f"peer {content.session} speaks mooncake over {content.protocol}, this process over {self._settings.protocol}; "
-                "set transports.mooncake.protocol alike on both"
+                f"peer {content.session} speaks mooncake over {content.protocol}, this process over "
+                f"{self._settings.protocol}; set transports.mooncake.protocol alike on both"
             )
         probe(content.session, self._settings)
         self._meet(content)
@@ -239,7 +247,7 @@ class MooncakeTransport(Transport):
             )
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`; transfers that are active after all are aborted and can still be polled to their end."""
+        """See `Transport.disconnect`; transfers that are active after all are aborted, and polled to their end."""
         known = self._known(peer)
         for transfer in list(known.transfers):
             transfer.abort("the peer was disconnected")

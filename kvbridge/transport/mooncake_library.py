@@ -1,7 +1,7 @@
 """Loading mooncake-transfer-engine so that it does what it was asked to, or refusing.
 
-Owns: the library's environment (read once a process), the check that the protocol is really there, and the bounded probe of a peer.
-Must not know: transfers, windows, registrations.
+Owns: the library's environment (read once a process), the check that the protocol is really there, and the bounded
+probe of a peer. Must not know: transfers, windows, registrations.
 """
 
 from __future__ import annotations
@@ -23,14 +23,29 @@ METADATA = "P2PHANDSHAKE"
 class Library(Protocol):
     """The part of `mooncake.engine.TransferEngine` that is used. Answers are return codes; it raises nothing."""
 
-    def initialize(self, host: str, metadata: str, protocol: str, device_name: str, /) -> int: ...
-    def get_rpc_port(self) -> int: ...
-    def get_local_topology(self) -> str: ...
-    def send_probe(self, session: str, /) -> int: ...
-    def batch_register_memory(self, addresses: list[int], lengths: list[int], /) -> int: ...
-    def batch_unregister_memory(self, addresses: list[int], /) -> int: ...
-    def transfer_submit_write(self, session: str, source: int, destination: int, length: int, /) -> int: ...
-    def transfer_check_status(self, batch: int, /) -> int: ...
+    def initialize(self, host: str, metadata: str, protocol: str, device_name: str, /) -> int:
+        """0 also for a protocol that is not there."""
+
+    def get_rpc_port(self) -> int:
+        """The port by which peers know this engine."""
+
+    def get_local_topology(self) -> str:
+        """JSON: memory location to two lists of adapter names."""
+
+    def send_probe(self, session: str, /) -> int:
+        """0 when the peer answered. Blocks for 60 s on a frozen one."""
+
+    def batch_register_memory(self, addresses: list[int], lengths: list[int], /) -> int:
+        """0 when all were registered."""
+
+    def batch_unregister_memory(self, addresses: list[int], /) -> int:
+        """0 when all were known."""
+
+    def transfer_submit_write(self, session: str, source: int, destination: int, length: int, /) -> int:
+        """A batch id, or -1. Blocks while it meets a peer for the first time."""
+
+    def transfer_check_status(self, batch: int, /) -> int:
+        """1 done, -1 failed (the id is freed by either), 0 pending, -2 timed out but not ended (not freed)."""
 
 
 _process_environment: dict[str, str] = {}
@@ -47,7 +62,7 @@ def create_library(settings: MooncakeSettings) -> Library:
             f"the mooncake library cannot be loaded ({error}); install kvbridge[cpu] on a host without CUDA, "
             "kvbridge[cuda] on one with it, and the system package libibverbs1"
         ) from error
-    library = cast(Library, TransferEngine())
+    library = cast("Library", TransferEngine())
     answer = library.initialize(settings.host, METADATA, settings.protocol.value, settings.device_name)
     if answer != 0:
         raise TransportError(
@@ -77,7 +92,10 @@ def require_adapter(topology: str, device_name: str) -> None:
 
 
 def memory_kinds() -> frozenset[MemoryKind]:
-    """What this build reaches. Both builds install the package `mooncake`; they differ by the name of their distribution."""
+    """What this build reaches.
+
+    Both builds install the package `mooncake`; they differ by the name of their distribution.
+    """
     try:
         importlib.metadata.distribution("mooncake-transfer-engine")
     except importlib.metadata.PackageNotFoundError:
@@ -152,11 +170,11 @@ def probe(session: str, settings: MooncakeSettings) -> None:
     answer = _probers[0].probe(session, settings.connect_timeout_s)
     if answer is None:
         raise TransportError(
-            f"mooncake peer {session} gave no answer in {settings.connect_timeout_s} s (transports.mooncake.connect_timeout_s); "
-            "its process hangs or a firewall drops what is sent to it"
+            f"mooncake peer {session} gave no answer in {settings.connect_timeout_s} s "
+            "(transports.mooncake.connect_timeout_s); its process hangs or a firewall drops what is sent to it"
         )
     if answer != 0:
         raise TransportError(
-            f"mooncake cannot reach peer {session} (probe answered {answer}); check that it runs, and that ports 15000 to "
-            "17000 and the ephemeral ports of its host are open from here"
+            f"mooncake cannot reach peer {session} (probe answered {answer}); check that it runs, and that ports 15000 "
+            "to 17000 and the ephemeral ports of its host are open from here"
         )

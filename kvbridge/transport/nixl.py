@@ -98,16 +98,14 @@ class NixlPeer(Peer):
 
 
 class _Batch(NamedTuple):
-    """Requests of one call, one for each pair of memory kinds among its operations; `unclear` tells of one that may
-    be under way."""
+    """Requests of one call: one for each pair of memory kinds. `unclear` tells why a further one may be under way."""
 
     requests: list[int]
     unclear: str = ""
 
 
 class _Writes:
-    """Submits the operations of one transfer. `check` is exact only because a batch's list shrinks with each
-    request that ends."""
+    """Submits the operations of one transfer. A batch's list shrinks with each request that has ended."""
 
     def __init__(self, agent: NixlAgent, peer: NixlPeer, own: _Places, operations: Operations) -> None:
         self._agent = agent
@@ -170,7 +168,7 @@ class NixlTransport(Transport):
         self._memory = extents.Extents("this process")
         self._registered: dict[int, NixlExtent] = {}
         self._places = _Places(())
-        self._peers: dict[str, NixlPeer] = {}
+        self._peers: set[NixlPeer] = set()
         self._orphans: weakref.WeakSet[WindowedTransfer[_Batch]] = weakref.WeakSet()
         self._agent = NixlAgent(settings)
         self._probe_target = np.zeros(1, dtype=np.uint8)
@@ -231,11 +229,8 @@ class NixlTransport(Transport):
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
     def connect(self, endpoint: Endpoint) -> NixlPeer:
-        """See `Transport.connect`; a byte is read from the peer's memory, so a peer that does not answer is found
-        here."""
+        """See `Transport.connect`; a byte is read from the peer's memory, which finds a peer that does not answer."""
         content = _parse(endpoint)
-        if content.agent in self._peers:
-            raise InvalidInputError(f"peer {content.agent} is connected already; disconnect it first")
         if content.agent == self._agent.name:
             raise InvalidInputError("this is the transport's own endpoint; it cannot write to itself")
         name = self._agent.load_peer(content.metadata)
@@ -244,27 +239,27 @@ class NixlTransport(Transport):
         try:
             self._probe(content)
         except TransportError:
-            self._agent.forget_peer(name)
+            self._forget_unused(name)
             raise
+        known = self._connections(name)
         peer = NixlPeer(
             name,
             extents.Extents(f"peer {name}", [(extent.address, extent.length_bytes) for extent in content.extents]),
             _Places(content.extents),
-            Window(self._limits),
+            known[0].window if known else Window(self._limits),
             weakref.WeakSet(),
         )
-        self._peers[name] = peer
+        self._peers.add(peer)
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`; transfers that are active after all are aborted and can still be polled to
-        their end."""
+        """See `Transport.disconnect`; transfers that are active after all are aborted; poll them to their end."""
         known = self._known(peer)
         for transfer in list(known.transfers):
             transfer.abort("the peer was disconnected")
             self._orphans.add(transfer)
-        del self._peers[known.agent]
-        self._agent.forget_peer(known.agent)
+        self._peers.discard(known)
+        self._forget_unused(known.agent)
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
@@ -286,15 +281,23 @@ class NixlTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`; takes milliseconds. Harmless when closed already."""
         self._agent.destroy()
-        for transfers in [self._orphans, *(peer.transfers for peer in self._peers.values())]:
+        for transfers in [self._orphans, *(peer.transfers for peer in self._peers)]:
             for transfer in list(transfers):
                 transfer.agent_gone()
         self._peers.clear()
 
     def _known(self, peer: Peer) -> NixlPeer:
-        if not isinstance(peer, NixlPeer) or self._peers.get(peer.agent) is not peer:
+        if not isinstance(peer, NixlPeer) or peer not in self._peers:
             raise InvalidInputError(f"{peer!r} is not connected to this nixl transport; connect it first")
         return peer
+
+    def _connections(self, agent: str) -> list[NixlPeer]:
+        """More than one after a peer has registered more memory and was connected again."""
+        return [peer for peer in self._peers if peer.agent == agent]
+
+    def _forget_unused(self, agent: str) -> None:
+        if not self._connections(agent):
+            self._agent.forget_peer(agent)
 
     def _probe_row(self) -> Descriptors:
         return np.array([[self._probe_target.ctypes.data, 1, 0]], dtype=np.uint64)

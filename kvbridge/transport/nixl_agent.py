@@ -47,8 +47,7 @@ _process_settings: dict[str, str] = {}
 
 
 class NixlAgent:
-    """One NIXL agent with one UCX backend. `name` is unique over all lives of all processes, so a restart is a new
-    peer.
+    """One NIXL agent with one UCX backend. Its name is unique over all lives of all processes: a restart is a new peer.
 
     Destroying it is what ends all its transfers, so nobody else keeps a reference to the library's object.
     Errors: TransportError for everything that the library raises, and for every call after `destroy`.
@@ -87,8 +86,7 @@ class NixlAgent:
             self._alive().deregisterMem(self._library.nixlRegDList(self._segments[kind], rows), [self._backend])
 
     def metadata(self) -> bytes:
-        """What a peer has to load before it can write to the memory registered so far: about 45 bytes for each
-        registration."""
+        """What a peer has to load before it can write to the memory registered so far: 45 bytes a registration."""
         with self._translated("describe itself"):
             return bytes(self._alive().getLocalMD())
 
@@ -150,8 +148,7 @@ class NixlAgent:
         return DONE
 
     def release(self, request: int) -> None:
-        """Forget a request. This does not stop one that is under way; one that the library will not release dies
-        with the agent."""
+        """Forget a request, which does not stop it. One that the library will not release dies with the agent."""
         if self._agent is not None:
             with contextlib.suppress(*self._errors):
                 self._agent.releaseXferReq(request)
@@ -190,8 +187,7 @@ class UnclearPostError(TransportError):
 
 
 def environment(settings: NixlSettings) -> dict[str, str]:
-    """What UCX is to read from its environment, once a process. A variable that is set already wins over a default,
-    not over a setting."""
+    """What UCX is to read from its environment. A variable that is set wins over a default, not over a setting."""
     wanted = {"UCX_TLS": settings.ucx_tls, "UCX_NET_DEVICES": settings.ucx_net_devices}
     defaults = {"UCX_LOG_LEVEL": settings.log_level}
     if settings.ucx_modules != "auto":
@@ -226,8 +222,7 @@ def _load(settings: NixlSettings) -> ModuleType:
 
 
 def _package() -> str:
-    """The installed build. Of two, the one of the CUDA release of a torch that is loaded, else the older, which
-    runs on newer drivers."""
+    """The installed build; of two, that of a loaded torch's CUDA release, else the older, which suits any driver."""
     found = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
     if not found:
         raise TransportError("no nixl library is installed; install kvbridge[cpu] (nixl-cu12) or kvbridge[cuda] (nixl)")
@@ -237,7 +232,6 @@ def _package() -> str:
 
 
 def _errors(library: ModuleType) -> tuple[type[Exception], ...]:
-    """The library's exceptions, which share no base of their own, and what its binding raises for arguments and
-    from C++."""
+    """The library's exceptions, which share no base of their own, and what its binding raises of itself."""
     own = [found for name, found in vars(library).items() if name.startswith("nixl") and name.endswith("Error")]
     return (*own, RuntimeError, ValueError)

@@ -1,12 +1,12 @@
 """Bounded submission over a library that has no bounds of its own: the common half of the backends.
 
-Owns: what is in flight to a peer, when the next operation may start, how a transfer ends. Must not know: any library; a backend
-hands in a `Submitter`, and tests hand in a fake one.
+Owns: what is in flight to a peer, when the next operation may start, how a transfer ends. Must not know: any library;
+a backend hands in a `Submitter`, and tests hand in a fake one.
 
-Why a window. Mooncake's TCP queue takes about 2,050 operations of a peer and applies a larger batch in part; and neither library
-can take back what it was given, so what is in flight is what has to be waited out after a failure. A transfer that
-fails submits nothing further and waits until everything in flight is terminal (FAILED_QUIET) or until the quiet timeout
-has passed (FAILED_NOT_QUIET).
+Why a window. Mooncake's TCP queue takes about 2,050 operations of a peer and applies a larger batch in part; and
+neither library can take back what it was given, so what is in flight is what has to be waited out after a failure. A
+transfer that fails submits nothing further and waits until everything in flight is terminal (FAILED_QUIET) or until
+the quiet timeout has passed (FAILED_NOT_QUIET).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Submitter(Protocol[HandleT]):
 
 @dataclass(frozen=True, slots=True)
 class WindowLimits:
-    """How much may be in flight to one peer, how much of it in one call, and how long a failure may take to become quiet."""
+    """How much may be in flight to one peer, how much of it in one call, and how long becoming quiet may take."""
 
     operations: int
     bytes: int
@@ -76,7 +76,7 @@ class WindowLimits:
 
 
 class Window:
-    """What is in flight to one peer, over all transfers to it. Transfers share it evenly, so none starves behind another."""
+    """What is in flight to one peer, over all transfers to it, which share it evenly so that none starves."""
 
     def __init__(self, limits: WindowLimits) -> None:
         self.limits = limits
@@ -121,9 +121,9 @@ class _Batch(NamedTuple, Generic[HandleT]):
 
 
 class WindowedTransfer(Transfer, Generic[HandleT]):
-    """A transfer that keeps to its peer's window. `peer` names the other side in errors; see `Transfer` for the promise.
+    """A transfer that keeps to its peer's window; see `Transfer` for the promise.
 
-    `deadline_s` is seconds from now. The clock is asked twice a poll and once a started batch.
+    `peer` names the other side in errors; `deadline_s` is seconds from now.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
 
     def __repr__(self) -> str:
         return (
-            f"<WindowedTransfer to {self._peer}: {self._status.state.value}, {self._done} of {len(self._operations)} operations done, "
-            f"{self._held_operations} in flight>"
+            f"<WindowedTransfer to {self._peer}: {self._status.state.value}, "
+            f"{self._done} of {len(self._operations)} operations done, {self._held_operations} in flight>"
         )
 
     def poll(self) -> TransferStatus:
@@ -179,7 +179,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
             self._fail(f"aborted: {reason}")
 
     def agent_gone(self) -> None:
-        """The library's agent has been destroyed, so nothing is in flight any more. Terminal states stay as they are."""
+        """The library's agent has been destroyed, so nothing is in flight any more. Terminal states stay."""
         if self._status.state is TransferState.ACTIVE:
             self._error = self._error or self._told("the transport was closed")
             self._end(TransferState.FAILED_QUIET, self._error)

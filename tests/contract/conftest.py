@@ -34,13 +34,15 @@ def shm() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def shared_pair(backend: Backend) -> Iterator[Pair]:
     """A transport with a registered source, connected to a peer; for tests that leave both as they were."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
-        with PeerProcess(backend, Path(path) / "peer", BUFFER_BYTES) as process:
-            transport = backend.create()
-            source = SharedBuffer(Path(path) / "source", BUFFER_BYTES)
-            transport.register([source.memory()])
-            yield Pair(transport, source, process, transport.connect(process.endpoint))
-            transport.close()
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path,
+        PeerProcess(backend, Path(path) / "peer", BUFFER_BYTES) as process,
+    ):
+        transport = backend.create()
+        source = SharedBuffer(Path(path) / "source", BUFFER_BYTES)
+        transport.register([source.memory()])
+        yield Pair(transport, source, process, transport.connect(process.endpoint))
+        transport.close()
 
 
 @pytest.fixture

@@ -21,7 +21,14 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from kvbridge.config.transports import FaultySettings, LocalSettings, MooncakeSettings, NixlSettings, TransportName, TransportSettings
+from kvbridge.config.transports import (
+    FaultySettings,
+    LocalSettings,
+    MooncakeSettings,
+    NixlSettings,
+    TransportName,
+    TransportSettings,
+)
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus, Transport
@@ -37,7 +44,7 @@ LONGEST_POLL_S = 0.05
 MOONCAKE = MooncakeSettings(
     transfer_timeout_s=5, progress_timeout_s=1, quiet_timeout_s=6.0, connect_timeout_s=1, window_operations=8
 )
-NIXL = NixlSettings()
+NIXL = NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=1.0, quiet_timeout_s=1.0)
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,8 @@ class Backend:
     module: str
     """The library behind it, empty for none."""
     outlives_peer: bool = False
-    """Whether a write can succeed although the peer's process is dead or stopped, since its memory is reached directly."""
+    """Whether a write can succeed although the peer's process is dead or stopped, since its memory is reached
+    directly."""
 
     def create(self) -> Transport:
         """A new transport of this backend in this process."""
@@ -97,7 +105,8 @@ def require_library(backend: Backend) -> None:
 
 
 class PeerProcess:
-    """A process that owns a registered buffer; see tests/helpers/transport_peer.py. A context manager: leaving kills it."""
+    """A process that owns a registered buffer; see tests/helpers/transport_peer.py. A context manager: leaving kills
+    it."""
 
     def __init__(
         self,
@@ -235,11 +244,15 @@ class Pair:
     def operations(self, copies: list[tuple[int, int, int]]) -> Operations:
         """Operations from (source offset, destination offset, bytes)."""
         source, destination, length = np.array(copies, dtype=np.uint64).reshape(-1, 3).T.copy()
-        return Operations(source + np.uint64(self.source.address), destination + np.uint64(self.process.address), length)
+        return Operations(
+            source + np.uint64(self.source.address), destination + np.uint64(self.process.address), length
+        )
 
     def blocks(self, size_bytes: int, count: int, first: int = 0) -> Operations:
         """`count` operations of equal size, each to the same offset that it comes from."""
-        return self.operations([(index * size_bytes, index * size_bytes, size_bytes) for index in range(first, first + count)])
+        return self.operations(
+            [(index * size_bytes, index * size_bytes, size_bytes) for index in range(first, first + count)]
+        )
 
     def move(self, operations: Operations, deadline_s: float = 10.0) -> TransferStatus:
         """Submit and wait. An error raised by `submit` itself is a failure that never started, hence quiet."""

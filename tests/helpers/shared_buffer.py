@@ -1,6 +1,7 @@
 """A stretch of shared memory behind a file, as a numpy array, and as the `Memory` that a transport registers.
 
-Owns: the mapping. Two processes that open the same file see the same bytes, so a test can look into a peer that is stopped.
+Owns: the mapping. Two processes that open the same file see the same bytes, so a test can look into a peer that is
+stopped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The other side of a transfer, as a real process: owns a buffer, registers it with its own transport, obeys commands.
+"""The other side of a transfer, as a real process: owns a buffer, registers it with its own transport, obeys
+commands.
 
-Run as `python -m tests.helpers.transport_peer '<json>'` with keys name, settings, path, length_bytes and (optional) extents, a list
-of [offset, length] to register instead of the whole buffer. One JSON object a line in, one out; the first line out is the
-answer to an implied `endpoint`. Whatever libraries print goes to stderr. End of input ends the process.
+Run as `python -m tests.helpers.transport_peer '<json>'` with keys name, settings, path, length_bytes and (optional)
+extents, a list of [offset, length] to register instead of the whole buffer. One JSON object a line in, one out; the
+first line out is the answer to an implied `endpoint`. Whatever libraries print goes to stderr. End of input ends the
+process.
 """
 
 from __future__ import annotations

@@ -173,6 +173,7 @@ async def test_a_heartbeat_is_sent_once_and_never_waits_for_anyone(stage):
     await at_server.until(lambda: at_server.rooms == [1])
     client.send(Heartbeat())
     await at_server.until(lambda: len(at_server.messages) == 2)
+    assert await client.flush(WAIT_S)
     server.close()
     for _ in range(20_000):
         client.send(Heartbeat())

@@ -70,6 +70,8 @@ class FakeDaemons:
         self.hang: set[str] = set()
         self.late: set[str] = set()
         """Daemons that admit but whose answer is lost."""
+        self.cancel_gate: asyncio.Event | None = None
+        """Cancels wait for it."""
         self.cancel_errors: dict[str, BridgeError] = {}
         self.stuck = asyncio.Event()
         """Set once a call hangs."""
@@ -90,6 +92,9 @@ class FakeDaemons:
 
     async def cancel(self, url: str, room: int, reason: str, *, generation: int) -> RoomReport:
         self.calls.append(("cancel", url, generation))
+        if self.cancel_gate is not None:
+            self.stuck.set()
+            await self.cancel_gate.wait()
         if url in self.cancel_errors:
             raise self.cancel_errors[url]
         report = self._report(url, room)

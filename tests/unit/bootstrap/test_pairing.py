@@ -162,6 +162,20 @@ async def test_a_cancelled_pairing_leaves_nothing_behind():
     assert (await pairing.pair(REQUEST)).generation == 2
 
 
+async def test_a_pairing_that_is_cancelled_while_it_gives_back_still_gives_back():
+    port = FakeDaemons()
+    port.refuse["http://d1"] = InvalidInputError("bad prefix")
+    port.cancel_gate = asyncio.Event()
+    task = asyncio.create_task(service(port).pair(REQUEST))
+    await asyncio.wait_for(port.stuck.wait(), 5)
+    task.cancel()
+    await asyncio.sleep(0)
+    port.cancel_gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert port.rooms() == {}
+
+
 async def test_a_cancel_that_fails_does_not_hide_the_cause():
     port = FakeDaemons()
     port.refuse["http://d1"] = InvalidInputError("bad prefix")
@@ -246,6 +260,22 @@ async def test_rooms_are_forgotten_by_age_and_by_number():
     clock.advance(LIMITS.room_keep_s)
     assert pairing.sweep() == 2
     assert repr(pairing) == "PairingService(0 rooms remembered, 0 being paired)"
+
+
+async def test_a_room_that_is_paired_again_is_young_again():
+    clock = ManualClock()
+    pairing = service(FakeDaemons(), clock=clock, room_keep_s=10_000.0)
+    directory = pairing._directory
+    directory._expire_after_s = 1e9
+    await pairing.pair(REQUEST)
+    await pairing.cancel(7, "x")
+    clock.advance(100)
+    await pairing.pair(REQUEST.model_copy(update={"room": 8}))
+    clock.advance(400)
+    await pairing.pair(REQUEST)
+    clock.advance(9_700)
+    assert pairing.sweep() == 1
+    assert (await pairing.report(7)).generation == 2
 
 
 async def test_requests_between_two_heartbeats_are_spread():

@@ -88,6 +88,14 @@ async def test_a_request_that_does_not_end_is_cut_off():
             await asyncio.wait_for(waiting, 5)
 
 
+async def test_a_proxy_from_the_environment_is_not_used(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://192.0.2.1:9")
+    server = await serve(FakeRooms())
+    async with DaemonClient(token="t", timeout_s=5.0) as client:
+        assert (await client.readiness(server.url)).ready
+    await server.stop()
+
+
 async def test_wrong_tls_files_are_named(tmp_path):
     tls = TlsFiles(certificate=tmp_path / "none.pem", key=tmp_path / "none.key")
     with pytest.raises(ConfigError, match=r"http\.tls_certificate_file"):

@@ -1,4 +1,5 @@
-"""Each fault does what it says, and keeps the promise of silence; over an inner transport that copies within the process."""
+"""Each fault does what it says, and keeps the promise of silence; over an inner transport that copies within the
+process."""
 
 from __future__ import annotations
 

@@ -99,7 +99,9 @@ def test_nothing_to_do_is_done() -> None:
 
 
 def test_batches_are_cut_by_operations_and_by_bytes() -> None:
-    transfer, library = Bench(operations=100, batch_operations=3, batch_bytes=50).transfer(10, 10, 10, 10, 30, 30, 80, 1)
+    transfer, library = Bench(operations=100, batch_operations=3, batch_bytes=50).transfer(
+        10, 10, 10, 10, 30, 30, 80, 1
+    )
     transfer.poll()
     assert library.started == [(0, 3), (3, 5), (5, 6), (6, 7), (7, 8)]
 

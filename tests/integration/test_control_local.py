@@ -1,0 +1,286 @@
+"""The daemon's Unix socket with its workers and engines: joining, order, going, refusals."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import zmq
+
+from kvbridge.control.local import LocalCallbacks, LocalClient, LocalServer, prepare_runtime_directory
+from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, NotReadyError, PeerError, StaleError
+from kvbridge.core.ids import Rank
+from kvbridge.core.wire.codec import NODE_TO_WORKER, PEER, WORKER_TO_NODE, Envelope
+from kvbridge.core.wire.messages import CloseRoom, Heartbeat, RoomClosed, Shutdown
+
+pytestmark = pytest.mark.asyncio
+
+WAIT_S = 20.0
+
+
+class Node:
+    """A server whose callbacks remember, and its clients."""
+
+    def __init__(self, path):
+        self.path = path
+        self.events, self.handler = [], None
+        self._changed = asyncio.Event()
+        callbacks = LocalCallbacks(
+            self._on_message,
+            lambda client: self._note("joined", client),
+            lambda client: self._note("gone", client),
+            lambda kind, detail: self._note("refused", str(kind)),
+        )
+        self.server = LocalServer("node", WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
+        self.closers = [self.server.close]
+
+    def _note(self, *event):
+        self.events.append(event)
+        self._changed.set()
+
+    def _on_message(self, client, message):
+        self._note(client, message)
+        if self.handler:
+            self.handler(client, message)
+
+    def client(self, name="worker-pp0.tp0"):
+        client = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
+        self.closers.append(client.close)
+        client.connect(self.path)
+        return client
+
+    async def until(self, condition):
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def until_events(self, *events):
+        await self.until(lambda: len(self.events) >= len(events))
+        assert self.events == list(events)
+
+
+@pytest_asyncio.fixture
+async def node(tmp_path):
+    node = Node(prepare_runtime_directory(tmp_path / "run") / "worker.sock")
+    node.server.bind(node.path)
+    yield node
+    for closer in reversed(node.closers):
+        closer()
+
+
+def closed(room):
+    return RoomClosed(room=room, generation=1, rank=Rank(pp=0, tp=0), quiet=True)
+
+
+async def test_a_client_joins_with_its_first_message_and_both_talk_in_order(node):
+    client = node.client()
+    for room in range(500):
+        client.send(closed(room))
+    await node.until(lambda: len(node.events) == 501)
+    assert node.events == [("joined", "worker-pp0.tp0"), *(("worker-pp0.tp0", closed(room)) for room in range(500))]
+    for room in range(500):
+        node.server.send("worker-pp0.tp0", CloseRoom(room=room, generation=1))
+    assert [client.receive(WAIT_S).room for _ in range(500)] == list(range(500))
+    assert client.receive(0) is None
+    assert client.receive(0.001) is None
+    assert node.server.clients == ("worker-pp0.tp0",)
+    assert "1 clients" in repr(node.server)
+    assert "500 sent, 500 received" in repr(client)
+
+
+async def test_a_thread_waits_for_messages_without_a_loop(node):
+    got = []
+
+    def work():
+        client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
+        client.connect(node.path)
+        client.send(Heartbeat())
+        got.append(client.receive(WAIT_S))
+        client.close()
+
+    node.handler = lambda client, _: node.server.send(client, Shutdown())
+    thread = threading.Thread(target=work)
+    thread.start()
+    await node.until(lambda: ("gone", "w") in node.events)
+    await asyncio.to_thread(thread.join, WAIT_S)
+    assert got == [Shutdown()]
+
+
+async def test_a_closed_client_is_gone_and_may_come_back(node):
+    node.client().send(Heartbeat())
+    await node.until(lambda: len(node.events) == 2)
+    node.closers.pop()()
+    await node.until(lambda: node.events[-1] == ("gone", "worker-pp0.tp0"))
+    with pytest.raises(NotFoundError, match="'worker-pp0.tp0' is not joined"):
+        node.server.send("worker-pp0.tp0", Shutdown())
+    node.client().send(Heartbeat())
+    await node.until(lambda: len(node.events) == 5)
+    assert node.events[3] == ("joined", "worker-pp0.tp0")
+
+
+async def test_a_killed_process_is_gone(node):
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from kvbridge.control.local import LocalClient\n"
+        "from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE\n"
+        "from kvbridge.core.wire.messages import Heartbeat\n"
+        "client = LocalClient('victim', NODE_TO_WORKER, WORKER_TO_NODE)\n"
+        "client.connect(Path(sys.argv[1])); client.send(Heartbeat(), 20.0); client.receive(60.0)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(node.path)])
+    try:
+        await node.until(lambda: ("victim", Heartbeat()) in node.events)
+    finally:
+        process.kill()
+        process.wait(WAIT_S)
+    await node.until(lambda: node.events[-1] == ("gone", "victim"))
+
+
+async def test_the_newer_of_two_with_one_name_stays(node):
+    first, second = node.client(), node.client()
+    first.send(Heartbeat())
+    await node.until(lambda: len(node.events) == 2)
+    second.send(Heartbeat())
+    await node.until(lambda: len(node.events) == 5)
+    assert [event[0] for event in node.events] == ["joined", "worker-pp0.tp0", "gone", "joined", "worker-pp0.tp0"]
+    first.send(Heartbeat())
+    await node.until(lambda: node.events[-1] == ("refused", "stale"))
+    with pytest.raises(PeerError, match="does not know this client"):
+        first.receive(WAIT_S)
+    node.server.send("worker-pp0.tp0", Shutdown())
+    assert second.receive(WAIT_S) == Shutdown()
+
+
+async def test_a_client_learns_that_its_daemon_ended(node):
+    client = node.client()
+    client.send(Heartbeat())
+    await node.until(lambda: len(node.events) == 2)
+    node.server.close()
+    with pytest.raises(PeerError, match="daemon has ended"):
+        await asyncio.to_thread(client.receive, WAIT_S)
+    with pytest.raises(PeerError, match="daemon has ended"):
+        client.send(Heartbeat())
+
+
+async def test_without_a_daemon_the_first_send_says_so(tmp_path):
+    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
+    client.connect(tmp_path / "nobody.sock")
+    try:
+        with pytest.raises(
+            NotReadyError, match=r"'w' could not send to .*nobody.sock within 0.05 s: no daemon answers"
+        ):
+            client.send(Heartbeat(), 0.05)
+    finally:
+        client.close()
+    client.close()
+    with pytest.raises(ConflictError, match="is not connected"):
+        client.receive(0)
+
+
+async def test_refusals_are_counted_and_kill_nothing(node):
+    context = zmq.Context()
+    raw = context.socket(zmq.DEALER)
+    raw.connect(f"ipc://{node.path}")
+
+    def frame(sequence, sender="raw", body=None):
+        return WORKER_TO_NODE.encode(Envelope(sender, sequence=sequence, body=body or Heartbeat()))
+
+    try:
+        for data in (b"", b"\xc1", frame(7), frame(1), frame(1), frame(2, "other"), frame(2), frame(9), frame(3)):
+            raw.send(data)
+        raw.send_multipart([b"a", b"b"])
+        raw.send(PEER.encode(Envelope("raw", sequence=1, body=CloseRoom(room=1, generation=1))))
+        raw.send(bytes(WORKER_TO_NODE.limits.max_frame_bytes + 1))
+        await node.until(lambda: ("refused", "oversized") in node.events)
+    finally:
+        raw.close(0)
+        context.term()
+    assert node.events == [
+        ("refused", "malformed"),
+        ("refused", "malformed"),
+        ("refused", "stale"),
+        ("joined", "raw"),
+        ("raw", Heartbeat()),
+        ("refused", "duplicate"),
+        ("refused", "beyond_window"),
+        ("raw", Heartbeat()),
+        ("refused", "beyond_window"),
+        ("gone", "raw"),
+        ("refused", "stale"),
+        ("refused", "malformed"),
+        ("refused", "type"),
+        ("refused", "oversized"),
+    ]
+
+
+async def test_a_handler_may_refuse(node):
+    def handler(*_):
+        raise StaleError("an old room")
+
+    node.handler = handler
+    node.client().send(closed(1))
+    await node.until(lambda: ("refused", "stale") in node.events)
+
+
+async def test_a_client_refuses_malformed_frames_and_goes_on(tmp_path):
+    refused = []
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.bind(f"ipc://{tmp_path}/s")
+    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE, on_refused=lambda kind, _: refused.append(str(kind)))
+    client.connect(tmp_path / "s")
+    try:
+        client.send(Heartbeat(), WAIT_S)
+        assert router.poll(WAIT_S * 1_000)
+        route = router.recv_multipart()[0]
+        good = NODE_TO_WORKER.encode(Envelope("node", "w", 1, 1, body=Shutdown()))
+        for data in (b"", good[:-2], good.replace(b"shutdown", b"explode!"), good, good):
+            router.send_multipart([route, data])
+        assert client.receive(WAIT_S) == Shutdown()
+        assert client.receive(0.05) is None
+        assert refused == ["malformed", "malformed", "type", "duplicate"]
+    finally:
+        client.close()
+        router.close()
+        context.term()
+
+
+async def test_a_served_path_is_not_taken_over_and_a_dead_one_is(node, tmp_path):
+    other = Node(node.path)
+    with pytest.raises(ConflictError, match="another process serves"):
+        other.server.bind(node.path)
+    left_behind = tmp_path / "run" / "dead.sock"
+    process = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind({str(left_behind)!r})"
+    subprocess.run([sys.executable, "-c", process], check=True, timeout=WAIT_S)
+    assert left_behind.exists()
+    other.server.bind(left_behind)
+    other.server.close()
+
+
+async def test_the_runtime_directory_is_private(tmp_path):
+    made = prepare_runtime_directory(tmp_path / "a" / "b")
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.chmod(0o750)
+    with pytest.raises(ConfigError, match=f"run: chmod 700 {made}"):
+        prepare_runtime_directory(made)
+    (tmp_path / "link").symlink_to(made)
+    with pytest.raises(ConfigError, match="not a directory of this user"):
+        prepare_runtime_directory(tmp_path / "link")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        prepare_runtime_directory(Path("/dev/null/run"))
+
+
+async def test_a_path_that_is_too_long_says_so(node):
+    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
+    for path in (Path("/tmp") / ("x" * 120), Path("relative.sock")):
+        with pytest.raises(ConfigError, match=r"has 125 bytes, a socket's path at most 107|must be absolute"):
+            client.connect(path)
+    assert len(os.fsencode("/tmp/" + "x" * 102)) == 107
+    client.connect(Path("/tmp") / ("x" * 102))
+    client.close()
