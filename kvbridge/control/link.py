@@ -143,7 +143,7 @@ class Link:
     def take(self, envelope: Envelope[PeerMessage]) -> None:
         """Handle an envelope of this link. Raises ProtocolError on what no correct peer sends."""
         self.heard_at_s = self._station.clock()
-        self._outbox.acknowledge(envelope.acks)
+        self._outbox.acknowledge(envelope.acks, now_s=self.heard_at_s)
         ready: list[PeerMessage] = []
         if envelope.body is None:
             pass

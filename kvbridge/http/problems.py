@@ -100,6 +100,8 @@ async def _answer_validation_error(request: Request, error: Exception) -> Respon
     shown = "; ".join(faults[:MAX_FAULTS])
     if len(faults) > MAX_FAULTS:
         shown += f"; and {len(faults) - MAX_FAULTS} more"
+    if "json" not in request.headers.get("content-type", "") and request.method in {"POST", "PUT"}:
+        shown += "; send the body as JSON with Content-Type: application/json"
     problem = make_problem(InvalidInputError.code, InvalidInputError.http_status, shown, path=request.url.path)
     return problem_response(problem)
 

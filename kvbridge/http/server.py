@@ -122,13 +122,22 @@ def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None, shutdown_s: float) -> uv
 def _listen(host: str, port: int) -> socket.socket:
     bare = host.strip("[]")
     family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+    # The protocol must be named: asyncio turns Nagle's algorithm off only for sockets that say that they are TCP, and
+    # with it every answer on a kept connection waits 40 ms for a delayed acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((bare, port), family=family, backlog=BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family is socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((bare, port))
+        listener.listen(BACKLOG)
     except OSError as error:
+        listener.close()
         raise ConfigError(
             f"http.host {host}, http.port {port}: cannot listen there: {error.strerror or error}; "
             "choose another port (0 takes a free one) or end the process that has it"
         ) from error
+    return listener
 
 
 def _printed(listener: socket.socket) -> str:

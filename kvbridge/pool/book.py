@@ -197,7 +197,7 @@ class PageBook:
             raise ConflictError(
                 f"{owner}: pages given back of '{space}' must be distinct and its own; foreign: {foreign[:8].tolist()}"
             )
-        holding.pages[space] = mine[~np.isin(mine, gone)]
+        holding.pages[space] = _read_only(mine[~np.isin(mine, gone)])
         self._in_state[space][_H] -= len(gone)
         self._spaces[space].give(gone)
 
@@ -366,9 +366,8 @@ class PageBook:
         """Write pages that have just left their space down as the owner's."""
         holding = self._holdings[owner]
         for space, ids in new.items():
-            ids.flags.writeable = False
             before = holding.pages.get(space)
-            holding.pages[space] = ids if before is None else np.concatenate((before, ids))
+            holding.pages[space] = _read_only(ids if before is None else np.concatenate((before, _read_only(ids))))
             self._in_state[space][holding.state] += len(ids)
         return new
 
@@ -389,3 +388,9 @@ class PageBook:
         return next(
             (str(owner) for owner, holding in self._holdings.items() if page in holding.pages.get(space, ())), "nobody"
         )
+
+
+def _read_only(ids: PageIdArray) -> PageIdArray:
+    """Ids are handed out as the arrays that the book keeps, so nobody may write to them."""
+    ids.flags.writeable = False
+    return ids

@@ -146,7 +146,7 @@ def host_placement(
     layout: HostLayout = HostLayout.LAYER_FIRST,
     chunking: Chunking | None = None,
 ) -> Placement:
-    """Lay out a node's host pool: pages of `kinds` for `layers` (default: all of the model), the same for every rank.
+    """Lay out a node's host pool, which all ranks share: pages of `kinds` for `layers` (default: all of the model).
 
     Raises InvalidInputError for a kind that cannot live on the host or that no layer has, UnsupportedError for one that
     is split by heads.
@@ -157,8 +157,8 @@ def host_placement(
             raise InvalidInputError(f"{component.kind} of '{geometry.name}' cannot live in the host pool")
         if component.lanes > 1:
             raise UnsupportedError(
-                f"{component.kind} of '{geometry.name}' is split by heads over ranks; the host pool holds pages that all "
-                f"ranks of a node share"
+                f"{component.kind} of '{geometry.name}' is split by heads over ranks; the host pool holds pages "
+                f"that all ranks of a node share"
             )
         held = tuple(layer for layer in component.layers if layers is None or layer in layers)
         if not held:

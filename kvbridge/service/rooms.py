@@ -1,15 +1,17 @@
 """What both sides keep about a room, and who waits for it.
 
-Owns: `Room` (facts common to both sides), `RoomBook` (every room of a daemon by its id, waiters, receipts of ended rooms). Must not
-know: which side it is on, messages, pages of memory.
+Owns: `Room` (facts common to both sides), `RoomBook` (every room of a daemon by its id, waiters, receipts of ended rooms). Must
+not know: which side it is on, messages, pages of memory.
 
-One room id names one attempt at a time. A second admission of an id that is still in flight is a conflict; after it ended, the same
-id may be used again with a higher generation only, so that late messages of the first attempt can be told apart.
+One room id names one attempt at a time. A second admission of an id that is still in flight is a conflict; after it ended, the
+same id may be used again with a higher generation only, so that late messages of the first attempt can be told apart. An attempt
+that has ended for users may still wait for the proof that its pages are quiet: it is kept beside its successor until then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
+from kvbridge.core.errors import ConflictError, RoomFailedError, StaleError, UnknownRoomError
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.pool.book import Owner, PageBook, PageState
@@ -26,8 +28,11 @@ from kvbridge.service.ports import RoomReport, RoomState
 
 StateT = TypeVar("StateT", bound=StrEnum)
 
+REASON_CHARS = 2_000
+"""A reason is cut to this length; messages carry up to 4,000 characters, so a hop can still say whose reason it is."""
 
-@dataclass
+
+@dataclass(eq=False)
 class Room(Generic[StateT]):
     """One attempt at one request on this node. Written by its service only."""
 
@@ -48,6 +53,8 @@ class Room(Generic[StateT]):
     """When the present wait counts as failed, on the service's clock."""
     deadline_name: str = ""
     """The configuration key of that wait."""
+    shown: RoomState | None = None
+    """The state that users were told of last."""
 
     @property
     def owner(self) -> Owner:
@@ -55,28 +62,38 @@ class Room(Generic[StateT]):
         return Owner(self.room, self.generation)
 
     def blame(self, code: str, reason: str) -> None:
-        """Keep the first cause."""
+        """Keep the first cause; what others wrote is cut to a length that every message can carry."""
         if not self.reason_code:
-            self.reason_code, self.reason = code, reason
+            self.reason_code = code[:200] or RoomFailedError.code
+            self.reason = reason[:REASON_CHARS]
 
     def wait_until(self, deadline_s: float | None, name: str = "") -> None:
         """Start another wait (None: no limit)."""
         self.deadline_s, self.deadline_name = deadline_s, name
 
+    def late(self, now_s: float) -> str:
+        """Return the name of the limit that has passed, once; empty when none has."""
+        if self.deadline_s is None or now_s < self.deadline_s:
+            return ""
+        name = self.deadline_name
+        self.wait_until(None)
+        return name
+
 
 def give_back(book: PageBook, owner: Owner) -> None:
-    """Free all pages of a room for which there is proof that no transfer touches them any more; harmless when it has none."""
+    """Free all pages of a room for which there is proof that nobody touches them any more; harmless when it has none."""
     match book.state(owner):
         case PageState.LEASED:
             book.move(owner, PageState.LEASED, PageState.HELD)
             book.free(owner)
-        case PageState.HELD:
+        case PageState.HELD if owner in book:
             book.free(owner)
         case PageState.QUARANTINED:
+            # A room's reasons begin with its name, so they are nobody else's.
             for reason, owners in book.quarantine_reasons().items():
                 if owners == (owner,):
                     book.release_quarantined(reason)
-        case PageState.FREE:
+        case _:
             pass
 
 
@@ -101,30 +118,32 @@ class RoomBook(Generic[RoomT]):
         self._clock = clock
         self._keep_s = keep_s
         self._keep_rooms = keep_rooms
-        self._rooms: dict[int, RoomT] = {}
+        self._attempts: dict[int, list[RoomT]] = {}
         self._ended: deque[tuple[float, RoomT]] = deque()
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
 
     def __len__(self) -> int:
-        return len(self._rooms)
+        return sum(map(len, self._attempts.values()))
 
     def __iter__(self) -> Iterator[RoomT]:
-        return iter(list(self._rooms.values()))
+        return iter(list(itertools.chain.from_iterable(self._attempts.values())))
 
     def draw(self) -> int:
         """Return an id that no room of this daemon has; never 0."""
         while True:
             room = secrets.randbits(64)
-            if room and room not in self._rooms:
+            if room and room not in self._attempts:
                 return room
 
     def check_free(self, room: int, generation: int) -> None:
         """Raise ConflictError or StaleError unless (room, generation) may be admitted now."""
-        known = self._rooms.get(room)
-        if known is None:
+        if room not in self._attempts:
             return
+        known = self.get(room)
         if not self._describe_state(known).final:
-            raise ConflictError(f"room {room} is already in flight here (generation {known.generation}, state '{known.state}')")
+            raise ConflictError(
+                f"room {room} is already in flight here (generation {known.generation}, state '{known.state}')"
+            )
         if generation <= known.generation:
             raise StaleError(
                 f"room {room} generation {generation} has already ended here ({self._describe_state(known)}); "
@@ -133,42 +152,60 @@ class RoomBook(Generic[RoomT]):
 
     def add(self, room: RoomT) -> None:
         """Take a room in; `check_free` has been called."""
-        self._rooms[room.room] = room
+        self._attempts.setdefault(room.room, []).append(room)
 
     def get(self, room: int) -> RoomT:
-        """Return a room. Raises UnknownRoomError."""
-        found = self._rooms.get(room)
-        if found is None:
-            raise UnknownRoomError(f"room {room} is not known to this {self._role} daemon (never admitted, or ended and forgotten)")
-        return found
+        """Return the newest attempt of a room. Raises UnknownRoomError."""
+        attempts = self._attempts.get(room)
+        if not attempts:
+            raise UnknownRoomError(
+                f"room {room} is not known to this {self._role} daemon (never admitted, or ended and forgotten)"
+            )
+        return attempts[-1]
+
+    def attempts(self, room: int) -> tuple[RoomT, ...]:
+        """Return every attempt that is still known, the oldest first."""
+        return tuple(self._attempts.get(room, ()))
+
+    def choose(self, room: int, wanted: Callable[[RoomT], bool]) -> RoomT:
+        """Return the oldest attempt that is `wanted`, or the newest when none is. Raises UnknownRoomError."""
+        newest = self.get(room)
+        return next(filter(wanted, self._attempts[room]), newest)
 
     def find(self, room: int, generation: int) -> RoomT | None:
-        """Return the room if it is this very attempt."""
-        found = self._rooms.get(room)
-        return found if found is not None and found.generation == generation else None
+        """Return the room if this very attempt is known."""
+        return next((found for found in self._attempts.get(room, ()) if found.generation == generation), None)
 
     def newest_generation(self, room: int) -> int:
         """Return the newest generation seen of a room, 0 when it is unknown."""
-        found = self._rooms.get(room)
-        return found.generation if found is not None else 0
+        attempts = self._attempts.get(room)
+        return attempts[-1].generation if attempts else 0
 
-    def changed(self, room: RoomT) -> None:
-        """Wake everybody who waits for the room."""
+    def changed(self, room: RoomT) -> RoomState | None:
+        """Wake everybody who waits for the room; returns the state that users see now if it is another than before."""
         for waiter in self._waiters.pop(room.room, []):
             if not waiter.done():
                 waiter.set_result(None)
+        state = self._describe_state(room)
+        if state is room.shown:
+            return None
+        room.shown = state
+        return state
 
     def ended(self, room: RoomT) -> None:
-        """Keep the room's receipt for a while."""
+        """Keep the room's receipt for a while. Called once, when nothing of the room is left to be done."""
         self._ended.append((self._clock() + self._keep_s, room))
+        self.sweep()
 
     def sweep(self) -> None:
         """Forget receipts that have been kept long enough, and the oldest when there are too many."""
         now_s = self._clock()
         while self._ended and (self._ended[0][0] <= now_s or len(self._ended) > self._keep_rooms):
             _, room = self._ended.popleft()
-            if self._rooms.get(room.room) is room:
-                del self._rooms[room.room]
+            attempts = self._attempts[room.room]
+            attempts.remove(room)
+            if not attempts:
+                del self._attempts[room.room]
 
     def report(self, room: RoomT) -> RoomReport:
         """Describe a room for users."""
@@ -200,19 +237,21 @@ class RoomBook(Generic[RoomT]):
             try:
                 await asyncio.wait_for(waiter, left_s)
             except TimeoutError:
+                return self.report(self.get(room))
+            finally:
                 self._forget_waiter(room, waiter)
 
     def _forget_waiter(self, room: int, waiter: asyncio.Future[None]) -> None:
         waiting = self._waiters.get(room, [])
         if waiter in waiting:
             waiting.remove(waiter)
-        if not waiting:
-            self._waiters.pop(room, None)
+            if not waiting:
+                del self._waiters[room]
 
     def states(self) -> dict[str, int]:
         """Count rooms by what users see."""
         counts: dict[str, int] = {}
-        for room in self._rooms.values():
+        for room in self:
             state = self._describe_state(room).value
             counts[state] = counts.get(state, 0) + 1
         return counts

@@ -77,7 +77,8 @@ class Extents:
         first = int(outside.argmax())
         raise InvalidInputError(
             f"{int(outside.sum())} of {len(addresses)} operations leave the registered memory of {self._whose}; "
-            f"the first is operation {first}, {_range(int(addresses[first]), int(lengths[first]))}. Nothing was submitted"
+            f"the first is operation {first}, {_range(int(addresses[first]), int(lengths[first]))}. "
+            "Nothing was submitted"
         )
 
     def _outside(self, addresses: AddressArray, lengths: AddressArray) -> npt.NDArray[np.bool_]:

@@ -186,6 +186,7 @@ class NixlTransport(Transport):
 
     def register(self, memory: Sequence[Memory]) -> None:
         """See `Transport.register`."""
+        self._agent.require_alive()
         for part in memory:
             if part.kind not in self._agent.memory_kinds:
                 raise RegistrationError(
@@ -212,6 +213,7 @@ class NixlTransport(Transport):
 
     def unregister(self, memory: Sequence[Memory]) -> None:
         """See `Transport.unregister`. A peer that has this endpoint's older data can still write there."""
+        self._agent.require_alive()
         self._memory.remove(extents.of(memory))
         for part in memory:
             del self._registered[part.address]
@@ -263,6 +265,7 @@ class NixlTransport(Transport):
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
+        self._agent.require_alive()
         known = self._known(peer)
         self._memory.require(operations.source, operations.length)
         known.memory.require(operations.destination, operations.length)

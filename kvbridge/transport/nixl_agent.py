@@ -75,6 +75,10 @@ class NixlAgent:
         """Drop the library's agent. Afterwards nothing of it moves a byte. Harmless when dropped already."""
         self._agent = None
 
+    def require_alive(self) -> None:
+        """Raise TransportError after `destroy`."""
+        self._alive()
+
     def register(self, kind: MemoryKind, rows: Descriptors) -> None:
         """Make memory usable by transfers, on this side and for peers that load the metadata from now on."""
         with self._translated(f"register {int(rows[:, 1].sum())} bytes of {kind}"):

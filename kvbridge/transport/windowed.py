@@ -145,6 +145,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._ends_at_s = clock() + deadline_s
         self._ends_bytes = np.cumsum(operations.length, dtype=np.uint64)
         self._next = 0
+        self._started_bytes = 0
         self._done = 0
         self._in_flight: list[_Batch[HandleT]] = []
         self._held_operations = 0
@@ -221,6 +222,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
                 self._fail(str(error))
                 return
             self._next = stop
+            self._started_bytes += size_bytes
             self._in_flight.append(_Batch(handle, count, size_bytes))
             self._window.take(count, size_bytes)
             self._held_operations += count
@@ -230,8 +232,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
 
     def _next_batch(self) -> tuple[int, int]:
         """Where the next batch ends, and its bytes; at least one operation, then as many as the batch limits allow."""
-        limits, ends, first = self._window.limits, self._ends_bytes, self._next
-        before = int(ends[first - 1]) if first else 0
+        limits, ends, first, before = self._window.limits, self._ends_bytes, self._next, self._started_bytes
         stop = first + 1
         if limits.batch_operations > 1:
             by_bytes = int(np.searchsorted(ends, np.uint64(before + limits.batch_bytes), side="right"))

@@ -9,7 +9,7 @@ import pytest
 
 from kvbridge.core.errors import InvalidInputError, TransportError
 from kvbridge.core.plan.operations import Operations
-from kvbridge.transport.base import Endpoint, Memory, TransferState, TransferStatus
+from kvbridge.transport.base import Endpoint, TransferState, TransferStatus
 from tests.contract.conftest import MIB
 from tests.contract.harness import BACKENDS, Backend, Pair, wait, wait_all
 from tests.helpers.shared_buffer import SharedBuffer
@@ -176,13 +176,13 @@ def test_unknown_peer_is_refused(backend: Backend, pair: Pair) -> None:
 def test_closing_twice_and_using_a_closed_transport(backend: Backend, shm) -> None:
     source = SharedBuffer(shm / "source", MIB)
     transport = backend.create()
-    transport.register([source.memory()])
+    transport.register([source.memory(0, 4_096)])
     transport.close()
     transport.close()
     with pytest.raises(TransportError):
         transport.endpoint()
     with pytest.raises(TransportError):
-        transport.register([Memory(address=source.address, length_bytes=4_096, shared=source.memory().shared)])
+        transport.register([source.memory(4_096, 4_096)])
 
 
 def test_every_backend_is_in_the_suite() -> None:

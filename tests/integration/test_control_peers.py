@@ -16,7 +16,7 @@ from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity, PeerServer
 from kvbridge.control.sockets import LoopSocket, SocketContext
 from kvbridge.core.errors import CapacityError, ConfigError, ConflictError, InvalidInputError, NotFoundError
-from kvbridge.core.wire.codec import PEER, Acks, Envelope, FrameLimits
+from kvbridge.core.wire.codec import NOTHING, PEER, Acks, Envelope, FrameLimits
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.core.wire.messages import Abort, Drained, Heartbeat
 
@@ -116,14 +116,14 @@ def drained(room):
     return Drained(room=room, generation=1)
 
 
-def frame(sender=CLIENT, recipient="", link=1, sequence=1, floor=1, acks=Acks(), body=None):
-    return PEER.encode(Envelope(sender, recipient, link, sequence, floor, acks, body))
+def frame(*, recipient="", link=1, sequence=1, acks=NOTHING, body=None):
+    return PEER.encode(Envelope(CLIENT, recipient, link, sequence, 1, acks, body))
 
 
 async def test_messages_go_both_ways_in_order(stage):
     server, at_server, endpoint = stage.server()
     client, at_client = stage.client(endpoint)
-    at_server.handler = lambda peer, message: server.send(peer, message)
+    at_server.handler = server.send
     for room in range(300):
         client.send(drained(room))
     await at_client.until(lambda: len(at_client.messages) == 300)

@@ -146,4 +146,3 @@ class BookMachine(RuleBasedStateMachine):
 
 TestBook = BookMachine.TestCase
 TestBook.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-

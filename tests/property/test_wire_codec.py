@@ -29,9 +29,10 @@ def decode(frame):
     try:
         return PEER.decode(frame)
     except FrameError as error:
-        assert 0 < len(str(error)) <= 200
-        assert str(error).isprintable()
-        return error
+        caught = error
+    assert 0 < len(str(caught)) <= 200
+    assert str(caught).isprintable()
+    return caught
 
 
 @settings(max_examples=300, deadline=None)

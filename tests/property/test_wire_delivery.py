@@ -52,7 +52,7 @@ class Simulation:
         if self.inbox.owed:
             self.back.put(self.inbox.acks(), now_s)
         for acks in self.back.take(now_s):
-            self.outbox.acknowledge(acks)
+            self.outbox.acknowledge(acks, now_s=now_s)
         self.outbox.check_integrity()
         self.inbox.check_integrity()
         assert len(self.inbox) < self.window

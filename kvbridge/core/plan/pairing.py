@@ -284,7 +284,7 @@ def source_regions(manifest: RankManifest) -> RegionsByLayer:
 
 
 def destination_regions(manifest: RankManifest) -> RegionsByLayer:
-    """Return where a rank receives each component of each layer: in the host pool if listed there, else on the device."""
+    """Return where a rank receives each component of a layer: in the host pool if listed there, else on the device."""
     host = {(region.component, region.layer): region for region in manifest.regions if region.space is IndexSpace.HOST}
     return source_regions(manifest) | host
 

@@ -44,7 +44,7 @@ class Table(Generic[StateT, EventT, ActionT]):
             raise ConflictError(f"'{event}' is not possible in state '{state}'") from None
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every state is listed and reachable, and some final state is reachable from each."""
+        """Raise IntegrityError unless every state is listed, reachable and leads to a final one, which nothing leaves."""
         kinds = type(self.start)
         missing = [state for state in kinds if state not in self.rows]
         if missing:
@@ -57,6 +57,9 @@ class Table(Generic[StateT, EventT, ActionT]):
         stuck = [state for state in kinds if not _closure(state, follows) & self.final]
         if stuck:
             raise IntegrityError(f"states that never end: {stuck}")
+        left = [state for state in self.final if follows[state] - {state}]
+        if left:
+            raise IntegrityError(f"final states that something leads out of: {left}")
 
     def markdown(self) -> str:
         """Return the table as Markdown, one line a transition, in the order of the literal."""

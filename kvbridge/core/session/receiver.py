@@ -4,7 +4,10 @@ Owns: the states, events and actions of the receiving side, and the table. Must 
 
 A destination page that has been offered may be written at any moment, so it is *leased* until there is proof that nobody
 writes any more: every writer's Done (then the room is committed), or Drained from every prefill node, or the end of that node's
-incarnation (raised by the service as WRITERS_GONE). Nothing else leads out of ABORTING and FAILING, and no timer does.
+incarnation (raised by the service as DRAINED too). Nothing else leads out of ABORTING and FAILING, and no timer does.
+
+A claimed page is read by engines, so the same holds on the other end: whatever happens to a claimed room, its pages go back
+when every engine that claimed it has let go of it or is dead, and not before.
 """
 
 from __future__ import annotations
@@ -24,10 +27,17 @@ class ReceiverState(StrEnum):
     OFFERED = "offered"
     """The prefill nodes may write."""
     ABORTING = "aborting"
+    """Somebody wants it stopped; waiting until no prefill node writes."""
     FAILING = "failing"
+    """It cannot be completed; waiting until no prefill node writes."""
     COMMITTED = "committed"
     """Everything has arrived and been accounted for; an engine can claim it."""
     CLAIMED = "claimed"
+    """Engines read it."""
+    ABORTING_CLAIMED = "aborting_claimed"
+    """Somebody wants it stopped; waiting until no engine reads it any more."""
+    FAILING_CLAIMED = "failing_claimed"
+    """An engine that had claimed it died; waiting until the others do not read it any more."""
     COMPLETED = "completed"
     ABORTED = "aborted"
     FAILED = "failed"
@@ -49,13 +59,12 @@ class ReceiverEvent(StrEnum):
     """Every prefill node proved that it does not write."""
     CLAIM = "claim"
     RELEASE = "release"
+    """No engine reads the pages any more: each has released them or is dead."""
 
 
 class ReceiverAction(StrEnum):
     """What the service then does."""
 
-    ASK_ENGINE = "ask_engine"
-    """Ask the engine for device pages (adopted)."""
     MEET = "meet"
     """Say hello to every prefill node that we do not know yet."""
     OFFER = "offer"
@@ -65,13 +74,13 @@ class ReceiverAction(StrEnum):
     HOLD = "hold"
     """The lease has ended by proof: the pages belong to the room alone."""
     FREE = "free"
-    """Give the pages back."""
+    """Give the pages back and keep the receipt for a while."""
     TELL_ENGINE = "tell_engine"
-    FORGET_LATER = "forget_later"
+    """Tell the engines: it can be claimed, it is to be released soon, or it is over."""
 
 
 _S, _E, _A = ReceiverState, ReceiverEvent, ReceiverAction
-_ENDED = (_A.FREE, _A.TELL_ENGINE, _A.FORGET_LATER)
+_ENDED = (_A.FREE, _A.TELL_ENGINE)
 
 RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
     {
@@ -108,9 +117,18 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
         _S.CLAIMED: {
             _E.CLAIM: (_S.CLAIMED, ()),
             _E.RELEASE: (_S.COMPLETED, _ENDED),
-            # The engine still reads the pages: only its own release or its end gives them back.
-            _E.ABORT: (_S.CLAIMED, (_A.TELL_ENGINE,)),
-            _E.FAULT: (_S.FAILED, _ENDED),
+            _E.ABORT: (_S.ABORTING_CLAIMED, (_A.TELL_ENGINE,)),
+            _E.FAULT: (_S.FAILING_CLAIMED, (_A.TELL_ENGINE,)),
+        },
+        _S.ABORTING_CLAIMED: {
+            _E.RELEASE: (_S.ABORTED, _ENDED),
+            _E.ABORT: (_S.ABORTING_CLAIMED, ()),
+            _E.FAULT: (_S.ABORTING_CLAIMED, ()),
+        },
+        _S.FAILING_CLAIMED: {
+            _E.RELEASE: (_S.FAILED, _ENDED),
+            _E.ABORT: (_S.FAILING_CLAIMED, ()),
+            _E.FAULT: (_S.FAILING_CLAIMED, ()),
         },
         _S.COMPLETED: {_E.ABORT: (_S.COMPLETED, ()), _E.FAULT: (_S.COMPLETED, ())},
         _S.ABORTED: {_E.ABORT: (_S.ABORTED, ()), _E.FAULT: (_S.ABORTED, ())},

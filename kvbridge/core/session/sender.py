@@ -59,23 +59,21 @@ class SenderAction(StrEnum):
     TELL_ENGINE = "tell_engine"
     """Tell the engine how the room ended."""
     FREE_SOURCE = "free_source"
-    """Give the source pages back (adopted: tell the engine that they are its own again)."""
-    FORGET_LATER = "forget_later"
-    """Keep the receipt for a while."""
+    """Give the source pages back once no engine writes them, and keep the receipt for a while."""
 
 
 _S, _E, _A = SenderState, SenderEvent, SenderAction
-_ENDED = (_A.TELL_DRAINED, _A.FREE_SOURCE, _A.TELL_ENGINE, _A.FORGET_LATER)
+_ENDED = (_A.TELL_DRAINED, _A.FREE_SOURCE, _A.TELL_ENGINE)
 
 SENDER_TABLE: Table[SenderState, SenderEvent, SenderAction] = Table(
     {
         _S.ADMITTED: {
             _E.OFFER: (_S.SENDING, (_A.OPEN_ROOM,)),
-            _E.ABORT: (_S.ABORTED, (_A.FREE_SOURCE, _A.TELL_ENGINE, _A.FORGET_LATER)),
-            _E.FAULT: (_S.FAILED, (_A.FREE_SOURCE, _A.TELL_ENGINE, _A.FORGET_LATER)),
+            _E.ABORT: (_S.ABORTED, (_A.FREE_SOURCE, _A.TELL_ENGINE)),
+            _E.FAULT: (_S.FAILED, (_A.FREE_SOURCE, _A.TELL_ENGINE)),
         },
         _S.SENDING: {
-            _E.ALL_SENT: (_S.COMPLETED, (_A.CLOSE_ROOM, _A.FREE_SOURCE, _A.TELL_ENGINE, _A.FORGET_LATER)),
+            _E.ALL_SENT: (_S.COMPLETED, (_A.CLOSE_ROOM, _A.FREE_SOURCE, _A.TELL_ENGINE)),
             _E.ABORT: (_S.ABORTING, (_A.TELL_FAILED, _A.CLOSE_ROOM)),
             _E.FAULT: (_S.FAILING, (_A.TELL_FAILED, _A.CLOSE_ROOM)),
         },

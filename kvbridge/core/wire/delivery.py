@@ -27,7 +27,9 @@ class DeliverySettings:
 
     resend_first_s: float = 0.05
     resend_most_s: float = 1.0
-    """The wait before a resend doubles from `resend_first_s` up to this."""
+    """The wait before a resend doubles from `resend_first_s`, or from twice the usual wait for an acknowledgement if
+    that is longer, up to this: a slow peer must not be made slower by resends.
+    """
     give_up_s: float = 30.0
     window: int = 512
     """Messages that may be on their way at once; further ones wait in the outbox."""
@@ -60,7 +62,7 @@ class Undelivered(NamedTuple, Generic[T]):
 
 
 class _Held(Generic[T]):
-    __slots__ = ("arrived", "give_up_at_s", "interval_s", "message", "posted_at_s", "resend_at_s")
+    __slots__ = ("arrived", "give_up_at_s", "interval_s", "message", "posted_at_s", "resend_at_s", "sent_at_s")
 
     def __init__(self, message: T, posted_at_s: float, give_up_at_s: float) -> None:
         self.message = message
@@ -70,6 +72,7 @@ class _Held(Generic[T]):
         """Acknowledged out of order: not sent again, but not yet handed on either."""
         self.interval_s = 0.0
         self.resend_at_s = math.inf
+        self.sent_at_s = math.inf
 
 
 class Outbox(Generic[T]):
@@ -81,6 +84,7 @@ class Outbox(Generic[T]):
         self._floor = 1
         self._next_unsent = 1
         self._next_sequence = 1
+        self._round_trip_s = 0.0
         # Lower bounds, so that the common call looks at no message at all.
         self._resend_at_s = math.inf
         self._give_up_at_s = math.inf
@@ -121,7 +125,8 @@ class Outbox(Generic[T]):
         while self._next_unsent < stop:
             held = self._held.get(self._next_unsent)
             if held is not None:
-                self._schedule(held, now_s, self._settings.resend_first_s)
+                held.sent_at_s = now_s
+                self._schedule(held, now_s, self._longer(0.0))
                 parcels.append(Parcel(self._next_unsent, held.message))
             self._next_unsent += 1
         return parcels
@@ -154,13 +159,15 @@ class Outbox(Generic[T]):
             self._schedule(lowest, now_s, 0.0)
         return undelivered
 
-    def acknowledge(self, acks: Acks) -> None:
+    def acknowledge(self, acks: Acks, *, now_s: float) -> None:
         """Forget what the peer has. Raises ProtocolError, changing nothing, when it claims what was never sent."""
         claimed = max((acks.upto, *acks.beyond))
         if claimed >= self._next_unsent:
             raise ProtocolError(f"message {claimed} is acknowledged, but only {self._next_unsent - 1} were sent")
         for sequence in range(self._floor, acks.upto + 1):
-            self._held.pop(sequence, None)
+            last = self._held.pop(sequence, None)
+            if last is not None and sequence == acks.upto:
+                self._observe_round_trip(now_s - last.sent_at_s)
         for sequence in acks.beyond:
             held = self._held.get(sequence)
             if held is not None:
@@ -204,7 +211,13 @@ class Outbox(Generic[T]):
         self._resend_at_s = min(self._resend_at_s, held.resend_at_s)
 
     def _longer(self, interval_s: float) -> float:
-        return min(max(2 * interval_s, self._settings.resend_first_s), self._settings.resend_most_s)
+        shortest_s = max(self._settings.resend_first_s, 2 * self._round_trip_s)
+        return min(max(2 * interval_s, shortest_s), self._settings.resend_most_s)
+
+    def _observe_round_trip(self, seconds: float) -> None:
+        # From the first time that the message was sent: too long after a loss, but never too short.
+        sample_s = min(seconds, self._settings.resend_most_s)
+        self._round_trip_s += (sample_s - self._round_trip_s) / 8
 
     def _settle(self) -> None:
         while self._floor < self._next_sequence and self._floor not in self._held:

@@ -96,6 +96,11 @@ async def test_a_body_that_is_no_json_is_refused(http, content):
     problem(response, 400, "invalid_input")
 
 
+async def test_a_body_without_its_content_type_is_explained(http):
+    response = await http.post("/v1/requests", content=b'{"prompt_tokens": 1}')
+    assert "Content-Type: application/json" in problem(response, 400, "invalid_input")["detail"]
+
+
 async def test_a_report(http):
     await http.post("/v1/requests", json={"room": 3, "prompt_tokens": 5})
     assert (await http.get("/v1/requests/3")).json()["state"] == "admitted"

@@ -39,6 +39,14 @@ async def test_it_serves_on_a_free_port_and_ends():
     assert repr(server) == f"HttpServer({server.url}, ended)"
 
 
+async def test_small_answers_are_not_held_back():
+    """asyncio turns Nagle's algorithm off only on sockets that name their protocol, and accepted ones inherit it."""
+    server = await serve(FakeRooms())
+    (listener,) = server._server.servers[0].sockets
+    assert listener.proto == socket.IPPROTO_TCP
+    await server.stop()
+
+
 async def test_a_taken_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

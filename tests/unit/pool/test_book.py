@@ -222,7 +222,7 @@ def test_adopted_pages_join_those_that_the_owner_has(adopting):
 
 def test_a_page_that_another_room_has_is_refused_with_its_name(adopting):
     adopting.adopt(A, {FULL: [1, 2]})
-    with pytest.raises(ConflictError, match="room 8 generation 1: page 2 .* belongs to room 7 generation 1"):
+    with pytest.raises(ConflictError, match=r"room 8 generation 1: page 2 .* belongs to room 7 generation 1"):
         adopting.adopt(B, {FULL: [5, 2]})
     assert B not in adopting
     assert adopting.counts()[FULL][FREE] == 14

@@ -33,10 +33,10 @@ def test_the_window_holds_back_and_opens_with_acks():
     assert len(box.take_new(0.0)) == 4
     with pytest.raises(CapacityError, match="6 messages wait"):
         box.post("g", now_s=0.0)
-    box.acknowledge(Acks(2))
+    box.acknowledge(Acks(2), now_s=0.0)
     assert [parcel.sequence for parcel in box.take_new(0.0)] == [5, 6]
     assert box.floor == 3
-    box.acknowledge(Acks(6))
+    box.acknowledge(Acks(6), now_s=0.0)
     assert len(box) == 0
     assert box.wake_at_s == float("inf")
 
@@ -44,9 +44,9 @@ def test_the_window_holds_back_and_opens_with_acks():
 def test_what_arrived_out_of_order_is_not_sent_again():
     box = outbox(*"abc")
     box.take_new(0.0)
-    box.acknowledge(Acks(0, (2,)))
+    box.acknowledge(Acks(0, (2,)), now_s=0.0)
     assert [parcel.sequence for parcel in box.take_due(0.05)] == [1, 3]
-    box.acknowledge(Acks(3))
+    box.acknowledge(Acks(3), now_s=0.0)
     assert len(box) == 0
 
 
@@ -56,15 +56,27 @@ def test_giving_up_moves_the_floor_and_wakes_what_waits_behind():
     box.post("b", now_s=0.0)
     lost, arrived = box.take_new(0.0)
     assert inbox.accept(arrived.sequence, "b", floor=box.floor).ready == []
-    box.acknowledge(inbox.acks())
+    box.acknowledge(inbox.acks(), now_s=0.0)
     assert lost.sequence == 1
     assert [(item.message, item.age_s) for item in box.take_expired(1.0)] == [("a", 1.0)]
     (again,) = box.take_due(1.0)
     assert again.sequence == 2
     receipt = inbox.accept(again.sequence, "b", floor=box.floor)
     assert (receipt.verdict, receipt.ready) == ("duplicate", ["b"])
-    box.acknowledge(inbox.acks())
+    box.acknowledge(inbox.acks(), now_s=0.0)
     assert len(box) == 0
+
+
+def test_a_slow_peer_is_given_more_time():
+    box = Outbox(SETTINGS)
+    for number in range(100):
+        box.post(number, now_s=float(number))
+        box.take_new(float(number))
+        box.acknowledge(Acks(number + 1), now_s=number + 0.2)
+    box.post("a", now_s=200.0)
+    box.take_new(200.0)
+    assert box.take_due(200.39) == []
+    assert len(box.take_due(200.41)) == 1
 
 
 def test_hurry_makes_everything_due():
@@ -80,7 +92,7 @@ def test_acks_of_what_was_never_sent_are_refused_whole():
     box.take_new(0.0)
     for acks in (Acks(3), Acks(1, (9,))):
         with pytest.raises(ProtocolError, match="only 2 were sent"):
-            box.acknowledge(acks)
+            box.acknowledge(acks, now_s=0.0)
     assert len(box) == 2
 
 

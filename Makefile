@@ -1,0 +1,54 @@
+# Every target makes what it needs; `make demo` on a fresh clone is enough.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# A build of torch without CUDA saves gigabytes; say TORCH= to take whatever pip chooses.
+TORCH ?= torch==2.13.0
+READY := $(VENV)/.ready
+SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
+
+.PHONY: help setup system demo test check format bench clean
+
+help:
+	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine"
+	@echo "make test    run every test"
+	@echo "make check   format, lint, types, import layers"
+	@echo "make bench   measure planning, transports and overhead; results in out/bench/"
+	@echo "make setup   only prepare the virtual environment"
+
+setup: $(READY)
+
+$(READY): pyproject.toml | system
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,transformers,dev]'
+	touch $@
+
+# Mooncake's wheel is linked against libraries that pip cannot bring.
+system:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvbridge: needs Python 3.11 or later; say make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || bash docker/system-libraries.sh python3-venv
+	@bash docker/system-libraries.sh $(SYSTEM_LIBRARIES)
+
+demo: $(READY)
+	$(BIN)/kvbridge demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python -m tests.bench --output out/bench
+
+clean:
+	rm -rf $(VENV) out build *.egg-info

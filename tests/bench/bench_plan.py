@@ -1,0 +1,131 @@
+"""How long it takes to plan one request, by length, model and state of the pools.
+
+Run it as `python -m tests.bench.bench_plan [--json]`. The budget of the design is for a 1M-token Flash request, all of it
+new: 15 ms when no two pages follow each other on either side, 1 ms when all do.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import numpy as np
+
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.manifest import RankManifest
+from kvbridge.core.ids import IndexSpace, PageTable, Tables
+from kvbridge.core.plan.operations import Section
+from kvbridge.core.plan.pairing import Pairing
+from kvbridge.core.plan.planner import plan
+from tests.helpers.geometries import flash, pro
+from tests.helpers.manifests import Instance, Layout
+
+EXTENT_BYTES = 1 << 30
+MAX_OPERATION_BYTES = 1 << 30
+POOL_PAGES = {IndexSpace.FULL: 60_000, IndexSpace.SWA: 512, IndexSpace.REQUEST: 64, IndexSpace.HOST: 100_000}
+LENGTHS = (1_048_576, 131_072, 8_192)
+POOLS = ("fragmented", "used", "contiguous")
+MODELS = {"flash": flash, "pro": pro}
+USED_RUN_PAGES = 16
+"""Mean length of a run of free pages in a pool that has been in use for a while."""
+BUDGETS_MS = {("flash", 1_048_576, "fragmented"): 15.0, ("flash", 1_048_576, "contiguous"): 1.0}
+
+
+def _manifest(geometry: ModelGeometry, *, host: frozenset[ComponentKind], base: int) -> RankManifest:
+    layouts = {
+        component.kind: Layout(pages_per_extent=EXTENT_BYTES // component.page_bytes())
+        for component in geometry.components
+    }
+    return Instance(geometry, POOL_PAGES, host=host, layouts=layouts, base=base).manifests()[0]
+
+
+def _ids(rng: np.random.Generator, pool: str, count: int, page_count: int) -> np.ndarray:
+    """Page ids of one request in a pool in that state; int32."""
+    if pool == "contiguous":
+        start = int(rng.integers(0, page_count - count + 1))
+        return np.arange(start, start + count, dtype=np.int32)
+    if pool == "fragmented":
+        ids = rng.permutation(page_count // 2)[:count] * 2
+        return ids.astype(np.int32)
+    lengths = rng.geometric(1 / USED_RUN_PAGES, size=page_count)
+    starts = np.cumsum(lengths + 1) - lengths
+    runs = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    runs = [run for run in runs if run[-1] < page_count]
+    return np.concatenate([runs[index] for index in rng.permutation(len(runs))])[:count].astype(np.int32)
+
+
+def _tables(geometry: ModelGeometry, tokens: int, pool: str, rng: np.random.Generator) -> Tables:
+    pages = -(-tokens // geometry.tokens_per_page)
+    first = (tokens - 128) // geometry.tokens_per_page
+    held = {IndexSpace.FULL: (pages, 0), IndexSpace.HOST: (pages, 0)}
+    held |= {IndexSpace.SWA: (pages - first, first), IndexSpace.REQUEST: (1, 0)}
+    return {
+        space: PageTable(space, _ids(rng, pool, count, POOL_PAGES[space]), first_page)
+        for space, (count, first_page) in held.items()
+    }
+
+
+def measure(model: str, tokens: int, pool: str, *, repeats: int = 15) -> dict:
+    """Plan one request as one section, from one rank to one rank, C4 in the host pool; the median of several times."""
+    geometry = MODELS[model]()
+    rng = np.random.default_rng(7)
+    pairing = Pairing.create(
+        geometry,
+        _manifest(geometry, host=frozenset(), base=1 << 40),
+        _manifest(geometry, host=frozenset({ComponentKind.C4_KV}), base=1 << 45),
+        destination_ordinal=0,
+        destination_count=1,
+    )
+    source, destination = (_tables(geometry, tokens, pool, rng) for _ in range(2))
+    section = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
+    times_s = []
+    for _ in range(repeats):
+        begun_s = time.perf_counter()
+        planned = plan(pairing, section, source, destination, max_operation_bytes=MAX_OPERATION_BYTES)
+        times_s.append(time.perf_counter() - begun_s)
+    return {
+        "model": model,
+        "tokens": tokens,
+        "pool": pool,
+        "buffers": sum(len(group.layers) for group in pairing.groups if group.component.space is IndexSpace.FULL),
+        "operations": len(planned.operations),
+        "bytes": planned.operations.total_bytes,
+        "median_ms": statistics.median(times_s) * 1e3,
+        "best_ms": min(times_s) * 1e3,
+        "budget_ms": BUDGETS_MS.get((model, tokens, pool)),
+    }
+
+
+def run() -> dict:
+    """Measure every case; JSON-able."""
+    cases = [measure(model, tokens, pool) for model in MODELS for tokens in LENGTHS for pool in POOLS]
+    return {
+        "name": "plan",
+        "cases": cases,
+        "within_budget": all(case["median_ms"] <= case["budget_ms"] for case in cases if case["budget_ms"]),
+    }
+
+
+def table(figures: dict) -> str:
+    """The figures of `run` for a reader."""
+    lines = [
+        f"{'model':<6} {'tokens':>9} {'pool':<11} {'operations':>10} {'GB':>7} {'median ms':>9} {'best ms':>8} budget"
+    ]
+    lines += [
+        f"{case['model']:<6} {case['tokens']:>9} {case['pool']:<11} {case['operations']:>10} "
+        f"{case['bytes'] / 1e9:>7.2f} {case['median_ms']:>9.3f} {case['best_ms']:>8.3f} {case['budget_ms'] or ''}"
+        for case in figures["cases"]
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print a table, or with --json the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    figures = run()
+    print(json.dumps(figures, indent=2) if parser.parse_args().json else table(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from kvbridge.core.errors import ConflictError, InvalidInputError, NotFoundError, UnsupportedError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
+from kvbridge.pool.adopted_pool import AdoptedPool, cut_regions
+from kvbridge.pool.device_pool import DevicePool
+from kvbridge.pool.layout import RankPart, device_placement
+
+TINY = preset("tiny-v4")
+GQA = preset("tiny-gqa")
+KV = ComponentKind.MHA_KV
+PAGE = 32_768  # two of four heads
+PART = RankPart.of(GQA, Rank(pp=0, tp=1), pp_size=1, tp_size=2)
+PAGES = 6
+
+
+@pytest.fixture
+def memory():
+    return (ctypes.c_ubyte * (3 * PAGES * PAGE))()
+
+
+def region(address: int, layer: int, **changes) -> Region:
+    facts = {
+        "component": KV,
+        "layer": layer,
+        "space": IndexSpace.FULL,
+        "memory": MemoryKind.DRAM,
+        "extent_addresses": (address,),
+        "pages_per_extent": PAGES,
+        "page_count": PAGES,
+        "page_bytes": PAGE,
+        "page_stride_bytes": PAGE,
+        "lane_start": 2,
+        "lane_stop": 4,
+    }
+    return Region(**facts | changes)
+
+
+def apart(buffer, /, **changes) -> list[Region]:
+    return [region(ctypes.addressof(buffer) + layer * PAGES * PAGE, layer, **changes) for layer in range(3)]
+
+
+def interleaved(memory) -> list[Region]:
+    return [region(ctypes.addressof(memory) + layer * PAGE, layer, page_stride_bytes=3 * PAGE) for layer in range(3)]
+
+
+def test_pages_are_the_engines_memory(memory):
+    pool = AdoptedPool(GQA, PART, apart(memory))
+    pool.page_view(KV, 1, 2)[:] = b"\x07" * PAGE
+    assert bytes(memory[(PAGES + 2) * PAGE : (PAGES + 3) * PAGE]) == b"\x07" * PAGE
+    assert sum(memory) == 7 * PAGE
+    assert pool.page_counts() == {IndexSpace.FULL: PAGES}
+    pool.close()
+    with pytest.raises(ConflictError, match="closed"):
+        pool.page_view(KV, 1, 2)
+
+
+def test_each_region_is_its_own_extent_and_long_ones_are_cut(memory):
+    assert [extent.length_bytes for extent in AdoptedPool(GQA, PART, apart(memory)).extents()] == [PAGES * PAGE] * 3
+    pool = AdoptedPool(GQA, PART, apart(memory), extent_bytes=4 * PAGE)
+    assert [extent.length_bytes // PAGE for extent in pool.extents()] == [4, 2] * 3
+    assert pool.region(KV, 0).pages_per_extent == 4
+    assert pool.page_address(KV, 0, 5) == ctypes.addressof(memory) + 5 * PAGE
+
+
+def test_interleaved_layers_share_extents_and_are_cut_at_the_same_page(memory):
+    pool = AdoptedPool(GQA, PART, interleaved(memory), extent_bytes=12 * PAGE)
+    assert [extent.length_bytes // PAGE for extent in pool.extents()] == [12, 6]
+    for layer in range(3):
+        for page in range(PAGES):
+            assert pool.page_address(KV, layer, page) == ctypes.addressof(memory) + (3 * page + layer) * PAGE
+
+
+def test_an_irregular_pattern_stays_whole(memory):
+    base = ctypes.addressof(memory)
+    # The second region begins within the first one's memory, but more than a stride behind it.
+    given = [region(base, 0, page_stride_bytes=2 * PAGE), region(base + 3 * PAGE, 1, page_stride_bytes=2 * PAGE)]
+    assert cut_regions(given, 4 * PAGE) == tuple(given)
+
+
+def test_memory_in_a_shared_mapping_carries_its_file(shm):
+    part = RankPart.of(TINY, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
+    counts = {IndexSpace.FULL: 3, IndexSpace.SWA: 3, IndexSpace.REQUEST: 3}
+    with DevicePool.create(device_placement(TINY, part, page_counts=counts), shm, "engine") as owned:
+        pool = AdoptedPool(TINY, part, owned.regions(), mappings=owned.mappings)
+        assert pool.extents() == owned.extents()
+        assert {extent.path for extent in pool.extents()} == set(owned.paths)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_bytes": PAGE // 2}, "layer 0: pages of 16384 bytes, but 2 lanes take 32768"),
+        ({"lane_start": 0, "lane_stop": 2}, "must hold \\[2, 4\\)"),
+        ({"space": IndexSpace.SWA}, "count space 'swa'"),
+        ({"space": IndexSpace.HOST}, "must be device memory"),
+    ],
+)
+def test_memory_of_another_form_is_refused(memory, change, message):
+    given = apart(memory)
+    with pytest.raises(InvalidInputError, match=message):
+        AdoptedPool(GQA, PART, [given[0].model_copy(update=change), *given[1:]])
+
+
+def test_missing_foreign_and_double_regions_are_refused(memory):
+    given = apart(memory)
+    with pytest.raises(InvalidInputError, match="gave no memory for mha_kv layer 2 \\(1 regions"):
+        AdoptedPool(GQA, PART, given[:2])
+    with pytest.raises(InvalidInputError, match="holds no mha_kv layer 0"):
+        AdoptedPool(GQA, PART, given, exclude={KV})
+    with pytest.raises(InvalidInputError, match="4 regions for 3"):
+        AdoptedPool(GQA, PART, [*given, given[0]])
+
+
+def test_layers_that_share_memory_are_refused(memory):
+    given = apart(memory)
+    aliased = region(given[0].extent_addresses[0], 2)
+    with pytest.raises(InvalidInputError, match="share memory"):
+        AdoptedPool(GQA, PART, [*given[:2], aliased])
+
+
+def test_page_counts_must_agree(memory):
+    given = apart(memory)
+    shorter = region(given[2].extent_addresses[0], 2, page_count=5)
+    with pytest.raises(InvalidInputError, match="has 5 pages, other regions of space 'full' have 6"):
+        AdoptedPool(GQA, PART, [*given[:2], shorter])
+
+
+def test_device_memory_is_described_but_not_viewed(memory):
+    given = apart(memory, memory=MemoryKind.VRAM, device=1)
+    pool = AdoptedPool(GQA, PART, given)
+    assert {(extent.memory, extent.device) for extent in pool.extents()} == {(MemoryKind.VRAM, 1)}
+    with pytest.raises(UnsupportedError, match="cannot view"):
+        pool.page_view(KV, 0, 0)
+    with pytest.raises(NotFoundError):
+        pool.page_view(KV, 9, 0)

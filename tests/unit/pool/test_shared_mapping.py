@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvbridge.core.errors import ConflictError, InvalidInputError, RegistrationError
+from kvbridge.pool import shared_mapping
+from kvbridge.pool.memory_limits import MemoryLimit
+from kvbridge.pool.shared_mapping import SharedMapping, close_all, remove_stale
+
+MIB = 1 << 20
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_two_mappings_of_a_file_are_the_same_memory(shm):
+    with SharedMapping.create(shm, "host", 3 * MIB) as ours, SharedMapping.open(ours.path) as theirs:
+        assert bytes(ours.buffer[:8]) == bytes(8)
+        ours.buffer[3 * MIB - 1] = 77
+        assert theirs.buffer[3 * MIB - 1] == 77
+        assert theirs.length_bytes == 3 * MIB
+        assert theirs.address != ours.address
+        assert ours.address % 4096 == 0
+
+
+def test_every_page_is_in_memory_and_the_file_is_private(shm):
+    with SharedMapping.create(shm, "host", MIB) as mapping:
+        status = mapping.path.stat()
+        assert status.st_blocks * 512 == MIB
+        assert stat.S_IMODE(status.st_mode) == 0o600
+
+
+def test_kernels_without_populate_are_served_by_the_file_system(shm, monkeypatch):
+    monkeypatch.setattr(shared_mapping, "_MADV_POPULATE_WRITE", 9999)
+    with SharedMapping.create(shm, "host", MIB, chunk_bytes=256 * 1024) as mapping:
+        assert mapping.path.stat().st_blocks * 512 == MIB
+
+
+@pytest.mark.parametrize(("length", "chunks"), [(10 * 4096, 3), (4096, 1), (100, 1)])
+def test_progress_counts_up_to_the_whole(shm, length, chunks):
+    seen = []
+    SharedMapping.create(
+        shm, "host", length, on_progress=lambda *report: seen.append(report), chunk_bytes=4 * 4096
+    ).close()
+    assert len(seen) == chunks
+    assert seen[-1] == (length, length)
+    assert seen == sorted(seen)
+
+
+def test_the_owner_removes_the_file_and_others_do_not(shm):
+    mapping = SharedMapping.create(shm, "host", 4096)
+    SharedMapping.open(mapping.path).close()
+    assert mapping.path.exists()
+    mapping.close()
+    assert not mapping.path.exists()
+    mapping.close()
+
+
+def test_nothing_can_be_used_after_close_and_no_descriptor_is_left(shm):
+    before = descriptors()
+    mapping = SharedMapping.create(shm, "host", 4096)
+    mapping.close()
+    for use in (lambda: mapping.address, lambda: mapping.buffer):
+        with pytest.raises(ConflictError, match="is closed"):
+            use()
+    assert descriptors() == before
+    assert repr(mapping) == f"<shared mapping {shm}/host: 4096 bytes, closed>"
+
+
+def test_a_mapping_that_is_forgotten_is_unmapped(shm):
+    before = descriptors()
+    mapping = SharedMapping.create(shm, "host", 4096)
+    mapping.unlink()
+    del mapping
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_memory_is_not_unmapped_under_a_view(shm):
+    mapping = SharedMapping.create(shm, "host", 4096)
+    view = mapping.buffer[10:20]
+    with pytest.raises(ConflictError, match="while views of it are in use"):
+        mapping.close()
+    view[0] = 5
+    assert mapping.buffer[10] == 5
+    assert not mapping.path.exists()
+    view.release()
+    mapping.close()
+    assert mapping.closed
+
+
+def test_one_mapping_in_use_does_not_keep_others_open(shm):
+    first, second = (SharedMapping.create(shm, name, 4096) for name in "ab")
+    view = first.buffer
+    with pytest.raises(ConflictError):
+        close_all([first, second])
+    assert second.closed
+    view.release()
+    close_all([first, second])
+
+
+def test_a_name_is_taken_once(shm):
+    with (
+        SharedMapping.create(shm, "host", 4096) as mapping,
+        pytest.raises(RegistrationError, match="exists: another process uses the same name"),
+    ):
+        SharedMapping.create(shm, "host", 4096)
+    assert mapping.closed
+
+
+def test_a_name_that_is_taken_meanwhile_is_refused_at_the_end(shm):
+    with pytest.raises(RegistrationError, match="exists"):
+        SharedMapping.create(shm, "host", 4096, on_progress=lambda *_: (shm / "host").touch())
+    (shm / "host").unlink()
+
+
+def test_a_creation_that_is_stopped_leaves_nothing(shm):
+    before = descriptors()
+
+    def stop(done, total):
+        assert list(shm.iterdir()) == []
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        SharedMapping.create(shm, "host", MIB, on_progress=stop, chunk_bytes=4096, threads=2)
+    assert list(shm.iterdir()) == []
+    assert descriptors() == before
+
+
+def test_too_little_memory_is_said_before_with_cause_and_cure(shm, monkeypatch):
+    monkeypatch.setattr(
+        shared_mapping, "tightest_limit", lambda directory: MemoryLimit("file system of X", 5_000, "enlarge X")
+    )
+    with pytest.raises(RegistrationError) as caught:
+        SharedMapping.create(shm, "host", 8192)
+    assert "host needs 8192 bytes, but file system of X has 5000 left; enlarge X, or configure fewer pages" in str(
+        caught.value
+    )
+
+
+def test_memory_that_runs_out_meanwhile_is_an_error_not_a_signal(shm, monkeypatch):
+    monkeypatch.setattr(shared_mapping, "_MADV_POPULATE_WRITE", 9999)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RegistrationError, match=r"no memory for .*No space left on device"):
+        SharedMapping.create(shm, "host", 8192)
+
+
+def test_bad_places_and_sizes_are_refused(shm):
+    with pytest.raises(RegistrationError, match="does not exist; create it"):
+        SharedMapping.create(shm / "nowhere", "host", 4096)
+    for name in ("", "a/b", ".hidden"):
+        with pytest.raises(InvalidInputError):
+            SharedMapping.create(shm, name, 4096)
+    with pytest.raises(InvalidInputError):
+        SharedMapping.create(shm, "host", 0)
+
+
+def test_opening_says_what_is_wrong(shm):
+    with pytest.raises(RegistrationError, match="No such file"):
+        SharedMapping.open(shm / "host")
+    with SharedMapping.create(shm, "host", 8192) as mapping:
+        with pytest.raises(RegistrationError, match="is 8192 bytes long, expected 4096"):
+            SharedMapping.open(mapping.path, length_bytes=4096)
+        (shm / "link").symlink_to(mapping.path)
+        with pytest.raises(RegistrationError, match="cannot open"):
+            SharedMapping.open(shm / "link")
+        (shm / "link").unlink()
+
+
+# ------------------------------------------------------------------------------------------- dead owners
+
+
+def _own(directory: Path, connection) -> None:
+    mapping = SharedMapping.create(directory, "kvb-node-host", 8192)
+    mapping.buffer[0] = 9
+    connection.send("ready")
+    connection.recv()
+
+
+def test_a_killed_owner_leaves_a_file_that_the_next_start_removes(shm):
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_own, args=(shm, there))
+    process.start()
+    assert here.poll(30)
+    here.recv()
+    path = shm / "kvb-node-host"
+    assert remove_stale(shm, "kvb-node") == []
+    assert path.exists()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(30)
+    process.close()
+    assert path.exists()
+    assert remove_stale(shm, "kvb-other") == []
+    assert remove_stale(shm, "kvb-node") == [path]
+    assert not path.exists()
+    SharedMapping.create(shm, "kvb-node-host", 4096).close()
+
+
+def test_a_file_in_use_by_this_process_is_not_stale(shm):
+    with SharedMapping.create(shm, "kvb-a", 4096) as mapping:
+        other = SharedMapping.open(mapping.path)
+        assert remove_stale(shm, "kvb") == []
+        other.close()
+        assert remove_stale(shm, "kvb") == []
+        assert mapping.path.exists()
+
+
+def test_sweeping_leaves_alone_what_it_should(shm):
+    (shm / "kvb-directory").mkdir()
+    (shm / "target").touch()
+    (shm / "kvb-link").symlink_to(shm / "target")
+    assert remove_stale(shm, "kvb") == []
+    for prefix in ("", "a/b"):
+        with pytest.raises(InvalidInputError):
+            remove_stale(shm, prefix)
+    (shm / "kvb-link").unlink()
+    (shm / "target").unlink()
+    (shm / "kvb-directory").rmdir()

@@ -1,0 +1,91 @@
+"""What a line of the log holds, and what it must not."""
+
+import io
+import json
+import logging
+
+import pytest
+import structlog
+
+from kvbridge.telemetry.logs import configure_logs, get_logger
+
+
+@pytest.fixture(autouse=True)
+def _restore():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def lines():
+    stream = io.StringIO()
+    configure_logs(role="prefill", instance="i1", level="info", form="json", stream=stream)
+    return lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_names_and_facts_are_keys(lines):
+    get_logger("sender", peer="abcd").warning("offer refused", room=2**64 - 1)
+    (line,) = lines()
+    assert line.pop("timestamp").endswith("Z")
+    assert line == {
+        "event": "offer refused",
+        "level": "warning",
+        "role": "prefill",
+        "instance": "i1",
+        "peer": "abcd",
+        "room": 2**64 - 1,
+    }
+
+
+def test_the_level_holds_for_the_standard_library_too(lines):
+    get_logger("x").debug("hidden")
+    logging.getLogger("x").debug("hidden")
+    logging.getLogger("x").info("shown %s", 1)
+    (line,) = lines()
+    assert (line["event"], line["role"], line["level"]) == ("shown 1", "prefill", "info")
+
+
+def test_secrets_are_blanked_wherever_they_lie(lines):
+    get_logger("x").info(
+        "start",
+        http_token="hunter2",
+        secret="hunter2",
+        Authorization="hunter2",
+        config={"curve_secret_key": "hunter2", "list": [{"api_key": "hunter2"}], "port": 5},
+        prompt_tokens=7,
+        tokens=8,
+        public_key="seen",
+    )
+    (line,) = lines()
+    assert "hunter2" not in json.dumps(line)
+    assert line["config"]["port"] == 5
+    assert (line["prompt_tokens"], line["tokens"], line["public_key"]) == (7, 8, "seen")
+    assert line["http_token"] == line["secret"] == "***"
+
+
+def test_exceptions_are_told_in_full(lines):
+    try:
+        int("the cause")
+    except ValueError:
+        get_logger("x").exception("failed")
+    (line,) = lines()
+    assert "the cause" in line["exception"]
+
+
+def test_the_console_is_for_people():
+    stream = io.StringIO()
+    configure_logs(role="decode", form="console", stream=stream)
+    get_logger("x").info("room committed", room=7)
+    text = stream.getvalue()
+    assert "room committed" in text
+    assert "room=7" in text
+    assert "role=decode" in text
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(ValueError, match="unknown log level 'loud'"):
+        configure_logs(role="decode", level="loud")
