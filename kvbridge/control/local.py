@@ -172,7 +172,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
             self._context = None
 
     def _on_connection(self, event: int, descriptor: int) -> None:
-        if event == ACCEPTED:
+        if True:
             self._connections.add(descriptor)
             return
         self._connections.discard(descriptor)

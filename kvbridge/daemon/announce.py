@@ -84,10 +84,10 @@ class Announcer:
     async def run(self) -> None:
         """Register and send heartbeats until cancelled."""
         while True:
-            self._changed.clear()
             await self.beat()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._interval_s)
+            self._changed.clear()
 
     def changed(self) -> None:
         """The daemon became ready, or stopped being it: do not wait for the next interval."""
@@ -105,12 +105,19 @@ class Announcer:
                 beat = NodeHeartbeat(incarnation=entry.incarnation, ready=self._readiness().ready, load=self._load())
                 await self._client.heartbeat(entry.instance, entry.node, beat)
             self.problem = ""
-        except (NotFoundError, StaleError):
-            self._registered = False  # the directory is new, or forgot us: the next beat registers
+        except NotFoundError:
+            self._registered = False  # the directory is new, or forgot us
+            self._changed.set()
+        except StaleError as error:
+            # Registering again would take the name back, and the two would go on taking it from each other.
+            self._report(f"another process has taken this node's name: {error}", error.code)
         except BridgeError as error:
-            if str(error) != self.problem:
-                log.warning("bootstrap_call_failed", code=error.code, reason=str(error))
-            self.problem = str(error)
+            self._report(str(error), error.code)
+
+    def _report(self, problem: str, code: str) -> None:
+        if problem != self.problem:
+            log.warning("bootstrap_call_failed", code=code, reason=problem)
+        self.problem = problem
 
     async def leave(self) -> None:
         """Take the entry off."""

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbridge.config.pools import DecodePools, HostPool as HostPoolConfig, MemoryOwner
+from kvbridge.config.pools import DecodePools, HostLayout, MemoryOwner
+from kvbridge.config.pools import HostPool as HostPoolConfig
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError, UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
@@ -21,7 +22,7 @@ from kvbridge.core.wire.messages import SharedRegion
 from kvbridge.pool.book import PageBook
 from kvbridge.pool.device_pool import DevicePool
 from kvbridge.pool.host_pool import HostPool
-from kvbridge.pool.layout import Chunking, HostLayout, RankPart, device_placement, host_placement
+from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.placement import Placement
 from kvbridge.pool.shared_mapping import remove_stale
 

@@ -86,14 +86,14 @@ def give_back(book: PageBook, owner: Owner) -> None:
         case PageState.LEASED:
             book.move(owner, PageState.LEASED, PageState.HELD)
             book.free(owner)
-        case PageState.HELD if owner in book:
+        case PageState.HELD:
             book.free(owner)
         case PageState.QUARANTINED:
             # A room's reasons begin with its name, so they are nobody else's.
             for reason, owners in book.quarantine_reasons().items():
                 if owners == (owner,):
                     book.release_quarantined(reason)
-        case _:
+        case PageState.FREE:
             pass
 
 

@@ -1,143 +1,61 @@
 """The prefill side at work: rooms whose pages an engine fills and rank workers send.
 
-Owns: the rooms of a prefill node, what each rank has published and sent, offers that came before their room. Drives
-`SENDER_TABLE`. Must not know: sockets, HTTP, addresses, how bytes move.
+Owns: what users, engines, peers and workers may say about the rooms of a prefill node, and in which order it makes sense. Must
+not know: sockets, HTTP, addresses, how bytes move, what a transition leads to (`sender_driver`).
 
-Source pages go back when two things are true: the table says that nothing of the room is in flight (FREE_SOURCE), and no engine
-that has begun the room still writes it (it said finish or abort, or its process is gone).
+An engine names a room without its generation. It means the attempt that it has begun and not let go of, else the newest.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Protocol
-
-import structlog
-
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import ConflictError, DeadlineError, InvalidInputError, NotReadyError, PeerError
+from kvbridge.core.errors import (
+    BridgeError,
+    CapacityError,
+    ConflictError,
+    DeadlineError,
+    InvalidInputError,
+    NotReadyError,
+    PeerError,
+    StaleError,
+    TransportError,
+    UnknownRoomError,
+)
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed, tables_cover
 from kvbridge.core.ids import Rank, Role, Tables
-from kvbridge.core.plan.operations import Amounts, add_amounts
+from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.progress import RankProgress
-from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
-from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import (
-    Abort,
-    CloseRoom,
-    Done,
-    Drained,
-    Failed,
-    NodeToWorker,
-    Offer,
-    OpenRoom,
-    PeerMessage,
-    RoomClosed,
-    Send,
-    Sent,
-    from_wire,
-    to_wire,
-)
+from kvbridge.core.session.sender import SENDER_TABLE, SenderEvent, SenderState
+from kvbridge.core.wire.messages import Abort, Drained, Failed, Offer, RoomClosed, Sent
 from kvbridge.pool.book import PageBook, PageState
+from kvbridge.service.early_offers import EarlyOffers
 from kvbridge.service.observer import Observer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
-from kvbridge.service.rooms import Room, RoomBook, give_back
-from kvbridge.service.tables import request_tables, same_tables
+from kvbridge.service.rooms import REASON_CHARS, RoomBook
+from kvbridge.service.sender_driver import SenderDriver
+from kvbridge.service.sender_room import (
+    EngineEvents,
+    PeerChannel,
+    RankWork,
+    SenderLimits,
+    SenderPorts,
+    SenderRoom,
+    SenderWorkers,
+    user_state,
+)
+from kvbridge.service.tables import check_demand, request_tables, same_tables, tables_from_wire
 
-log = structlog.get_logger(__name__)
+__all__ = ["EngineEvents", "PeerChannel", "SenderLimits", "SenderRoom", "SenderService", "SenderWorkers", "user_state"]
 
-EARLY_OFFERS = 4_096
-"""Offers kept for rooms that are not admitted yet; the oldest is answered as unknown when there are more."""
-
-
-class SenderWorkers(Protocol):
-    """The rank workers of the node."""
-
-    @property
-    def layers(self) -> dict[Rank, tuple[int, ...]]:
-        """The global layer ids of every rank of the node."""
-
-    def missing(self) -> str:
-        """Why not every rank can work now, or an empty text."""
-
-    def send(self, rank: Rank, message: NodeToWorker) -> None:
-        """Queue an order; dropped when the worker is gone (its end is reported separately)."""
-
-
-class PeerChannel(Protocol):
-    """Reliable messages to peer nodes."""
-
-    def send(self, peer: str, message: PeerMessage) -> None:
-        """Queue a message; what cannot be delivered in time is reported as the loss of the peer."""
-
-
-class EngineEvents(Protocol):
-    """The engines attached to this node."""
-
-    def push(self, event: RoomEvent) -> None:
-        """Tell every attached engine."""
-
-
-@dataclass(frozen=True)
-class SenderLimits:
-    """The deadlines of the sending side, in seconds; each is a configuration key of the same name."""
-
-    offer_s: float
-    """`timeouts.offer_s`: an admitted room waits so long for the decode side."""
-    room_s: float
-    """`timeouts.room_s`: an offered room is sent completely within this time."""
-    early_offer_s: float
-    """`timeouts.early_offer_s`: an offer waits so long for its room to be admitted."""
-
-
-@dataclass
-class RankWork:
-    """What one rank has done for one room."""
-
-    progress: RankProgress
-    engine: str = ""
-    """The engine that began the room on this rank; empty before."""
-    finished: bool = False
-    metadata: bytes = b""
-    outstanding: set[int] = field(default_factory=set)
-    amounts: Amounts = field(default_factory=dict)
-    phases_s: dict[str, float] = field(default_factory=dict)
-    done: bool = False
-    open: bool = False
-    """The worker has the room, and has not yet proved that it let it go."""
-
-
-@dataclass
-class SenderRoom(Room[SenderState]):
-    """A room on the prefill side."""
-
-    ranks: dict[Rank, RankWork] = field(default_factory=dict)
-    peer: str = ""
-    offer: Offer | None = None
-    offered_s: float = 0.0
-    writing: set[str] = field(default_factory=set)
-    """Engines that may still write source pages."""
-    free_wanted: bool = False
-    freed: bool = False
-
-
-_USER_STATE = {
-    SenderState.SENDING: RoomState.TRANSFERRING,
-    SenderState.FAILING: RoomState.FAILED,
-}
-
-
-def user_state(room: SenderRoom) -> RoomState:
-    """What users see: a room that is failing has failed for them, whatever is still to be cleaned up."""
-    return _USER_STATE.get(room.state) or RoomState(room.state.value)
+ABORTED = "aborted"
+WORKER_GONE = "worker_gone"
 
 
 class SenderService:
     """All rooms of a prefill node. Implements RoomsPort; called from the event loop's thread only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
         self,
         *,
         geometry: ModelGeometry,
@@ -153,17 +71,13 @@ class SenderService:
     ) -> None:
         """`adopted`: the engine names its own pages in `begin`; otherwise pages are reserved at admission."""
         self._geometry = geometry
-        self._book = book
-        self._workers = workers
-        self._peers = peers
-        self._engines = engines
-        self._observer = observer
+        self._ports = SenderPorts(book, workers, peers, engines, observer)
         self._limits = limits
         self._adopted = adopted
         self._clock = clock
-        self._orders = 0
-        self._early: OrderedDict[tuple[int, int], tuple[float, str, Offer]] = OrderedDict()
+        self._early = EarlyOffers(wait_s=limits.early_offer_s, clock=clock)
         self.rooms: RoomBook[SenderRoom] = RoomBook(Role.PREFILL, user_state, clock=clock, keep_s=keep_s)
+        self._driver = SenderDriver(self._ports, self.rooms, limits, clock=clock)
 
     # ------------------------------------------------------------------ admission (RoomsPort)
 
@@ -173,14 +87,15 @@ class SenderService:
 
     def admit_now(self, request: AdmissionRequest) -> RoomReport:
         """`admit` without a loop: nothing in it waits."""
-        missing = self._workers.missing()
+        missing = self._ports.workers.missing()
         if missing:
             raise NotReadyError(f"this prefill daemon cannot admit a room now: {missing}")
         room_id = self.rooms.draw() if request.room is None else int(request.room)
         self.rooms.check_free(room_id, request.generation)
         if request.prefill:
-            raise InvalidInputError("`prefill` is for the decode daemon; a prefill daemon sends to whoever offers the room")
-        now_s = self._clock()
+            raise InvalidInputError(
+                "`prefill` is for the decode daemon; a prefill daemon sends to whoever offers the room"
+            )
         room = SenderRoom(
             room=room_id,
             generation=request.generation,
@@ -189,23 +104,32 @@ class SenderService:
             max_new_tokens=request.max_new_tokens,
             client=request.client,
             state=SENDER_TABLE.start,
-            created_s=now_s,
+            created_s=self._clock(),
             ranks={
                 rank: RankWork(RankProgress(layers, prompt_tokens=request.prompt_tokens))
-                for rank, layers in self._workers.layers.items()
+                for rank, layers in self._ports.workers.layers.items()
             },
         )
         if not self._adopted:
-            tokens = request.prompt_tokens
-            demand = pages_needed(self._geometry, tokens=tokens, prompt_tokens=tokens)
-            ids = self._book.reserve(room.owner, demand, state=PageState.HELD)
-            room.tables = request_tables(self._geometry, ids, prompt_tokens=tokens)
-        room.wait_until(now_s + self._limits.offer_s, "timeouts.offer_s")
+            room.tables = self._reserve(room)
+        room.wait_until(room.created_s + self._limits.offer_s, "timeouts.offer_s")
         self.rooms.add(room)
-        early = self._early.pop(room.owner, None)
+        self._driver.show(room)
+        early = self._early.take(room.room, room.generation)
         if early is not None:
-            self._take_offer(room, early[1], early[2])
+            self._take_offer(room, early.peer, early.offer)
         return self.rooms.report(room)
+
+    def _reserve(self, room: SenderRoom) -> Tables:
+        tokens = room.prompt_tokens
+        demand = pages_needed(self._geometry, tokens=tokens, prompt_tokens=tokens)
+        check_demand(demand)
+        try:
+            ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
+        except CapacityError:
+            self._ports.observer.refused("capacity")
+            raise
+        return request_tables(self._geometry, ids, prompt_tokens=tokens)
 
     def report(self, room: int) -> RoomReport:
         """Raises UnknownRoomError."""
@@ -218,27 +142,39 @@ class SenderService:
     async def cancel(self, room: int, reason: str) -> RoomReport:
         """See RoomsPort."""
         found = self.rooms.get(room)
-        self._raise(found, SenderEvent.ABORT, "aborted", reason)
+        self._driver.raise_event(found, SenderEvent.ABORT, ABORTED, reason)
         return self.rooms.report(found)
 
     # ------------------------------------------------------------------ the engine's verbs
 
-    def begin(self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, prompt_tokens: int, tables: Tables) -> SenderRoom:
-        """An engine starts to compute a room on its ranks. Raises ConflictError on a second begin."""
-        room = self._alive(room_id)
+    def begin(
+        self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, prompt_tokens: int, tables: Tables
+    ) -> SenderRoom:
+        """An engine starts to compute a room on its ranks. Raises ConflictError on a second begin.
+
+        With that it has let go of every earlier attempt at the room.
+        """
+        room = self.rooms.get(room_id)
+        self._require_alive(room)
         if prompt_tokens != room.prompt_tokens:
             raise InvalidInputError(
-                f"room {room_id} was admitted with {room.prompt_tokens} prompt tokens, the engine begins it with {prompt_tokens}"
+                f"room {room_id} was admitted with {room.prompt_tokens} prompt tokens, "
+                f"the engine begins it with {prompt_tokens}"
             )
         for rank in ranks:
             if room.ranks[rank].engine:
-                raise ConflictError(f"room {room_id} was already begun on rank {rank} by engine {room.ranks[rank].engine}")
+                raise ConflictError(
+                    f"room {room_id} was already begun on rank {rank} by engine {room.ranks[rank].engine}"
+                )
         self._take_tables(room, tables)
+        for earlier in self.rooms.attempts(room_id)[:-1]:
+            self._let_go(earlier, engine)
         for rank in ranks:
             room.ranks[rank].engine = engine
-        room.writing.add(engine)
+        if not self._adopted:
+            room.writing.add(engine)
         room.phases_s.setdefault("admit_to_begin", self._clock() - room.created_s)
-        self._open(room)
+        self._driver.open(room)
         return room
 
     def _take_tables(self, room: SenderRoom, tables: Tables) -> None:
@@ -248,172 +184,207 @@ class SenderService:
             return
         if room.tables:
             if not same_tables(room.tables, tables):
-                raise ConflictError(f"room {room.room} was begun with other page tables on another rank")
+                raise ConflictError(
+                    f"room {room.room} was begun with other page tables on another rank; all ranks name the same pages"
+                )
             return
         tables_cover(tables, self._geometry, tokens=room.prompt_tokens)
-        self._book.adopt(room.owner, {space: table.ids for space, table in tables.items()})
+        self._ports.book.adopt(room.owner, {space: table.ids for space, table in tables.items()})
         room.tables = tables
 
     def publish(
         self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, upto_token: int, layers: tuple[int, ...] | None
     ) -> None:
         """An engine has made tokens final on its ranks. See RankProgress.publish for what is refused."""
-        room = self._alive(room_id)
-        mine = self._begun(room, engine, ranks)
-        if layers is not None:
-            held = {layer for rank in mine for layer in room.ranks[rank].progress.layers}
-            unknown = sorted(set(layers) - held)
-            if unknown:
-                raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
-        for rank in mine:
-            progress = room.ranks[rank].progress
-            chosen = None if layers is None else tuple(layer for layer in layers if layer in progress.layers)
-            progress.publish(upto_token, chosen)
-        self._flush(room)
+        room = self._room_of(engine, room_id)
+        self._require_alive(room)
+        self._require_begun(room, engine, ranks)
+        chosen = {rank: _own_layers(room.ranks[rank], layers) for rank in ranks}
+        unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen.values())))
+        if unknown:
+            raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
+        for rank in ranks:
+            room.ranks[rank].progress.check(upto_token, chosen[rank])
+        for rank in ranks:
+            room.ranks[rank].progress.publish(upto_token, chosen[rank])
+        self._driver.flush(room)
 
     def finish(self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, metadata: bytes) -> None:
-        """An engine has published everything; it does not write the room's pages any more."""
-        room = self.rooms.get(room_id)
-        if room.state in SENDER_TABLE.final or room.state in {SenderState.ABORTING, SenderState.FAILING}:
+        """An engine has published everything; it does not write the room's pages any more.
+
+        Raises ConflictError when it has not published everything, or when the room is over (the pages are let go of
+        all the same).
+        """
+        room = self._room_of(engine, room_id)
+        if room.over or room.stopping:
             self._let_go(room, engine)
-            raise ConflictError(f"room {room_id} is over: {room.reason or room.state}")
-        mine = self._begun(room, engine, ranks)
-        for rank in mine:
-            progress = room.ranks[rank].progress
-            if not progress.complete:
+            self._require_alive(room)
+        self._require_begun(room, engine, ranks)
+        for rank in ranks:
+            work = room.ranks[rank]
+            if work.finished:
+                raise ConflictError(f"room {room_id} was already finished on rank {rank}")
+            if not work.progress.complete:
                 raise ConflictError(
-                    f"room {room_id} cannot finish: rank {rank} has published {progress.published_tokens} of {room.prompt_tokens} tokens"
+                    f"room {room_id} cannot finish: rank {rank} has published {work.progress.published_tokens} "
+                    f"of {room.prompt_tokens} tokens"
                 )
-        for rank in mine:
+        for rank in ranks:
             room.ranks[rank].finished = True
             room.ranks[rank].metadata = metadata
         self._let_go(room, engine)
-        self._settle(room)
+        self._driver.settle(room)
 
     def abort(self, engine: str, room_id: int, reason: str) -> None:
         """An engine gives a room up; it does not write the room's pages any more. Harmless on an ended room."""
-        room = self.rooms.get(room_id)
-        self._raise(room, SenderEvent.ABORT, "aborted", f"by the prefill engine: {reason}")
+        room = self._room_of(engine, room_id)
+        self._driver.raise_event(room, SenderEvent.ABORT, ABORTED, f"by the prefill engine: {reason}")
         self._let_go(room, engine)
 
     def engine_gone(self, engine: str, reason: str) -> None:
         """An engine's process ended: what it had begun and not finished fails, and its pages are nobody's."""
         for room in self.rooms:
-            unfinished = any(work.engine == engine and not work.finished for work in room.ranks.values())
-            if unfinished and room.state not in SENDER_TABLE.final:
-                self._raise(room, SenderEvent.FAULT, PeerError.code, f"the prefill engine {engine} is gone: {reason}")
+            if any(work.engine == engine and not work.finished for work in room.ranks.values()):
+                why = f"the prefill engine {engine} is gone: {reason}"
+                self._driver.raise_event(room, SenderEvent.FAULT, PeerError.code, why)
             self._let_go(room, engine)
 
-    def _alive(self, room_id: int) -> SenderRoom:
-        room = self.rooms.get(room_id)
-        if room.state not in {SenderState.ADMITTED, SenderState.SENDING}:
-            raise ConflictError(f"room {room_id} is over: {room.reason or room.state}")
-        return room
+    def _room_of(self, engine: str, room_id: int) -> SenderRoom:
+        return self.rooms.choose(room_id, lambda room: engine in room.writing)
 
     @staticmethod
-    def _begun(room: SenderRoom, engine: str, ranks: tuple[Rank, ...]) -> tuple[Rank, ...]:
-        mine = tuple(rank for rank in ranks if room.ranks[rank].engine == engine)
-        if len(mine) != len(ranks):
-            missing = next(rank for rank in ranks if rank not in mine)
-            raise ConflictError(f"room {room.room} was not begun on rank {missing} by this engine")
-        return mine
+    def _require_alive(room: SenderRoom) -> None:
+        if room.over or room.stopping:
+            raise ConflictError(f"room {room.room} is over: {room.reason or room.state}")
+
+    @staticmethod
+    def _require_begun(room: SenderRoom, engine: str, ranks: tuple[Rank, ...]) -> None:
+        for rank in ranks:
+            if room.ranks[rank].engine != engine:
+                raise ConflictError(f"room {room.room} was not begun on rank {rank} by this engine")
 
     def _let_go(self, room: SenderRoom, engine: str) -> None:
         room.writing.discard(engine)
-        self._free_if_possible(room)
+        self._driver.conclude_if_unused(room)
 
     # ------------------------------------------------------------------ peers
 
     def offer(self, peer: str, offer: Offer) -> None:
         """A decode node names the destination of a room, perhaps before the room is admitted here."""
+        room = self.rooms.find(offer.room, offer.generation)
+        if room is not None:
+            self._take_offer(room, peer, offer)
+            return
         newest = self.rooms.newest_generation(offer.room)
         if offer.generation < newest:
-            self._observer.refused("stale_offer")
-            self._refuse_offer(peer, offer, "stale", f"generation {offer.generation} is older than {newest}")
+            stale = f"generation {offer.generation} of the room is older than {newest}, which prefill works on"
+            self._refuse_offer(peer, offer, StaleError.code, stale)
             return
-        room = self.rooms.find(offer.room, offer.generation)
-        if room is None:
-            self._early[offer.room, offer.generation] = (self._clock() + self._limits.early_offer_s, peer, offer)
-            if len(self._early) > EARLY_OFFERS:
-                _, (_, old_peer, old) = self._early.popitem(last=False)
-                self._refuse_offer(old_peer, old, "unknown_room", "too many offers wait for rooms that are not admitted")
-            return
-        self._take_offer(room, peer, offer)
+        turned_away = self._early.put(peer, offer)
+        if turned_away is not None:
+            self._refuse_offer(
+                turned_away.peer,
+                turned_away.offer,
+                UnknownRoomError.code,
+                "the room is not admitted on the prefill side, and another offer has taken this one's place",
+            )
 
     def _take_offer(self, room: SenderRoom, peer: str, offer: Offer) -> None:
-        if room.offer is not None and room.peer == peer and room.offer == offer:
-            return  # sent again
+        if room.peer == peer:
+            # Sent again, or a second thought: neither may end what the first offer began.
+            self._ports.observer.refused("duplicate_offer")
+            return
         if room.state is not SenderState.ADMITTED:
-            self._refuse_offer(peer, offer, room.reason_code or "conflict", room.reason or f"the room is already {room.state} on the prefill side")
+            why = room.reason or f"the room is already {room.state} on the prefill side"
+            self._refuse_offer(peer, offer, room.reason_code or ConflictError.code, why)
             return
-        if offer.prompt_tokens != room.prompt_tokens:
-            reason = f"decode offers {offer.prompt_tokens} prompt tokens, prefill admitted {room.prompt_tokens}"
-            self._refuse_offer(peer, offer, InvalidInputError.code, reason)
-            self._raise(room, SenderEvent.FAULT, InvalidInputError.code, reason)
+        try:
+            self._check_offer(room, offer)
+        except BridgeError as error:
+            self._refuse_offer(peer, offer, error.code, str(error))
+            self._driver.raise_event(room, SenderEvent.FAULT, error.code, str(error))
             return
-        room.peer, room.offer, room.offered_s = peer, offer, self._clock()
+        room.peer, room.destination, room.offered_s = peer, offer.tables, self._clock()
         room.prefix_tokens = offer.prefix_tokens
         room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
-        room.wait_until(room.offered_s + self._limits.room_s, "timeouts.room_s")
-        self._raise(room, SenderEvent.OFFER, "", "")
+        self._driver.raise_event(room, SenderEvent.OFFER)
+        self._driver.settle(room)
+
+    def _check_offer(self, room: SenderRoom, offer: Offer) -> None:
+        page = self._geometry.tokens_per_page
+        if offer.prompt_tokens != room.prompt_tokens:
+            raise InvalidInputError(
+                f"decode offers {offer.prompt_tokens} prompt tokens, prefill admitted {room.prompt_tokens}"
+            )
+        if offer.prefix_tokens > offer.prompt_tokens or offer.prefix_tokens % page:
+            raise InvalidInputError(
+                f"decode holds a prefix of {offer.prefix_tokens} tokens, which must be a multiple of {page} "
+                f"and at most {offer.prompt_tokens}"
+            )
+        tables_from_wire(offer.tables)
 
     def _refuse_offer(self, peer: str, offer: Offer, code: str, message: str) -> None:
-        self._observer.refused(code)
-        self._peers.send(peer, Failed(room=offer.room, generation=offer.generation, code=code, message=message))
-        self._peers.send(peer, Drained(room=offer.room, generation=offer.generation))
+        """Nothing was ever written for this offer, nor will be: saying so at once is the truth."""
+        self._ports.observer.refused(code)
+        text = message[:REASON_CHARS]
+        self._ports.peers.send(peer, Failed(room=offer.room, generation=offer.generation, code=code, message=text))
+        self._ports.peers.send(peer, Drained(room=offer.room, generation=offer.generation))
 
     def peer_abort(self, peer: str, message: Abort) -> None:
         """The decode side wants a room stopped. Always answered with Drained, at once or when it is quiet."""
-        self._early.pop((message.room, message.generation), None)
+        self._early.withdraw(peer, message.room, message.generation)
         room = self.rooms.find(message.room, message.generation)
-        if room is None or (room.offer is not None and room.peer != peer):
-            self._peers.send(peer, Drained(room=message.room, generation=message.generation))
-            return
-        if room.offer is None:
-            # The offer itself never came: nothing can be in flight.
-            self._peers.send(peer, Drained(room=message.room, generation=message.generation))
-        self._raise(room, SenderEvent.ABORT, message.code, f"by the decode side: {message.message}")
+        if room is None or room.peer != peer:
+            # We do not write to this peer's pages of the room, and its offer, if any, is withdrawn.
+            self._ports.peers.send(peer, Drained(room=message.room, generation=message.generation))
+        if room is not None and room.peer in {peer, ""}:
+            reason = f"by the decode side: {message.message}"
+            self._driver.raise_event(room, SenderEvent.ABORT, message.code, reason)
 
     def peer_gone(self, peer: str, reason: str) -> None:
-        """A decode node's life ended: its rooms fail."""
+        """A decode node's life ended or it is silent: its rooms fail."""
+        self._early.forget_peer(peer)
         for room in self.rooms:
-            if room.peer == peer and room.state not in SENDER_TABLE.final:
-                self._raise(room, SenderEvent.FAULT, PeerError.code, f"the decode node is gone: {reason}")
+            if room.peer == peer:
+                why = f"the decode node is gone: {reason}"
+                self._driver.raise_event(room, SenderEvent.FAULT, PeerError.code, why)
 
     # ------------------------------------------------------------------ workers
 
     def sent(self, message: Sent) -> None:
         """A worker ended an order."""
         room = self.rooms.find(message.room, message.generation)
-        if room is None:
+        work = None if room is None else room.ranks.get(message.rank)
+        if room is None or work is None or message.order not in work.outstanding:
             return
-        work = room.ranks[message.rank]
         work.outstanding.discard(message.order)
-        if message.error_code:
-            self._raise(room, SenderEvent.FAULT, message.error_code, f"rank {message.rank}: {message.error}")
+        if message.error_code or not message.quiet:
+            code = message.error_code or TransportError.code
+            self._driver.raise_event(room, SenderEvent.FAULT, code, f"rank {message.rank}: {message.error}")
             return
         work.amounts = add_amounts(work.amounts, message.amounts)
         for phase, seconds in message.seconds.items():
             work.phases_s[phase] = work.phases_s.get(phase, 0.0) + seconds
-        self._settle(room)
+        self._driver.settle(room)
 
     def room_closed(self, message: RoomClosed) -> None:
         """A worker proved that nothing of a room is in flight."""
         room = self.rooms.find(message.room, message.generation)
-        if room is not None and message.quiet:
-            room.ranks[message.rank].open = False
-            self._drained_if_possible(room)
+        work = None if room is None else room.ranks.get(message.rank)
+        if room is not None and work is not None and message.quiet:
+            work.open = False
+            self._driver.end_if_quiet(room)
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
-        """A rank worker's process ended, and with it everything it had in flight."""
+        """A rank worker's process ended, and with it everything that it had in flight."""
         for room in self.rooms:
             work = room.ranks.get(rank)
-            if work is None or room.state in SENDER_TABLE.final:
+            if work is None:
                 continue
             work.outstanding.clear()
             work.open = False
-            self._raise(room, SenderEvent.FAULT, "worker_gone", f"rank worker {rank} of the prefill node died: {reason}", dead=rank)
-            self._drained_if_possible(room)
+            why = f"rank worker {rank} of the prefill node died: {reason}"
+            self._driver.raise_event(room, SenderEvent.FAULT, WORKER_GONE, why)
 
     # ------------------------------------------------------------------ time
 
@@ -421,142 +392,21 @@ class SenderService:
         """Fail what has waited too long, forget what has been kept long enough."""
         now_s = self._clock()
         for room in self.rooms:
-            if room.deadline_s is not None and now_s >= room.deadline_s and room.state not in SENDER_TABLE.final:
-                room.wait_until(None)
-                reason = f"nothing happened in time in state '{room.state}' (limit: {room.deadline_name})"
-                self._raise(room, SenderEvent.FAULT, DeadlineError.code, reason)
-        while self._early:
-            key, (expires_s, peer, offer) = next(iter(self._early.items()))
-            if expires_s > now_s:
-                break
-            del self._early[key]
-            self._refuse_offer(peer, offer, "unknown_room", "the room was never admitted on the prefill side (limit: timeouts.early_offer_s)")
+            limit = room.late(now_s)
+            if limit and room.stopping:
+                self._driver.overdue(room, limit)
+            elif limit:
+                why = f"nothing happened in time in state '{room.state}' (limit: {limit})"
+                self._driver.raise_event(room, SenderEvent.FAULT, DeadlineError.code, why)
+        for late in self._early.expired():
+            why = "the room was never admitted on the prefill side (limit: timeouts.early_offer_s)"
+            self._refuse_offer(late.peer, late.offer, UnknownRoomError.code, why)
         self.rooms.sweep()
-
-    # ------------------------------------------------------------------ the table and its actions
-
-    def _raise(self, room: SenderRoom, event: SenderEvent, code: str, reason: str, *, dead: Rank | None = None) -> None:
-        """Feed the table. `dead` is a rank whose worker cannot answer any more."""
-        state, actions = SENDER_TABLE.step(room.state, event)
-        if event in {SenderEvent.ABORT, SenderEvent.FAULT} and state is not room.state:
-            room.blame(code, reason)
-            log.warning("room_ends", room=room.room, peer=room.peer, state=state, code=code, reason=reason)
-        room.state = state
-        for action in actions:
-            self._act(room, action, dead)
-        if state in SENDER_TABLE.final and event is not SenderEvent.ABORT:
-            room.wait_until(None)
-        self._observer.room(Role.PREFILL, user_state(room))
-        self.rooms.changed(room)
-        self._drained_if_possible(room)
-
-    def _act(self, room: SenderRoom, action: SenderAction, dead: Rank | None) -> None:
-        match action:
-            case SenderAction.OPEN_ROOM:
-                self._open(room)
-            case SenderAction.CLOSE_ROOM:
-                self._close(room, dead)
-            case SenderAction.TELL_FAILED:
-                self._tell(room, Failed(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason))
-            case SenderAction.TELL_DRAINED:
-                self._tell(room, Drained(room=room.room, generation=room.generation))
-            case SenderAction.TELL_ENGINE:
-                self._tell_engine(room)
-            case SenderAction.FREE_SOURCE:
-                room.free_wanted = True
-                self._free_if_possible(room)
-            case SenderAction.FORGET_LATER:
-                room.wait_until(None)
-                self.rooms.ended(room)
-
-    def _tell(self, room: SenderRoom, message: PeerMessage) -> None:
-        if room.peer:
-            self._peers.send(room.peer, message)
-
-    def _tell_engine(self, room: SenderRoom) -> None:
-        kinds = {SenderState.COMPLETED: "completed", SenderState.ABORTED: "aborted", SenderState.FAILED: "failed"}
-        event = RoomEvent(
-            room=room.room,
-            generation=room.generation,
-            kind=kinds[room.state],  # type: ignore[arg-type]
-            prompt_tokens=room.prompt_tokens,
-            code=room.reason_code,
-            reason=room.reason,
-        )
-        self._engines.push(event)
-
-    def _free_if_possible(self, room: SenderRoom) -> None:
-        if room.free_wanted and not room.freed and not room.writing:
-            room.freed = True
-            give_back(self._book, room.owner)
-
-    def _open(self, room: SenderRoom) -> None:
-        """Tell the workers both ends, once both are known."""
-        if room.state is not SenderState.SENDING or room.offer is None or not room.tables:
-            return
-        if not any(work.open for work in room.ranks.values()):
-            opening = OpenRoom(
-                room=room.room,
-                generation=room.generation,
-                peer=room.peer,
-                prompt_tokens=room.prompt_tokens,
-                prefix_tokens=room.prefix_tokens,
-                source=to_wire(room.tables),
-                destination=room.offer.tables,
-            )
-            self._book.move(room.owner, PageState.HELD, PageState.LEASED)
-            for rank, work in room.ranks.items():
-                self._workers.send(rank, opening)
-                work.open = True
-        self._flush(room)
-
-    def _close(self, room: SenderRoom, dead: Rank | None) -> None:
-        for rank, work in room.ranks.items():
-            if rank == dead:
-                work.open = False
-            if work.open:
-                self._workers.send(rank, CloseRoom(room=room.room, generation=room.generation))
-
-    def _drained_if_possible(self, room: SenderRoom) -> None:
-        stopping = room.state in {SenderState.ABORTING, SenderState.FAILING}
-        if stopping and not any(work.open for work in room.ranks.values()):
-            self._raise(room, SenderEvent.DRAINED, "", "")
-
-    def _flush(self, room: SenderRoom) -> None:
-        """Order what has been published and not been ordered yet."""
-        if room.state is not SenderState.SENDING or not all(work.open for work in room.ranks.values()):
-            return
-        for rank, work in room.ranks.items():
-            for section in work.progress.next_sections(room.prefix_tokens):
-                self._orders += 1
-                work.outstanding.add(self._orders)
-                work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
-                self._workers.send(
-                    rank, Send(room=room.room, generation=room.generation, order=self._orders, section=section)
-                )
-
-    def _settle(self, room: SenderRoom) -> None:
-        """Say Done for every rank that has nothing left to do, and end the room when all have."""
-        if room.state is not SenderState.SENDING:
-            return
-        self._flush(room)
-        for rank, work in room.ranks.items():
-            if work.finished and not work.done and not work.outstanding:
-                work.done = True
-                room.amounts = add_amounts(room.amounts, work.amounts)
-                self._observer.sent(work.amounts, work.phases_s)
-                done = Done(
-                    room=room.room,
-                    generation=room.generation,
-                    writer=rank,
-                    amounts=work.amounts,
-                    phases_s=work.phases_s,
-                    metadata=work.metadata,
-                )
-                self._peers.send(room.peer, done)
-        if all(work.done for work in room.ranks.values()):
-            room.phases_s["offer_to_sent"] = self._clock() - room.offered_s
-            self._raise(room, SenderEvent.ALL_SENT, "", "")
 
     def __repr__(self) -> str:
         return f"<SenderService {self.rooms.states()} early offers: {len(self._early)}>"
+
+
+def _own_layers(work: RankWork, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The layers of a publication that a rank holds; None stays all of them."""
+    return None if layers is None else tuple(layer for layer in layers if layer in work.progress.layers)

@@ -1,4 +1,7 @@
-"""From booked page ids to the tables of a request, in one place for both sides."""
+"""From booked page ids to the tables of a request and from the wire, in one place for both sides.
+
+Owns: how tables are built, compared and checked for form. Must not know: who books pages, which side it is on.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.pages import first_window_page
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
+from kvbridge.core.wire.messages import MAX_TABLE_BYTES, WireTable, from_wire
+
+MOST_PAGES = MAX_TABLE_BYTES // 4
+"""Pages that a table on the wire can name."""
 
 
 def request_tables(geometry: ModelGeometry, ids: Mapping[IndexSpace, PageIdArray], *, prompt_tokens: int) -> Tables:
@@ -26,5 +34,43 @@ def request_tables(geometry: ModelGeometry, ids: Mapping[IndexSpace, PageIdArray
 def same_tables(left: Tables, right: Tables) -> bool:
     """Whether two sets of tables name the same pages."""
     return left.keys() == right.keys() and all(
-        left[space].first_page == right[space].first_page and np.array_equal(left[space].ids, right[space].ids) for space in left
+        left[space].first_page == right[space].first_page and np.array_equal(left[space].ids, right[space].ids)
+        for space in left
     )
+
+
+def joined_tables(held: Tables, more: Tables) -> Tables:
+    """Append the pages of `more` to those of `held`, space by space; neither is changed."""
+    together = dict(held)
+    for space, table in more.items():
+        before = held.get(space)
+        together[space] = (
+            table
+            if before is None
+            else PageTable(space, np.concatenate([before.ids, table.ids]), before.first_page)
+        )
+    return together
+
+
+def tables_from_wire(wire: tuple[WireTable, ...]) -> Tables:
+    """Decode the tables of a message from outside. Raises InvalidInputError when they are malformed."""
+    try:
+        tables = from_wire(wire)
+    except ValueError as error:
+        raise InvalidInputError(f"the page tables are malformed: {error}") from error
+    if len(tables) != len(wire):
+        raise InvalidInputError(f"the page tables name a space twice: {[table.space.value for table in wire]}")
+    for space, table in tables.items():
+        if len(table) and int(table.ids.min()) < 0:
+            raise InvalidInputError(f"page id {int(table.ids.min())} of space '{space}' is negative")
+    return tables
+
+
+def check_demand(demand: Mapping[IndexSpace, int]) -> None:
+    """Raise InvalidInputError when a request needs more pages of a space than a message can name."""
+    for space, count in demand.items():
+        if count > MOST_PAGES:
+            raise InvalidInputError(
+                f"the request needs {count} pages of space '{space}', one page table names at most {MOST_PAGES}; "
+                "shorten the request"
+            )

@@ -17,7 +17,7 @@ What the library does and does not do (0.3.13, measured), and what follows for t
   `close` does that, in about a second, during which the interpreter is held.
 - A frozen peer fails an operation after `progress_timeout_s`, a few at a time: windows of 8, 16 and 32 operations
   were quiet after 3, 7 and 14 times that. Where `quiet_timeout_s` is shorter the transfer ends not quiet.
-- The probe of a frozen peer blocks for 60 s, and so would the first write to it. So `connect` probes with an engine and a
+- The probe of a frozen peer blocks for 60 s, and the first write to it may. So `connect` probes with an engine and a
   thread apart, and then lets the library meet the peer by an empty write.
 - A peer that died fails at once, and is not tried again by the library for a second. First contact takes 1 to 11 ms.
 - The library reads its environment once a process, listens on 0.0.0.0 whatever `host` says and authenticates nobody:

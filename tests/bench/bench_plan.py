@@ -1,7 +1,7 @@
 """How long it takes to plan one request, by length, model and state of the pools.
 
-Run it as `python -m tests.bench.bench_plan [--json]`. The budget of the design is for a 1M-token Flash request, all of it
-new: 15 ms when no two pages follow each other on either side, 1 ms when all do.
+Run it as `python -m tests.bench.bench_plan [--json]`. The budget of the design is for a 1M-token Flash request, all
+of it new: 15 ms when no two pages follow each other on either side, 1 ms when all do.
 """
 
 import argparse

@@ -99,7 +99,7 @@ def layouts(draw) -> Layout:
         page_first=draw(st.booleans()),
         pages_per_extent=draw(st.sampled_from([None, 3, 7])),
         stride_extra_bytes=draw(st.sampled_from([0, 0, 5])),
-        layer_gap_bytes=draw(st.sampled_from([0, 0, 0, 3])),
+        layer_gap_bytes=draw(st.sampled_from([0, 0, 3])),
         gap_bytes=draw(st.sampled_from([0, 3])),
     )
 

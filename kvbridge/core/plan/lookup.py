@@ -34,7 +34,7 @@ class _SideLookup:
 
     def ids(self, space: IndexSpace, pages: range) -> IndexArray:
         """Return the int64 page ids of logical pages that the table has been found to cover."""
-        return self._slice(self._tables[space], pages).ids
+        return self._slice(self._tables[space], space, pages).ids
 
     def check(self, side: Side, kind: ComponentKind, pages: range) -> None:
         """See `PageLookup.check`."""
@@ -50,7 +50,7 @@ class _SideLookup:
                 f"{side.name}: {kind} needs logical page {missing} of space '{side.space}', but the request's table "
                 f"covers [{covered.start}, {covered.stop})"
             )
-        found = self._slice(table, pages)
+        found = self._slice(table, side.space, pages)
         if found.lowest < 0 or found.highest >= side.page_count:
             wrong = int(np.flatnonzero((found.ids < 0) | (found.ids >= side.page_count))[0])
             raise PageOutOfBoundsError(
@@ -58,11 +58,11 @@ class _SideLookup:
                 f"logical page {pages.start + wrong}, but its regions have the pages [0, {side.page_count})"
             )
 
-    def _slice(self, table: PageTable, pages: range) -> _Pages:
-        key = (table.space, pages)
+    def _slice(self, table: PageTable, space: IndexSpace, pages: range) -> _Pages:
+        key = (space, pages)
         found = self._found.get(key)
         if found is None:
-            ids = table.require(table.space)[pages.start - table.first_page : pages.stop - table.first_page]
+            ids = table.require(space)[pages.start - table.first_page : pages.stop - table.first_page]
             found = _Pages(ids.astype(np.int64), int(ids.min()), int(ids.max()))
             self._found[key] = found
         return found

@@ -293,10 +293,10 @@ class Inbox(Generic[T]):
     def _raise_floor(self, floor: int) -> list[T]:
         if floor <= self._next:
             return []
-        skipped_to = sorted(sequence for sequence in self._early if sequence < floor)
-        ready = [self._early.pop(sequence) for sequence in skipped_to]
+        # What came early and lies below was given up, and reported so, by its sender: too late to hand it on.
+        self._early = {sequence: message for sequence, message in self._early.items() if sequence >= floor}
         self._next = floor
-        return ready + self._take_consecutive()
+        return self._take_consecutive()
 
     def _take_consecutive(self) -> list[T]:
         ready = []

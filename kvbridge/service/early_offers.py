@@ -1,0 +1,70 @@
+"""Offers that came before their room was admitted: the two ends of a request are admitted independently.
+
+Owns: the waiting offers, how many may wait and for how long. Must not know: how an offer is taken or refused.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.wire.messages import Offer
+
+MOST_OFFERS = 4_096
+"""Offers that wait at once; when there are more, the oldest is turned away."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyOffer:
+    """An offer, who made it and until when it waits."""
+
+    peer: str
+    offer: Offer
+    expires_s: float
+
+
+class EarlyOffers:
+    """At most one offer for each attempt; the first one counts. In the order of their expiry."""
+
+    def __init__(self, *, wait_s: float, clock: Clock) -> None:
+        """`wait_s`: `timeouts.early_offer_s`."""
+        self._wait_s = wait_s
+        self._clock = clock
+        self._waiting: OrderedDict[tuple[int, int], EarlyOffer] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, peer: str, offer: Offer) -> EarlyOffer | None:
+        """Keep an offer. Returns the one that is turned away for it: this one, or the oldest when there are too many."""
+        key = offer.room, offer.generation
+        known = self._waiting.get(key)
+        newcomer = EarlyOffer(peer, offer, self._clock() + self._wait_s)
+        if known is not None:
+            return None if known.peer == peer else newcomer
+        self._waiting[key] = newcomer
+        return self._waiting.popitem(last=False)[1] if len(self._waiting) > MOST_OFFERS else None
+
+    def take(self, room: int, generation: int) -> EarlyOffer | None:
+        """Return and forget the offer for an attempt."""
+        return self._waiting.pop((room, generation), None)
+
+    def withdraw(self, peer: str, room: int, generation: int) -> None:
+        """Forget the offer that this peer made for an attempt."""
+        known = self._waiting.get((room, generation))
+        if known is not None and known.peer == peer:
+            del self._waiting[room, generation]
+
+    def forget_peer(self, peer: str) -> None:
+        """Forget every offer of a peer."""
+        for key in [key for key, known in self._waiting.items() if known.peer == peer]:
+            del self._waiting[key]
+
+    def expired(self) -> list[EarlyOffer]:
+        """Return and forget the offers that have waited long enough."""
+        now_s = self._clock()
+        late = []
+        while self._waiting and next(iter(self._waiting.values())).expires_s <= now_s:
+            late.append(self._waiting.popitem(last=False)[1])
+        return late

@@ -1,0 +1,93 @@
+"""Which regions of two ranks meet, and what is refused when they do."""
+
+import pytest
+
+from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
+from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.ids import IndexSpace as Space
+from kvbridge.core.plan.pairing import Pairing
+from tests.helpers.geometries import flash, gqa
+from tests.helpers.manifests import Instance, Layout
+
+PAGES = {Space.FULL: 16, Space.SWA: 4, Space.REQUEST: 2, Space.HOST: 16}
+
+
+def create(source, destination, **changes) -> Pairing:
+    where = {"destination_ordinal": 0, "destination_count": 1} | changes
+    return Pairing.create(flash(), source, destination, **where)
+
+
+def test_stages_meet_in_the_layers_that_they_share():
+    source = Instance(flash(), PAGES, pp_size=3, boundaries=(10, 20)).manifests()
+    destination = Instance(flash(), PAGES, pp_size=2, boundaries=(15,), base=1 << 50).manifests()
+    shared = [
+        [sorted({layer for group in create(one, other).groups for layer in group.layers}) for other in destination]
+        for one in source
+    ]
+    assert shared == [
+        [list(range(10)), []],
+        [list(range(10, 15)), list(range(15, 20))],
+        [[], list(range(20, 43))],
+    ]
+
+
+def test_layers_of_one_form_are_one_group():
+    pairing = create(*(Instance(flash(), PAGES, base=base).manifests()[0] for base in (1 << 40, 1 << 50)))
+    assert [group.component.kind for group in pairing.groups] == [part.kind for part in flash().components]
+    assert repr(pairing) == (
+        "Pairing(pp0.tp0 -> pp0.tp0: 167 buffers of c4_kv, c4_indexer, c4_state, c4_indexer_state, c128_kv, "
+        "c128_state, swa_kv)"
+    )
+
+
+def test_layers_of_different_forms_are_groups_of_their_own():
+    source, destination = (Instance(gqa(), PAGES, base=base).manifests()[0] for base in (1 << 40, 1 << 50))
+    odd = source.regions[1].model_copy(update={"page_stride_bytes": source.regions[1].page_stride_bytes * 2})
+    source = source.model_copy(update={"regions": (source.regions[0], odd, source.regions[2])})
+    pairing = Pairing.create(gqa(), source, destination, destination_ordinal=0, destination_count=1)
+    assert [group.layers for group in pairing.groups] == [(0, 2), (1,)]
+
+
+def test_the_host_copy_is_the_destination_where_both_are_listed():
+    host = Instance(flash(), PAGES, base=1 << 50).with_host(Kind.C4_KV).manifests()[0]
+    device = Instance(flash(), PAGES, base=1 << 52).manifests()[0]
+    both = host.model_copy(update={"regions": (*device.regions, *[r for r in host.regions if r.space is Space.HOST])})
+    pairing = create(Instance(flash(), PAGES).manifests()[0], both)
+    spaces = {group.component.kind: group.destination.space for group in pairing.groups}
+    assert (spaces[Kind.C4_KV], spaces[Kind.C4_INDEXER]) == (Space.HOST, Space.FULL)
+
+
+def test_joined_layers_are_one_row_of_bases():
+    page_first = {Kind.MHA_KV: Layout(page_first=True)}
+    sides = [Instance(gqa(), PAGES, layouts=page_first, base=base).manifests()[0] for base in (1 << 40, 1 << 50)]
+    (group,) = Pairing.create(gqa(), *sides, destination_ordinal=0, destination_count=1).groups
+    (band,) = group.bands
+    assert (len(band.source_bases), band.page_bytes, band.joins_pages) == (1, 3 * group.page_bytes, True)
+
+
+def test_different_models_do_not_pair():
+    source = Instance(flash(), PAGES).manifests()[0]
+    with pytest.raises(FingerprintMismatchError, match="must serve the same model"):
+        create(source, source.model_copy(update={"fingerprint": "0" * 32}))
+
+
+@pytest.mark.parametrize("ordinal", [-1, 2])
+def test_an_ordinal_outside_the_node_is_refused(ordinal):
+    source = Instance(flash(), PAGES).manifests()[0]
+    with pytest.raises(InvalidInputError, match=f"destination {ordinal} does not exist among 2 ranks"):
+        create(source, source, destination_ordinal=ordinal, destination_count=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_bytes": 1_000}, "pages of 1000 bytes, but 4 lanes take 4096"),
+        ({"lane_start": 2, "page_bytes": 2_048}, r"holds lanes \[2, 4\), but rank 0 of 1 must hold \[0, 4\)"),
+    ],
+)
+def test_a_region_that_contradicts_the_geometry_is_refused(changes, message):
+    source, destination = (Instance(gqa(), PAGES, base=base).manifests()[0] for base in (1 << 40, 1 << 50))
+    wrong = source.regions[0].model_copy(update=changes)
+    source = source.model_copy(update={"regions": (wrong, *source.regions[1:])})
+    with pytest.raises(InvalidInputError, match=message):
+        Pairing.create(gqa(), source, destination, destination_ordinal=0, destination_count=1)

@@ -1,0 +1,360 @@
+"""What a plan consists of: which operations, how many, and what is refused."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
+from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.geometry.components import Liveness
+from kvbridge.core.ids import IndexSpace as Space
+from kvbridge.core.ids import PageTable
+from kvbridge.core.plan.operations import Section
+from kvbridge.core.plan.pairing import STRIPE_PAGES, Pairing
+from kvbridge.core.plan.planner import plan
+from tests.helpers.geometries import flash, gqa
+from tests.helpers.manifests import Instance, Layout
+
+NO_LIMIT = 1 << 40
+PAGES = {Space.FULL: 64, Space.SWA: 8, Space.REQUEST: 4, Space.HOST: 128}
+
+
+def table(space: Space, ids, first_page: int = 0) -> dict[Space, PageTable]:
+    return {space: PageTable(space, np.array(ids, dtype=np.int32), first_page)}
+
+
+def flash_tables(tokens: int, *, full: int = 0, swa: int = 0, request: int = 0, host: int = 0):
+    """Consecutive pages in each space, from the given id on."""
+    pages, first = -(-tokens // 256), max(0, tokens - 128) // 256
+    return (
+        table(Space.FULL, range(full, full + pages))
+        | table(Space.HOST, range(host, host + pages))
+        | table(Space.SWA, range(swa, swa + pages - first), first)
+        | table(Space.REQUEST, [request])
+    )
+
+
+def whole(tokens: int, **changes) -> Section:
+    return Section(**{"prompt_tokens": tokens, "start_token": 0, "stop_token": tokens} | changes)
+
+
+def pair(source: Instance, destination: Instance, *, writer: int = 0, reader: int = 0) -> Pairing:
+    readers = destination.manifests()
+    return Pairing.create(
+        source.geometry,
+        source.manifests()[writer],
+        readers[reader],
+        destination_ordinal=reader,
+        destination_count=len(readers),
+    )
+
+
+def flash_pair() -> Pairing:
+    return pair(Instance(flash(), PAGES), Instance(flash(), PAGES, base=1 << 50).with_host(Kind.C4_KV))
+
+
+def gqa_pair(source: Layout | None = None, destination: Layout | None = None, **geometry) -> Pairing:
+    model = gqa(**geometry)
+    sides = [
+        Instance(model, PAGES, layouts={Kind.MHA_KV: layout or Layout()}, base=base)
+        for layout, base in ((source, 1 << 40), (destination, 1 << 50))
+    ]
+    return pair(*sides)
+
+
+def plan_gqa(pairing: Pairing, tokens: int, ids=None, **changes):
+    """Plan with the same page ids on both sides (16 tokens a page); by default consecutive from 5 on."""
+    pages = -(-tokens // 16)
+    tables = table(Space.FULL, range(5, 5 + pages) if ids is None else ids)
+    limit = changes.pop("max_operation_bytes", NO_LIMIT)
+    return plan(pairing, whole(tokens, **changes), tables, tables, max_operation_bytes=limit)
+
+
+# ------------------------------------------------------------------------------------------- flash, by the numbers
+
+
+def test_a_flash_request_of_whole_pages_moves_the_documented_bytes():
+    planned = plan(
+        flash_pair(),
+        whole(2_048),
+        flash_tables(2_048, full=3),
+        flash_tables(2_048, host=9),
+        max_operation_bytes=NO_LIMIT,
+    )
+    amounts = planned.amounts
+    assert {kind: amounts[kind].bytes for kind in amounts} == {
+        Kind.C4_KV: 8 * 21 * 37_440,
+        Kind.C4_INDEXER: 8 * 21 * 8_448,
+        Kind.C128_KV: 8 * 20 * 1_728,
+        Kind.SWA_KV: 43 * 128 * 584,
+        Kind.C4_STATE: 21 * 4 * 8_192,
+        Kind.C4_INDEXER_STATE: 21 * 4 * 2_048,
+    }
+    assert amounts[Kind.C4_KV].operations == 21
+    assert amounts[Kind.SWA_KV].operations == 43 * 2, "128 of 256 slots: values and scales lie apart"
+    assert amounts[Kind.C4_KV].lane_rows == 8 * 21 * 64
+    assert amounts[Kind.SWA_KV].lane_rows == 43 * 128
+
+
+def test_the_state_of_the_heavy_layers_goes_only_inside_a_block():
+    source, destination = flash_tables(2_050), flash_tables(2_050, request=3)
+    amounts = plan(flash_pair(), whole(2_050), source, destination, max_operation_bytes=NO_LIMIT).amounts
+    assert amounts[Kind.C128_STATE].bytes == 20 * 2 * 4_096
+    assert amounts[Kind.C128_STATE].operations == 20
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_page_without_a_complete_row_needs_no_host_page(tokens):
+    tokens += 256
+    destination = flash_tables(tokens) | table(Space.HOST, [7])
+    planned = plan(flash_pair(), whole(tokens), flash_tables(tokens), destination, max_operation_bytes=NO_LIMIT)
+    assert planned.amounts[Kind.C4_KV].lane_rows == 21 * 64
+
+
+def test_windows_and_states_wait_for_the_last_token():
+    early = plan(
+        flash_pair(), whole(512, stop_token=511), flash_tables(512), flash_tables(512), max_operation_bytes=NO_LIMIT
+    )
+    assert set(early.amounts) == {Kind.C4_KV, Kind.C4_INDEXER, Kind.C128_KV}
+    late = plan(
+        flash_pair(), whole(512, start_token=511), flash_tables(512), flash_tables(512), max_operation_bytes=NO_LIMIT
+    )
+    assert late.amounts[Kind.SWA_KV].lane_rows == 43 * 128
+    assert late.amounts[Kind.C4_KV].lane_rows == 21
+
+
+def test_a_section_names_its_layers():
+    planned = plan(
+        flash_pair(), whole(512, layers=(0, 2, 3)), flash_tables(512), flash_tables(512), max_operation_bytes=NO_LIMIT
+    )
+    assert {kind: amount.lane_rows for kind, amount in planned.amounts.items()} == {
+        Kind.C4_KV: 128,
+        Kind.C4_INDEXER: 128,
+        Kind.C128_KV: 4,
+        Kind.SWA_KV: 3 * 128,
+        Kind.C4_STATE: 4,
+        Kind.C4_INDEXER_STATE: 4,
+    }
+
+
+def test_the_rings_wrap():
+    """Rows 4 to 7 past a page border of 8-slot rings, and a window that starts in the page before."""
+    tokens = 512 + 3
+    source, destination = flash_tables(tokens), flash_tables(tokens, swa=4)
+    planned = plan(flash_pair(), whole(tokens), source, destination, max_operation_bytes=NO_LIMIT)
+    state = planned.amounts[Kind.C4_STATE]
+    assert (state.lane_rows, state.operations) == (21 * 7, 21 * 2), "rows 508..511 in one page, 512..514 in the next"
+
+
+# ------------------------------------------------------------------------------------------- how operations look
+
+
+def test_consecutive_pages_are_one_operation_a_layer():
+    pairing = gqa_pair()
+    planned = plan_gqa(pairing, 160)
+    assert planned.operations.length.tolist() == [10 * 16 * 64 * 4] * 3
+    assert np.all(planned.operations.destination - planned.operations.source == (1 << 50) - (1 << 40))
+
+
+def test_runs_end_at_the_border_of_an_extent():
+    planned = plan_gqa(gqa_pair(Layout(pages_per_extent=8)), 160)
+    assert planned.operations.length.tolist() == [3 * 4_096, 7 * 4_096] * 3, "pages 5..7, then 8..14"
+
+
+def test_extents_without_gaps_are_still_not_crossed():
+    planned = plan_gqa(gqa_pair(Layout(pages_per_extent=8, gap_bytes=0)), 160)
+    assert planned.operations.length.tolist() == [3 * 4_096, 7 * 4_096] * 3
+
+
+def test_padded_strides_are_copied_page_by_page():
+    planned = plan_gqa(gqa_pair(destination=Layout(stride_extra_bytes=64)), 160)
+    assert planned.operations.length.tolist() == [4_096] * 30
+
+
+def test_page_first_on_one_side_is_copied_page_by_page():
+    planned = plan_gqa(gqa_pair(destination=Layout(page_first=True)), 160)
+    assert planned.operations.length.tolist() == [4_096] * 30
+
+
+def test_page_first_on_both_sides_is_one_operation_for_all_layers():
+    page_first = Layout(page_first=True)
+    planned = plan_gqa(gqa_pair(page_first, page_first), 160)
+    assert planned.operations.length.tolist() == [3 * 10 * 4_096]
+    assert planned.amounts[Kind.MHA_KV].operations == 1
+    assert planned.amounts[Kind.MHA_KV].lane_rows == 3 * 160 * 4
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+def test_layers_that_touch_on_one_side_only_are_not_joined(apart):
+    layouts = [Layout(page_first=True), Layout(page_first=True)]
+    layouts[apart] = Layout(page_first=True, layer_gap_bytes=8)
+    planned = plan_gqa(gqa_pair(*layouts), 160)
+    assert planned.operations.length.tolist() == [4_096] * 30
+
+
+def test_page_first_joins_the_neighbours_among_the_layers_of_a_section():
+    page_first = Layout(page_first=True)
+    planned = plan_gqa(gqa_pair(page_first, page_first, layers=4), 32, layers=(0, 1, 3))
+    assert sorted(planned.operations.length.tolist()) == [4_096] * 2 + [2 * 4_096] * 2
+
+
+def test_a_partial_page_goes_as_its_rows_only():
+    planned = plan_gqa(gqa_pair(layers=1, heads=2), 19)
+    assert planned.operations.length.tolist() == [2 * 16 * 64, 3 * 64, 3 * 64], "a full page, then three rows a head"
+    later = plan_gqa(gqa_pair(layers=1, heads=2), 32, start_token=19)
+    assert later.operations.length.tolist() == [13 * 64] * 2
+
+
+def test_long_operations_are_cut_into_equal_aligned_pieces():
+    planned = plan_gqa(gqa_pair(layers=1), 160, max_operation_bytes=17_000)
+    lengths = planned.operations.length
+    assert lengths.tolist() == [16_384, 16_384, 8_192], "40 KiB at 17,000 bytes: 4 KiB multiples"
+    ends = planned.operations.source + lengths
+    assert ends[:-1].tolist() == planned.operations.source[1:].tolist()
+    assert planned.amounts[Kind.MHA_KV].operations == 3
+
+
+def test_a_limit_below_the_alignment_still_cuts():
+    lengths = plan_gqa(gqa_pair(layers=1), 16, max_operation_bytes=1_000).operations.length
+    assert (lengths.sum(), lengths.max(), len(lengths)) == (4_096, 820, 5)
+
+
+# ------------------------------------------------------------------------------------------- who sends what
+
+
+def test_replicas_take_turns_by_pages_whatever_the_chunks():
+    """Four writers, one of them asked in two chunks: each logical page goes once."""
+    tokens = 256 * 10
+    source = Instance(flash(), PAGES, tp_size=4)
+    destination = Instance(flash(), PAGES, tp_size=2, base=1 << 50).with_host(Kind.C4_KV)
+    tables = flash_tables(tokens), flash_tables(tokens)
+    rows = []
+    for writer in range(4):
+        cuts = (0, 700, tokens) if writer == 1 else (0, tokens)
+        rows.append(0)
+        for start, stop in pairwise(cuts):
+            for reader in range(2):
+                planned = plan(
+                    pair(source, destination, writer=writer, reader=reader),
+                    whole(tokens, start_token=start, stop_token=stop),
+                    *tables,
+                    max_operation_bytes=NO_LIMIT,
+                )
+                rows[-1] += planned.amounts[Kind.C4_KV].lane_rows if Kind.C4_KV in planned.amounts else 0
+    assert rows == [21 * 64 * pages for pages in (STRIPE_PAGES, STRIPE_PAGES, 2, 0)]
+
+
+def test_the_host_pool_is_written_through_one_rank_of_the_node():
+    source = Instance(flash(), PAGES, tp_size=4)
+    destination = Instance(flash(), PAGES, tp_size=2, base=1 << 50).with_host(Kind.C4_KV)
+    through = {
+        (writer, reader)
+        for writer in range(4)
+        for reader in range(2)
+        if any(
+            group.component.kind is Kind.C4_KV
+            for group in pair(source, destination, writer=writer, reader=reader).groups
+        )
+    }
+    assert through == {(0, 0), (1, 1), (2, 0), (3, 1)}
+
+
+def test_window_layers_are_dealt_out_among_replicas():
+    source, destination = Instance(flash(), PAGES, tp_size=4), Instance(flash(), PAGES, base=1 << 50)
+    dealt = []
+    for writer in range(4):
+        groups = pair(source, destination, writer=writer).groups
+        dealt.append({layer for group in groups if group.component.kind is Kind.SWA_KV for layer in group.layers})
+    assert sorted(layer for layers in dealt for layer in layers) == list(range(43))
+    assert {len(layers) for layers in dealt} == {10, 11}
+
+
+def test_heads_are_cut_out_where_tensor_parallel_sizes_differ():
+    model = gqa(layers=1, heads=4)
+    source, destination = Instance(model, PAGES, tp_size=4), Instance(model, PAGES, tp_size=2, base=1 << 50)
+    tables = table(Space.FULL, [2, 3])
+    assert pair(source, destination, writer=2, reader=0).groups == ()
+    planned = plan(
+        pair(source, destination, writer=3, reader=1), whole(32), tables, tables, max_operation_bytes=NO_LIMIT
+    )
+    assert planned.operations.length.tolist() == [1_024] * 2
+    second_head = (1 << 50) + (1 << 44) + 1_024
+    assert planned.operations.destination.tolist() == [second_head + 2 * 2_048, second_head + 3 * 2_048]
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("side", "wrong", "message"),
+    [
+        (0, 64, r"^source rank pp0.tp0: c4_kv would use page id 64 of space 'full' .* logical page 1, .* \[0, 64\)$"),
+        (0, -1, r"^source rank pp0.tp0: c4_kv would use page id -1 of space 'full'"),
+        (1, 128, r"^destination rank pp0.tp0: c4_kv would use page id 128 of space 'host' .*\[0, 128\)$"),
+        (1, -7, r"^destination rank pp0.tp0: c4_kv would use page id -7 of space 'host'"),
+    ],
+)
+def test_page_ids_outside_a_region_are_refused(side, wrong, message):
+    tables = [flash_tables(768), flash_tables(768)]
+    space = (Space.FULL, Space.HOST)[side]
+    tables[side] |= table(space, [1, wrong, 2])
+    with pytest.raises(PageOutOfBoundsError, match=message):
+        plan(flash_pair(), whole(768), *tables, max_operation_bytes=NO_LIMIT)
+
+
+def test_page_ids_of_other_replicas_and_of_partial_pages_are_checked_too():
+    source = Instance(flash(), PAGES, tp_size=4)
+    pairing = pair(source, Instance(flash(), PAGES, base=1 << 50), writer=3)
+    for count in (512, 511):
+        with pytest.raises(PageOutOfBoundsError, match="page id 99 of space 'full'"):
+            plan(
+                pairing,
+                whole(count),
+                flash_tables(512) | table(Space.FULL, [0, 99]),
+                flash_tables(512),
+                max_operation_bytes=NO_LIMIT,
+            )
+
+
+def test_a_short_table_is_refused_with_what_it_covers():
+    short = flash_tables(768) | table(Space.HOST, [0, 1])
+    with pytest.raises(PageOutOfBoundsError, match=r"needs logical page 2 of space 'host', .* covers \[0, 2\)"):
+        plan(flash_pair(), whole(768), flash_tables(768), short, max_operation_bytes=NO_LIMIT)
+    late = flash_tables(700) | table(Space.SWA, [0], 2)
+    with pytest.raises(PageOutOfBoundsError, match=r"^source .*logical page 2 of space 'swa', .* covers \[3, 4\)"):
+        plan(flash_pair(), whole(768), flash_tables(768) | table(Space.SWA, [0], 3), late, max_operation_bytes=NO_LIMIT)
+
+
+def test_a_missing_table_is_refused():
+    tables = flash_tables(512)
+    without = {space: found for space, found in tables.items() if space is not Space.HOST}
+    with pytest.raises(InvalidInputError, match=r"destination rank pp0\.tp0: c4_kv needs a page table of space 'host'"):
+        plan(flash_pair(), whole(512), tables, without, max_operation_bytes=NO_LIMIT)
+
+
+def test_a_table_filed_under_another_space_is_refused():
+    wrong = flash_tables(512) | {Space.HOST: flash_tables(512)[Space.FULL]}
+    with pytest.raises(InvalidInputError, match="space 'full' cannot index space 'host'"):
+        plan(flash_pair(), whole(512), flash_tables(512), wrong, max_operation_bytes=NO_LIMIT)
+
+
+@pytest.mark.parametrize("changes", [{"start_token": 9, "stop_token": 8}, {"stop_token": 513}, {"prefix_tokens": 768}])
+def test_contradicting_sections_are_refused(changes):
+    with pytest.raises(InvalidInputError, match="tokens"):
+        plan(flash_pair(), whole(512, **changes), flash_tables(768), flash_tables(768), max_operation_bytes=NO_LIMIT)
+
+
+def test_an_empty_section_plans_nothing():
+    planned = plan(flash_pair(), whole(512, start_token=512), {}, {}, max_operation_bytes=NO_LIMIT)
+    assert (len(planned.operations), planned.amounts) == (0, {})
+
+
+def test_a_prefix_leaves_out_growing_rows_only():
+    planned = plan(
+        flash_pair(), whole(768, prefix_tokens=512), flash_tables(768), flash_tables(768), max_operation_bytes=NO_LIMIT
+    )
+    growing = {part.kind for part in flash().components if part.liveness is Liveness.GROWING}
+    rows = {kind: amount.lane_rows for kind, amount in planned.amounts.items() if kind in growing}
+    assert rows == {Kind.C4_KV: 21 * 64, Kind.C4_INDEXER: 21 * 64, Kind.C128_KV: 20 * 2}
+    assert planned.amounts[Kind.SWA_KV].lane_rows == 43 * 128
