@@ -39,14 +39,14 @@ InsecureOption = Annotated[
 ]
 
 
-def prefill(config: FileOption = None, overrides: SetOption = None, insecure: InsecureOption = False) -> None:  # noqa: FBT002
+def prefill(config: FileOption = None, overrides: SetOption = None, insecure: InsecureOption = False) -> None:
     """Run a prefill daemon: rooms whose pages an engine computes, and which are sent to a decode node."""
     loaded = _load(PrefillConfig, config, overrides, insecure=insecure)
     _logs("prefill", loaded.telemetry, instance=loaded.instance, node=loaded.node)
     _run(lambda: PrefillNode(loaded))
 
 
-def decode(config: FileOption = None, overrides: SetOption = None, insecure: InsecureOption = False) -> None:  # noqa: FBT002
+def decode(config: FileOption = None, overrides: SetOption = None, insecure: InsecureOption = False) -> None:
     """Run a decode daemon: rooms whose pages are written by prefill nodes and claimed by an engine."""
     loaded = _load(DecodeConfig, config, overrides, insecure=insecure)
     _logs("decode", loaded.telemetry, instance=loaded.instance, node=loaded.node)
@@ -56,7 +56,7 @@ def decode(config: FileOption = None, overrides: SetOption = None, insecure: Ins
 def bootstrap(
     config: FileOption = None,
     overrides: SetOption = None,
-    insecure: InsecureOption = False,  # noqa: FBT002
+    insecure: InsecureOption = False,
     endpoint_dir: Annotated[
         Path | None, typer.Option("--endpoint-dir", help="Write daemon.json with the bound address there.")
     ] = None,

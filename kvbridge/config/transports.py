@@ -118,6 +118,8 @@ class NixlSettings(FrozenModel):
     quiet_timeout_s: Seconds = 5.0
     """After a failure, how long to wait for the operations in flight before the transport counts as not quiet. The
     library itself waits for a frozen peer for ever."""
+    close_timeout_s: Seconds = 10.0
+    """Longest wait for the library to return from a call when the transport is closed."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -36,8 +36,7 @@ from kvbridge.core.errors import (
     PeerError,
 )
 from kvbridge.core.ids import FrozenModel
-from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE, Envelope, FrameError, MessageCodec
-from kvbridge.core.wire.messages import NodeToWorker, WorkerToNode
+from kvbridge.core.wire.codec import Envelope, FrameError, MessageCodec
 
 InboundT = TypeVar("InboundT", bound=FrozenModel)
 OutboundT = TypeVar("OutboundT", bound=FrozenModel)
@@ -172,7 +171,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
             self._context = None
 
     def _on_connection(self, event: int, descriptor: int) -> None:
-        if True:
+        if event == ACCEPTED:
             self._connections.add(descriptor)
             return
         self._connections.discard(descriptor)
@@ -374,13 +373,6 @@ class LocalClient(Generic[InboundT, OutboundT]):
     def _raise_if_gone(self) -> None:
         if self._gone:
             raise PeerError(f"'{self._name}' at {self._path}: {self._gone}; connect anew")
-
-
-def open_node_link(path: Path, name: str) -> LocalClient[NodeToWorker, WorkerToNode]:
-    """Connect a rank worker to the node that listens on `path`."""
-    client: LocalClient[NodeToWorker, WorkerToNode] = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
-    client.connect(path)
-    return client
 
 
 def _descriptor(frame: zmq.Frame) -> int:

@@ -58,7 +58,7 @@ class DecodeNode(Node):
             describe=self.description,
             open_link=self._open_link,
             send_to=self._send_to,
-            on_changed=lambda: self._receiver.nodes_changed(),
+            on_changed=self._nodes_changed,
             on_gone=lambda peer, reason, proof: self._receiver.peer_gone(peer, reason, proof=proof),
         )
         self._receiver = ReceiverService(
@@ -102,13 +102,16 @@ class DecodeNode(Node):
             self._context.close()
             self._context = None
 
+    def _nodes_changed(self) -> None:
+        self._receiver.nodes_changed()
+
     def _open_link(self, address: PeerAddress) -> None:
         """Connect to a prefill node. Raises ConfigError when the address is unfit."""
         if self._identity is None or self._context is None or address in self._clients:
             return
         callbacks = PeerCallbacks(
             lambda peer, message: self._on_message(address, peer, message),
-            on_undelivered=lambda peer, message, age_s: self._on_undelivered(address, message, age_s),
+            on_undelivered=lambda _peer, message, age_s: self._on_undelivered(address, message, age_s),
             on_refused=self.frame_refused,
             on_resent=self.metrics.resent,
             on_reset=lambda _peer: self._prefill.restarted(address),
@@ -124,7 +127,9 @@ class DecodeNode(Node):
         try:
             client.send(message)
         except BridgeError as error:
-            log.warning("peer_unreachable", peer=address.endpoint, message=message.type, code=error.code, reason=str(error))
+            log.warning(
+                "peer_unreachable", peer=address.endpoint, message=message.type, code=error.code, reason=str(error)
+            )
 
     def watch_peers(self) -> None:
         """Send heartbeats and look for silent prefill nodes."""

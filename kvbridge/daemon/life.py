@@ -36,7 +36,9 @@ async def run_daemon(daemon: Daemon) -> None:
     stop, force = asyncio.Event(), asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
-        log.info("signal", signal=number.name, effect="closing now" if stop.is_set() else "draining; again to close now")
+        log.info(
+            "signal", signal=number.name, effect="closing now" if stop.is_set() else "draining; again to close now"
+        )
         (force if stop.is_set() else stop).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

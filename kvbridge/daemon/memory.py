@@ -114,7 +114,11 @@ def _host(
     asked = config.pools.host
     chunking = Chunking(extent_bytes=int(asked.extent_bytes), mapping_bytes=int(asked.mapping_bytes))
     return host_placement(
-        geometry, kinds, page_count=_host_pages(asked, geometry, kinds), layout=HostLayout(asked.layout), chunking=chunking
+        geometry,
+        kinds,
+        page_count=_host_pages(asked, geometry, kinds),
+        layout=HostLayout(asked.layout),
+        chunking=chunking,
     )
 
 
@@ -125,7 +129,9 @@ def _host_pages(asked: HostPoolConfig, geometry: ModelGeometry, kinds: frozenset
     page_bytes = sum(component.page_bytes() * len(component.layers) for component in components)
     pages = int(asked.size_bytes) // page_bytes
     if pages < 1:
-        raise ConfigError(f"pools.host.size_bytes: one page of all layers has {page_bytes} bytes, got {int(asked.size_bytes)} in all")
+        raise ConfigError(
+            f"pools.host.size_bytes: one page of all layers has {page_bytes} bytes, got {int(asked.size_bytes)} in all"
+        )
     return pages
 
 

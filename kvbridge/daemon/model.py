@@ -22,7 +22,11 @@ def load_geometry(config: ModelConfig) -> ModelGeometry:
     facts = read_hf_config(config.hf_config)
     extra: dict[str, int] = {} if config.tokens_per_page is None else {"tokens_per_page": config.tokens_per_page}
     return geometry_from_config(
-        facts, encoding=config.encoding, native_dtype_bytes=native_dtype_bytes(facts), name=config.hf_config.stem, **extra
+        facts,
+        encoding=config.encoding,
+        native_dtype_bytes=native_dtype_bytes(facts),
+        name=config.hf_config.stem,
+        **extra,
     )
 
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 import structlog
@@ -212,7 +213,7 @@ class Node(ABC):
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
-        while self.open_rooms() and time.monotonic() < deadline_s:
+        while self.open_rooms() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - rooms end in many ways
             await asyncio.sleep(TICK_S)
         return not self.open_rooms()
 
@@ -237,7 +238,7 @@ class Node(ABC):
         remove_endpoint(self.config.runtime_dir, self.incarnation)
         self.memory.close()
 
-    def _background(self, work: Any, name: str) -> None:
+    def _background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.append(task)
         task.add_done_callback(self._task_ended)
@@ -371,7 +372,9 @@ class Node(ABC):
 
     def _create_memory(self) -> None:
         begun_s = time.monotonic()
-        directory = self.config.pools.host.directory if isinstance(self.config.pools, DecodePools) else DEFAULT_DIRECTORY
+        directory = (
+            self.config.pools.host.directory if isinstance(self.config.pools, DecodePools) else DEFAULT_DIRECTORY
+        )
         self.memory.create(
             directory=directory,
             instance=self.config.instance,
@@ -382,7 +385,9 @@ class Node(ABC):
         log.info("memory_created", bytes=self.layout.total_bytes, seconds=round(time.monotonic() - begun_s, 3))
 
     def _memory_progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._memory_problem = f"memory is being created ({done_bytes / max(1, total_bytes):.0%} of {total_bytes} bytes)"
+        self._memory_problem = (
+            f"memory is being created ({done_bytes / max(1, total_bytes):.0%} of {total_bytes} bytes)"
+        )
 
     def _supervise(self) -> None:
         telemetry = self.config.telemetry
@@ -451,7 +456,7 @@ class Node(ABC):
             self._worker_lost(rank, "its connection ended")
 
     def _on_process_gone(self, rank: Rank, reason: str) -> None:
-        self.metrics.worker_restarted(reason.split(" ")[0])
+        self.metrics.worker_restarted(reason.split(" ", maxsplit=1)[0])
         self._worker_lost(rank, reason)
 
     def _worker_lost(self, rank: Rank, reason: str) -> None:

@@ -46,9 +46,7 @@ class PrefillNode(Node):
             peers=self,
             engines=self._door,
             observer=self.observer,
-            limits=SenderLimits(
-                offer_s=timeouts.offer_s, room_s=timeouts.room_s, early_offer_s=timeouts.early_offer_s
-            ),
+            limits=SenderLimits(offer_s=timeouts.offer_s, room_s=timeouts.room_s, early_offer_s=timeouts.early_offer_s),
             keep_s=timeouts.room_keep_s,
             adopted=self.adopted,
         )

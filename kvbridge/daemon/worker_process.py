@@ -15,10 +15,9 @@ from pathlib import Path
 
 import structlog
 
-from kvbridge.control.local import open_node_link
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
-from kvbridge.service.worker_life import serve_rank
+from kvbridge.service.worker_life import open_node_link, serve_rank
 from kvbridge.telemetry.logs import LogFormat, configure_logs
 
 _PR_SET_PDEATHSIG = 1

@@ -18,13 +18,12 @@ from pathlib import Path
 import structlog
 import torch
 
-from kvbridge.control.local import open_node_link
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import MemoryKind, Rank, Role
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
-from kvbridge.service.worker_life import serve_rank
+from kvbridge.service.worker_life import open_node_link, serve_rank
 
 log = structlog.get_logger(__name__)
 
@@ -33,9 +32,7 @@ WORKER_SOCKET = "worker.sock"
 SETUP_TIMEOUT_S = 120.0
 
 
-def adopted_region(
-    component: Component, layer: int, pages: torch.Tensor, *, lanes: tuple[int, int] = (0, 1)
-) -> Region:
+def adopted_region(component: Component, layer: int, pages: torch.Tensor, *, lanes: tuple[int, int] = (0, 1)) -> Region:
     """Describe one component of one layer in the engine's own tensor.
 
     `pages`: uint8 [page_count, page_bytes] with contiguous rows, the first dimension of any stride; not moved or freed while

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvbridge.core.errors import DeadlineError, RoomFailedError
+from kvbridge.core.errors import ConflictError, DeadlineError, RoomFailedError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank, Role, Tables
@@ -109,6 +110,8 @@ class DecodeEngine:
     def wait_claim(self, room: int, timeout_s: float) -> DecodeRoom:
         """Wait until a room is committed and claim it. Raises RoomFailedError when it ends first, else DeadlineError."""
         deadline_s = time.monotonic() + timeout_s
+        with suppress(ConflictError):  # it may have been committed before we attached
+            return self.claim(room)
         while (left_s := deadline_s - time.monotonic()) > 0:
             event = self._next_event(room, left_s)
             if event is None:

@@ -1,7 +1,7 @@
 """Where engines come in: calls are carried out on the node's rooms and answered, events are pushed.
 
-Owns: which engine processes are attached and for which ranks. Must not know: sockets (it is handed messages and a way to send
-them), the tables of either side.
+Owns: which engine processes are attached and for which ranks. Must not know: sockets (it is handed messages and a way
+to send them), the tables of either side.
 
 An engine that dies is noticed through its process (`watch`), not through silence: a synchronous engine may compute for
 minutes without a word.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import structlog
 
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, InvalidInputError
-from kvbridge.core.ids import Rank, Role, Tables
+from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
     Accepted,
@@ -37,11 +37,12 @@ from kvbridge.core.wire.engine_messages import (
     Release,
     RoomEvent,
 )
-from kvbridge.core.wire.messages import from_wire, to_wire
+from kvbridge.core.wire.messages import to_wire
 from kvbridge.service.ports import AdmissionRequest
 from kvbridge.service.receiver import ReceiverService
-from kvbridge.service.rooms import Room
+from kvbridge.service.rooms import REASON_CHARS, Room
 from kvbridge.service.sender import SenderService
+from kvbridge.service.tables import tables_from_wire
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +69,10 @@ class EngineDoor(ABC):
         ranks: tuple[Rank, ...],
         watch: Callable[[str, int], None],
     ) -> None:
-        """`send(engine, message)`; `describe(call, ranks)` answers an attach; `watch(engine, pid)` reports `gone` later."""
+        """`send(engine, message)` never raises; `describe(call, ranks)` answers an attach.
+
+        `watch(engine, pid)` sees to it that `gone` is called when the process ends.
+        """
         self._send = send
         self._describe = describe
         self._ranks = ranks
@@ -93,11 +97,15 @@ class EngineDoor(ABC):
         if not isinstance(message, Call):
             return
         try:
-            answer = self._attach(engine, message) if isinstance(message, Attach) else self._call(self._known(engine), message)
+            answer = (
+                self._attach(engine, message)
+                if isinstance(message, Attach)
+                else self._call(self._known(engine), message)
+            )
         except CapacityError as error:
-            answer = Refused(call=message.call, code=error.code, message=str(error), retry_after_s=error.retry_after_s)
+            answer = _refused(message, error, retry_after_s=error.retry_after_s)
         except BridgeError as error:
-            answer = Refused(call=message.call, code=error.code, message=str(error)[:4_000])
+            answer = _refused(message, error)
         self._send(engine, answer)
 
     def gone(self, engine: str, reason: str) -> None:
@@ -125,7 +133,9 @@ class EngineDoor(ABC):
         try:
             return self._engines[engine]
         except KeyError:
-            raise ConflictError("this engine is not attached (or the daemon was restarted since); attach first") from None
+            raise ConflictError(
+                "this engine is not attached (or the daemon was restarted since); attach first"
+            ) from None
 
     @abstractmethod
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
@@ -161,11 +171,17 @@ class PrefillDoor(EngineDoor):
                 rooms.admit_now(_admission(message))
             case Begin():
                 room = rooms.begin(
-                    engine.name, engine.ranks, message.room, prompt_tokens=message.prompt_tokens, tables=_tables(message.tables)
+                    engine.name,
+                    engine.ranks,
+                    message.room,
+                    prompt_tokens=message.prompt_tokens,
+                    tables=tables_from_wire(message.tables),
                 )
                 return _pages(message.call, room)
             case Publish():
-                rooms.publish(engine.name, engine.ranks, message.room, upto_token=message.upto_token, layers=message.layers)
+                rooms.publish(
+                    engine.name, engine.ranks, message.room, upto_token=message.upto_token, layers=message.layers
+                )
             case Finish():
                 rooms.finish(engine.name, engine.ranks, message.room, metadata=message.metadata)
             case AbortRoom():
@@ -200,7 +216,7 @@ class DecodeDoor(EngineDoor):
         rooms = self._receiver()
         match message:
             case Provide():
-                rooms.provide(message.room, _tables(message.tables))
+                rooms.provide(message.room, tables_from_wire(message.tables))
             case Claim():
                 room = rooms.claim(engine.name, message.room)
                 answer = _pages(message.call, room)
@@ -209,7 +225,7 @@ class DecodeDoor(EngineDoor):
                 )
             case Extend():
                 rooms.extend(engine.name, message.room, message.tokens)
-                return _pages(message.call, rooms.rooms.get(message.room))
+                return _pages(message.call, rooms.held(engine.name, message.room))
             case Release():
                 rooms.release(engine.name, message.room)
             case AbortRoom():
@@ -222,11 +238,8 @@ class DecodeDoor(EngineDoor):
         self._receiver().engine_gone(engine, reason)
 
 
-def _tables(wire: tuple[object, ...]) -> Tables:
-    try:
-        return from_wire(wire)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise InvalidInputError(f"the page tables of the call are malformed: {error}") from error
+def _refused(call: Call, error: BridgeError, *, retry_after_s: float = 0.0) -> Refused:
+    return Refused(call=call.call, code=error.code, message=str(error)[:REASON_CHARS], retry_after_s=retry_after_s)
 
 
 def _admission(message: Admit) -> AdmissionRequest:

@@ -1,10 +1,10 @@
 """How nodes get to know each other before the first room: hello, welcome, and the end of an acquaintance.
 
-Owns: which peer nodes are known, in which incarnation, and whether every rank worker can write to them. Must not know: sockets
-(control delivers and sends), rooms (they ask `met`, and are told when something changed).
+Owns: which peer nodes are known, in which incarnation, and whether every rank worker can write to them. Must not
+know: sockets (control delivers and sends), rooms (they ask `met`, and are told when something changed).
 
-A fingerprint is compared here, once, and the first difference is named in the rejection. A peer's manifests are checked in full
-before any worker sees them, so that no address is ever computed from something unchecked.
+A fingerprint is compared here, once, and the first difference is named in the rejection. A peer's manifests are
+checked in full before any worker sees them, so that no address is ever computed from something unchecked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from kvbridge.core.wire.messages import (
     Welcome,
 )
 from kvbridge.service.ports import PeerAddress
-from kvbridge.service.receiver import MetNode
+from kvbridge.service.receiver_room import MetNode
+from kvbridge.service.rooms import REASON_CHARS
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +46,7 @@ class MeetingWorkers(Protocol):
         """The global layer ids of every rank of the node."""
 
     def send(self, rank: Rank, message: NodeToWorker) -> None:
-        """Queue an order."""
+        """Queue an order. Never raises."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,17 @@ class Self:
 # ------------------------------------------------------------------------------------------- prefill side
 
 
-@dataclass
+@dataclass(eq=False)
 class _KnownDecode:
     node: NodeDescription
-    waiting: set[Rank] = field(default_factory=set)
+    connecting: dict[Rank, int] = field(default_factory=dict)
+    """ConnectPeer orders that a rank's worker has not answered yet; only the answer to the last one counts."""
     transports: dict[Rank, tuple[str, ...]] = field(default_factory=dict)
-    error_code: str = ""
-    error: str = ""
+
+    @property
+    def waiting(self) -> list[Rank]:
+        """Ranks that are not ready to write to the node."""
+        return [rank for rank, orders in self.connecting.items() if orders]
 
 
 class DecodeNodes:
@@ -81,7 +86,10 @@ class DecodeNodes:
         send: Callable[[str, PeerMessage], None],
         on_gone: Callable[[str, str], None],
     ) -> None:
-        """`on_gone(peer, reason)` is called when a peer's life has ended."""
+        """`on_gone(peer, reason)` is called when a peer's life has ended or it cannot be written to any more.
+
+        Neither callback raises.
+        """
         self._myself = myself
         self._geometry = geometry
         self._workers = workers
@@ -96,25 +104,34 @@ class DecodeNodes:
             self._check(peer, node)
         except BridgeError as error:
             log.warning("peer_rejected", peer=peer, instance=node.instance, code=error.code, reason=str(error))
-            self._send(peer, Rejected(code=error.code, message=str(error)[:4_000]))
+            self._reject(peer, error.code, str(error))
             return
         known = self._known.get(peer)
-        if known is not None and known.node == node and not known.waiting and not known.error:
-            self._welcome(peer)
+        if known is not None and known.node == node:
+            if not known.waiting:
+                self._welcome(peer)
             return
         self._succeed(peer, node)
-        self._known[peer] = _KnownDecode(node, set(self._workers.layers))
-        for rank in self._workers.layers:
+        if known is None:
+            known = self._known[peer] = _KnownDecode(node, dict.fromkeys(self._workers.layers, 0))
+        known.node = node
+        for rank in known.connecting:
+            known.connecting[rank] += 1
             self._workers.send(rank, ConnectPeer(peer=peer, ranks=node.ranks))
 
     def _check(self, peer: str, node: NodeDescription) -> None:
         if node.role is not Role.DECODE or node.incarnation != peer:
-            raise InvalidInputError(f"hello must come from a decode node in its own name, got role {node.role} as {node.incarnation}")
+            raise InvalidInputError(
+                f"hello must come from a decode node in its own name, got role {node.role} as {node.incarnation}"
+            )
         difference = first_difference(self._geometry, node.geometry)
         if difference:
             raise FingerprintMismatchError(
-                f"prefill instance {self._myself.instance} and decode instance {node.instance} hold different models: {difference}"
+                f"prefill instance {self._myself.instance} and decode instance {node.instance} hold different models: "
+                f"{difference}"
             )
+        if not node.ranks:
+            raise InvalidInputError(f"decode node {node.instance}/{node.node} has no rank that is ready")
         for rank in node.ranks:
             check_manifest(rank.manifest, self._geometry)
 
@@ -124,32 +141,37 @@ class DecodeNodes:
             if old != peer and (known.node.instance, known.node.node) == (node.instance, node.node):
                 self.gone(old, f"it was restarted (now {peer})")
 
+    def _reject(self, peer: str, code: str, reason: str) -> None:
+        """Say that we cannot work together (any more); what was under way between us ends first."""
+        self.gone(peer, f"it was rejected: {reason}")
+        self._send(peer, Rejected(code=code, message=reason[:REASON_CHARS]))
+
     def worker_connected(self, message: PeerConnected) -> None:
         """A rank worker can write to a peer, or cannot."""
         known = self._known.get(message.peer)
-        if known is None:
+        if known is None or message.rank not in known.connecting:
             return
-        known.waiting.discard(message.rank)
+        known.connecting[message.rank] = max(0, known.connecting[message.rank] - 1)
+        if known.connecting[message.rank]:
+            return  # the answer to an order that a later one has replaced
         known.transports[message.rank] = message.transports
-        if message.error_code and not known.error_code:
-            known.error_code, known.error = message.error_code, message.error
-        if known.waiting:
-            return
-        if known.error_code:
-            self._send(message.peer, Rejected(code=known.error_code, message=known.error[:4_000]))
-            del self._known[message.peer]
-            return
-        self._welcome(message.peer)
+        if message.error_code:
+            log.warning("peer_unreachable", peer=message.peer, rank=str(message.rank), reason=message.error)
+            self._reject(message.peer, message.error_code, message.error)
+        elif not known.waiting:
+            self._welcome(message.peer)
 
     def _welcome(self, peer: str) -> None:
         myself = self._myself
         ranks = tuple(self._workers.layers)
-        self._send(peer, Welcome(instance=myself.instance, node=myself.node, incarnation=myself.incarnation, ranks=ranks))
+        welcome = Welcome(instance=myself.instance, node=myself.node, incarnation=myself.incarnation, ranks=ranks)
+        self._send(peer, welcome)
         log.info("peer_welcomed", peer=peer, instance=self._known[peer].node.instance)
 
     def worker_ready(self, rank: Rank) -> None:
-        """A rank worker is back: it has to be connected to everybody again."""
+        """A rank worker is (back) at work: it has to be connected to everybody."""
         for peer, known in self._known.items():
+            known.connecting[rank] = 1
             self._workers.send(rank, ConnectPeer(peer=peer, ranks=known.node.ranks))
 
     def gone(self, peer: str, reason: str) -> None:
@@ -181,7 +203,7 @@ class DecodeNodes:
 # ------------------------------------------------------------------------------------------- decode side
 
 
-@dataclass
+@dataclass(eq=False)
 class _KnownPrefill:
     address: PeerAddress
     met: MetNode | None = None
@@ -189,7 +211,11 @@ class _KnownPrefill:
 
 
 class PrefillNodes:
-    """The prefill nodes that write to this decode node. Implements the protocol of the same name in `receiver`."""
+    """The prefill nodes that write to this decode node. Implements the protocol of the same name in `receiver`.
+
+    A node that falls silent may still write. What proves that a lost incarnation has ended is a successor of the same
+    name behind the same address; until then it is remembered, and `seek_lost` greets its address again.
+    """
 
     def __init__(
         self,
@@ -200,31 +226,40 @@ class PrefillNodes:
         on_changed: Callable[[], None],
         on_gone: Callable[[str, str, bool], None],
     ) -> None:
-        """`open_link` connects to an address (once); `on_gone(peer, reason, proof)`; `on_changed` after every answer."""
+        """`open_link` connects to an address (harmless when it is); `on_changed` is called after every answer.
+
+        `on_gone(peer, reason, proof)`: whether it is proved that the incarnation has ended. Only `open_link` raises.
+        """
         self._describe = describe
         self._open_link = open_link
         self._send_to = send_to
         self._on_changed = on_changed
         self._on_gone = on_gone
         self._known: dict[PeerAddress, _KnownPrefill] = {}
+        self._lost: dict[PeerAddress, dict[str, str]] = {}
+        """Incarnations, and their names, that vanished from an address without proof of their end."""
 
     def met(self, address: PeerAddress) -> MetNode | None:
         """See `receiver.PrefillNodes`."""
         known = self._known.get(address)
         if known is None:
-            self._open_link(address)
-            self._known[address] = _KnownPrefill(address)
-            self._send_to(address, Hello(node=self._describe()))
+            self._greet(address)
             return None
         if known.error is not None:
             raise known.error
         return known.met
 
+    def _greet(self, address: PeerAddress) -> None:
+        self._open_link(address)
+        self._known[address] = _KnownPrefill(address)
+        self._send_to(address, Hello(node=self._describe()))
+
     def send(self, peer: str, message: PeerMessage) -> None:
-        """See `receiver.PrefillNodes`."""
+        """See `receiver.PrefillNodes`. Dropped when the node is lost; rooms ask again when it is back."""
         for known in self._known.values():
             if known.met is not None and known.met.peer == peer:
                 self._send_to(known.address, message)
+                return
 
     def alive(self, peer: str) -> bool:
         """See `receiver.PrefillNodes`."""
@@ -235,44 +270,68 @@ class PrefillNodes:
         known = self._known.get(address)
         if known is None:
             return
-        old = known.met
+        if known.met is not None and known.met.peer != message.incarnation:
+            self._vanish(known, f"another life answers at {address.endpoint}")
         known.met = MetNode(message.incarnation, f"{message.instance}/{message.node}", message.ranks)
-        if old is not None and old.peer != message.incarnation:
-            self._on_gone(old.peer, f"it was restarted (now {message.incarnation})", True)
+        lost = self._lost.get(address, {})
+        lost.pop(message.incarnation, None)
+        for peer in [peer for peer, name in lost.items() if name == known.met.name]:
+            del lost[peer]
+            self._on_gone(peer, f"it was restarted (now {message.incarnation})", True)
+        if not lost:
+            self._lost.pop(address, None)
         self._on_changed()
 
     def rejected(self, address: PeerAddress, message: Rejected) -> None:
-        """A prefill node will not work with us."""
+        """A prefill node will not work with us (any more)."""
         known = self._known.get(address)
         if known is None:
             return
         kind = error_codes().get(message.code, PeerError)
-        self._fail(known, kind(f"the prefill node at {address.endpoint} rejected us: {message.message}"))
+        reason = f"the prefill node at {address.endpoint} rejected us: {message.message}"
+        self._vanish(known, reason)
+        self._fail(known, kind(reason))
 
     def lost(self, address: PeerAddress, reason: str) -> None:
-        """A prefill node does not answer any more; the next room says hello again."""
+        """A prefill node does not answer any more; the next room, or `seek_lost`, says hello again."""
         known = self._known.get(address)
         if known is None:
             return
-        if known.met is not None:
-            self._on_gone(known.met.peer, reason, False)
+        self._vanish(known, reason)
         self._fail(known, PeerError(f"the prefill node at {address.endpoint} cannot be reached: {reason}"))
+
+    def _vanish(self, known: _KnownPrefill, reason: str) -> None:
+        """The incarnation that we had met is out of reach: from here on nothing is sent to it, nor proved of it."""
+        met, known.met = known.met, None
+        if met is not None:
+            self._lost.setdefault(known.address, {})[met.peer] = met.name
+            self._on_gone(met.peer, reason, False)
 
     def _fail(self, known: _KnownPrefill, error: BridgeError) -> None:
         """Let every room that waits see the error, then forget the node: the next room greets it anew."""
-        known.error, known.met = error, None
+        known.error = error
         self._on_changed()
         if self._known.get(known.address) is known:
             del self._known[known.address]
 
     def restarted(self, address: PeerAddress) -> None:
-        """Another life answers at a known address: introduce ourselves to it."""
-        if address in self._known:
+        """Another life answers at a known address, or the same one has forgotten us: introduce ourselves."""
+        known = self._known.get(address)
+        if known is not None:
+            self._vanish(known, f"the prefill node at {address.endpoint} was restarted or has forgotten us")
             self._send_to(address, Hello(node=self._describe()))
+        elif address in self._lost:
+            self._greet(address)
+
+    def seek_lost(self) -> None:
+        """Greet every address again from which a node vanished without proof; call it now and then."""
+        for address in list(self._lost):
+            if address not in self._known:
+                self._greet(address)
 
     def refresh(self) -> None:
         """We have changed (a rank worker is back with new endpoints): tell everybody."""
-        for address in self._known:
+        for address in list(self._known):
             self._send_to(address, Hello(node=self._describe()))
 
     def peers(self) -> list[dict[str, object]]:

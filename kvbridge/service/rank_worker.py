@@ -1,12 +1,12 @@
 """One rank at work: it owns a device's memory registrations and its transport agents, and executes orders.
 
-Owns: transports, pairings with the ranks of peers, orders in flight. Decides nothing: which room, which tokens, whether and
-when is the node's business. Everything here runs on one thread, since one submitting thread an agent is what both libraries
-bear best.
+Owns: transports, pairings with the ranks of peers, orders in flight. Decides nothing: which room, which tokens,
+whether and when is the node's business. Everything here runs on one thread, since one submitting thread an agent is
+what both libraries bear best.
 
-Life: hello, setup (map, register, report), then a loop that takes messages from the node and pushes transfers forward. When a
-transfer ends without being quiet, the transport that did it is torn down and built again, which ends everything it
-might still have been doing; only then is the order reported, and it is quiet by then.
+Life: hello, setup (map, register, report), then a loop that takes messages from the node and pushes transfers
+forward. When a transfer ends without being quiet, the transport that did it is torn down and built again, which ends
+everything it might still have been doing; only then is the order reported, and it is quiet by then.
 """
 
 from __future__ import annotations
@@ -219,7 +219,9 @@ class RankWorker:
             done_bytes += piece.length_bytes
             if self._clock() - reported_s >= PROGRESS_INTERVAL_S or done_bytes == total_bytes:
                 reported_s = self._clock()
-                self._link.send(WorkerProgress(rank=self._identity.rank, done_bytes=done_bytes, total_bytes=total_bytes))
+                self._link.send(
+                    WorkerProgress(rank=self._identity.rank, done_bytes=done_bytes, total_bytes=total_bytes)
+                )
 
     def _report_ready(self) -> None:
         endpoints = tuple(
@@ -431,13 +433,20 @@ class RankWorker:
         Every order that used it ends here. Peers that were reached through it have to be connected again: they
         stay known, and are connected at once.
         """
-        log.warning("transport_rebuilt", rank=str(self._identity.rank), transport=name, why="a failed transfer did not become quiet")
+        log.warning(
+            "transport_rebuilt",
+            rank=str(self._identity.rank),
+            transport=name,
+            why="a failed transfer did not become quiet",
+        )
         broken = self._transports[name]
         broken.close()
         for order in list(self._active):
             if any(transport is broken for transport, _ in order.transfers):
                 order.fail(TransportError.code, f"{name}: torn down because another transfer would not become quiet")
-                order.transfers = [(transport, transfer) for transport, transfer in order.transfers if transport is not broken]
+                order.transfers = [
+                    (transport, transfer) for transport, transfer in order.transfers if transport is not broken
+                ]
                 for _, transfer in order.transfers:
                     transfer.abort(order.error)
                 if not order.transfers:

@@ -1,11 +1,12 @@
 """What both sides keep about a room, and who waits for it.
 
-Owns: `Room` (facts common to both sides), `RoomBook` (every room of a daemon by its id, waiters, receipts of ended rooms). Must
-not know: which side it is on, messages, pages of memory.
+Owns: `Room` (facts common to both sides), `RoomBook` (every room of a daemon by its id, waiters, receipts of ended
+rooms). Must not know: which side it is on, messages, pages of memory.
 
-One room id names one attempt at a time. A second admission of an id that is still in flight is a conflict; after it ended, the
-same id may be used again with a higher generation only, so that late messages of the first attempt can be told apart. An attempt
-that has ended for users may still wait for the proof that its pages are quiet: it is kept beside its successor until then.
+One room id names one attempt at a time. A second admission of an id that is still in flight is a conflict; after it
+ended, the same id may be used again with a higher generation only, so that late messages of the first attempt can be
+told apart. An attempt that has ended for users may still wait for the proof that its pages are quiet: it is kept
+beside its successor until then.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Room(Generic[StateT]):
 
 
 def give_back(book: PageBook, owner: Owner) -> None:
-    """Free all pages of a room for which there is proof that nobody touches them any more; harmless when it has none."""
+    """Free the pages of a room, given proof that nobody touches them any more; harmless when it has none."""
     match book.state(owner):
         case PageState.LEASED:
             book.move(owner, PageState.LEASED, PageState.HELD)
@@ -112,7 +113,7 @@ class RoomBook(Generic[RoomT]):
         keep_s: float,
         keep_rooms: int = 10_000,
     ) -> None:
-        """`describe_state` maps a room to what users see; ended rooms are kept `keep_s`, at most `keep_rooms` of them."""
+        """`describe_state` maps a room to what users see; ended rooms are kept `keep_s`, `keep_rooms` at most."""
         self._role = role
         self._describe_state = describe_state
         self._clock = clock

@@ -1,9 +1,10 @@
 """The prefill side at work: rooms whose pages an engine fills and rank workers send.
 
-Owns: what users, engines, peers and workers may say about the rooms of a prefill node, and in which order it makes sense. Must
-not know: sockets, HTTP, addresses, how bytes move, what a transition leads to (`sender_driver`).
+Owns: what users, engines, peers and workers may say about the rooms of a prefill node, and in which order it makes
+sense. Must not know: sockets, HTTP, addresses, how bytes move, what a transition leads to (`sender_driver`).
 
-An engine names a room without its generation. It means the attempt that it has begun and not let go of, else the newest.
+An engine names a room without its generation. It means the attempt that it has begun and not let go of, else the
+newest.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SENDER_TABLE, SenderEvent, SenderState
 from kvbridge.core.wire.messages import Abort, Drained, Failed, Offer, RoomClosed, Sent
 from kvbridge.pool.book import PageBook, PageState
-from kvbridge.service.early_offers import EarlyOffers
 from kvbridge.service.observer import Observer
+from kvbridge.service.offers import EarlyOffers, check_offer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
 from kvbridge.service.rooms import REASON_CHARS, RoomBook
 from kvbridge.service.sender_driver import SenderDriver
@@ -44,7 +45,7 @@ from kvbridge.service.sender_room import (
     SenderWorkers,
     user_state,
 )
-from kvbridge.service.tables import check_demand, request_tables, same_tables, tables_from_wire
+from kvbridge.service.tables import check_demand, request_tables, same_tables
 
 __all__ = ["EngineEvents", "PeerChannel", "SenderLimits", "SenderRoom", "SenderService", "SenderWorkers", "user_state"]
 
@@ -79,7 +80,7 @@ class SenderService:
         self.rooms: RoomBook[SenderRoom] = RoomBook(Role.PREFILL, user_state, clock=clock, keep_s=keep_s)
         self._driver = SenderDriver(self._ports, self.rooms, limits, clock=clock)
 
-    # ------------------------------------------------------------------ admission (RoomsPort)
+    # ------------------------------------------------------------------ admission
 
     async def admit(self, request: AdmissionRequest) -> RoomReport:
         """Reserve source pages for a request. Raises CapacityError, ConflictError, InvalidInputError, NotReadyError."""
@@ -299,7 +300,7 @@ class SenderService:
             self._refuse_offer(peer, offer, room.reason_code or ConflictError.code, why)
             return
         try:
-            self._check_offer(room, offer)
+            check_offer(offer, self._geometry, prompt_tokens=room.prompt_tokens)
         except BridgeError as error:
             self._refuse_offer(peer, offer, error.code, str(error))
             self._driver.raise_event(room, SenderEvent.FAULT, error.code, str(error))
@@ -309,19 +310,6 @@ class SenderService:
         room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
         self._driver.raise_event(room, SenderEvent.OFFER)
         self._driver.settle(room)
-
-    def _check_offer(self, room: SenderRoom, offer: Offer) -> None:
-        page = self._geometry.tokens_per_page
-        if offer.prompt_tokens != room.prompt_tokens:
-            raise InvalidInputError(
-                f"decode offers {offer.prompt_tokens} prompt tokens, prefill admitted {room.prompt_tokens}"
-            )
-        if offer.prefix_tokens > offer.prompt_tokens or offer.prefix_tokens % page:
-            raise InvalidInputError(
-                f"decode holds a prefix of {offer.prefix_tokens} tokens, which must be a multiple of {page} "
-                f"and at most {offer.prompt_tokens}"
-            )
-        tables_from_wire(offer.tables)
 
     def _refuse_offer(self, peer: str, offer: Offer, code: str, message: str) -> None:
         """Nothing was ever written for this offer, nor will be: saying so at once is the truth."""

@@ -1,10 +1,11 @@
 """What happens to one room on a prefill node once something has happened to it.
 
-Owns: feeding `SENDER_TABLE`, carrying its actions out, and what follows from the facts alone (orders for what was published, Done
-for a rank that has sent everything, the end once every worker is quiet). Must not know: who raised the event.
+Owns: feeding `SENDER_TABLE`, carrying its actions out, and what follows from the facts alone (orders for what was
+published, Done for a rank that has sent everything, the end once every worker is quiet). Must not know: who raised
+the event.
 
-Source pages go back when two things are true: the table says that nothing of the room is in flight (FREE_SOURCE), and no engine
-that has begun the room still writes pages of ours (it said finish or abort, or its process is gone).
+Source pages go back when two things are true: the table says that nothing of the room is in flight (FREE_SOURCE), and
+no engine that has begun the room still writes pages of ours (it said finish or abort, or its process is gone).
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class SenderDriver:
         event = RoomEvent(
             room=room.room,
             generation=room.generation,
-            kind=_EVENT_KINDS[room.state],  # type: ignore[arg-type]
+            kind=_EVENT_KINDS[room.state],
             prompt_tokens=room.prompt_tokens,
             code=room.reason_code,
             reason=room.reason,

@@ -61,7 +61,7 @@ class SenderPorts:
 
 @dataclass(frozen=True)
 class SenderLimits:
-    """The deadlines of the sending side, in seconds; each is a configuration key of the same name under `timeouts`."""
+    """The deadlines of the sending side, in seconds; each is the configuration key `timeouts.<name>`."""
 
     offer_s: float
     """An admitted room waits so long for the decode side."""

@@ -20,7 +20,7 @@ MOST_PAGES = MAX_TABLE_BYTES // 4
 
 
 def request_tables(geometry: ModelGeometry, ids: Mapping[IndexSpace, PageIdArray], *, prompt_tokens: int) -> Tables:
-    """Build the tables of a request of `prompt_tokens` tokens; window tables begin at the first page of its last window."""
+    """Build the tables of a request of `prompt_tokens` tokens; a window table begins with its last window."""
     return {
         space: PageTable(
             space,
@@ -45,9 +45,7 @@ def joined_tables(held: Tables, more: Tables) -> Tables:
     for space, table in more.items():
         before = held.get(space)
         together[space] = (
-            table
-            if before is None
-            else PageTable(space, np.concatenate([before.ids, table.ids]), before.first_page)
+            table if before is None else PageTable(space, np.concatenate([before.ids, table.ids]), before.first_page)
         )
     return together
 

@@ -8,13 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from kvbridge.config.transports import TransportSettings
+from kvbridge.control.local import LocalClient
 from kvbridge.core.errors import BridgeError, DeadlineError
 from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.messages import Heartbeat, Shutdown, WorkerFailed, WorkerHello, WorkerSetup
+from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
+from kvbridge.core.wire.messages import (
+    Heartbeat,
+    NodeToWorker,
+    Shutdown,
+    WorkerFailed,
+    WorkerHello,
+    WorkerSetup,
+    WorkerToNode,
+)
 from kvbridge.pool.adopted_pool import AdoptedPool
 from kvbridge.pool.extent import Extent
 from kvbridge.pool.layout import RankPart
@@ -22,6 +33,13 @@ from kvbridge.pool.sharing import MappedRegions, registered_extents
 from kvbridge.service.rank_worker import NodeLink, RankIdentity, RankWorker
 from kvbridge.transport.base import Memory, SharedFile, Transport
 from kvbridge.transport.registry import create_transport
+
+
+def open_node_link(path: Path, name: str) -> LocalClient[NodeToWorker, WorkerToNode]:
+    """Connect to the node that listens for rank workers on `path`; used by the thread that serves the rank."""
+    client: LocalClient[NodeToWorker, WorkerToNode] = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
+    client.connect(path)
+    return client
 
 
 def serve_rank(
@@ -45,9 +63,7 @@ def serve_rank(
         with ExitStack() as stack:
             regions, extents = _pools(setup, adopted, stack)
             identity = _identity(setup, regions, extents)
-            worker = RankWorker(
-                identity, link, _factory(setup), transfer_timeout_s=setup.transfer_timeout_s, pid=pid
-            )
+            worker = RankWorker(identity, link, _factory(setup), transfer_timeout_s=setup.transfer_timeout_s, pid=pid)
             worker.run(stopped)
     except BridgeError as error:
         link.send(WorkerFailed(rank=rank, code=error.code, message=str(error)[:4_000]))

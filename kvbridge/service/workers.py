@@ -1,7 +1,7 @@
 """The rank workers of a node, as the node sees them.
 
-Owns: which rank's worker is there, in which life, with what memory; and the words for what is missing. Must not know: how a
-worker is started or restarted (the daemon's supervisor), what rooms do with it.
+Owns: which rank's worker is there, in which life, with what memory; and the words for what is missing. Must not know:
+how a worker is started or restarted (the daemon's supervisor), what rooms do with it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from enum import StrEnum
 
 import structlog
 
+from kvbridge.core.errors import ProtocolError
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import (
     NodeToWorker,
     RankDescription,
+    Shutdown,
     WorkerFailed,
     WorkerHello,
     WorkerProgress,
@@ -35,7 +37,7 @@ class WorkerState(StrEnum):
     READY = "ready"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     rank: Rank
     layers: tuple[int, ...]
@@ -47,8 +49,8 @@ class _Worker:
     progress: float = 0.0
     """Share of its memory that is registered."""
     error: str = ""
-    restarts: int = 0
-    heard_s: float = 0.0
+    lives: int = 0
+    """Processes that have said hello for this rank."""
 
 
 class WorkerSet:
@@ -62,7 +64,7 @@ class WorkerSet:
         setup: Callable[[Rank], WorkerSetup],
         on_progress: Callable[[Rank, float], None],
     ) -> None:
-        """`send(link, message)`; `setup(rank)` says what a worker is to serve."""
+        """`send(link, message)` never raises; `setup(rank)` says what a worker is to serve."""
         self._workers = {rank: _Worker(rank, held) for rank, held in layers.items()}
         self._links: dict[str, _Worker] = {}
         self._send = send
@@ -97,55 +99,71 @@ class WorkerSet:
 
     def send(self, rank: Rank, message: NodeToWorker) -> None:
         """Queue an order; dropped when the worker is gone, whose end is reported separately."""
-        worker = self._workers[rank]
+        worker = self._worker(rank)
         if worker.link:
             self._send(worker.link, message)
 
     def rank_of(self, link: str) -> Rank | None:
         """Return whose worker a connection is, None for one that has been replaced or never said hello."""
         worker = self._links.get(link)
-        return worker.rank if worker is not None and worker.link == link else None
+        return worker.rank if worker is not None else None
 
     # ------------------------------------------------------------------ what workers say
 
     def hello(self, link: str, message: WorkerHello) -> str:
-        """A worker came: tell it what to serve. Returns the connection that it replaces, or an empty text."""
-        worker = self._workers.get(message.rank)
-        if worker is None:
-            log.error("unknown_worker", rank=str(message.rank), pid=message.pid)
-            return ""
-        replaced = worker.link
+        """A worker came: tell it what to serve. Returns the connection that it replaces, or an empty text.
+
+        Raises ProtocolError for a rank of another node (the worker is told to end), and whatever `setup` raises.
+        """
+        if message.rank not in self._workers:
+            self._send(link, Shutdown())
+        worker = self._worker(message.rank)
+        setup = self._setup(message.rank)
+        replaced = worker.link if worker.link != link else ""
+        self._links.pop(worker.link, None)
+        self._links[link] = worker
         worker.state, worker.link, worker.pid = WorkerState.STARTING, link, message.pid
         worker.description, worker.progress, worker.error = None, 0.0, ""
-        self._links[link] = worker
-        self._send(link, self._setup(message.rank))
+        worker.lives += 1
+        self._send(link, setup)
         return replaced
 
     def progress(self, message: WorkerProgress) -> None:
         """A worker registered more of its memory."""
-        worker = self._workers[message.rank]
-        worker.progress = message.done_bytes / message.total_bytes if message.total_bytes else 1.0
+        worker = self._worker(message.rank)
+        worker.progress = min(1.0, message.done_bytes / message.total_bytes) if message.total_bytes else 1.0
         self._on_progress(message.rank, worker.progress)
 
     def ready(self, message: WorkerReady) -> None:
         """A worker can serve."""
-        worker = self._workers[message.rank]
+        worker = self._worker(message.rank)
+        if not worker.link:
+            raise ProtocolError(f"rank worker {message.rank} says ready without having said hello; it is ignored")
         worker.state, worker.description, worker.error = WorkerState.READY, message.description, ""
         log.info("worker_ready", rank=str(message.rank), pid=message.pid)
 
     def failed(self, message: WorkerFailed) -> None:
         """A worker cannot serve; its process is about to end."""
-        worker = self._workers[message.rank]
-        worker.state, worker.error = WorkerState.ABSENT, message.message
+        worker = self._worker(message.rank)
+        worker.state, worker.description, worker.error = WorkerState.ABSENT, None, message.message
         log.error("worker_failed", rank=str(message.rank), code=message.code, reason=message.message)
 
     def gone(self, rank: Rank, reason: str) -> None:
-        """A worker's process ended."""
-        worker = self._workers[rank]
+        """A worker's process ended. Harmless when that was said before."""
+        worker = self._worker(rank)
         self._links.pop(worker.link, None)
         worker.state, worker.link, worker.pid, worker.description = WorkerState.ABSENT, "", 0, None
+        worker.progress = 0.0
         worker.error = worker.error or reason
-        worker.restarts += 1
+
+    def _worker(self, rank: Rank) -> _Worker:
+        worker = self._workers.get(rank)
+        if worker is None:
+            raise ProtocolError(
+                f"rank {rank} does not live on this node, which has {', '.join(map(str, self._workers))}; "
+                "its worker was started with wrong arguments"
+            )
+        return worker
 
     def status(self) -> list[dict[str, object]]:
         """For `/status`."""
@@ -156,9 +174,11 @@ class WorkerSet:
                 "pid": worker.pid,
                 "layers": len(worker.layers),
                 "registered": round(worker.progress, 3),
-                "restarts": worker.restarts,
+                "restarts": max(0, worker.lives - 1),
                 "error": worker.error,
-                "transports": [endpoint.transport for endpoint in worker.description.endpoints] if worker.description else [],
+                "transports": [endpoint.transport for endpoint in worker.description.endpoints]
+                if worker.description
+                else [],
             }
             for worker in self._workers.values()
         ]

@@ -26,6 +26,10 @@ _COUNTS_TOKENS = re.compile(
 )
 
 
+CHATTY_LIBRARIES = ("httpx", "httpcore", "uvicorn.error")
+"""They report each request or start at level info, which our own lines already tell."""
+
+
 def configure_logs(
     *,
     role: str,
@@ -63,6 +67,8 @@ def configure_logs(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(number)
+    for chatty in CHATTY_LIBRARIES:
+        logging.getLogger(chatty).setLevel(max(number, logging.WARNING))
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(number),

@@ -25,11 +25,13 @@ What the library does and does not do (1.5.1, measured), and what follows for th
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +43,9 @@ from kvbridge.core.errors import InvalidInputError, RegistrationError, Transport
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.transport import extents
-from kvbridge.transport.base import Capabilities, Endpoint, Memory, Peer, Transfer, Transport
+from kvbridge.transport.base import Capabilities, Endpoint, Memory, Peer, Transfer, TransferState, Transport
 from kvbridge.transport.nixl_agent import Descriptors, NixlAgent, Side, UnclearPostError
+from kvbridge.transport.pump import Pump, PumpedTransfer
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
 
 NAME = "nixl"
@@ -94,26 +97,48 @@ class NixlPeer(Peer):
     memory: extents.Extents
     places: _Places
     window: Window
-    transfers: weakref.WeakSet[WindowedTransfer[_Batch]]
+    transfers: weakref.WeakSet[PumpedTransfer]
 
 
-class _Batch(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Batch:
     """Requests of one call: one for each pair of memory kinds. `unclear` tells why a further one may be under way."""
 
     requests: list[int]
     unclear: str = ""
+    stalled: bool = False
+    """Has failed without having ended; no longer stands in the way of those behind it."""
 
 
 class _Writes:
-    """Submits the operations of one transfer. A batch's list shrinks with each request that has ended."""
+    """Submits the operations of one transfer. A batch's list shrinks with each request that has ended.
+
+    Only the oldest batch is asked after: they end in order on a connection, and each question takes the library's lock from
+    its progress thread.
+    """
 
     def __init__(self, agent: NixlAgent, peer: NixlPeer, own: _Places, operations: Operations) -> None:
         self._agent = agent
         self._peer = peer
         self._own = own
         self._operations = operations
+        self._waiting: deque[_Batch] = deque()
 
     def start(self, first: int, stop: int) -> _Batch:
+        batch = self._post(first, stop)
+        self._waiting.append(batch)
+        return batch
+
+    def check(self, handle: _Batch) -> Check:
+        if self._waiting and handle is not self._waiting[0] and not handle.stalled:
+            return PENDING
+        answer = self._check(handle)
+        if answer.progress is not Progress.PENDING and not handle.stalled:
+            self._waiting.popleft()
+            handle.stalled = answer.progress is Progress.STALLED
+        return answer
+
+    def _post(self, first: int, stop: int) -> _Batch:
         part = self._operations[first:stop]
         source_kinds, source_devices = self._own.of(part.source)
         target_kinds, target_devices = self._peer.places.of(part.destination)
@@ -135,7 +160,7 @@ class _Writes:
                 return _Batch(requests, str(error))
         return _Batch(requests)
 
-    def check(self, handle: _Batch) -> Check:
+    def _check(self, handle: _Batch) -> Check:
         failed: Check | None = None
         for request in list(handle.requests):
             answer = self._agent.check(request)
@@ -169,7 +194,7 @@ class NixlTransport(Transport):
         self._registered: dict[int, NixlExtent] = {}
         self._places = _Places(())
         self._peers: set[NixlPeer] = set()
-        self._orphans: weakref.WeakSet[WindowedTransfer[_Batch]] = weakref.WeakSet()
+        self._pump = Pump(NAME)
         self._agent = NixlAgent(settings)
         self._probe_target = np.zeros(1, dtype=np.uint8)
         self._agent.register(MemoryKind.DRAM, self._probe_row())
@@ -259,7 +284,6 @@ class NixlTransport(Transport):
         known = self._known(peer)
         for transfer in list(known.transfers):
             transfer.abort("the peer was disconnected")
-            self._orphans.add(transfer)
         self._peers.discard(known)
         self._forget_unused(known.agent)
 
@@ -275,18 +299,26 @@ class NixlTransport(Transport):
                 f"({self._settings.max_operation_bytes}); cut it first"
             )
         writes = _Writes(self._agent, known, self._places, operations)
-        transfer = WindowedTransfer(
-            operations, writes, known.window, peer=f"peer {known.agent}", deadline_s=deadline_s, clock=self._clock
+        make = functools.partial(
+            WindowedTransfer,
+            operations,
+            writes,
+            known.window,
+            peer=f"peer {known.agent}",
+            deadline_s=deadline_s,
+            clock=self._clock,
         )
+        transfer = PumpedTransfer(make, known.window)
+        self._pump.add(transfer)
         known.transfers.add(transfer)
         return transfer
 
     def close(self) -> None:
         """See `Transport.close`; takes milliseconds. Harmless when closed already."""
+        left = self._pump.close(timeout_s=self._settings.close_timeout_s)
         self._agent.destroy()
-        for transfers in [self._orphans, *(peer.transfers for peer in self._peers)]:
-            for transfer in list(transfers):
-                transfer.agent_gone()
+        for transfer in left:
+            transfer.end(TransferState.FAILED_QUIET, "the nixl transport was closed while this transfer was active")
         self._peers.clear()
 
     def _known(self, peer: Peer) -> NixlPeer:

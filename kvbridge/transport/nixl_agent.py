@@ -165,7 +165,7 @@ class NixlAgent:
         config = self._library.nixlAgentConfig()
         config.useProgThread = True
         config.useListenThread = False
-        config.syncMode = self._library.NIXL_THREAD_SYNC_NONE
+        config.syncMode = self._library.NIXL_THREAD_SYNC_STRICT
         config.pthrDelay = settings.progress_delay_us
         config.captureTelemetry = False
         return config

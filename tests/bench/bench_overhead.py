@@ -76,11 +76,14 @@ def _summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(ordered), "p99": ordered[int(len(ordered) * 0.99) - 1]}
 
 
-def table(results: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows for the report: what, figure, budget."""
-    rows = []
+def table(results: dict[str, Any]) -> str:
+    """Lay the figures out for reading."""
+    lines = [f"{'transport':<10} {'figure':<22} {'median ms':>10} {'p99 ms':>10}  budget"]
     for transport, figures in results.items():
         for name, summary in figures.items():
-            budget = "2 ms median" if name == "overhead_ms" else ""
-            rows.append((f"{transport}: {name.removesuffix('_ms')}", f"{summary['median']:.2f} ms (p99 {summary['p99']:.2f})", budget))
-    return rows
+            budget = "2 ms median" if name == "offer_to_first_byte_ms" else ""
+            label = name.removesuffix("_ms")
+            lines.append(
+                f"{transport:<10} {label:<22} {summary['median']:>10.2f} {summary['p99']:>10.2f}  {budget}".rstrip()
+            )
+    return "\n".join(lines)

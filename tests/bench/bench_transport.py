@@ -3,8 +3,8 @@
 Owns: the comparison. Run as `python -m tests.bench.bench_transport [backend ...]`; `run` gives the same as JSON-able data.
 
 For each backend and size: a target process owns the destination, this process the source, and both ways take turns over
-the same operations (scattered on both sides), so the machine's moods meet both. The ratio of a turn is kvbridge's rate over the best
-bare way's; reported is the median over the turns. Bare ways: mooncake `batch_transfer_sync_write` in chunks of 1,024 and a
+the same operations (scattered on both sides), so the machine's moods meet both. The ratio of a turn is kvbridge's rate over
+the best bare way's; reported is the median over the turns. Bare ways: mooncake `batch_transfer_sync_write` in chunks of 1,024 and a
 window of 32 `transfer_submit_write`; nixl one request over everything, polled; local a memmove for each operation into a
 mapping that exists already.
 """

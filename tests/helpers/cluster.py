@@ -66,7 +66,9 @@ class DaemonProcess:
         file.write_text(json.dumps(self.config))
         command = [sys.executable, "-m", "kvbridge", self.role, "--config", str(file), *self.arguments]
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=clean_environment())
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=clean_environment()
+            )
 
     def endpoint(self) -> DaemonEndpoint:
         """Wait for its doors."""
@@ -177,7 +179,11 @@ def daemon_config(
 
 def transport_section(transport: str) -> dict[str, Any]:
     """The `transports` section for one backend on loopback."""
-    return {"order": [transport], "nixl": {"ucx_tls": "tcp", "ucx_net_devices": "lo"}} if transport == "nixl" else {"order": [transport]}
+    return (
+        {"order": [transport], "nixl": {"ucx_tls": "tcp", "ucx_net_devices": "lo"}}
+        if transport == "nixl"
+        else {"order": [transport]}
+    )
 
 
 @contextmanager
@@ -198,7 +204,9 @@ def cluster(
     """Start bootstrap, one prefill and one decode daemon; end them all at exit."""
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     device = dict(pages or {"full": 64, "swa": 16, "request": 8})
-    bootstrap = DaemonProcess("bootstrap", "bootstrap", folder / "b", {"http": {"port": 0}, "telemetry": {"log_format": "json"}})
+    bootstrap = DaemonProcess(
+        "bootstrap", "bootstrap", folder / "b", {"http": {"port": 0}, "telemetry": {"log_format": "json"}}
+    )
     bootstrap.arguments = ("--endpoint-dir", str(bootstrap.runtime_dir))
     started = [bootstrap]
     try:
@@ -207,14 +215,26 @@ def cluster(
         link = {"bootstrap": {"url": url, "heartbeat_interval_s": 0.5}}
         p = DaemonProcess("prefill", "prefill", folder / "p", {})
         p.config = daemon_config(
-            model, instance="prefill-0", runtime_dir=p.runtime_dir, transport=transport, pp=prefill_pp, tp=prefill_tp,
-            pools={"device": device}, **link,
+            model,
+            instance="prefill-0",
+            runtime_dir=p.runtime_dir,
+            transport=transport,
+            pp=prefill_pp,
+            tp=prefill_tp,
+            pools={"device": device},
+            **link,
         ) | dict(prefill or {})
         d = DaemonProcess("decode", "decode", folder / "d", {})
         host: dict[str, Any] = {"pages": host_pages}
         d.config = daemon_config(
-            model, instance="decode-0", runtime_dir=d.runtime_dir, transport=transport, pp=decode_pp, tp=decode_tp,
-            pools={"device": device, "host": host}, **link,
+            model,
+            instance="decode-0",
+            runtime_dir=d.runtime_dir,
+            transport=transport,
+            pp=decode_pp,
+            tp=decode_tp,
+            pools={"device": device, "host": host},
+            **link,
         ) | dict(decode or {})
         for daemon in (p, d):
             started.append(daemon)

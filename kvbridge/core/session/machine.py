@@ -3,8 +3,8 @@
 Owns: looking up (state, event), refusing what the table does not list, checking that a table is whole.
 Must not know: which side it drives, time, messages, pages.
 
-The tables themselves are in `sender` and `receiver`; everything that affects a room's state is a row there. A machine returns
-*actions*, which are names: the service that owns the room carries them out.
+The tables themselves are in `sender` and `receiver`; everything that affects a room's state is a row there. A machine
+returns *actions*, which are names: the service that owns the room carries them out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Table(Generic[StateT, EventT, ActionT]):
             raise ConflictError(f"'{event}' is not possible in state '{state}'") from None
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every state is listed, reachable and leads to a final one, which nothing leaves."""
+        """Raise IntegrityError unless every state is listed, reachable and leads to a final one, which stays."""
         kinds = type(self.start)
         missing = [state for state in kinds if state not in self.rows]
         if missing:

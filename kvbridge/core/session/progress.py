@@ -1,7 +1,7 @@
 """How far one prefill rank has come with one room: what was published, what may be sent next.
 
-Owns: the counts for each layer, and the rule that progress only goes forward and never past the prompt. Must not know: who
-sends, or where to.
+Owns: the counts for each layer, and the rule that progress only goes forward and never past the prompt. Must not
+know: who sends, or where to.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvbridge.core.plan.operations import Section
 
 
 class RankProgress:
-    """Tokens published and tokens handed to the worker, for each layer of a rank. Owned by the room; mutated here only."""
+    """Tokens published and tokens handed to the worker, for each layer of a rank. Owned by its room."""
 
     def __init__(self, layers: Iterable[int], *, prompt_tokens: int) -> None:
         self.layers = tuple(layers)
@@ -34,8 +34,14 @@ class RankProgress:
     def publish(self, upto_token: int, layers: tuple[int, ...] | None = None) -> None:
         """Record that the first `upto_token` tokens are final in memory, for some layers or for all.
 
-        Raises InvalidInputError past the prompt or for a layer that the rank does not have, ConflictError backwards.
+        Raises as `check` does, and records nothing then.
         """
+        self.check(upto_token, layers)
+        for layer in self.layers if layers is None else layers:
+            self._published[layer] = upto_token
+
+    def check(self, upto_token: int, layers: tuple[int, ...] | None = None) -> None:
+        """Raise InvalidInputError past the prompt or for a layer of another rank, ConflictError backwards."""
         chosen = self.layers if layers is None else layers
         unknown = [layer for layer in chosen if layer not in self._published]
         if unknown:
@@ -47,13 +53,12 @@ class RankProgress:
         behind = [layer for layer in chosen if upto_token < self._published[layer]]
         if behind:
             raise ConflictError(
-                f"publish({upto_token}) goes backwards: layer {behind[0]} has already published {self._published[behind[0]]} tokens"
+                f"publish({upto_token}) goes backwards: layer {behind[0]} has already published "
+                f"{self._published[behind[0]]} tokens"
             )
-        for layer in chosen:
-            self._published[layer] = upto_token
 
     def next_sections(self, prefix_tokens: int) -> list[Section]:
-        """Return what was published and not yet returned by this method: one section for each group of equally far layers."""
+        """Return what was published and not returned before: one section for each group of equally far layers."""
         groups: dict[tuple[int, int], list[int]] = {}
         for layer in self.layers:
             start, stop = self._ordered[layer], self._published[layer]

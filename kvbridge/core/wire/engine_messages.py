@@ -18,7 +18,6 @@ from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Ui
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, SharedRegion, Text, WireTable
 
-
 # ---------------------------------------------------------------------------------------------- calls
 
 
@@ -180,8 +179,8 @@ class RoomEvent(FrozenModel):
     room: Uint64
     generation: Positive
     kind: Literal["wanted", "committed", "completed", "aborted", "failed", "cancel"]
-    """wanted: decode asks for pages (adopted). committed: can be claimed. completed, aborted, failed: over, the pages are free again.
-    cancel: somebody wants the claimed room to end; release it soon."""
+    """wanted: decode asks for pages (adopted). committed: can be claimed. completed, aborted, failed: over, the pages are
+    free again. cancel: somebody wants the claimed room to end; release it soon."""
     prompt_tokens: NonNegative = 0
     max_new_tokens: NonNegative = 0
     code: str = ""

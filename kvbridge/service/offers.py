@@ -1,6 +1,7 @@
-"""Offers that came before their room was admitted: the two ends of a request are admitted independently.
+"""What decode nodes offer: whether an offer can be right, and where it waits when it came before its room was admitted.
 
-Owns: the waiting offers, how many may wait and for how long. Must not know: how an offer is taken or refused.
+Owns: the form of an offer, the waiting ones, how many may wait and for how long. Must not know: how an offer is taken
+or refused.
 """
 
 from __future__ import annotations
@@ -9,10 +10,29 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvbridge.core.clock import Clock
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.wire.messages import Offer
+from kvbridge.service.tables import tables_from_wire
 
 MOST_OFFERS = 4_096
 """Offers that wait at once; when there are more, the oldest is turned away."""
+
+
+def check_offer(offer: Offer, geometry: ModelGeometry, *, prompt_tokens: int) -> None:
+    """Raise InvalidInputError, naming what is wrong, for an offer that does not fit a room of `prompt_tokens` tokens.
+
+    Page ids are checked against the peer's manifest where they are used, by the planner.
+    """
+    page = geometry.tokens_per_page
+    if offer.prompt_tokens != prompt_tokens:
+        raise InvalidInputError(f"decode offers {offer.prompt_tokens} prompt tokens, prefill admitted {prompt_tokens}")
+    if offer.prefix_tokens > offer.prompt_tokens or offer.prefix_tokens % page:
+        raise InvalidInputError(
+            f"decode holds a prefix of {offer.prefix_tokens} tokens, which must be a multiple of {page} "
+            f"and at most {offer.prompt_tokens}"
+        )
+    tables_from_wire(offer.tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +57,7 @@ class EarlyOffers:
         return len(self._waiting)
 
     def put(self, peer: str, offer: Offer) -> EarlyOffer | None:
-        """Keep an offer. Returns the one that is turned away for it: this one, or the oldest when there are too many."""
+        """Keep an offer. Returns the one that is turned away for it: this one, or the oldest of too many."""
         key = offer.room, offer.generation
         known = self._waiting.get(key)
         newcomer = EarlyOffer(peer, offer, self._clock() + self._wait_s)

@@ -1,0 +1,236 @@
+"""What happens to one room on a decode node once something has happened to it.
+
+Owns: feeding `RECEIVER_TABLE`, carrying its actions out, and what follows from the facts alone (the offer once
+everybody is met, the commit once every writer is done and the sums are right, the end once nobody writes or reads).
+Must not know: who raised the event.
+
+From the offer on, pages are leased to the writers. They come back by proof only: Done from every writer with the
+right sums (commit), Done or Drained from every prefill node, or the end of a node's incarnation. A node that vanished
+without proof leaves its pages quarantined, counted and shown, until its successor or its own return brings the proof.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import BridgeError, IntegrityError, InvalidInputError
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.ids import Rank, Role
+from kvbridge.core.plan.accounting import expected_amounts, shortfall
+from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.messages import Abort, Offer, to_wire
+from kvbridge.pool.book import PageState
+from kvbridge.service.receiver_room import MetNode, ReceiverLimits, ReceiverPorts, ReceiverRoom, WriterNode
+from kvbridge.service.rooms import RoomBook, give_back
+
+log = structlog.get_logger(__name__)
+
+_BY_OTHERS = frozenset({ReceiverEvent.ABORT, ReceiverEvent.FAULT})
+_EVENT_KINDS = {
+    ReceiverState.AWAITING_PAGES: "wanted",
+    ReceiverState.COMMITTED: "committed",
+    ReceiverState.ABORTING_CLAIMED: "cancel",
+    ReceiverState.FAILING_CLAIMED: "cancel",
+    ReceiverState.COMPLETED: "completed",
+    ReceiverState.ABORTED: "aborted",
+    ReceiverState.FAILED: "failed",
+}
+
+
+class ReceiverDriver:
+    """Moves the rooms of one node forward."""
+
+    def __init__(
+        self,
+        ports: ReceiverPorts,
+        rooms: RoomBook[ReceiverRoom],
+        limits: ReceiverLimits,
+        *,
+        geometry: ModelGeometry,
+        clock: Clock,
+    ) -> None:
+        self._ports = ports
+        self._rooms = rooms
+        self._limits = limits
+        self._geometry = geometry
+        self._clock = clock
+
+    def raise_event(self, room: ReceiverRoom, event: ReceiverEvent, code: str = "", reason: str = "") -> None:
+        """Feed the table and carry its actions out. `code` and `reason` say why, for ABORT and FAULT."""
+        state, actions = RECEIVER_TABLE.step(room.state, event)
+        entered = state is not room.state
+        if entered and event in _BY_OTHERS:
+            room.blame(code, reason)
+            log.warning("room_ends", room=room.room, state=state, code=code, reason=room.reason)
+        room.state = state
+        if entered:
+            self._begin_wait(room)
+        for action in actions:
+            self._act(room, action)
+        self.show(room)
+        self.follow(room)
+
+    def _begin_wait(self, room: ReceiverRoom) -> None:
+        now_s = self._clock()
+        match room.state:
+            case ReceiverState.RESERVED:
+                room.wait_until(now_s + self._limits.meet_s, "timeouts.meet_s")
+            case ReceiverState.OFFERED:
+                room.wait_until(now_s + self._limits.room_s, "timeouts.room_s")
+            case ReceiverState.COMMITTED:
+                room.wait_until(now_s + self._limits.claim_s, "timeouts.claim_s")
+            case ReceiverState.CLAIMED:
+                pass  # The other engines of the node still have what is left of `claim_s`.
+            case _ if room.awaits_writers or room.awaits_readers:
+                room.wait_until(now_s + self._limits.drain_s, "timeouts.drain_s")
+            case _:
+                room.wait_until(None)
+
+    def _act(self, room: ReceiverRoom, action: ReceiverAction) -> None:
+        match action:
+            case ReceiverAction.MEET:
+                pass  # `follow` asks for the nodes, now and whenever one of them has answered.
+            case ReceiverAction.OFFER:
+                self._offer(room)
+            case ReceiverAction.TELL_ABORT:
+                for peer, writer in room.writers.items():
+                    if not writer.quiet and not writer.gone:
+                        self._tell_abort(room, peer)
+            case ReceiverAction.HOLD:
+                self._ports.book.move(room.owner, PageState.LEASED, PageState.HELD)
+            case ReceiverAction.FREE:
+                give_back(self._ports.book, room.owner)
+                room.forget_details()
+                self._rooms.ended(room)
+            case ReceiverAction.TELL_ENGINE:
+                self.tell_engine(room)
+
+    def show(self, room: ReceiverRoom) -> None:
+        """Wake who waits for the room, and count a state that users see for the first time."""
+        state = self._rooms.changed(room)
+        if state is not None:
+            self._ports.observer.room(Role.DECODE, state)
+
+    def tell_engine(self, room: ReceiverRoom) -> None:
+        """Tell every engine where the room stands."""
+        event = RoomEvent(
+            room=room.room,
+            generation=room.generation,
+            kind=_EVENT_KINDS[room.state],
+            prompt_tokens=room.prompt_tokens,
+            max_new_tokens=room.max_new_tokens,
+            code=room.reason_code,
+            reason=room.reason,
+        )
+        self._ports.engines.push(event)
+
+    def _offer(self, room: ReceiverRoom) -> None:
+        self._ports.book.move(room.owner, PageState.HELD, PageState.LEASED)
+        room.offered_s = self._clock()
+        room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
+        offer = Offer(
+            room=room.room,
+            generation=room.generation,
+            prompt_tokens=room.prompt_tokens,
+            prefix_tokens=room.prefix_tokens,
+            tables=to_wire(room.tables),
+        )
+        for peer in room.writers:
+            self._ports.nodes.send(peer, offer)
+
+    def _tell_abort(self, room: ReceiverRoom, peer: str) -> None:
+        abort = Abort(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)
+        self._ports.nodes.send(peer, abort)
+
+    # ------------------------------------------------------------------ what follows from the facts
+
+    def follow(self, room: ReceiverRoom) -> None:
+        """Raise the event that the room's facts amount to, if any."""
+        if room.state is ReceiverState.RESERVED:
+            self._meet(room)
+        elif room.awaits_writers:
+            self._end_if_quiet(room)
+        elif room.released:
+            self.raise_event(room, ReceiverEvent.RELEASE)
+
+    def _meet(self, room: ReceiverRoom) -> None:
+        try:
+            met = [self._ports.nodes.met(address) for address in room.addresses]
+            nodes = [node for node in met if node is not None]
+            if len(nodes) < len(met):
+                return
+            room.writers = _writers(nodes)
+        except BridgeError as error:
+            self.raise_event(room, ReceiverEvent.FAULT, error.code, str(error))
+            return
+        self.raise_event(room, ReceiverEvent.MET)
+
+    def account(self, room: ReceiverRoom) -> None:
+        """Commit once every writer is done and every row has been accounted for, else fail closed."""
+        if any(writer.missing for writer in room.writers.values()):
+            return
+        expected = expected_amounts(
+            self._geometry,
+            self._ports.ranks.manifests(),
+            prompt_tokens=room.prompt_tokens,
+            prefix_tokens=room.prefix_tokens,
+        )
+        wrong = shortfall(expected, room.amounts)
+        if wrong:
+            self.raise_event(room, ReceiverEvent.FAULT, IntegrityError.code, f"every writer is done, but {wrong}")
+            return
+        room.committed_s = self._clock()
+        room.phases_s["offer_to_commit"] = room.committed_s - room.offered_s
+        room.phases_s["admit_to_commit"] = room.committed_s - room.created_s
+        self._ports.observer.received(room.amounts, room.phases_s)
+        self.raise_event(room, ReceiverEvent.ALL_DONE)
+
+    def _end_if_quiet(self, room: ReceiverRoom) -> None:
+        loud = room.loud
+        if not loud:
+            self.raise_event(room, ReceiverEvent.DRAINED)
+            return
+        lost = next((writer for writer in loud if writer.gone), None)
+        if lost is not None:
+            self._quarantine(room, f"prefill node {lost.node.name} vanished ({lost.gone})")
+
+    def seek_proof(self, room: ReceiverRoom) -> None:
+        """Ask a node that had vanished and is back in the same life to prove that it does not write."""
+        if not room.awaits_writers:
+            return
+        for peer, writer in room.writers.items():
+            if writer.gone and not writer.quiet and self._ports.nodes.alive(peer):
+                writer.gone = ""
+                self._tell_abort(room, peer)
+
+    def overdue(self, room: ReceiverRoom, limit: str) -> None:
+        """A room that is being stopped is still used: its pages stay away from everybody, and that shows."""
+        if room.awaits_writers:
+            who = "prefill nodes " + ", ".join(writer.node.name for writer in room.loud)
+        else:
+            who = "engines " + ", ".join(sorted(room.readers))
+        self._quarantine(room, f"{who} have not let go of it (limit: {limit})")
+
+    def _quarantine(self, room: ReceiverRoom, why: str) -> None:
+        if self._ports.book.state(room.owner) is not PageState.QUARANTINED:
+            log.error("room_quarantined", room=room.room, generation=room.generation, reason=why)
+            self._ports.book.quarantine(room.owner, f"{room.owner}: {why}")
+
+
+def _writers(nodes: list[MetNode]) -> dict[str, WriterNode]:
+    """Who writes a room. Raises InvalidInputError when the nodes cannot be the nodes of one instance."""
+    writers = {node.peer: WriterNode(node, set(node.ranks)) for node in nodes}
+    seen: dict[Rank, str] = {}
+    for writer in writers.values():
+        if not writer.missing:
+            raise InvalidInputError(f"prefill node {writer.node.name} has no rank; leave it out of `prefill`")
+        for rank in writer.node.ranks:
+            if rank in seen:
+                raise InvalidInputError(
+                    f"prefill nodes {seen[rank]} and {writer.node.name} both hold rank {rank}; "
+                    "name the nodes of one instance"
+                )
+            seen[rank] = writer.node.name
+    return writers

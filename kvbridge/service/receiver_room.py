@@ -1,0 +1,181 @@
+"""A room on a decode node, and what the receiving service asks of its surroundings.
+
+Owns: the facts about one room on this side, who writes it, who reads it, the deadlines' names, the ports. Must not
+know: what is done with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvbridge.core.geometry.manifest import RankManifest
+from kvbridge.core.ids import Rank
+from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverState
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.messages import PeerMessage
+from kvbridge.pool.book import PageBook
+from kvbridge.service.observer import Observer
+from kvbridge.service.ports import PeerAddress, RoomState
+from kvbridge.service.rooms import Room
+
+
+@dataclass(frozen=True)
+class MetNode:
+    """A prefill node that has welcomed us."""
+
+    peer: str
+    """Its incarnation."""
+    name: str
+    """Instance and node, for people."""
+    ranks: tuple[Rank, ...]
+
+
+class PrefillNodes(Protocol):
+    """The prefill nodes that this decode node knows."""
+
+    def met(self, address: PeerAddress) -> MetNode | None:
+        """Return the node behind an address if it has welcomed us, else say hello (once) and return None.
+
+        Raises PeerError or FingerprintMismatchError when it has rejected us since the last attempt.
+        """
+
+    def send(self, peer: str, message: PeerMessage) -> None:
+        """Queue a reliable message. Never raises."""
+
+    def alive(self, peer: str) -> bool:
+        """Whether that incarnation is still there, as far as we know."""
+
+
+class DecodeRanks(Protocol):
+    """The rank workers of this node."""
+
+    def missing(self) -> str:
+        """Why not every rank can receive now, or an empty text."""
+
+    def manifests(self) -> tuple[RankManifest, ...]:
+        """Of every rank, in the order in which they are introduced to peers."""
+
+
+class EngineEvents(Protocol):
+    """The engines attached to this node."""
+
+    def push(self, event: RoomEvent) -> None:
+        """Tell every attached engine. Never raises."""
+
+    def serving(self) -> frozenset[str]:
+        """Names of the engines attached now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverPorts:
+    """Everything that a room on this side touches."""
+
+    book: PageBook
+    ranks: DecodeRanks
+    nodes: PrefillNodes
+    engines: EngineEvents
+    observer: Observer
+
+
+@dataclass(frozen=True)
+class ReceiverLimits:
+    """The deadlines of the receiving side, in seconds; each is the configuration key `timeouts.<name>`."""
+
+    pages_s: float
+    """Adopted pools: the engine names its pages within this time."""
+    meet_s: float
+    """Every prefill node has welcomed us within this time."""
+    room_s: float
+    """From the offer to the commit."""
+    claim_s: float
+    """A committed room is claimed within this time, else its pages are given back."""
+    drain_s: float = 60.0
+    """A room that is being stopped is let go of within this time, else its pages are quarantined until it is."""
+
+
+@dataclass(eq=False)
+class WriterNode:
+    """One prefill node of one room."""
+
+    node: MetNode
+    missing: set[Rank]
+    """Ranks that have not reported Done."""
+    drained: bool = False
+    gone: str = ""
+    """Why the node is gone, when it is."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether there is proof that this node does not write any more: it said so, or has finished everything."""
+        return self.drained or not self.missing
+
+
+@dataclass(eq=False)
+class ReceiverRoom(Room[ReceiverState]):
+    """A room on the decode side."""
+
+    addresses: tuple[PeerAddress, ...] = ()
+    writers: dict[str, WriterNode] = field(default_factory=dict)
+    """By incarnation; empty before every node has been met."""
+    metadata: dict[str, bytes] = field(default_factory=dict)
+    expected_by: set[str] = field(default_factory=set)
+    """Engines that were attached when the room was first claimed and are expected to claim it too."""
+    claimed_by: set[str] = field(default_factory=set)
+    released_by: set[str] = field(default_factory=set)
+    """Engines that do not read the room any more, though they had claimed it."""
+    offered_s: float = 0.0
+    committed_s: float = 0.0
+    reserved_tokens: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the table has ended."""
+        return self.state in RECEIVER_TABLE.final
+
+    @property
+    def awaits_writers(self) -> bool:
+        """Whether it is being stopped and waits until no prefill node writes."""
+        return self.state in {ReceiverState.ABORTING, ReceiverState.FAILING}
+
+    @property
+    def awaits_readers(self) -> bool:
+        """Whether it is being stopped and waits until no engine reads."""
+        return self.state in {ReceiverState.ABORTING_CLAIMED, ReceiverState.FAILING_CLAIMED}
+
+    @property
+    def readers(self) -> set[str]:
+        """Engines that may read the pages."""
+        return self.claimed_by - self.released_by
+
+    @property
+    def released(self) -> bool:
+        """Whether a claimed room has no reader left, nor one to come."""
+        if self.state is ReceiverState.CLAIMED:
+            return self.claimed_by | self.expected_by <= self.released_by
+        return self.awaits_readers and not self.readers
+
+    @property
+    def loud(self) -> list[WriterNode]:
+        """Prefill nodes that may still write."""
+        return [writer for writer in self.writers.values() if not writer.quiet]
+
+    def forget_details(self) -> None:
+        """Keep what a receipt needs."""
+        self.tables, self.metadata, self.writers = {}, {}, {}
+
+
+_USER_STATE = {
+    ReceiverState.AWAITING_PAGES: RoomState.ADMITTED,
+    ReceiverState.RESERVED: RoomState.ADMITTED,
+    ReceiverState.FAILING: RoomState.FAILED,
+    ReceiverState.FAILING_CLAIMED: RoomState.FAILED,
+    ReceiverState.ABORTING_CLAIMED: RoomState.ABORTING,
+}
+
+
+def user_state(room: ReceiverRoom) -> RoomState:
+    """What users see: a room that is failing has failed for them, whatever is still to be cleaned up."""
+    if room.state is ReceiverState.OFFERED and room.amounts:
+        return RoomState.TRANSFERRING
+    return _USER_STATE.get(room.state) or RoomState(room.state.value)

@@ -1,0 +1,70 @@
+"""Runs every benchmark that needs no GPU: `python -m tests.bench --output out/bench`. Prints tables, writes JSON.
+
+Every rate stands beside the thing it is compared with, measured in the same run; figures of two runs are not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tests.bench import bench_overhead, bench_plan, bench_transport
+
+BENCHMARKS: dict[str, Any] = {"plan": bench_plan, "transport": bench_transport, "overhead": bench_overhead}
+LIBRARIES = ("numpy", "torch", "pyzmq", "mooncake-transfer-engine-non-cuda", "nixl-cu12")
+
+
+def main() -> int:
+    """Run the chosen benchmarks; the exit code says whether all of them ran."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("out/bench"), help="where the JSON goes")
+    parser.add_argument("--only", choices=sorted(BENCHMARKS), action="append", help="run these only")
+    given = parser.parse_args()
+    given.output.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    results: dict[str, Any] = {"environment": environment()}
+    failed = []
+    for name in given.only or BENCHMARKS:
+        begun_s = time.monotonic()
+        console.rule(name)
+        try:
+            results[name] = BENCHMARKS[name].run()
+            print(BENCHMARKS[name].table(results[name]))
+        except Exception as error:  # noqa: BLE001 - the others are still worth running; the failure is the exit code
+            console.print(f"[red]{name} failed:[/red] {type(error).__name__}: {error}")
+            failed.append(name)
+        console.print(f"{name}: {time.monotonic() - begun_s:.0f} s")
+    path = given.output / f"bench-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    console.print(f"written to {path}")
+    return 1 if failed else 0
+
+
+def environment() -> dict[str, Any]:
+    """What the figures were measured on."""
+    facts = {name: metadata.version(name) for name in LIBRARIES if _installed(name)}
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
+    return {"python": platform.python_version(), "machine": platform.machine(), "cpu": cpu, "libraries": facts}
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

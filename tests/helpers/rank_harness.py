@@ -1,0 +1,291 @@
+"""A request from real prefill rank workers to real decode rank workers, and what must be true of every byte afterwards.
+
+Owns: page ids that cannot be confused unnoticed, the order of a room's messages, the checks. Must not know: test frameworks' fixtures.
+
+The source's workers run on threads of this process, the destination's in a second process; both map pools that this process made,
+so it can look at every byte of both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvbridge.config.transports import MooncakeSettings, NixlSettings, TransportName, TransportSettings
+from kvbridge.core.geometry.components import Component, ModelGeometry
+from kvbridge.core.geometry.manifest import RankManifest
+from kvbridge.core.geometry.pages import first_window_page, pages_needed
+from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
+from kvbridge.core.plan.accounting import expected_amounts, shortfall
+from kvbridge.core.plan.operations import Amounts, Section, add_amounts
+from kvbridge.core.wire.messages import (
+    CloseRoom,
+    ConnectPeer,
+    OpenRoom,
+    PeerConnected,
+    RoomClosed,
+    Send,
+    Sent,
+    to_wire,
+)
+from kvbridge.engine.adapters import synthetic
+from tests.helpers.rank_pools import Form, NodePools, Ranks
+from tests.helpers.rank_threads import DestinationProcess, WorkerThread, stop_all
+
+SOURCE_COLOUR, CANARY = 0x3A, 0xC5
+TRANSFER_TIMEOUT_S = 20.0
+PEER = "destination"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request and how it is sent."""
+
+    tokens: int
+    stops: tuple[int, ...] = ()
+    """Tokens at which chunks end, before the last one."""
+    prefix: int = 0
+    """Tokens that decode already holds."""
+    by_layer: bool = False
+    """Whether each chunk is sent layer by layer."""
+    waits: bool = True
+    """Whether a chunk has arrived before the next is computed."""
+    longest_run: int = 1
+    """Most neighbouring page ids in a row, on each side."""
+
+    def __str__(self) -> str:
+        words = [f"{self.tokens}"]
+        if self.stops:
+            words.append("cut" + ".".join(map(str, self.stops)))
+        if self.prefix:
+            words.append(f"prefix{self.prefix}")
+        words += [name for name, said in (("bylayer", self.by_layer), ("overlapping", not self.waits)) if said]
+        return "-".join(words)
+
+    def sections(self, layers: Sequence[int]) -> list[Section]:
+        """What a rank with these layers sends, in order."""
+        groups = [(layer,) for layer in layers] if self.by_layer else [None]
+        edges = (0, *self.stops, self.tokens)
+        return [
+            Section(
+                prompt_tokens=self.tokens, prefix_tokens=self.prefix, start_token=start, stop_token=stop, layers=group
+            )
+            for start, stop in itertools.pairwise(edges)
+            for group in groups
+        ]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Two nodes and what lies between them."""
+
+    geometry: ModelGeometry
+    source: Ranks
+    destination: Ranks
+    source_form: Form
+    destination_form: Form
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.transport}-{self.source}-{self.destination}"
+
+
+def transport_settings(name: str) -> TransportSettings:
+    """One backend, over loopback."""
+    return TransportSettings(
+        order=(TransportName(name),),
+        mooncake=MooncakeSettings(connect_timeout_s=10),
+        nixl=NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=10),
+    )
+
+
+class Crossing:
+    """Connected ranks on both sides, for any number of requests, one at a time."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        source: NodePools,
+        destination: NodePools,
+        manifests: Sequence[RankManifest],
+        workers: list[WorkerThread],
+    ) -> None:
+        self.setting = setting
+        self.source = source
+        self.destination = destination
+        self._manifests = manifests
+        self._workers = workers
+        self._rooms = itertools.count(1)
+
+    def deliver(self, case: Case, *, seed: int = 0) -> None:
+        """Send one request and check every byte of the destination and every reported amount."""
+        room = next(self._rooms)
+        random = np.random.default_rng((seed, room, case.tokens))
+        source, destination = draw_tables(self.setting, case, random)
+        try:
+            self._open(room, case, source, destination)
+            amounts = self._send(room, case, source)
+            self._close(room)
+            self._check_rows(room, case, destination)
+            self._check_amounts(case, amounts)
+            self.destination.paint_request(destination, tokens=case.tokens, prefix_tokens=case.prefix)
+            stray = self.destination.stray()
+            assert stray is None, f"written outside of the request: {stray}"
+        except BaseException:
+            self.destination.paint()
+            raise
+
+    # ------------------------------------------------------------------ a room's messages
+
+    def _open(self, room: int, case: Case, source: Tables, destination: Tables) -> None:
+        opening = OpenRoom(
+            room=room,
+            generation=1,
+            peer=PEER,
+            prompt_tokens=case.tokens,
+            prefix_tokens=case.prefix,
+            source=to_wire(source),
+            destination=to_wire(destination),
+        )
+        for worker in self._workers:
+            worker.tell(opening)
+
+    def _send(self, room: int, case: Case, source: Tables) -> Amounts:
+        """Compute and send chunk after chunk; returns what all writers report together."""
+        order = itertools.count(1)
+        plans = [case.sections(worker.setup.layers) for worker in self._workers]
+        amounts: Amounts = {}
+        pending = [0] * len(self._workers)
+        for stop in (*case.stops, case.tokens):
+            for index, worker in enumerate(self._workers):
+                for section in (section for section in plans[index] if section.stop_token == stop):
+                    synthetic.fill(self.source.views[index], room=room, tables=source, section=section)
+                    worker.tell(Send(room=room, generation=1, order=next(order), section=section))
+                    pending[index] += 1
+            if case.waits or stop == case.tokens:
+                for index, worker in enumerate(self._workers):
+                    for _ in range(pending[index]):
+                        amounts = add_amounts(amounts, _amounts(worker.hear(Sent)))
+                    pending[index] = 0
+        return amounts
+
+    def _close(self, room: int) -> None:
+        for worker in self._workers:
+            worker.tell(CloseRoom(room=room, generation=1))
+        for worker in self._workers:
+            assert worker.hear(RoomClosed).quiet
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_rows(self, room: int, case: Case, tables: Tables) -> None:
+        for views, pool in zip(self.destination.views, self.destination.pools, strict=True):
+            wrong = synthetic.check(
+                views, room=room, tables=tables, tokens=case.tokens, prefix_tokens=case.prefix, most_mismatches=3
+            )
+            assert not wrong, f"{pool!r}: " + "; ".join(map(str, wrong))
+
+    def _check_amounts(self, case: Case, amounts: Amounts) -> None:
+        expected = expected_amounts(
+            self.setting.geometry, self._manifests, prompt_tokens=case.tokens, prefix_tokens=case.prefix
+        )
+        assert shortfall(expected, amounts) is None
+        for component in self.setting.geometry.components:
+            copies = self._copies(component)
+            rows = component.live_rows(case.tokens, case.prefix)
+            lane_rows = rows.count * component.lanes * len(component.layers) * copies
+            assert expected[component.kind] == lane_rows
+            sent = amounts[component.kind].bytes if component.kind in amounts else 0
+            least = lane_rows * component.row_bytes
+            slots = component.slots_per_page
+            complete = max(0, rows.stop // slots - -(-rows.start // slots))
+            padding = complete * (component.page_bytes() - component.lanes * component.lane_block_bytes)
+            assert least <= sent <= least + padding * len(component.layers) * copies, (
+                f"{component.kind}: {sent} bytes on the wire for {copies} copies of {least // copies}"
+            )
+
+    def _copies(self, component: Component) -> int:
+        """How often the destination keeps each row: once in the host pool, else on every rank that needs its lane."""
+        if component.kind in self.destination.form.host:
+            return 1
+        return max(1, self.setting.destination.tp // component.lanes)
+
+
+def _amounts(sent: Sent) -> Amounts:
+    assert not sent.error, f"rank {sent.rank}: {sent.error_code}: {sent.error}"
+    return sent.amounts
+
+
+@contextmanager
+def crossing(setting: Setting, process: DestinationProcess, directory: Path) -> Iterator[Crossing]:
+    """Make both nodes' pools, start their workers and connect them."""
+    transports = transport_settings(setting.transport).model_dump_json()
+    with ExitStack() as stack:
+        source = stack.enter_context(
+            closing(
+                NodePools(
+                    setting.geometry, setting.source, setting.source_form, directory=directory, colour=SOURCE_COLOUR
+                )
+            )
+        )
+        destination = stack.enter_context(
+            closing(
+                NodePools(
+                    setting.geometry, setting.destination, setting.destination_form, directory=directory, colour=CANARY
+                )
+            )
+        )
+        stack.callback(process.stop)
+        descriptions = process.start(destination.setups(transports, TRANSFER_TIMEOUT_S))
+        workers = [WorkerThread(setup) for setup in source.setups(transports, TRANSFER_TIMEOUT_S)]
+        stack.callback(stop_all, workers)
+        for worker in workers:
+            worker.description()
+            worker.tell(ConnectPeer(peer=PEER, ranks=descriptions))
+        for worker in workers:
+            connected = worker.hear(PeerConnected)
+            assert not connected.error, connected.error
+            assert set(connected.transports) == {setting.transport}
+        yield Crossing(setting, source, destination, [one.manifest for one in descriptions], workers)
+
+
+# ---------------------------------------------------------------------------------------------- page ids
+
+
+def draw_tables(setting: Setting, case: Case, random: np.random.Generator) -> tuple[Tables, Tables]:
+    """Draw the source's and the destination's tables so that no two of them have the same id at the same place."""
+    forms = (setting.source_form, setting.destination_form)
+    wanted = [
+        (form.pages[space], side, space, count)
+        for side, form in enumerate(forms)
+        for space, count in pages_needed(setting.geometry, tokens=case.tokens, host=form.host).items()
+    ]
+    drawn: list[PageIdArray] = []
+    tables: tuple[Tables, Tables] = ({}, {})
+    for page_count, side, space, count in sorted(wanted):  # the small pools first, while they still have a choice
+        ids = _unlike(drawn, count, page_count, case.longest_run, random)
+        drawn.append(ids)
+        first = first_window_page(setting.geometry, case.tokens) if space is IndexSpace.SWA else 0
+        tables[side][space] = PageTable(space, ids, first)
+    return tables
+
+
+def _unlike(
+    others: Sequence[PageIdArray], count: int, page_count: int, longest_run: int, random: np.random.Generator
+) -> PageIdArray:
+    for _ in range(10_000):
+        ids = _shuffled_runs(page_count, longest_run, random)[:count]
+        if not any((ids[: len(other)] == other[:count]).any() for other in others):
+            return ids
+    raise AssertionError(f"no {count} of {page_count} page ids differ everywhere from those of {len(others)} tables")
+
+
+def _shuffled_runs(page_count: int, longest_run: int, random: np.random.Generator) -> PageIdArray:
+    """All ids in runs of 1 to `longest_run` ascending neighbours, the runs in random order."""
+    lengths = random.integers(1, longest_run + 1, page_count)
+    runs = np.split(np.arange(page_count, dtype=np.int32), np.cumsum(lengths)[np.cumsum(lengths) < page_count])
+    return np.concatenate([runs[index] for index in random.permutation(len(runs))])
