@@ -13,7 +13,7 @@ import typer
 from kvbridge.cli.config import EXIT_CONFIG
 from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
 from kvbridge.config.doors import LogFormat, TelemetryConfig
-from kvbridge.core.errors import BridgeError, ConfigError
+from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.decode import DecodeNode
@@ -96,7 +96,7 @@ def _run(build: type[Daemon] | object) -> None:
 
     try:
         asyncio.run(live())
-    except ConfigError as error:
+    except (ConfigError, ConflictError) as error:  # a conflict at start is an address or a directory that is taken
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_CONFIG) from error
     except BridgeError as error:

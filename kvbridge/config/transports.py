@@ -105,14 +105,14 @@ class NixlSettings(FrozenModel):
     a core busy."""
     connect_timeout_s: Seconds = 5.0
     """Longest wait for a peer's answer when connecting."""
-    batch_operations: Annotated[int, Field(ge=1, le=4096)] = 128
+    batch_operations: Annotated[int, Field(ge=1, le=65536)] = 512
     """Operations posted by one call, which takes about 4 us for each."""
-    batch_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = MIB
-    """Bytes posted by one call, which blocks for about 0.3 ms a MiB on TCP; a longer operation is posted by itself."""
-    window_operations: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
+    batch_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = 8 * MIB
+    """Bytes posted by one call, which takes up to 0.3 ms a MiB on TCP."""
+    window_operations: Annotated[int, Field(ge=1, le=1 << 20)] = 4096
     """Operations in flight to one peer, over all transfers."""
-    window_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = 8 * MIB
-    """Bytes in flight to one peer, over all transfers. A poll can take as long as these bytes take to send."""
+    window_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = 32 * MIB
+    """Bytes in flight to one peer, over all transfers; an aborted transfer waits for as many."""
     max_operation_bytes: Annotated[int, Field(ge=4096, le=1 << 30)] = 4 * MIB
     """Longest single operation; the planner cuts longer ones."""
     quiet_timeout_s: Seconds = 5.0

@@ -77,13 +77,15 @@ class Announcer:
         self._load = load
         self._interval_s = interval_s
         self._registered = False
+        self._left = False
+        self._calling = asyncio.Lock()
         self._changed = asyncio.Event()
         self.problem = "not registered at bootstrap yet"
         """Why the entry is not fresh; empty when it is."""
 
     async def run(self) -> None:
-        """Register and send heartbeats until cancelled."""
-        while True:
+        """Register and send heartbeats until cancelled, or until `leave`."""
+        while not self._left:
             await self.beat()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._interval_s)
@@ -95,6 +97,11 @@ class Announcer:
 
     async def beat(self) -> None:
         """Send one registration or heartbeat."""
+        async with self._calling:
+            if not self._left:
+                await self._beat()
+
+    async def _beat(self) -> None:
         entry = self._registration()
         try:
             if not self._registered:
@@ -120,11 +127,13 @@ class Announcer:
         self.problem = problem
 
     async def leave(self) -> None:
-        """Take the entry off."""
-        if not self._registered:
-            return
-        entry = self._registration()
-        try:
-            await self._client.deregister(entry.instance, entry.node, entry.incarnation)
-        except BridgeError as error:
-            log.warning("bootstrap_call_failed", code=error.code, reason=str(error))
+        """Take the entry off, for good: no heartbeat follows."""
+        self._left = True
+        async with self._calling:
+            if not self._registered:
+                return
+            entry = self._registration()
+            try:
+                await self._client.deregister(entry.instance, entry.node, entry.incarnation)
+            except BridgeError as error:
+                log.warning("bootstrap_call_failed", code=error.code, reason=str(error))

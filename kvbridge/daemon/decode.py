@@ -70,7 +70,11 @@ class DecodeNode(Node):
             engines=self._door,
             observer=self.observer,
             limits=ReceiverLimits(
-                pages_s=timeouts.pages_s, meet_s=timeouts.meet_s, room_s=timeouts.room_s, claim_s=timeouts.claim_s
+                pages_s=timeouts.pages_s,
+                meet_s=timeouts.meet_s,
+                room_s=timeouts.room_s,
+                claim_s=timeouts.claim_s,
+                drain_s=timeouts.drain_s,
             ),
             keep_s=timeouts.room_keep_s,
             adopted=self.adopted,
@@ -138,10 +142,17 @@ class DecodeNode(Node):
             client = self._clients[address]
             if client.peer and client.last_heard_s() > limit_s:
                 reason = f"silent for {client.last_heard_s():.1f} s (limit: timeouts.peer_silence_s)"
-                log.warning("peer_lost", peer=address.endpoint, reason=reason)
-                self._prefill.lost(address, reason)
+                self._lose(address, reason)
             else:
                 self._send_to(address, Heartbeat())
+
+    def _lose(self, address: PeerAddress, reason: str) -> None:
+        """Give a prefill node up, and its link with it: the next room that names it begins anew."""
+        log.warning("peer_lost", peer=address.endpoint, reason=reason)
+        self._prefill.lost(address, reason)
+        client = self._clients.pop(address, None)
+        if client is not None:
+            client.close()
 
     def _on_message(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
         match message:
@@ -162,9 +173,10 @@ class DecodeNode(Node):
 
     def _on_undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
         self.metrics.undelivered()
-        self._prefill.lost(
-            address, f"a {message.type} was not acknowledged for {age_s:.1f} s (limit: timeouts.control_delivery_s)"
-        )
+        if address in self._clients:
+            self._lose(
+                address, f"a {message.type} was not acknowledged for {age_s:.1f} s (limit: timeouts.control_delivery_s)"
+            )
 
     def peer_status(self) -> list[dict[str, object]]:
         """For `/status`."""

@@ -10,9 +10,20 @@ import structlog
 from kvbridge.config.schema import PrefillConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity, PeerServer
-from kvbridge.core.errors import BridgeError
+from kvbridge.core.errors import BridgeError, NotReadyError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.messages import Abort, Heartbeat, Hello, Offer, PeerConnected, PeerMessage, RoomClosed, Sent
+from kvbridge.core.wire.messages import (
+    Abort,
+    Drained,
+    Failed,
+    Heartbeat,
+    Hello,
+    Offer,
+    PeerConnected,
+    PeerMessage,
+    RoomClosed,
+    Sent,
+)
 from kvbridge.daemon.node import Node, ignore_watch
 from kvbridge.service.engine_door import PrefillDoor
 from kvbridge.service.meeting import DecodeNodes, Self
@@ -46,7 +57,12 @@ class PrefillNode(Node):
             peers=self,
             engines=self._door,
             observer=self.observer,
-            limits=SenderLimits(offer_s=timeouts.offer_s, room_s=timeouts.room_s, early_offer_s=timeouts.early_offer_s),
+            limits=SenderLimits(
+                offer_s=timeouts.offer_s,
+                room_s=timeouts.room_s,
+                early_offer_s=timeouts.early_offer_s,
+                drain_s=timeouts.drain_s,
+            ),
             keep_s=timeouts.room_keep_s,
             adopted=self.adopted,
         )
@@ -118,6 +134,8 @@ class PrefillNode(Node):
         match message:
             case Hello():
                 self._decode.hello(peer, message)
+            case Offer() if peer not in self._decode.known():
+                self._refuse_stranger(peer, message)
             case Offer():
                 self._sender.offer(peer, message)
             case Abort():
@@ -127,11 +145,21 @@ class PrefillNode(Node):
             case _:
                 self.frame_refused("wrong_direction", f"{message.type} from {peer}: a prefill daemon does not take it")
 
+    def _refuse_stranger(self, peer: str, offer: Offer) -> None:
+        """Nobody writes to memory that was never introduced, or whose owner we have given up."""
+        self.frame_refused("unmet", f"an offer for room {offer.room} from {peer}, which has not been welcomed here")
+        why = "this prefill node does not know you (any more): say hello first"
+        room, generation = offer.room, offer.generation
+        self.send(peer, Failed(room=room, generation=generation, code=NotReadyError.code, message=why))
+        self.send(peer, Drained(room=room, generation=generation))
+
     def _on_undelivered(self, peer: str, message: PeerMessage, age_s: float) -> None:
         self.metrics.undelivered()
         if peer in self._decode.known():
-            reason = f"a {message.type} was not acknowledged for {age_s:.1f} s (limit: timeouts.control_delivery_s)"
-            self._decode.gone(peer, reason)
+            # Its link is forgotten too: a node that is there after all is told so, and introduces itself again.
+            self._lose(
+                peer, f"a {message.type} was not acknowledged for {age_s:.1f} s (limit: timeouts.control_delivery_s)"
+            )
 
     def peer_status(self) -> list[dict[str, object]]:
         """For `/status`."""

@@ -1,32 +1,25 @@
 """One rank at work: it owns a device's memory registrations and its transport agents, and executes orders.
 
-Owns: transports, pairings with the ranks of peers, orders in flight. Decides nothing: which room, which tokens,
+Owns: orders in flight, and when a connection or an agent may be given up. Decides nothing: which room, which tokens,
 whether and when is the node's business. Everything here runs on one thread, since one submitting thread an agent is
 what both libraries bear best.
 
 Life: hello, setup (map, register, report), then a loop that takes messages from the node and pushes transfers
 forward. When a transfer ends without being quiet, the transport that did it is torn down and built again, which ends
-everything it might still have been doing; only then is the order reported, and it is quiet by then.
+everything it might still have been doing; only then is the order reported, and it is quiet by then. An exception that
+is not an order's own ends the worker: its agents are torn down first, so its end is the proof that nothing moves.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
 
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import BridgeError, ConflictError, NotReadyError, TransportError
-from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.manifest import RankManifest
-from kvbridge.core.ids import Rank, Tables
-from kvbridge.core.plan.operations import Amounts, Operations, add_amounts
-from kvbridge.core.plan.pairing import Pairing
-from kvbridge.core.plan.planner import plan
+from kvbridge.core.errors import BridgeError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.wire.messages import (
     CloseRoom,
     ConnectPeer,
@@ -40,102 +33,40 @@ from kvbridge.core.wire.messages import (
     Send,
     Sent,
     Shutdown,
-    TransportEndpoint,
     WorkerProgress,
     WorkerReady,
     WorkerToNode,
-    from_wire,
 )
-from kvbridge.transport.base import Endpoint, Memory, Peer, Transfer, TransferState, Transport
+from kvbridge.service.rank_orders import OpenedRoom, Order, RoomKey
+from kvbridge.service.rank_peers import ConnectedPeer, RankPeers
+from kvbridge.service.rank_transports import RankIdentity, RankTransports, TransportFactory
+from kvbridge.service.rooms import REASON_CHARS
+from kvbridge.service.tables import tables_from_wire
+from kvbridge.transport.base import Transport
+
+__all__ = ["NodeLink", "RankIdentity", "RankWorker", "TransportFactory"]
 
 log = structlog.get_logger(__name__)
 
 IDLE_WAIT_S = 0.05
 """How long the loop waits for a message while nothing is in flight."""
 BUSY_PAUSE_S = 0.0001
-"""How long it sleeps when transfers are in flight and none moved; sleeping beats spinning on few cores."""
-PROGRESS_INTERVAL_S = 0.2
+"""How long it sleeps when transfers are in flight and none ended; sleeping beats spinning on few cores."""
 HEARTBEAT_INTERVAL_S = 1.0
 ACTIVE_ORDERS = 16
-"""Orders in flight at once; the others wait, so that a burst of rooms cannot fill a library's queue."""
+"""Orders in flight to one peer; further ones wait, so that a burst of rooms cannot fill a library's queue."""
+MESSAGES_A_STEP = 64
+"""Messages that are taken before transfers are pushed forward again."""
 
 
 class NodeLink(Protocol):
-    """The worker's end of the connection to its node."""
+    """The worker's end of the connection to its node. Both calls raise PeerError once the node is gone."""
 
     def send(self, message: WorkerToNode) -> None:
         """Queue a message to the node."""
 
     def receive(self, timeout_s: float) -> NodeToWorker | None:
         """Return the next message, or None after `timeout_s`."""
-
-
-class TransportFactory(Protocol):
-    """Builds one transport by its name; called again when one has to be replaced."""
-
-    def __call__(self, name: str) -> Transport:
-        """Raises TransportError with cause and fix when it cannot run here."""
-
-
-@dataclass(frozen=True)
-class RankIdentity:
-    """What a worker serves."""
-
-    geometry: ModelGeometry
-    manifest: RankManifest
-    memory: tuple[Memory, ...]
-    transports: tuple[str, ...]
-    """Transport names in order of preference."""
-
-    @property
-    def rank(self) -> Rank:
-        """The worker's place in its instance."""
-        return self.manifest.rank
-
-
-@dataclass
-class _Target:
-    """One rank of a connected peer."""
-
-    pairing: Pairing
-    transport: Transport
-    peer: Peer
-
-
-@dataclass
-class _ConnectedPeer:
-    name: str
-    ranks: tuple[RankDescription, ...]
-    targets: list[_Target] = field(default_factory=list)
-
-
-@dataclass
-class _Room:
-    opening: OpenRoom
-    source: Tables
-    destination: Tables
-    closing: bool = False
-
-
-@dataclass
-class _Order:
-    request: Send
-    received_s: float
-    amounts: Amounts = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    waiting: list[tuple[_Target, Operations]] = field(default_factory=list)
-    transfers: list[tuple[Transport, Transfer]] = field(default_factory=list)
-    error_code: str = ""
-    error: str = ""
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.request.room, self.request.generation
-
-    def fail(self, code: str, text: str) -> None:
-        """Keep the first cause."""
-        if not self.error_code:
-            self.error_code, self.error = code, text
 
 
 class RankWorker:
@@ -153,15 +84,19 @@ class RankWorker:
     ) -> None:
         self._identity = identity
         self._link = link
-        self._create = create_transport
         self._transfer_timeout_s = transfer_timeout_s
         self._pid = pid
         self._clock = clock
-        self._transports: dict[str, Transport] = {}
-        self._peers: dict[str, _ConnectedPeer] = {}
-        self._rooms: dict[tuple[int, int], _Room] = {}
-        self._queued: deque[_Order] = deque()
-        self._active: list[_Order] = []
+        self._transports = RankTransports(identity, create_transport, report=self._report_progress, clock=clock)
+        self._peers = RankPeers(identity, self._transports, beat=self._beat)
+        self._retired: list[ConnectedPeer] = []
+        """Peers that are not used for anything new, and are disconnected once nothing is in flight to them."""
+        self._to_connect: dict[str, ConnectPeer] = {}
+        """Peers that wait to be connected until their predecessors are disconnected."""
+        self._rooms: dict[RoomKey, OpenedRoom] = {}
+        self._closing: set[RoomKey] = set()
+        self._queued: list[Order] = []
+        self._active: list[Order] = []
         self._stopping = False
         self._beaten_s = clock()
 
@@ -171,7 +106,7 @@ class RankWorker:
         """Build the transports, report ready and serve until told to shut down, or until `stopped()`."""
         try:
             for name in self._identity.transports:
-                self._build(name)
+                self._transports.build(name)
             self._report_ready()
             while not self._stopping and not stopped():
                 self.step()
@@ -181,13 +116,18 @@ class RankWorker:
     def step(self) -> None:
         """Take what the node sent, push every transfer forward once, and rest if nothing moved."""
         self._beat()
-        busy = bool(self._active or self._queued)
-        message = self._link.receive(0.0 if busy else IDLE_WAIT_S)
-        while message is not None:
-            self._handle(message)
-            message = None if self._stopping else self._link.receive(0.0)
+        idle = not (self._active or self._queued or self._to_connect or self._retired)
+        self._receive(IDLE_WAIT_S if idle else 0.0)
         if not self._advance() and self._active:
             time.sleep(BUSY_PAUSE_S)
+
+    def _receive(self, wait_s: float) -> None:
+        for _ in range(MESSAGES_A_STEP):
+            message = self._link.receive(wait_s)
+            if message is None or self._stopping:
+                return
+            self._handle(message)
+            wait_s = 0.0
 
     def _beat(self) -> None:
         now_s = self._clock()
@@ -197,9 +137,7 @@ class RankWorker:
 
     def close(self) -> None:
         """Tear every transport down; nothing of this worker moves a byte afterwards."""
-        for transport in self._transports.values():
-            transport.close()
-        self._transports.clear()
+        self._transports.close()
 
     def __repr__(self) -> str:
         return (
@@ -207,28 +145,11 @@ class RankWorker:
             f"{len(self._active)} orders active, {len(self._queued)} queued>"
         )
 
-    def _build(self, name: str) -> None:
-        transport = self._create(name)
-        self._transports[name] = transport
-        pieces = self._identity.memory
-        total_bytes = sum(piece.length_bytes for piece in pieces)
-        done_bytes = 0
-        reported_s = self._clock()
-        for piece in pieces:
-            transport.register([piece])
-            done_bytes += piece.length_bytes
-            if self._clock() - reported_s >= PROGRESS_INTERVAL_S or done_bytes == total_bytes:
-                reported_s = self._clock()
-                self._link.send(
-                    WorkerProgress(rank=self._identity.rank, done_bytes=done_bytes, total_bytes=total_bytes)
-                )
+    def _report_progress(self, done_bytes: int, total_bytes: int) -> None:
+        self._link.send(WorkerProgress(rank=self._identity.rank, done_bytes=done_bytes, total_bytes=total_bytes))
 
     def _report_ready(self) -> None:
-        endpoints = tuple(
-            TransportEndpoint(transport=endpoint.transport, data=endpoint.data)
-            for endpoint in (transport.endpoint() for transport in self._transports.values())
-        )
-        description = RankDescription(manifest=self._identity.manifest, endpoints=endpoints)
+        description = RankDescription(manifest=self._identity.manifest, endpoints=self._transports.endpoints())
         self._link.send(WorkerReady(rank=self._identity.rank, pid=self._pid, description=description))
 
     # ------------------------------------------------------------------ messages
@@ -236,178 +157,153 @@ class RankWorker:
     def _handle(self, message: NodeToWorker) -> None:
         match message:
             case ConnectPeer():
-                self._connect(message)
+                self._connect_later(message)
             case DisconnectPeer():
-                self._disconnect(message.peer)
+                self._to_connect.pop(message.peer, None)
+                self._retire(message.peer, "the peer was disconnected")
             case OpenRoom():
-                self._rooms[message.room, message.generation] = _Room(
-                    message, from_wire(message.source), from_wire(message.destination)
-                )
+                self._open_room(message)
             case Send():
-                self._queued.append(_Order(message, self._clock()))
+                self._queued.append(Order(message, self._clock()))
             case CloseRoom():
-                self._close_room(message.room, message.generation)
+                self._close_room((message.room, message.generation))
             case Shutdown():
                 self._stopping = True
             case _:
                 pass
 
-    def _connect(self, message: ConnectPeer) -> None:
-        self._disconnect(message.peer)
-        peer = _ConnectedPeer(message.peer, message.ranks)
+    def _open_room(self, message: OpenRoom) -> None:
+        key = message.room, message.generation
         try:
-            for ordinal, description in enumerate(message.ranks):
-                peer.targets.append(self._target(description, ordinal, len(message.ranks)))
-        except BridgeError as error:
-            self._drop_targets(peer)
-            self._link.send(
-                PeerConnected(rank=self._identity.rank, peer=message.peer, error_code=error.code, error=str(error))
-            )
+            source, destination = tables_from_wire(message.source), tables_from_wire(message.destination)
+        except BridgeError as error:  # its orders will find the room not open
+            log.error("room_not_opened", room=message.room, code=error.code, reason=str(error))
             return
-        self._peers[message.peer] = peer
-        names = tuple(target.transport.name for target in peer.targets)
-        self._link.send(PeerConnected(rank=self._identity.rank, peer=message.peer, transports=names))
+        self._rooms[key] = OpenedRoom(message, source, destination)
 
-    def _target(self, description: RankDescription, ordinal: int, count: int) -> _Target:
-        pairing = Pairing.create(
-            self._identity.geometry,
-            self._identity.manifest,
-            description.manifest,
-            destination_ordinal=ordinal,
-            destination_count=count,
-        )
-        offered = {endpoint.transport: endpoint.data for endpoint in description.endpoints}
-        failures = []
-        for name in self._identity.transports:
-            if name not in offered:
-                failures.append(f"{name}: the peer does not offer it")
-                continue
-            transport = self._transports[name]
-            try:
-                connected = transport.connect(Endpoint(transport=name, data=offered[name]))
-            except TransportError as error:
-                failures.append(f"{name}: {error}")
-                continue
-            return _Target(pairing, transport, connected)
-        raise TransportError(
-            f"rank {self._identity.rank} found no transport to rank {description.manifest.rank} of the peer "
-            f"({'; '.join(failures)}); give both sides a common one in `transports.order`"
-        )
+    def _close_room(self, key: RoomKey) -> None:
+        self._closing.add(key)
+        for order in [*self._active, *self._queued]:
+            if order.key == key:
+                order.fail("aborted", "the room was closed")
+        self._confirm_closed(key)
 
-    def _disconnect(self, name: str) -> None:
-        peer = self._peers.pop(name, None)
+    def _confirm_closed(self, key: RoomKey) -> None:
+        """Answer RoomClosed once no order of a room that is being closed is left."""
+        if key not in self._closing or any(order.key == key for order in [*self._active, *self._queued]):
+            return
+        self._closing.discard(key)
+        self._rooms.pop(key, None)
+        self._link.send(RoomClosed(room=key[0], generation=key[1], rank=self._identity.rank, quiet=True))
+
+    # ------------------------------------------------------------------ peers
+
+    def _connect_later(self, message: ConnectPeer) -> None:
+        """Connect as soon as nothing is in flight to the peer as it was known so far. Every order is answered."""
+        name = message.peer
+        replaced = self._to_connect.pop(name, None)
+        if replaced is not None:
+            self._report_unconnected(name, PeerError("a later order has replaced this one"))
+        known = self._peers.get(name)
+        if known is not None and known.ranks == message.ranks:
+            self._report_connected(known)
+            return
+        self._retire(name, "the peer has changed")
+        self._to_connect[name] = message
+
+    def _retire(self, name: str, why: str) -> None:
+        """End the orders that go to a peer as it was known so far, and let go of it when they have ended."""
+        peer = self._peers.take(name)
         if peer is None:
             return
-        for order in [*self._active, *self._queued]:
+        self._retired.append(peer)
+        for order in self._active:
+            if order.peer is peer:
+                order.fail(PeerError.code, why)
+        for order in self._queued:
             room = self._rooms.get(order.key)
             if room is not None and room.opening.peer == name:
-                self._abort_order(order, "peer_failed", "the peer was disconnected")
-        self._drop_targets(peer)
+                order.fail(PeerError.code, why)
 
-    @staticmethod
-    def _drop_targets(peer: _ConnectedPeer) -> None:
-        for target in peer.targets:
-            target.transport.disconnect(target.peer)
+    def _tend_peers(self) -> None:
+        """Disconnect who is not used any more; connect who waited for that."""
+        for peer in list(self._retired):
+            if not any(order.peer is peer for order in self._active):
+                self._retired.remove(peer)
+                self._peers.disconnect(peer)
+        leaving = {peer.name for peer in self._retired}
+        for name in [name for name in self._to_connect if name not in leaving]:
+            self._connect(self._to_connect.pop(name))
 
-    def _close_room(self, room: int, generation: int) -> None:
-        known = self._rooms.get((room, generation))
-        if known is not None:
-            known.closing = True
-            for order in [*self._active, *self._queued]:
-                if order.key == (room, generation):
-                    self._abort_order(order, "aborted", "the room was closed")
-        self._confirm_closed(room, generation)
-
-    def _confirm_closed(self, room: int, generation: int) -> None:
-        """Answer RoomClosed once no order of the room is left."""
-        if any(order.key == (room, generation) for order in [*self._active, *self._queued]):
+    def _connect(self, message: ConnectPeer) -> None:
+        try:
+            peer = self._peers.connect(message.peer, message.ranks)
+        except BridgeError as error:
+            self._report_unconnected(message.peer, error)
             return
-        self._rooms.pop((room, generation), None)
-        self._link.send(RoomClosed(room=room, generation=generation, rank=self._identity.rank, quiet=True))
+        self._report_connected(peer)
 
-    @staticmethod
-    def _abort_order(order: _Order, code: str, reason: str) -> None:
-        order.fail(code, reason)
-        order.waiting.clear()
-        for _, transfer in order.transfers:
-            transfer.abort(reason)
+    def _report_connected(self, peer: ConnectedPeer) -> None:
+        self._link.send(PeerConnected(rank=self._identity.rank, peer=peer.name, transports=peer.transports))
+
+    def _report_unconnected(self, name: str, error: BridgeError) -> None:
+        reason = str(error)[:REASON_CHARS]
+        self._link.send(PeerConnected(rank=self._identity.rank, peer=name, error_code=error.code, error=reason))
 
     # ------------------------------------------------------------------ orders
 
     def _advance(self) -> bool:
         """Start queued orders, poll active ones, report what ended. Returns whether anything changed."""
-        moved = False
-        while self._queued and len(self._active) < ACTIVE_ORDERS:
-            order = self._queued.popleft()
-            self._start(order)
-            self._active.append(order)
-            moved = True
-        ended = [order for order in list(self._active) if self._poll(order)]
-        for order in ended:
-            if order in self._active:  # a rebuilt transport may have ended it already
+        self._tend_peers()
+        moved = self._start_queued()
+        for order in list(self._active):
+            if order not in self._active:
+                continue  # a rebuilt transport has ended it already
+            ended, loud = order.poll()
+            for transport in loud:
+                self._rebuild(transport)
+            if ended and order in self._active:
                 self._report(order)
-                moved = True
+            moved = moved or ended
         return moved
 
-    def _start(self, order: _Order) -> None:
-        """Plan an order and submit it to every rank of the peer."""
+    def _start_queued(self) -> bool:
+        """Start the orders whose peer is there and not too busy, in the order in which they came."""
+        waiting: list[Order] = []
+        orders, self._queued = self._queued, waiting
+        for order in orders:
+            if order.error_code or not self._must_wait(order):
+                self._start(order)
+            else:
+                waiting.append(order)
+        return len(waiting) < len(orders)
+
+    def _must_wait(self, order: Order) -> bool:
+        room = self._rooms.get(order.key)
+        if room is None:
+            return False
+        name = room.opening.peer
+        if name in self._to_connect:
+            return True
+        return sum(other.peer is not None and other.peer.name == name for other in self._active) >= ACTIVE_ORDERS
+
+    def _start(self, order: Order) -> None:
+        self._active.append(order)
         if order.error_code:
             return
-        try:
-            room = self._rooms.get(order.key)
-            if room is None or room.closing:
-                raise ConflictError(f"room {order.request.room} is not open on rank {self._identity.rank}")
-            peer = self._peers.get(room.opening.peer)
-            if peer is None:
-                raise NotReadyError(f"rank {self._identity.rank} is not connected to peer {room.opening.peer}")
-            self._plan(order, room, peer)
-            self._submit(order)
-        except BridgeError as error:
-            self._abort_order(order, error.code, str(error))
+        room = self._rooms.get(order.key)
+        if room is None:
+            why = f"room {order.request.room} is not open on rank {self._identity.rank}"
+            order.fail(ConflictError.code, why)
+            return
+        peer = self._peers.get(room.opening.peer)
+        if peer is None:
+            why = f"rank {self._identity.rank} is not connected to peer {room.opening.peer}"
+            order.fail(NotReadyError.code, why)
+            return
+        order.start(room, peer, timeout_s=self._transfer_timeout_s, clock=self._clock)
 
-    def _plan(self, order: _Order, room: _Room, peer: _ConnectedPeer) -> None:
-        begun_s = self._clock()
-        for target in peer.targets:
-            planned = plan(
-                target.pairing,
-                order.request.section,
-                room.source,
-                room.destination,
-                max_operation_bytes=target.transport.capabilities.max_operation_bytes,
-            )
-            order.amounts = add_amounts(order.amounts, planned.amounts)
-            if len(planned.operations):
-                order.waiting.append((target, planned.operations))
-        order.seconds["plan"] = self._clock() - begun_s
-
-    def _submit(self, order: _Order) -> None:
-        for target, operations in order.waiting:
-            transfer = target.transport.submit(target.peer, operations, deadline_s=self._transfer_timeout_s)
-            order.transfers.append((target.transport, transfer))
-        order.waiting.clear()
-        order.seconds["first_byte"] = self._clock() - order.received_s
-
-    def _poll(self, order: _Order) -> bool:
-        """Push the order's transfers forward; returns whether all of them are terminal and quiet.
-
-        A rebuild reports the order itself unless other transports still work on it; those are polled the next time.
-        """
-        loud: set[str] = set()
-        ended = True
-        for transport, transfer in order.transfers:
-            status = transfer.poll()
-            if not status.state.terminal:
-                ended = False
-            elif status.state is not TransferState.DONE:
-                if not order.error_code:
-                    self._abort_order(order, TransportError.code, f"{transport.name}: {status.error}")
-                if status.state is TransferState.FAILED_NOT_QUIET:
-                    loud.add(transport.name)
-        for name in loud:
-            self._rebuild(name)
-        return ended and not loud
-
-    def _report(self, order: _Order) -> None:
+    def _report(self, order: Order) -> None:
         self._active.remove(order)
         request = order.request
         order.seconds["move"] = self._clock() - order.received_s - order.seconds.get("first_byte", 0.0)
@@ -423,37 +319,29 @@ class RankWorker:
                 error=order.error,
             )
         )
-        room = self._rooms.get(order.key)
-        if room is not None and room.closing:
-            self._confirm_closed(request.room, request.generation)
+        self._confirm_closed(order.key)
 
-    def _rebuild(self, name: str) -> None:
+    def _rebuild(self, broken: Transport) -> None:
         """Tear a transport down that would not go quiet, and build it again with new endpoints.
 
-        Every order that used it ends here. Peers that were reached through it have to be connected again: they
-        stay known, and are connected at once.
+        Every order that used it ends here, unless another transport still works on it. Peers that were reached through
+        it are connected again at once; the node hears of both.
         """
-        log.warning(
-            "transport_rebuilt",
-            rank=str(self._identity.rank),
-            transport=name,
-            why="a failed transfer did not become quiet",
-        )
-        broken = self._transports[name]
-        broken.close()
+        name = broken.name
+        log.warning("transport_rebuilt", rank=str(self._identity.rank), transport=name, why="a transfer was not quiet")
+        self._transports.tear_down(name)
         for order in list(self._active):
-            if any(transport is broken for transport, _ in order.transfers):
-                order.fail(TransportError.code, f"{name}: torn down because another transfer would not become quiet")
-                order.transfers = [
-                    (transport, transfer) for transport, transfer in order.transfers if transport is not broken
-                ]
-                for _, transfer in order.transfers:
-                    transfer.abort(order.error)
-                if not order.transfers:
-                    self._report(order)
-        self._build(name)
-        for peer in list(self._peers.values()):
-            if any(target.transport is broken for target in peer.targets):
-                del self._peers[peer.name]
-                self._connect(ConnectPeer(peer=peer.name, ranks=peer.ranks))
+            if order.lose(broken) and not order.transfers:
+                self._report(order)
+        for peer in self._retired:
+            peer.targets = [target for target in peer.targets if target.transport is not broken]
+        self._transports.build(name)
+        for peer in self._peers.using(broken):
+            try:
+                self._peers.reconnect(peer, broken)
+            except BridgeError as error:
+                self._retire(peer.name, f"it could not be reached again: {error}")
+                self._report_unconnected(peer.name, error)
+            else:
+                self._report_connected(peer)
         self._report_ready()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from kvbridge.config.transports import TransportSettings
@@ -31,6 +31,7 @@ from kvbridge.pool.extent import Extent
 from kvbridge.pool.layout import RankPart
 from kvbridge.pool.sharing import MappedRegions, registered_extents
 from kvbridge.service.rank_worker import NodeLink, RankIdentity, RankWorker
+from kvbridge.service.rooms import REASON_CHARS
 from kvbridge.transport.base import Memory, SharedFile, Transport
 from kvbridge.transport.registry import create_transport
 
@@ -65,8 +66,11 @@ def serve_rank(
             identity = _identity(setup, regions, extents)
             worker = RankWorker(identity, link, _factory(setup), transfer_timeout_s=setup.transfer_timeout_s, pid=pid)
             worker.run(stopped)
-    except BridgeError as error:
-        link.send(WorkerFailed(rank=rank, code=error.code, message=str(error)[:4_000]))
+    except Exception as error:
+        code = error.code if isinstance(error, BridgeError) else BridgeError.code
+        told = WorkerFailed(rank=rank, code=code, message=(str(error) or type(error).__name__)[:REASON_CHARS])
+        with suppress(BridgeError):  # the node may be what is gone
+            link.send(told)
         raise
 
 

@@ -138,17 +138,22 @@ class _Prober:
     def __init__(self, settings: MooncakeSettings) -> None:
         self._library = create_library(settings.model_copy(update={"protocol": MooncakeProtocol.TCP}))
         self._lock = threading.Lock()
-        self._waiting: set[str] = set()
+        self._asked: dict[str, tuple[threading.Thread, list[int]]] = {}
 
     def probe(self, session: str, timeout_s: float) -> int | None:
-        """Return the library's answer (0 is good), or None when there was none in time."""
+        """Return the library's answer (0 is good), or None when there was none in time.
+
+        Several transports of a process may ask for one session at a time; they share the answer.
+        """
         with self._lock:
-            if session in self._waiting:
-                return None
-            self._waiting.add(session)
-        answers: list[int] = []
-        thread = threading.Thread(target=self._ask, args=(session, answers), name=f"probe {session}", daemon=True)
-        thread.start()
+            if session not in self._asked:
+                answers: list[int] = []
+                thread = threading.Thread(
+                    target=self._ask, args=(session, answers), name=f"probe {session}", daemon=True
+                )
+                self._asked[session] = thread, answers
+                thread.start()
+            thread, answers = self._asked[session]
         thread.join(timeout_s)
         return answers[0] if answers else None
 
@@ -157,16 +162,18 @@ class _Prober:
             answers.append(self._library.send_probe(session))
         finally:
             with self._lock:
-                self._waiting.discard(session)
+                del self._asked[session]
 
 
 _probers: list[_Prober] = []
+_probers_lock = threading.Lock()
 
 
 def probe(session: str, settings: MooncakeSettings) -> None:
     """Raise TransportError unless the peer answers within the connect timeout."""
-    if not _probers:
-        _probers.append(_Prober(settings))
+    with _probers_lock:
+        if not _probers:
+            _probers.append(_Prober(settings))
     answer = _probers[0].probe(session, settings.connect_timeout_s)
     if answer is None:
         raise TransportError(

@@ -19,8 +19,9 @@ from kvbridge.transport.base import Transfer, TransferState, TransferStatus
 from kvbridge.transport.windowed import Window, WindowedTransfer
 
 IDLE_WAIT_S = 1.0
-PAUSE_S = 0.0001
-"""Between two rounds in which nothing was started and nothing ended."""
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.0004
+"""Between two rounds in which nothing was started and nothing ended; doubled each time, so that a page is answered for at once and
+a long transfer is not asked after more often than is good for it."""
 
 
 class PumpedTransfer(Transfer):
@@ -73,6 +74,7 @@ class Pump:
         self._active: list[PumpedTransfer] = []
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._pause_s = SHORTEST_PAUSE_S
 
     def __repr__(self) -> str:
         return f"<Pump {self._name}: {len(self._active)} transfers{', closed' if self._closed else ''}>"
@@ -126,11 +128,14 @@ class Pump:
                 ended.add(transfer)
             if self._closed:
                 return
+        if moved:
+            self._pause_s = SHORTEST_PAUSE_S
+        elif active:
+            time.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         if ended:
             with self._changed:
                 self._active = [transfer for transfer in self._active if transfer not in ended]
-        elif active and not moved:
-            time.sleep(PAUSE_S)
 
     def _fail_unless_closed(self) -> None:
         """A defect has ended the thread, and its traceback tells of it: nobody pushes any more, so nothing is quiet."""

@@ -14,7 +14,7 @@ def entries(kind: ComponentKind, layers, *, tokens_per_row: int, parts, alignmen
         kind=kind,
         layers=tuple(layers),
         space=IndexSpace.FULL,
-        encoding=Encoding.FP8_V4,
+        encoding=Encoding.FP8_INDEXER if kind is ComponentKind.C4_INDEXER else Encoding.FP8_V4,
         liveness=Liveness.GROWING,
         tokens_per_row=tokens_per_row,
         row_parts_bytes=parts,

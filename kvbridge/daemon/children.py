@@ -1,0 +1,134 @@
+"""A child process of this one: its log, its life, its end.
+
+Owns: one process and the file that its output goes to. Must not know: what the process does.
+
+Children get a session of their own, so that Ctrl-C reaches only the parent, which ends them in its own order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from kvbridge.core.errors import DeadlineError, PeerError
+
+STOP_S = 20.0
+KILL_S = 5.0
+"""A killed process is gone within this time, or the machine has other troubles."""
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl
+
+FoundT = TypeVar("FoundT")
+
+
+class ChildProcess:
+    """One child process, started at most once at a time. Its standard error (and output) is appended to `log_path`."""
+
+    def __init__(self, name: str, log_path: Path, *, ends_with_us: bool = False) -> None:
+        """`name` is for messages. `ends_with_us`: SIGTERM when the thread that started it ends, however it ends."""
+        self.name = name
+        self.log_path = log_path
+        self.process: subprocess.Popen[bytes] | None = None
+        self._ends_with_us = ends_with_us
+
+    def launch(self, command: Sequence[str], *, piped: bool = False) -> subprocess.Popen[bytes]:
+        """Start the process. `piped`: its standard input and output are pipes to us, else nothing and the log."""
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(  # noqa: PLW1509 - the child calls one function of the C library, bound above
+                command,
+                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else log,
+                stderr=log,
+                env=clean_environment(),
+                start_new_session=True,
+                preexec_fn=_end_with_parent if self._ends_with_us else None,
+            )
+        return self.process
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    def check_running(self) -> None:
+        """Raise PeerError with the tail of its log when it has ended."""
+        if self.process is not None and self.process.poll() is not None:
+            raise PeerError(f"{self.name} ended ({how_it_ended(self.process.returncode)}); its log ends:\n{self.log(15)}")
+
+    def log(self, lines: int = 60) -> str:
+        """Return the last lines of its output."""
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal; after SIGKILL, wait for the end."""
+        if self.process is None:
+            return
+        self.process.send_signal(number)
+        if number is signal.SIGKILL:
+            self.process.wait(KILL_S)
+
+    def stop(self) -> int:
+        """Send SIGTERM, wait, kill what does not end; return the exit code (0 when it never ran)."""
+        stop_all([self], timeout_s=STOP_S)
+        return 0 if self.process is None else int(self.process.returncode)
+
+
+def stop_all(children: Iterable[ChildProcess], *, timeout_s: float, hurry_after_s: float | None = None) -> None:
+    """End processes together: SIGTERM, once more after `hurry_after_s`, and SIGKILL to those left after `timeout_s`."""
+    running = [child.process for child in children if child.process is not None and child.process.poll() is None]
+    for process in running:
+        process.send_signal(signal.SIGCONT)  # a stopped one would not hear the rest
+        process.terminate()
+    deadline_s = time.monotonic() + timeout_s
+    if hurry_after_s is not None:
+        left = _wait_all(running, min(deadline_s, time.monotonic() + hurry_after_s))
+        for process in left:
+            process.terminate()
+    for process in _wait_all(running, deadline_s):
+        process.kill()
+        process.wait(KILL_S)
+
+
+def _wait_all(processes: list[subprocess.Popen[bytes]], deadline_s: float) -> list[subprocess.Popen[bytes]]:
+    """Return those that have not ended by the deadline."""
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return [process for process in processes if process.poll() is None]
+
+
+def wait_for(
+    what: str, look: Callable[[], FoundT | None], *, timeout_s: float, watched: Iterable[ChildProcess] = ()
+) -> FoundT:
+    """Return the first true value of `look`. Raises PeerError when a watched process ends first, else DeadlineError."""
+    deadline_s = time.monotonic() + timeout_s
+    watched = tuple(watched)
+    while True:
+        for child in watched:
+            child.check_running()
+        found = look()
+        if found:
+            return found
+        if time.monotonic() >= deadline_s:
+            raise DeadlineError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(0.02)
+
+
+def how_it_ended(code: int) -> str:
+    """Return an exit code in words."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment without settings of kvbridge, so that only written files configure children."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("KVBRIDGE_")}
+
+
+def _end_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
