@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvbridge import __version__
-from kvbridge.cli import config, daemons
+from kvbridge.cli import config, daemons, demo
 
 app = typer.Typer(
     name="kvbridge",
@@ -16,6 +16,7 @@ app = typer.Typer(
 app.command()(daemons.prefill)
 app.command()(daemons.decode)
 app.command()(daemons.bootstrap)
+app.command()(demo.demo)
 app.add_typer(config.app)
 
 

@@ -13,6 +13,10 @@ from typing import NamedTuple
 
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 
+ENGINE_SOCKET = "engine.sock"
+WORKER_SOCKET = "worker.sock"
+"""Names of a daemon's sockets in its runtime directory: for its engines, and for its rank workers."""
+
 MAX_IPC_PATH_BYTES = 107
 """What `sockaddr_un` holds on Linux, without its closing zero."""
 

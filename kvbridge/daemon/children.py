@@ -40,14 +40,14 @@ class ChildProcess:
     def launch(self, command: Sequence[str], *, piped: bool = False) -> subprocess.Popen[bytes]:
         """Start the process. `piped`: its standard input and output are pipes to us, else nothing and the log."""
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(  # noqa: PLW1509 - the child calls one function of the C library, bound above
+            self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,
                 stderr=log,
                 env=clean_environment(),
                 start_new_session=True,
-                preexec_fn=_end_with_parent if self._ends_with_us else None,
+                preexec_fn=_end_with_parent if self._ends_with_us else None,  # noqa: PLW1509 - it calls one C function
             )
         return self.process
 
@@ -59,7 +59,9 @@ class ChildProcess:
     def check_running(self) -> None:
         """Raise PeerError with the tail of its log when it has ended."""
         if self.process is not None and self.process.poll() is not None:
-            raise PeerError(f"{self.name} ended ({how_it_ended(self.process.returncode)}); its log ends:\n{self.log(15)}")
+            raise PeerError(
+                f"{self.name} ended ({how_it_ended(self.process.returncode)}); its log ends:\n{self.log(15)}"
+            )
 
     def log(self, lines: int = 60) -> str:
         """Return the last lines of its output."""

@@ -47,6 +47,7 @@ class DaemonProcess(ChildProcess):
         self.folder = folder
         self.config: Section = config or {}
         self.arguments: tuple[str, ...] = ()
+        self._last_answer = ""
 
     @property
     def runtime_dir(self) -> Path:
@@ -78,18 +79,24 @@ class DaemonProcess(ChildProcess):
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
         """Wait until it can admit rooms. Raises PeerError when it ends, DeadlineError with its reasons and its log."""
-        url = self.url
-        reasons: list[str] = []
-
-        def look() -> bool:
-            response = httpx.get(f"{url}/ready", timeout=CALL_S, trust_env=False)
-            reasons[:] = [response.text]
-            return response.status_code == httpx.codes.OK
-
+        self.endpoint()
         try:
-            wait_for(f"{self.name} ready", look, timeout_s=timeout_s, watched=[self])
+            wait_for(f"{self.name} ready", self.is_ready, timeout_s=timeout_s, watched=[self])
         except DeadlineError as error:
-            raise DeadlineError(f"{error}; last answer {reasons}; its log ends:\n{self.log()}") from error
+            raise DeadlineError(f"{error}; last answer {self._last_answer}; its log ends:\n{self.log()}") from error
+
+    def is_ready(self) -> bool:
+        """Whether its doors are open and it can admit rooms now."""
+        endpoint = read_endpoint(self.runtime_dir)
+        if endpoint is None:
+            return False
+        try:
+            response = httpx.get(f"{endpoint.http_url}/ready", timeout=CALL_S, trust_env=False)
+        except httpx.HTTPError as error:
+            self._last_answer = str(error) or type(error).__name__
+            return False
+        self._last_answer = response.text
+        return response.status_code == httpx.codes.OK
 
     def worker_errors(self) -> list[str]:
         """Why its rank workers do not work, of those that said so or ended. Raises PeerError, DeadlineError."""
@@ -142,11 +149,12 @@ class Cluster:
     def stop(self, *, timeout_s: float = 20.0, hurry_after_s: float | None = None) -> None:
         """End every process, nodes first, then bootstrap, and remove what killed ones left. Harmless when stopped.
 
-        Open rooms keep daemons draining; `hurry_after_s` cuts that short.
+        Open rooms keep daemons draining; `hurry_after_s` cuts that short, and ends all of them together.
         """
         nodes = self.all()[1:]
-        stop_all(nodes, timeout_s=timeout_s, hurry_after_s=hurry_after_s)
-        stop_all([self.bootstrap], timeout_s=timeout_s, hurry_after_s=hurry_after_s)
+        if hurry_after_s is None:
+            stop_all(nodes, timeout_s=timeout_s)
+        stop_all(self.all(), timeout_s=timeout_s, hurry_after_s=hurry_after_s)
         for daemon in nodes:
             instance, node = str(daemon.config.get("instance", "")), str(daemon.config.get("node", NODE))
             remove_stale(DEFAULT_DIRECTORY, file_prefix(instance, f"{daemon.role}-{node}"))
@@ -200,7 +208,7 @@ def plan_cluster(folder: Path, spec: ClusterSpec) -> Cluster:
     return Cluster(folder, bootstrap, prefill, decode)
 
 
-def daemon_config(  # noqa: PLR0913 - a configuration, by name
+def daemon_config(
     model: Mapping[str, Any],
     *,
     instance: str,

@@ -9,6 +9,7 @@ Doors first, memory after: `/ready` can say how far registration has come while 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import time
@@ -22,11 +23,12 @@ from kvbridge import __version__
 from kvbridge.config.loading import read_secret
 from kvbridge.config.pools import DecodePools, MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.control.addresses import ENGINE_SOCKET, WORKER_SOCKET
 from kvbridge.control.keys import CurveKeys, load_keys
 from kvbridge.control.link import PeerSettings
 from kvbridge.control.local import LocalCallbacks, LocalServer, prepare_runtime_directory
 from kvbridge.control.peers import PeerIdentity
-from kvbridge.core.errors import BridgeError
+from kvbridge.core.errors import BridgeError, NotReadyError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE, NODE_TO_WORKER, WORKER_TO_NODE
@@ -52,8 +54,6 @@ from kvbridge.daemon.memory import NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
 from kvbridge.daemon.observe import MetricsObserver
 from kvbridge.daemon.supervisor import Supervisor
-from kvbridge.engine.adopted import WORKER_SOCKET
-from kvbridge.engine.link import ENGINE_SOCKET
 from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
@@ -62,13 +62,15 @@ from kvbridge.pool.book import PageState
 from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.service.engine_door import EngineDoor
 from kvbridge.service.ports import Load, NodeRegistration, PeerAddress, Readiness, RoomsPort
-from kvbridge.service.workers import WorkerSet
+from kvbridge.service.workers import WorkerSet, WorkerState
 from kvbridge.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.05
 """How often deadlines are looked at."""
+CLOSING_SHARE = 8
+"""Half of `timeouts.shutdown_s` is the rooms' own; each part that closes afterwards gets this part (1/n) of it."""
 
 
 class Rooms(RoomsPort, Protocol):
@@ -120,6 +122,10 @@ class Node(ABC):
         self._directory: DirectoryClient | None = None
         self._supervisor: Supervisor | None = None
         self._worker_server: LocalServer[WorkerToNode, NodeToWorker] | None = None
+        self._early_workers: dict[str, WorkerHello] = {}
+        """Workers of engines that came before the memory that they are to map, by their links."""
+        self._heard_s: dict[Rank, float] = {}
+        """When a rank's worker said something last."""
         self._engine_server: LocalServer[EngineToNode, NodeToEngine] | None = None
         self.control: PeerAddress | None = None
 
@@ -193,6 +199,9 @@ class Node(ABC):
         self._memory_problem = ""
         if not self.adopted:
             self._supervise()
+        for link, message in self._early_workers.items():
+            self._welcome_worker(link, message)
+        self._early_workers.clear()
 
     async def failed(self) -> None:
         """Raise when a part that the daemon cannot do without has ended."""
@@ -203,13 +212,14 @@ class Node(ABC):
         """Admit nothing more, let rooms end, abort those that do not end in time (`timeouts.shutdown_s`)."""
         limit_s = self.config.timeouts.shutdown_s
         self.workers.draining = "the daemon is shutting down"
-        if self._announcer is not None:
-            await self._announcer.leave()
+        leaving = [] if self._announcer is None else [self._background(self._announcer.leave(), "leave")]
         log.info("draining", rooms=self.open_rooms(), limit_s=limit_s)
         if not await self._wait_idle(limit_s / 2):
             log.warning("rooms_aborted", rooms=self.open_rooms(), limit="timeouts.shutdown_s")
             await self.end_rooms("the daemon was shut down")
-            await self._wait_idle(limit_s / 4)
+            await self._wait_idle(limit_s / CLOSING_SHARE)
+        if leaving:
+            await asyncio.wait(leaving, timeout=limit_s / CLOSING_SHARE)
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -230,18 +240,19 @@ class Node(ABC):
         for rank in self.workers.layers:
             self.workers.send(rank, Shutdown())
         if self._supervisor is not None:
-            await self._supervisor.stop(self.config.timeouts.shutdown_s / 4)
-        await self.close_peers(min(1.0, self.config.timeouts.shutdown_s / 4))
+            await self._supervisor.stop(self.config.timeouts.shutdown_s / CLOSING_SHARE)
+        await self.close_peers(min(1.0, self.config.timeouts.shutdown_s / CLOSING_SHARE))
         for server in (self._worker_server, self._engine_server):
             if server is not None:
                 server.close()
         remove_endpoint(self.config.runtime_dir, self.incarnation)
         self.memory.close()
 
-    def _background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.append(task)
         task.add_done_callback(self._task_ended)
+        return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -254,6 +265,7 @@ class Node(ABC):
         while True:
             await asyncio.sleep(TICK_S)
             self.rooms.tick()
+            self._watch_workers()
             if time.monotonic() >= next_heartbeat_s:
                 next_heartbeat_s += heartbeat_s
                 self.watch_peers()
@@ -309,7 +321,7 @@ class Node(ABC):
             if http.tls_certificate_file is not None and http.tls_key_file is not None
             else None
         )
-        shutdown_s = self.config.timeouts.shutdown_s / 4
+        shutdown_s = self.config.timeouts.shutdown_s / CLOSING_SHARE
         server = await HttpServer.start(app, host=http.host, port=http.port, shutdown_s=shutdown_s, tls=tls)
         self._background(server.wait_ended(), "http")
         return server
@@ -426,9 +438,15 @@ class Node(ABC):
             log.warning("worker_unreachable", worker=link, code=error.code, reason=str(error))
 
     def _on_worker(self, link: str, message: WorkerToNode) -> None:
+        if isinstance(message, WorkerHello):
+            self._welcome_worker(link, message)
+            return
+        rank = self.workers.rank_of(link)
+        if rank is None or (not isinstance(message, Heartbeat) and message.rank != rank):
+            self.frame_refused("stale", f"{message.type} of worker {link}, which does not serve that rank (any more)")
+            return
+        self._heard_s[rank] = time.monotonic()
         match message:
-            case WorkerHello():
-                self._welcome_worker(link, message)
             case WorkerProgress():
                 self.workers.progress(message)
             case WorkerReady():
@@ -444,16 +462,23 @@ class Node(ABC):
 
     def _welcome_worker(self, link: str, message: WorkerHello) -> None:
         if self._memory_problem:
-            log.warning("worker_too_early", rank=str(message.rank), why=self._memory_problem)
+            self._early_workers[link] = message
+            return
+        self._heard_s[message.rank] = time.monotonic()
         replaced = self.workers.hello(link, message)
         if replaced and self._worker_server is not None:
             self._worker_server.drop(replaced)
             self.worker_down(message.rank, "another worker took its place")
 
     def _on_worker_gone(self, link: str) -> None:
+        self._early_workers.pop(link, None)
         rank = self.workers.rank_of(link)
-        if rank is not None:
+        if rank is None:
+            return
+        if self._supervisor is None:  # an engine's worker closes its transports before its connection
             self._worker_lost(rank, "its connection ended")
+        else:  # only the end of the process proves that nothing moves any more
+            self._supervisor.kill(rank, "its connection ended")
 
     def _on_process_gone(self, rank: Rank, reason: str) -> None:
         self.metrics.worker_restarted(reason.split(" ", maxsplit=1)[0])
@@ -463,6 +488,22 @@ class Node(ABC):
         self.workers.gone(rank, reason)
         self.worker_down(rank, reason)
         self._readiness_changed()
+
+    def _watch_workers(self) -> None:
+        """End workers that hang; the supervisor starts them again."""
+        if self._supervisor is None:
+            return
+        timeouts = self.config.timeouts
+        limits_s = {
+            WorkerState.STARTING: (timeouts.worker_start_s, "timeouts.worker_start_s"),
+            WorkerState.READY: (timeouts.worker_silence_s, "timeouts.worker_silence_s"),
+        }
+        for rank, state in self.workers.states().items():
+            limit_s, name = limits_s.get(state, (math.inf, ""))
+            silent_s = time.monotonic() - self._heard_s.get(rank, math.inf)
+            if silent_s > limit_s:
+                del self._heard_s[rank]
+                self._supervisor.kill(rank, f"it said nothing for {silent_s:.1f} s (limit: {name})")
 
     def _readiness_changed(self) -> None:
         if self._announcer is not None:
@@ -486,7 +527,9 @@ class Node(ABC):
             log.warning("engine_unreachable", engine=engine, code=error.code, reason=str(error))
 
     def describe_engine(self, call: int, ranks: tuple[Rank, ...]) -> Attached:
-        """Answer an attach."""
+        """Answer an attach. Raises NotReadyError while the memory to be attached to is being made."""
+        if self._memory_problem and not self.adopted:
+            raise NotReadyError(f"nothing to attach to yet: {self._memory_problem}; try again when /ready says so")
         return Attached(
             call=call,
             instance=self.config.instance,

@@ -46,6 +46,8 @@ class Supervisor:
         )
         self._on_gone = on_gone
         self._processes: dict[Rank, asyncio.subprocess.Process] = {}
+        self._killed: dict[int, str] = {}
+        """Why, by process id."""
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
 
@@ -67,7 +69,7 @@ class Supervisor:
             code = await process.wait()
             if self._stopping:
                 return
-            reason = _why(code)
+            reason = _reason(code, self._killed.pop(process.pid, ""))
             log.error("worker_gone", rank=str(rank), pid=process.pid, reason=reason)
             self._on_gone(rank, reason)
             pause_s = FIRST_PAUSE_S if loop.time() - started_s > STABLE_AFTER_S else min(LONGEST_PAUSE_S, pause_s * 2)
@@ -76,9 +78,13 @@ class Supervisor:
     def kill(self, rank: Rank, why: str) -> None:
         """End a worker that does not answer; it is started again."""
         process = self._processes.get(rank)
-        if process is not None and process.returncode is None:
-            log.error("worker_killed", rank=str(rank), pid=process.pid, why=why)
-            process.kill()
+        if process is None or process.returncode is not None or process.pid in self._killed:
+            return
+        log.error("worker_killed", rank=str(rank), pid=process.pid, why=why)
+        self._killed[process.pid] = why
+        # Not through `process`, which would look for the exit code itself and so take it from whoever waits for it.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
     async def stop(self, timeout_s: float) -> None:
         """Wait until every worker has ended (they were told to), and kill those that have not after `timeout_s`."""
@@ -99,7 +105,6 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _why(code: int) -> str:
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
+def _reason(code: int, why: str) -> str:
+    end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"{end} ({why})" if why else end

@@ -18,6 +18,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from kvbridge.control.addresses import WORKER_SOCKET
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.manifest import Region
@@ -27,8 +28,6 @@ from kvbridge.service.worker_life import open_node_link, serve_rank
 
 log = structlog.get_logger(__name__)
 
-WORKER_SOCKET = "worker.sock"
-"""Name of the rank workers' socket in a daemon's runtime directory."""
 SETUP_TIMEOUT_S = 120.0
 
 

@@ -13,15 +13,13 @@ from collections import deque
 from pathlib import Path
 from typing import TypeVar
 
+from kvbridge.control.addresses import ENGINE_SOCKET
 from kvbridge.control.local import LocalClient
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, ProtocolError, error_codes
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Answer, Call, EngineToNode, NodeToEngine, Refused, RoomEvent
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
-
-ENGINE_SOCKET = "engine.sock"
-"""Name of the engines' socket in a daemon's runtime directory."""
 
 
 class EngineLink:

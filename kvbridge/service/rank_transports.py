@@ -23,7 +23,7 @@ PROGRESS_INTERVAL_S = 0.2
 class TransportFactory(Protocol):
     """Builds one transport by its name; called again when one has to be replaced."""
 
-    def __call__(self, name: str) -> Transport:
+    def __call__(self, name: str, /) -> Transport:
         """Raises TransportError with cause and fix when it cannot run here."""
 
 

@@ -90,7 +90,7 @@ class ReceiverLimits:
     """From the offer to the commit."""
     claim_s: float
     """A committed room is claimed within this time, else its pages are given back."""
-    drain_s: float = 60.0
+    drain_s: float
     """A room that is being stopped is let go of within this time, else its pages are quarantined until it is."""
 
 

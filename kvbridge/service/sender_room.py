@@ -69,7 +69,7 @@ class SenderLimits:
     """An offered room is sent completely within this time."""
     early_offer_s: float
     """An offer waits so long for its room to be admitted."""
-    drain_s: float = 60.0
+    drain_s: float
     """A room that is being stopped is quiet within this time, else its pages are quarantined until it is."""
 
 

@@ -89,6 +89,10 @@ class WorkerSet:
             return f"rank worker {worker.rank} is starting ({worker.progress:.0%} of its memory is registered)"
         return f"rank worker {worker.rank} is not there" + (f": {worker.error}" if worker.error else "")
 
+    def states(self) -> dict[Rank, WorkerState]:
+        """Where every rank's worker stands."""
+        return {rank: worker.state for rank, worker in self._workers.items()}
+
     def manifests(self) -> tuple[RankManifest, ...]:
         """Of every rank that is ready, in the order in which they are introduced to peers."""
         return tuple(description.manifest for description in self.descriptions())

@@ -29,10 +29,10 @@ from kvbridge.transport.base import Capabilities, Endpoint, Memory, Peer, Transf
 from kvbridge.transport.local_copier import Copier, CopyTransfer
 from kvbridge.transport.local_host import (
     FileIdentity,
+    HostClaim,
     MappedFiles,
     Proof,
     SharedExtent,
-    Testimony,
     identify,
     require_same_host,
 )
@@ -43,7 +43,7 @@ NAME = "local"
 class LocalEndpoint(FrozenModel):
     """What a peer needs to know, as JSON in `Endpoint.data`."""
 
-    testimony: Testimony | None
+    claim: HostClaim | None
     """None as long as no shared memory is registered."""
     files: tuple[FileIdentity, ...]
     extents: tuple[SharedExtent, ...]
@@ -126,7 +126,7 @@ class LocalTransport(Transport):
                 )
             )
         content = LocalEndpoint(
-            testimony=self._testify(files), files=tuple(files), extents=tuple(shared), private=tuple(private)
+            claim=self._claim(files), files=tuple(files), extents=tuple(shared), private=tuple(private)
         )
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
@@ -134,19 +134,19 @@ class LocalTransport(Transport):
         """See `Transport.connect`. Refused as well when some of the peer's memory is not shared."""
         self._copier.require_open()
         content = _parse(endpoint)
-        if content.testimony is None:
+        if content.claim is None:
             raise TransportError(
                 "the peer has registered no shared memory, so the local transport cannot reach any of it"
             )
-        require_same_host(content.testimony)
-        label = f"process {content.testimony.pid}"
+        require_same_host(content.claim)
+        label = f"process {content.claim.pid}"
         if content.private:
             raise TransportError(
                 f"{label} has registered memory that is not shared ({', '.join(sorted(set(content.private)))}), "
                 "which the local "
                 "transport cannot write; use another transport for this pair"
             )
-        files = MappedFiles(content.testimony, content.files, content.extents)
+        files = MappedFiles(content.claim, content.files, content.extents)
         pairs = [(extent.address, extent.length_bytes) for extent in content.extents]
         peer = LocalPeer(label, extents.Extents(label, pairs), files)
         self._peers.add(peer)
@@ -186,10 +186,10 @@ class LocalTransport(Transport):
             self._proof.close()
             self._proof = None
 
-    def _testify(self, files: dict[FileIdentity, int]) -> Testimony | None:
+    def _claim(self, files: dict[FileIdentity, int]) -> HostClaim | None:
         if self._proof is None and files:
             self._proof = Proof(Path(next(iter(files)).path).parent)
-        return self._proof.testimony if self._proof else None
+        return self._proof.claim if self._proof else None
 
     def _known(self, peer: Peer) -> LocalPeer:
         if not isinstance(peer, LocalPeer) or peer not in self._peers:

@@ -48,7 +48,7 @@ class FileIdentity(FrozenModel):
     """Numeric user id."""
 
 
-class Testimony(FrozenModel):
+class HostClaim(FrozenModel):
     """What a process says of the host that it is on."""
 
     pid: Positive
@@ -83,18 +83,18 @@ class Proof:
                 "directory of the "
                 "shared memory writable for this process"
             ) from error
-        self.testimony = Testimony(
+        self.claim = HostClaim(
             pid=os.getpid(), boot_id=_boot_id(), file=_identity(str(path), os.fstat(self._descriptor)), secret=secret
         )
 
     def close(self) -> None:
         """Remove the file. Peers that are connected stay connected; nobody else can connect any more."""
         with contextlib.suppress(FileNotFoundError):
-            Path(self.testimony.file.path).unlink()
+            Path(self.claim.file.path).unlink()
         os.close(self._descriptor)
 
 
-def require_same_host(told: Testimony) -> None:
+def require_same_host(told: HostClaim) -> None:
     """Raise TransportError unless the process that says this shares our host and lives."""
     who = f"process {told.pid}"
     if told.boot_id != _boot_id():
@@ -113,7 +113,7 @@ def require_same_host(told: Testimony) -> None:
 class MappedFiles:
     """A peer's files, mapped here, and where each of its addresses is here. Unmapped when the last reference goes."""
 
-    def __init__(self, told: Testimony, files: Sequence[FileIdentity], extents: Sequence[SharedExtent]) -> None:
+    def __init__(self, told: HostClaim, files: Sequence[FileIdentity], extents: Sequence[SharedExtent]) -> None:
         who = f"process {told.pid}"
         self._maps = [_map(who, told, identity) for identity in files]
         bases = [ctypes.addressof(ctypes.c_char.from_buffer(mapped)) for mapped in self._maps]
@@ -189,7 +189,7 @@ def _opened(who: str, told: FileIdentity, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _map(who: str, told: Testimony, identity: FileIdentity) -> mmap.mmap:
+def _map(who: str, told: HostClaim, identity: FileIdentity) -> mmap.mmap:
     if identity.owner != told.file.owner:
         raise TransportError(
             f"{who} names {identity.path}, which belongs to another user than the process; it was refused"

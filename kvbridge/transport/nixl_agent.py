@@ -32,6 +32,7 @@ from kvbridge.transport.windowed import DONE, PENDING, Check, Progress
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 BACKEND = "UCX"
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
+ACCELERATOR_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 Descriptors = npt.NDArray[np.uint64]
 """One row (address, bytes, device) for each stretch of memory, C-contiguous."""
@@ -66,7 +67,11 @@ class NixlAgent:
             self._backend = agent.createBackend(BACKEND, {})
             reachable = agent.getBackendParams(self._backend)[1]
         self._agent: Native = agent
-        self.memory_kinds = frozenset(kind for kind, segment in self._segments.items() if segment.name in reachable)
+        self.memory_kinds = frozenset(
+            kind
+            for kind, segment in self._segments.items()
+            if segment.name in reachable and (kind is not MemoryKind.VRAM or _has_accelerator())
+        )
 
     def __repr__(self) -> str:
         return f"<NixlAgent {self.name}: {'destroyed' if self._agent is None else 'alive'}>"
@@ -233,6 +238,11 @@ def _package() -> str:
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""
     matching = f"nixl_cu{cuda.partition('.')[0]}"
     return matching if matching in found else found[0]
+
+
+def _has_accelerator() -> bool:
+    """UCX lists device memory as reachable whether there is a device or not."""
+    return any(node.exists() for node in ACCELERATOR_NODES)
 
 
 def _errors(library: ModuleType) -> tuple[type[Exception], ...]:

@@ -37,7 +37,7 @@ from kvbridge.engine.adapters import synthetic
 from tests.helpers.rank_pools import Form, NodePools, Ranks
 from tests.helpers.rank_threads import DestinationProcess, WorkerThread, stop_all
 
-SOURCE_COLOUR, CANARY = 0x3A, 0xC5
+SOURCE_COLOUR, CANARY = 0, 0xC5
 TRANSFER_TIMEOUT_S = 20.0
 PEER = "destination"
 
@@ -90,9 +90,11 @@ class Setting:
     source_form: Form
     destination_form: Form
     transport: str
+    label: str = ""
 
     def __str__(self) -> str:
-        return f"{self.transport}-{self.source}-{self.destination}"
+        words = (self.transport, self.label, f"{self.source}_to_{self.destination}")
+        return "-".join(word for word in words if word)
 
 
 def transport_settings(name: str) -> TransportSettings:

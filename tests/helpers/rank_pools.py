@@ -52,6 +52,8 @@ class Form:
     host: frozenset[ComponentKind] = NO_KINDS
     layout: HostLayout = HostLayout.LAYER_FIRST
     chunking: Chunking = Chunking()
+    """Of the device pools."""
+    host_chunking: Chunking = Chunking()
 
 
 class NodePools:
@@ -82,7 +84,7 @@ class NodePools:
                     form.host,
                     page_count=form.pages[IndexSpace.HOST],
                     layout=form.layout,
-                    chunking=form.chunking,
+                    chunking=form.host_chunking,
                 ),
                 directory,
                 name,
@@ -93,7 +95,8 @@ class NodePools:
         self.pools: list[MappedPool] = [*self._device, *([self._host] if self._host else [])]
         self.views = [PoolViews(geometry, pool.regions()) for pool in self.pools]
         """Of each rank's device pool, and of the host pool at the end."""
-        self.paint()
+        if colour:  # new pools are zero
+            self.paint()
 
     def close(self) -> None:
         self.views.clear()

@@ -33,7 +33,7 @@ from kvbridge.core.wire.messages import (
 from kvbridge.service.worker_life import serve_rank
 
 ANSWER_LIMIT_S = 30.0
-END_LIMIT_S = 15.0
+END_LIMIT_S = 30.0
 
 AnswerT = TypeVar("AnswerT", bound=FrozenModel)
 

@@ -207,3 +207,11 @@ def test_addresses_and_paths_must_match_the_mappings():
     shared = placement.shared_regions(["/dev/shm/x"])
     assert shared[0].region.extent_addresses == (0,)
     assert shared[0].paths == ("/dev/shm/x",)
+
+
+def test_blocks_never_touch_even_where_pages_fill_memory_pages_exactly():
+    regions = device_placement(FLASH, part(), page_counts=COUNTS).regions_at([1 << 40])
+    state = [region for region in regions if region.component is ComponentKind.C128_STATE]
+    starts = {region.extent_addresses[0] for region in state}
+    assert state[0].page_bytes % 4096 == 0
+    assert not starts & {start + state[0].page_count * state[0].page_bytes for start in starts}

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import signal
 import stat
 from pathlib import Path
 
@@ -189,19 +188,30 @@ def _own(directory: Path, connection) -> None:
     connection.recv()
 
 
-def test_a_killed_owner_leaves_a_file_that_the_next_start_removes(shm):
+@pytest.fixture
+def owner(shm):
+    """Another process that owns `kvb-node-host`; killed at the end, however the test ends."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_own, args=(shm, there))
+    process = context.Process(target=_own, args=(shm, there), daemon=True)
     process.start()
     assert here.poll(30)
     here.recv()
+    yield process
+    process.kill()
+    process.join(30)
+    process.close()
+    here.close()
+    there.close()
+    (shm / "kvb-node-host").unlink(missing_ok=True)
+
+
+def test_a_killed_owner_leaves_a_file_that_the_next_start_removes(shm, owner):
     path = shm / "kvb-node-host"
     assert remove_stale(shm, "kvb-node") == []
     assert path.exists()
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(30)
-    process.close()
+    owner.kill()
+    owner.join(30)
     assert path.exists()
     assert remove_stale(shm, "kvb-other") == []
     assert remove_stale(shm, "kvb-node") == [path]

@@ -1,0 +1,175 @@
+"""`kvbridge demo`: a real model over real daemons on this machine, compared logit by logit with the model alone.
+
+Owns: the command, its options and exit codes. Must not know: how it is done.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvbridge.cli.config import EXIT_CONFIG
+from kvbridge.cli.daemons import EXIT_FAILED
+from kvbridge.cli.demo_plan import DemoOptions
+from kvbridge.cli.demo_progress import demo_progress
+from kvbridge.cli.demo_report import DemoReport, print_report
+from kvbridge.cli.demo_run import Demo
+from kvbridge.core.errors import BridgeError, InvalidInputError
+from kvbridge.core.geometry.components import Encoding
+from kvbridge.engine.demo.lengths import DEFAULT_PROMPTS
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+SYSTEM_LIBRARIES = {
+    "libibverbs.so": "libibverbs1",
+    "librdmacm.so": "librdmacm1",
+    "libnuma.so": "libnuma1",
+    "libcurl.so": "libcurl4",
+    "libgomp.so": "libgomp1",
+    "libstdc++.so": "libstdc++6",
+}
+"""The Debian package of each shared library that the wheels expect to find."""
+
+
+class DemoTransport(StrEnum):
+    """What the two daemons may use."""
+
+    MOONCAKE = "mooncake"
+    NIXL = "nixl"
+    LOCAL = "local"
+
+
+class DemoEncoding(StrEnum):
+    """How rows travel and are kept."""
+
+    NATIVE = "native"
+    FP8_V4 = "fp8_v4"
+
+
+def demo(  # noqa: PLR0913, PLR0917 - one parameter an option
+    transport: Annotated[
+        DemoTransport, typer.Option(help="The only transport that both sides may use.")
+    ] = DemoTransport.MOONCAKE,
+    prefill_pp: Annotated[
+        int,
+        typer.Option("--prefill-pp", min=1, metavar="N", help="Pipeline stages of prefill; they need not be equal."),
+    ] = 2,
+    hf_config: Annotated[
+        Path | None,
+        typer.Option("--hf-config", metavar="FILE", help="A DeepSeek-V4 config.json, small enough for this machine."),
+    ] = None,
+    encoding: Annotated[
+        DemoEncoding, typer.Option(help="native: the model's own numbers; fp8_v4: as DeepSeek-V4 is served.")
+    ] = (DemoEncoding.NATIVE),
+    prompts: Annotated[
+        int, typer.Option(min=1, max=500, metavar="N", help="Requests; lengths are chosen at the edges.")
+    ] = DEFAULT_PROMPTS,
+    steps: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Tokens that are decoded for each.")] = 16,
+    chunk_tokens: Annotated[
+        int,
+        typer.Option(
+            "--chunk-tokens", min=1, metavar="N", help="Prompt tokens that are computed and published at a time."
+        ),
+    ] = 512,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on standard output.")
+    ] = False,
+    keep_logs: Annotated[
+        Path | None,
+        typer.Option("--keep-logs", metavar="DIR", help="Copy configurations, logs and logits of all processes there."),
+    ] = None,
+    patience_s: Annotated[
+        float,
+        typer.Option("--patience", min=1, metavar="SECONDS", help="Give up when an engine says nothing for so long."),
+    ] = 120.0,
+) -> None:
+    """Prefill here, decode there: move the KV cache of a real model between processes and compare every logit.
+
+    Starts bootstrap, a prefill and a decode daemon, two engine processes with Hugging Face's DeepSeek-V4 (random weights),
+    and a third that runs the model alone. Needs no GPU. Exit code 0: every logit of every request is equal; 1: not, or
+    something failed; 2: wrong options; 130: interrupted.
+    """
+    errors = Console(stderr=True)
+    options = DemoOptions(
+        transport=transport.value,
+        prefill_pp=prefill_pp,
+        hf_config=hf_config,
+        encoding=Encoding(encoding.value),
+        prompts=prompts,
+        steps=steps,
+        chunk_tokens=chunk_tokens,
+        patience_s=patience_s,
+        keep_logs=keep_logs,
+    )
+    report = _run(options, errors)
+    if as_json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        print_report(report, Console())
+    raise typer.Exit(0 if report.good else EXIT_FAILED)
+
+
+def _run(options: DemoOptions, errors: Console) -> DemoReport:
+    """Run it, or end with one clear message and the right exit code."""
+    if importlib.util.find_spec("transformers") is None:
+        _complain(
+            "the demo runs Hugging Face's DeepSeek-V4, and transformers is not installed: pip install 'kvbridge[transformers]'"
+        )
+        raise typer.Exit(EXIT_FAILED)
+    try:
+        with (
+            _terminated_like_interrupted(),
+            demo_progress(errors) as progress,
+            _prepared(options, progress) as prepared,
+        ):
+            return prepared.run()
+    except KeyboardInterrupt:
+        _complain("interrupted; every process has been ended")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BridgeError as error:
+        _complain(f"{error}{system_library_hint(str(error))}")
+        if options.keep_logs is not None:
+            _complain(f"all logs are in {options.keep_logs}")
+        raise typer.Exit(EXIT_FAILED) from error
+
+
+def _prepared(options: DemoOptions, progress: object) -> Demo:
+    """Return the demo, or end with the exit code for wrong options."""
+    try:
+        return Demo(options, progress)  # type: ignore[arg-type]
+    except InvalidInputError as error:
+        _complain(str(error))
+        raise typer.Exit(EXIT_CONFIG) from error
+
+
+def system_library_hint(text: str) -> str:
+    """Return what to install when a message is about a missing system library, else nothing."""
+    packages = [package for library, package in SYSTEM_LIBRARIES.items() if library in text]
+    return f" (on Debian and Ubuntu: apt install {' '.join(packages)})" if packages else ""
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP take the way of Ctrl-C, with their own exit codes."""
+
+    def end(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _complain(text: str) -> None:
+    typer.echo(f"kvbridge demo: {text}", err=True)

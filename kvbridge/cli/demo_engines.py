@@ -1,0 +1,128 @@
+"""The engine processes of the demo, seen from outside.
+
+Owns: their pipes, and the one queue of what they report. Must not know: what an event means, daemons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+from pydantic import ValidationError
+
+from kvbridge.core.errors import DeadlineError, PeerError
+from kvbridge.daemon.children import ChildProcess
+from kvbridge.engine.demo.job import EVENTS, Attach, Event, Failed, Serve
+
+LOOK_S = 0.1
+"""How often processes are looked at while nothing is reported."""
+LAST_WORDS_S = 2.0
+"""A process that has ended has had its last line read within this time."""
+
+Reported: TypeAlias = "tuple[EngineProcess, Event]"
+
+
+class EngineProcess(ChildProcess):
+    """One engine process. What it reports appears in `reports`, which all of them share."""
+
+    def __init__(self, part: str, name: str, folder: Path, reports: queue.SimpleQueue[Reported]) -> None:
+        super().__init__(name, folder / f"{part}-engine.log", ends_with_us=True)
+        self.part = part
+        self._reports = reports
+        self._reader = threading.Thread(target=self._read, name=f"reports of {name}", daemon=True)
+
+    def start(self, job_file: Path) -> None:
+        """Start it; it loads its model at once."""
+        self.launch([sys.executable, "-m", "kvbridge.engine.demo", self.part, str(job_file)], piped=True)
+        self._reader.start()
+
+    def order(self, order: Attach | Serve) -> None:
+        """Hand it an order. Raises PeerError when it has ended."""
+        try:
+            self._write(order.model_dump_json().encode() + b"\n")
+        except OSError as error:
+            self.wait_last_words()
+            raise PeerError(f"{self.name} takes no orders any more ({error}); its log ends:\n{self.log(15)}") from error
+
+    def dismiss(self) -> None:
+        """Say that there will be no more orders: it ends by itself."""
+        if self.process is not None and self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+
+    def wait_last_words(self) -> None:
+        """Wait until everything that an ended process had reported is in the queue."""
+        self._reader.join(LAST_WORDS_S)
+
+    def _write(self, line: bytes) -> None:
+        if self.process is None or self.process.stdin is None:
+            raise OSError("it was not started")
+        self.process.stdin.write(line)
+        self.process.stdin.flush()
+
+    def _read(self) -> None:
+        if self.process is None or self.process.stdout is None:
+            return
+        for line in self.process.stdout:
+            try:
+                event = EVENTS.validate_json(line)
+            except ValidationError as error:
+                event = Failed(
+                    message=f"it reported something that is no event ({error.errors()[0]['msg']}): {line[:200]!r}"
+                )
+            self._reports.put((self, event))
+
+
+class Reports:
+    """What the engine processes report, one at a time, for as long as everything that matters is alive."""
+
+    def __init__(self, *, silence_s: float) -> None:
+        """`silence_s`: the longest time without any report from those that are waited for."""
+        self.queue: queue.SimpleQueue[Reported] = queue.SimpleQueue()
+        self.silence_s = silence_s
+
+    def next(self, awaited: Iterable[EngineProcess], *, check: Callable[[], None]) -> Reported:
+        """Return the next report of any process, and call `check` while there is none.
+
+        Raises what `check` raises, PeerError when an engine process has ended or says that it failed, DeadlineError
+        when those that are awaited are silent for too long.
+        """
+        awaited = tuple(awaited)
+        deadline_s = time.monotonic() + self.silence_s
+        while True:
+            reported = self._take(LOOK_S)
+            if reported is None:
+                for engine in awaited:
+                    if not engine.running:
+                        engine.wait_last_words()
+                reported = self._take(0.0)
+            if reported is not None:
+                return _not_failed(reported)
+            for engine in awaited:
+                engine.check_running()
+            check()
+            if time.monotonic() > deadline_s:
+                names = " and ".join(engine.name for engine in awaited)
+                raise DeadlineError(
+                    f"nothing was heard of {names} for {self.silence_s:g} s (--patience); the last of it:\n"
+                    + "\n".join(engine.log(8) for engine in awaited)
+                )
+
+    def _take(self, timeout_s: float) -> Reported | None:
+        try:
+            return self.queue.get(timeout=timeout_s) if timeout_s else self.queue.get_nowait()
+        except queue.Empty:
+            return None
+
+
+def _not_failed(reported: Reported) -> Reported:
+    engine, event = reported
+    if isinstance(event, Failed):
+        raise PeerError(f"{engine.name} failed: {event.message}")
+    return reported

@@ -1,0 +1,180 @@
+"""What a demo will run, decided before anything runs.
+
+Owns: the options, the model's facts, the prompts, the sizes of the pools, the configuration of the daemons. Must not know:
+processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Self
+
+from kvbridge.core.errors import ConfigError, InvalidInputError
+from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
+from kvbridge.core.geometry.huggingface import geometry_from_config
+from kvbridge.core.geometry.pages import NO_HOST, pages_needed
+from kvbridge.core.ids import IndexSpace
+from kvbridge.daemon.cluster import ClusterSpec, NodeSpec
+from kvbridge.daemon.model import native_dtype_bytes, read_hf_config
+from kvbridge.engine.demo.job import Job, Prompt
+from kvbridge.engine.demo.lengths import prompt_lengths
+from kvbridge.pool.layout import stage_layers
+
+MODEL_TYPE = "deepseek_v4"
+TEXT_STRIDE = 97
+"""Prompts begin at different places of the text."""
+PREFILL_ONLY_TOKENS = 700
+"""A room that prefill alone admits, so that ids differ between the two sides."""
+LONG_S = 3600.0
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the user chose."""
+
+    transport: str
+    prefill_pp: int
+    hf_config: Path | None
+    encoding: Encoding
+    prompts: int
+    steps: int
+    chunk_tokens: int
+    patience_s: float
+    keep_logs: Path | None
+    in_flight: int = 4
+
+
+@dataclass(frozen=True)
+class DemoPlan:
+    """Everything that follows from the options."""
+
+    options: DemoOptions
+    model_name: str
+    model_facts: dict[str, Any]
+    geometry: ModelGeometry
+    lengths: tuple[int, ...]
+    stages: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, options: DemoOptions) -> Self:
+        """Decide. Raises ConfigError or InvalidInputError for a model or a split that cannot be run."""
+        facts, name = _model(options.hf_config)
+        geometry = geometry_from_config(
+            facts, encoding=options.encoding, native_dtype_bytes=native_dtype_bytes(facts), name=name
+        )
+        most_tokens = int(facts.get("max_position_embeddings", 1 << 20)) - options.steps
+        if most_tokens < 1:
+            raise InvalidInputError(f"{name}: max_position_embeddings leaves no room for {options.steps} steps")
+        stages = tuple(
+            stage_layers(geometry.layer_count, options.prefill_pp, stage) for stage in range(options.prefill_pp)
+        )
+        return cls(options, name, facts, geometry, prompt_lengths(options.prompts, most_tokens=most_tokens), stages)
+
+    @property
+    def reference(self) -> str:
+        """What the requests are compared with, in words."""
+        quantised = self.options.encoding is not Encoding.NATIVE
+        return f"the model alone with {self.options.encoding} rows" if quantised else "the model alone"
+
+    @property
+    def prefill_only_tokens(self) -> int:
+        """Length of the room that only prefill knows: it shifts the ids there."""
+        return PREFILL_ONLY_TOKENS
+
+    @property
+    def hole_tokens(self) -> tuple[int, ...]:
+        """Lengths of the rooms that are paired first: the long ones are given back, the short ones between them stay.
+
+        They leave holes of half the pages that the longest prompt needs, and together they fill the pools of full pages: so
+        the pools look as if they had been in use for a while, and long prompts get scattered pages.
+        """
+        page = self.geometry.tokens_per_page
+        longest_pages = -(-max(self._largest()) // page)
+        wanted_pages = sum(-(-tokens // page) for tokens in self._largest())
+        hole_pages = -(-longest_pages // 2)
+        holes = -(-wanted_pages // hole_pages)
+        return (*([hole_pages * page, 1] * (holes - 1)), hole_pages * page)
+
+    def job(self, model_file: Path, prefill_runtime_dir: Path, decode_runtime_dir: Path, *, logits_dir: Path) -> Job:
+        """Return what the engine processes are told."""
+        return Job(
+            hf_config=model_file,
+            encoding=self.options.encoding,
+            prompts=tuple(
+                Prompt(number=number, tokens=tokens, offset=number * TEXT_STRIDE)
+                for number, tokens in enumerate(self.lengths, start=1)
+            ),
+            steps=self.options.steps,
+            chunk_tokens=self.options.chunk_tokens,
+            prefill_runtime_dir=prefill_runtime_dir,
+            decode_runtime_dir=decode_runtime_dir,
+            logits_dir=logits_dir,
+        )
+
+    def cluster_spec(self, instance: str, model_file: Path) -> ClusterSpec:
+        """Return the daemons to start. Rooms are held for as long as the demo takes, so those limits are long."""
+        timeouts = {"offer_s": LONG_S, "room_s": LONG_S, "shutdown_s": 6.0}
+        host = self._host_kinds()
+        decode_pages = self._decode_pages(host)
+        # As many as full ones: bootstrap counts with that, since it does not know what lives on the host.
+        host_pool = {"components": sorted(host), "pages": decode_pages["full"] if host else 0}
+        decode_pages.pop(IndexSpace.HOST.value, None)
+        return ClusterSpec(
+            model={"hf_config": str(model_file), "encoding": self.options.encoding.value},
+            transport=self.options.transport,
+            prefill=NodeSpec(
+                instance=f"{instance}-prefill",
+                pp=self.options.prefill_pp,
+                pools={"device": self._prefill_pages()},
+                more={"timeouts": timeouts},
+            ),
+            decode=NodeSpec(
+                instance=f"{instance}-decode",
+                pools={"device": decode_pages, "host": host_pool},
+                more={"timeouts": timeouts},
+            ),
+            ends_with_us=True,
+        )
+
+    def _host_kinds(self) -> frozenset[ComponentKind]:
+        kinds = {component.kind for component in self.geometry.components}
+        return frozenset({ComponentKind.C4_KV} & kinds)
+
+    def _prefill_pages(self) -> dict[str, int]:
+        return self._pool_sizes([(tokens, tokens) for tokens in self._largest()], NO_HOST, always=PREFILL_ONLY_TOKENS)
+
+    def _decode_pages(self, host: frozenset[ComponentKind]) -> dict[str, int]:
+        return self._pool_sizes([(tokens, tokens + self.options.steps) for tokens in self._largest()], host)
+
+    def _pool_sizes(
+        self, served: list[tuple[int, int]], host: frozenset[ComponentKind], *, always: int = 0
+    ) -> dict[str, int]:
+        """Return the pages for what is there at once: first the rooms that make holes, then half of them and the served."""
+        holes = [(tokens, tokens) for tokens in self.hole_tokens]
+        before, after = self._demand(holes, host), self._demand([*holes[1::2], *served], host)
+        held = self._demand([(always, always)] if always else [], host)
+        spaces = sorted(before | after | held)
+        return {space.value: max(1, max(before[space], after[space]) + held[space]) for space in spaces}
+
+    def _demand(self, rooms: list[tuple[int, int]], host: frozenset[ComponentKind]) -> Counter[IndexSpace]:
+        total: Counter[IndexSpace] = Counter()
+        for begin, end in rooms:
+            total.update(pages_needed(self.geometry, tokens=end, prompt_tokens=begin, host=host))
+        return total
+
+    def _largest(self) -> list[int]:
+        """The longest prompts that can be in flight at once, and one more, whose pages may still be on their way back."""
+        return sorted(self.lengths)[-self.options.in_flight - 1 :]
+
+
+def _model(hf_config: Path | None) -> tuple[dict[str, Any], str]:
+    if hf_config is None:
+        with resources.as_file(resources.files("kvbridge.engine.adapters").joinpath("tiny_deepseek_v4.json")) as file:
+            return read_hf_config(file), file.stem
+    facts = read_hf_config(hf_config)
+    if facts.get("model_type") != MODEL_TYPE:
+        raise ConfigError(f"{hf_config}: the demo runs model_type '{MODEL_TYPE}', got {facts.get('model_type')!r}")
+    return facts, hf_config.stem

@@ -1,0 +1,42 @@
+"""The model alone: prefill and decode in one process, without kvbridge. What the demo's requests are compared with.
+
+Owns: that process. Must not know: daemons, rooms, pages. It steps back (nice) for what is being timed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from kvbridge.core.geometry.components import Encoding
+from kvbridge.engine.adapters.deepseek_v4 import reencoded
+from kvbridge.engine.adapters.transformers import divergence, follow, generate
+from kvbridge.engine.demo.job import Channel, Decoded, Job, Prompt, Stepped
+from kvbridge.engine.demo.model import DemoModel, load_and_tell, save_logits
+
+NICENESS = 10
+
+
+def serve(job: Job, channel: Channel) -> None:
+    """Compute every prompt and generate, then wait for the end."""
+    os.nice(NICENESS)
+    loaded = load_and_tell(job, channel)
+    for prompt in job.prompts:
+        channel.tell(_compute(job, channel, loaded, prompt))
+    while channel.next_order() is not None:
+        pass
+
+
+def _compute(job: Job, channel: Channel, loaded: DemoModel, prompt: Prompt) -> Decoded:
+    """Compute one request; a quantised cache is encoded and decoded once, as pages do it, and compared with itself."""
+    result = loaded.prefill(job, prompt, on_chunk=lambda _cache, _tokens: None, tell=channel.tell)
+    exact = job.encoding is Encoding.NATIVE
+    cache = result.cache if exact else reencoded(loaded.codec(), result.cache)
+    ours = generate(loaded.model, cache, first_token=result.first_token, steps=job.steps)
+    save_logits(job.logits_file("alone", prompt.number), torch.cat([result.logits[None], ours.logits]))
+    channel.tell(Stepped(steps=job.steps))
+    if exact:
+        return Decoded(number=prompt.number, tokens=ours.tokens)
+    apart = divergence(follow(loaded.model, result.cache, tokens=ours.tokens), ours)
+    return Decoded(number=prompt.number, tokens=ours.tokens, mean_kl=apart.mean_kl, top1_agreement=apart.top1_agreement)

@@ -1,0 +1,202 @@
+"""What the demo and its engine processes say to one another.
+
+Owns: the job that all of them read, the orders that they take, the events that they report, and how these travel (JSON
+lines over standard input and output). Must not know: what an engine does with them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, TextIO
+
+from pydantic import Field, TypeAdapter
+
+from kvbridge.core.geometry.components import Encoding
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Tables, Uint64
+from kvbridge.core.plan.operations import Amounts
+
+Pages = dict[str, tuple[int, ...]]
+"""Page ids by index space."""
+
+
+class Prompt(FrozenModel):
+    """One request of the demo."""
+
+    number: Positive
+    tokens: Positive
+    offset: NonNegative
+    """Where it begins in the text that comes with kvbridge."""
+
+
+def page_ids(tables: Tables) -> Pages:
+    """Return the page ids of a request by the name of their space."""
+    return {space.value: tuple(table.ids.tolist()) for space, table in tables.items()}
+
+
+class Job(FrozenModel):
+    """The same for every process, so that they compute the same."""
+
+    hf_config: Path
+    encoding: Encoding
+    prompts: tuple[Prompt, ...]
+    steps: Positive
+    chunk_tokens: Positive
+    seed: int = 0
+    prefill_runtime_dir: Path
+    decode_runtime_dir: Path
+    logits_dir: Path
+
+    def logits_file(self, who: str, number: int) -> Path:
+        """Where a process puts a request's logits: float32 [positions, vocabulary] as .npy."""
+        return self.logits_dir / f"{number:04d}-{who}.npy"
+
+
+class FirstToken(FrozenModel):
+    """What the prefill engine gives to `finish`, and the decode engine gets with the claim."""
+
+    number: Positive
+    first_token: NonNegative
+    weights: str
+    """Digest of the model that computed the prompt; decode refuses another one's cache."""
+
+
+# ---------------------------------------------------------------------------------------------- orders
+
+
+class Attach(FrozenModel):
+    """The daemons are ready: attach to yours."""
+
+    type: Literal["attach"] = "attach"
+
+
+class Serve(FrozenModel):
+    """Compute a prompt into this room."""
+
+    type: Literal["serve"] = "serve"
+    number: Positive
+    room: Uint64
+
+
+Order = Annotated[Attach | Serve, Field(discriminator="type")]
+
+
+# ---------------------------------------------------------------------------------------------- events
+
+
+class Loaded(FrozenModel):
+    """The model is in memory."""
+
+    type: Literal["loaded"] = "loaded"
+    weights: str
+    versions: dict[str, str]
+
+
+class Attached(FrozenModel):
+    """The engine has attached to its daemon."""
+
+    type: Literal["attached"] = "attached"
+
+
+class Began(FrozenModel):
+    """Prefill: a room has begun, with these pages."""
+
+    type: Literal["began"] = "began"
+    number: Positive
+    pages: Pages
+
+
+class Computed(FrozenModel):
+    """Prefill or the model alone: one more chunk."""
+
+    type: Literal["computed"] = "computed"
+    number: Positive
+    tokens: Positive
+    """Of this chunk."""
+
+
+class Finished(FrozenModel):
+    """Prefill: the whole prompt is computed and published."""
+
+    type: Literal["finished"] = "finished"
+    number: Positive
+    finished_s: float
+    """On the machine's monotonic clock, just before `finish`."""
+
+
+class Claimed(FrozenModel):
+    """Decode: a request has arrived."""
+
+    type: Literal["claimed"] = "claimed"
+    number: Positive
+    room: Uint64
+    pages: Pages
+    amounts: Amounts
+    phases_s: dict[str, float]
+    claimed_s: float
+    """On the machine's monotonic clock."""
+
+
+class Stepped(FrozenModel):
+    """Decode or the model alone: so many tokens were generated since the last time."""
+
+    type: Literal["stepped"] = "stepped"
+    steps: Positive
+
+
+class Decoded(FrozenModel):
+    """Decode or the model alone: a request is through, its logits are written."""
+
+    type: Literal["decoded"] = "decoded"
+    number: Positive
+    tokens: tuple[int, ...]
+    """The tokens that were fed, the first of them the prompt's."""
+    mean_kl: float | None = None
+    """The model alone, when rows are quantised: divergence from the same model without it, in nats a step."""
+    top1_agreement: float | None = None
+
+
+class RoomEnded(FrozenModel):
+    """The daemon says that a room ended before its time."""
+
+    type: Literal["room_ended"] = "room_ended"
+    room: Uint64
+    kind: str
+    reason: str
+
+
+class Failed(FrozenModel):
+    """The process cannot go on and ends."""
+
+    type: Literal["failed"] = "failed"
+    message: str
+
+
+Event = (
+    Loaded | Attached | Began | Computed | Finished | Claimed | Stepped | Decoded | RoomEnded | Failed
+)  # fmt: skip
+ORDERS: TypeAdapter[Attach | Serve] = TypeAdapter(Order)
+EVENTS: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
+
+
+class Channel:
+    """An engine process's end: orders come on standard input, events go to standard output.
+
+    The descriptor of standard output is taken over, and what libraries print goes to standard error, which is the log.
+    """
+
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        self._out: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+    def tell(self, event: FrozenModel) -> None:
+        """Report an event."""
+        self._out.write(event.model_dump_json() + "\n")
+        self._out.flush()
+
+    def next_order(self) -> Attach | Serve | None:
+        """Wait for an order, for as long as the demo lives; None: there will be no more."""
+        line = sys.stdin.readline()
+        return ORDERS.validate_json(line) if line else None

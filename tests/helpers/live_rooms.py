@@ -1,0 +1,215 @@
+"""Rooms and figures of running daemons, as the tests of doors and of life use them.
+
+A `LiveCluster` is a cluster with an engine attached to each side. `serves` is the question that every test of bad input ends with:
+is everybody ready, is every page free, and does the next good room cross byte for byte?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvbridge.core.plan.operations import Section
+from kvbridge.engine.adapters import synthetic
+from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.engine.prefill import PrefillEngine
+from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually
+
+CALL_S = 20.0
+FREE_S = 8.0
+Headers = dict[str, str]
+
+
+def http(
+    method: str, daemon: DaemonProcess, path: str, *, headers: Headers | None = None, **more: Any
+) -> httpx.Response:
+    """Call a daemon's door; the answer is not judged."""
+    return httpx.request(method, f"{daemon.url}{path}", headers=headers, timeout=CALL_S, trust_env=False, **more)
+
+
+def status(daemon: DaemonProcess, headers: Headers | None = None) -> dict[str, Any]:
+    """A daemon's status page."""
+    answer = http("GET", daemon, "/status", headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def metric(daemon: DaemonProcess, name: str, *, headers: Headers | None = None, **labels: str) -> float:
+    """The value of one sample of a daemon's metrics, 0 when there is none (yet)."""
+    answer = http("GET", daemon, "/metrics", headers=headers)
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            if sample.name == name and sample.labels == labels:
+                return sample.value
+    return 0.0
+
+
+def frames_refused(daemon: DaemonProcess, reason: str, headers: Headers | None = None) -> float:
+    """How many control frames a daemon has refused for a reason."""
+    return metric(daemon, "kvbridge_control_frames_refused_total", reason=reason, headers=headers)
+
+
+@contextmanager
+def refuses(daemon: DaemonProcess, reason: str, times: int = 1, headers: Headers | None = None) -> Iterator[None]:
+    """What is done inside is counted as that many refused frames."""
+    before = frames_refused(daemon, reason, headers)
+    yield
+    eventually(
+        f"{times} frames refused as {reason}", lambda: frames_refused(daemon, reason, headers) - before >= times
+    )
+    assert frames_refused(daemon, reason, headers) - before == times
+
+
+def busy_pages(daemon: DaemonProcess, headers: Headers | None = None) -> dict[str, dict[str, int]]:
+    """The pages of each space that are not free, by state; empty when every page is."""
+    pools = status(daemon, headers)["pools"]
+    busy = {
+        space: {state: count for state, count in states.items() if count and state != "free"}
+        for space, states in pools.items()
+    }
+    return {space: states for space, states in busy.items() if states}
+
+
+def all_free(daemon: DaemonProcess, headers: Headers | None = None) -> None:
+    """Wait until every page of a daemon is free."""
+    last: list[object] = []
+
+    def look() -> bool:
+        last[:] = [busy_pages(daemon, headers)]
+        return not last[0]
+
+    try:
+        eventually(f"all pages of {daemon.name} free", look, FREE_S)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; busy: {last}; log:\n{daemon.log(5)}") from None
+
+
+def report(daemon: DaemonProcess, room: int, headers: Headers | None = None) -> dict[str, Any]:
+    """A room's report."""
+    answer = http("GET", daemon, f"/v1/requests/{room}", headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ends(daemon: DaemonProcess, room: int, state: str, code: str = "", headers: Headers | None = None) -> str:
+    """Wait for the end of a room, check how it ended, and return the reason."""
+    answer = http("GET", daemon, f"/v1/requests/{room}?wait=15", headers=headers)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert (found["state"], found["reason_code"]) == (state, code), found
+    return str(found["reason"])
+
+
+@dataclass
+class LiveCluster:
+    """A cluster and its engines. Engines attach when they are first asked for, and again after `detach`."""
+
+    cluster: Cluster
+    headers: Headers = field(default_factory=dict)
+    _prefill: PrefillEngine | None = None
+    _decode: DecodeEngine | None = None
+
+    @property
+    def prefill(self) -> DaemonProcess:
+        return self.cluster.prefill
+
+    @property
+    def decode(self) -> DaemonProcess:
+        return self.cluster.decode
+
+    @property
+    def sender(self) -> PrefillEngine:
+        if self._prefill is None:
+            self._prefill = PrefillEngine.attach(self.prefill.runtime_dir)
+        return self._prefill
+
+    @property
+    def reader(self) -> DecodeEngine:
+        if self._decode is None:
+            self._decode = DecodeEngine.attach(self.decode.runtime_dir)
+        return self._decode
+
+    def detach(self) -> None:
+        """Let both engines go."""
+        for engine in (self._prefill, self._decode):
+            if engine is not None:
+                engine.close()
+        self._prefill = self._decode = None
+
+    def pair(self, prompt_tokens: int, **more: Any) -> int:
+        """Reserve a room on both sides; returns its id."""
+        answer = http(
+            "POST",
+            self.cluster.bootstrap,
+            "/v1/requests",
+            json={"prompt_tokens": prompt_tokens, **more},
+            headers=self.headers,
+        )
+        assert answer.status_code == 201, answer.text
+        return int(answer.json()["room"])
+
+    def write(self, room: int, tokens: int, start: int = 0, stop: int | None = None) -> None:
+        """Begin a room (at its start), and fill and publish some of it."""
+        stop = tokens if stop is None else stop
+        if start == 0:
+            self._tables = self.sender.begin(room, prompt_tokens=tokens).tables
+        section = Section(prompt_tokens=tokens, start_token=start, stop_token=stop)
+        for view in self.sender.views.values():
+            synthetic.fill(view, room=room, tables=self._tables, section=section)
+        self.sender.publish(room, stop)
+
+    def read(self, room: int, tokens: int) -> DecodeRoom:
+        """Claim a room and check every byte of it."""
+        claimed = self.reader.wait_claim(room, CALL_S)
+        for view in self.reader.views.values():
+            wrong = synthetic.check(view, room=room, tables=claimed.tables, tokens=tokens)
+            assert not wrong, wrong[0]
+        return claimed
+
+    def cross(self, tokens: int = 1000) -> int:
+        """Take one room through its whole life and check its bytes."""
+        room = self.pair(tokens)
+        assert self.reader is not None  # attached before the commit is told
+        self.write(room, tokens)
+        self.sender.finish(room, metadata=b"first token")
+        claimed = self.read(room, tokens)
+        assert set(claimed.metadata.values()) == {b"first token"}
+        self.reader.release(room)
+        return room
+
+    def serves(self) -> None:
+        """Everybody is ready, every page is free, and the next room crosses."""
+        for daemon in (self.prefill, self.decode):
+            assert http("GET", daemon, "/ready").status_code == 200, http("GET", daemon, "/ready").text
+            all_free(daemon, self.headers)
+        self.cross()
+        for daemon in (self.prefill, self.decode):
+            all_free(daemon, self.headers)
+
+
+@contextmanager
+def live_cluster(*, model: str = "tiny-v4", **settings: Any) -> Iterator[LiveCluster]:
+    """A running cluster over the local transport; ended, and its daemons' exit codes looked at, afterwards."""
+    with cluster({"preset": model}, **settings) as started:
+        live = LiveCluster(started)
+        try:
+            yield live
+        finally:
+            live.detach()
+
+
+def raises_code(code: str, call: Callable[[], object]) -> str:
+    """The call is refused with that stable code; returns the text."""
+    from kvbridge.core.errors import BridgeError
+
+    try:
+        call()
+    except BridgeError as error:
+        assert error.code == code, f"{error.code}: {error}"
+        return str(error)
+    raise AssertionError(f"not refused (expected {code})")

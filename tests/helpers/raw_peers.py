@@ -1,0 +1,139 @@
+"""Peers that say whatever a test wants: both ends of the control conversation, made by hand.
+
+Synchronous, one socket each. They number what they send and acknowledge what they get, so that the daemon on the other side has
+nothing to resend; everything else is the test's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import zmq
+
+from kvbridge.control.keys import CurveKeys
+from kvbridge.core.wire.codec import NOTHING, PEER, Acks, Envelope
+from kvbridge.core.wire.messages import Heartbeat, Hello, NodeDescription, PeerMessage
+
+MessageT = TypeVar("MessageT")
+WAIT_S = 15.0
+
+
+class RawPeer:
+    """What both ends share."""
+
+    def __init__(self, kind: int) -> None:
+        self.incarnation = secrets.token_hex(8)
+        self.recipient = ""
+        self.link = time.monotonic_ns()
+        self.sent = 0
+        self.got = 0
+        self.waiting: list[PeerMessage] = []
+        self._context = zmq.Context()
+        self.socket = self._context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.socket.close()
+        self._context.term()
+
+    def frame(self, body: PeerMessage | None, **changed: Any) -> bytes:
+        """A frame of this peer; the next in its order unless said otherwise."""
+        facts: dict[str, Any] = {
+            "sender": self.incarnation,
+            "recipient": self.recipient,
+            "link": self.link,
+            "sequence": self.sent + 1,
+            "floor": 1,
+            "acks": Acks(self.got) if self.got else NOTHING,
+            "body": body,
+        }
+        return PEER.encode(Envelope(**(facts | changed)))
+
+    def put(self, frame: bytes) -> None:
+        """Send one frame as it is."""
+        self.socket.send(frame)
+
+    def send(self, body: PeerMessage) -> None:
+        """Send a message in order."""
+        self.put(self.frame(body))
+        self.sent += 1
+
+    def take(self, kind: type[MessageT], room: int | None = None, timeout_s: float = WAIT_S) -> MessageT:
+        """The next message of a kind (and about a room); others stay for later."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            for message in self.waiting:
+                if isinstance(message, kind) and room in {None, getattr(message, "room", None)}:
+                    self.waiting.remove(message)
+                    return message
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not self.socket.poll(int(left_s * 1_000) + 1):
+                raise AssertionError(f"no {kind.__name__} within {timeout_s} s; got {self.waiting}")
+            self._receive(self.socket.recv_multipart())
+
+    def _receive(self, parts: list[bytes]) -> None:
+        envelope = PEER.decode(parts[-1])
+        if envelope.body is None:
+            return
+        if envelope.sequence:
+            new = envelope.sequence == self.got + 1
+            self.got = max(self.got, envelope.sequence)
+            self.put(self.frame(None, sequence=0))
+            if not new:
+                return
+        if not isinstance(envelope.body, Heartbeat):
+            self.waiting.append(envelope.body)
+
+
+class RawDecode(RawPeer):
+    """Pretends to be a decode node: connects to a prefill daemon's control door."""
+
+    def __init__(self, endpoint: str, *, keys: CurveKeys | None = None, server_key: str = "") -> None:
+        super().__init__(zmq.DEALER)
+        if keys is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        self.socket.connect(endpoint)
+
+    def introduction(self, real: NodeDescription, **changed: Any) -> Hello:
+        """A hello in our own name with somebody else's memory."""
+        ours = {"instance": "raw", "incarnation": self.incarnation}
+        return Hello(node=real.model_copy(update=ours | changed))
+
+
+class RawPrefill(RawPeer):
+    """Pretends to be a prefill node: a control door that one decode daemon connects to."""
+
+    def __init__(self) -> None:
+        super().__init__(zmq.ROUTER)
+        self.endpoint = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._route = b""
+
+    def put(self, frame: bytes) -> None:
+        """Send one frame as it is to the client that spoke last."""
+        self.socket.send_multipart([self._route, frame])
+
+    def _receive(self, parts: list[bytes]) -> None:
+        envelope = PEER.decode(parts[-1])
+        if envelope.link != self.link or envelope.sender != self.recipient:
+            self.sent = self.got = 0
+        self._route, self.link, self.recipient = parts[0], envelope.link, envelope.sender
+        super()._receive(parts)
+
+
+@contextmanager
+def raw_prefill() -> Iterator[RawPrefill]:
+    """A fake prefill node for the length of a test."""
+    with RawPrefill() as peer:
+        yield peer

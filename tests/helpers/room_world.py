@@ -1,0 +1,513 @@
+"""One prefill node and one decode node in memory, with everything that can happen to them; for property tests.
+
+The services, the meeting and the books are the real ones. Links, rank workers and engines are models that are as nasty as the real
+ones may be: a link keeps its order and loses nothing, but a side may take the other for lost, forget it or die; a worker is a
+queue of orders that end well, badly or with it; engines call when they like and die when they like.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import BridgeError, CapacityError
+from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role, Tables
+from kvbridge.core.plan.operations import Amounts, add_amounts
+from kvbridge.core.plan.pairing import Pairing
+from kvbridge.core.plan.planner import plan
+from kvbridge.core.session.receiver import ReceiverState
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.messages import (
+    Abort,
+    CloseRoom,
+    ConnectPeer,
+    DisconnectPeer,
+    Done,
+    Drained,
+    Failed,
+    Hello,
+    NodeDescription,
+    NodeToWorker,
+    Offer,
+    OpenRoom,
+    PeerConnected,
+    PeerMessage,
+    RankDescription,
+    Rejected,
+    RoomClosed,
+    Send,
+    Sent,
+    Welcome,
+    WorkerToNode,
+    from_wire,
+)
+from kvbridge.pool.book import Owner, PageBook, PageState
+from kvbridge.service.meeting import DecodeNodes, PrefillNodes, Self
+from kvbridge.service.ports import AdmissionRequest
+from kvbridge.service.receiver import ReceiverLimits, ReceiverRoom, ReceiverService
+from kvbridge.service.sender import SenderLimits, SenderRoom, SenderService
+from tests.helpers.rooms import (
+    ADDRESS,
+    DECODE,
+    GEOMETRY,
+    PAGE,
+    R0,
+    R1,
+    CountingObserver,
+    FakeRanks,
+    manifest,
+    pages_in,
+)
+
+PAGES = 8
+RANKS = (R0, R1)
+DESTINATION = manifest(base=1 << 40)
+PAIRINGS = {
+    rank: Pairing.create(
+        GEOMETRY, manifest(rank=rank, tp_size=2), DESTINATION, destination_ordinal=0, destination_count=1
+    )
+    for rank in RANKS
+}
+
+
+def cover(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def table(ids: list[int]) -> Tables:
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))}
+
+
+@dataclass
+class Worker:
+    """A rank worker: rooms it has open, orders that may be moving bytes, and both directions of its connection."""
+
+    rank: Rank
+    inbox: deque[NodeToWorker] = field(default_factory=deque)
+    outbox: deque[WorkerToNode] = field(default_factory=deque)
+    rooms: dict[Owner, OpenRoom] = field(default_factory=dict)
+    orders: list[Send] = field(default_factory=list)
+    closing: set[Owner] = field(default_factory=set)
+
+    def writes(self) -> set[Owner]:
+        """Rooms whose pages this worker may touch, now or when it reads its messages."""
+        waiting = [message for message in self.inbox if isinstance(message, Send)]
+        return {Owner(order.room, order.generation) for order in [*self.orders, *waiting]}
+
+    def read(self) -> None:
+        message = self.inbox.popleft()
+        match message:
+            case ConnectPeer():
+                self.outbox.append(PeerConnected(rank=self.rank, peer=message.peer, transports=("local",)))
+            case OpenRoom():
+                self.rooms[Owner(message.room, message.generation)] = message
+            case Send():
+                self.orders.append(message)
+            case CloseRoom():
+                self.closing.add(Owner(message.room, message.generation))
+                self._confirm(Owner(message.room, message.generation))
+            case DisconnectPeer():
+                pass
+
+    def end(self, order: Send, *, well: bool) -> Amounts:
+        self.orders.remove(order)
+        owner = Owner(order.room, order.generation)
+        amounts: Amounts = {}
+        if well:
+            room = self.rooms[owner]
+            source, destination = from_wire(room.source), from_wire(room.destination)
+            planned = plan(PAIRINGS[self.rank], order.section, source, destination, max_operation_bytes=1 << 30)
+            amounts = add_amounts(amounts, planned.amounts)
+        error = {} if well else {"error_code": "transport_failed", "error": "cable"}
+        self.outbox.append(
+            Sent(
+                room=order.room,
+                generation=order.generation,
+                rank=self.rank,
+                order=order.order,
+                amounts=amounts,
+                **error,
+            )
+        )
+        self._confirm(owner)
+        return amounts
+
+    def _confirm(self, owner: Owner) -> None:
+        if owner in self.closing and not any(Owner(order.room, order.generation) == owner for order in self.orders):
+            self.closing.discard(owner)
+            self.rooms.pop(owner, None)
+            self.outbox.append(RoomClosed(room=owner.room, generation=owner.generation, rank=self.rank, quiet=True))
+
+
+class Engines:
+    """Engine processes of one node by name, and whose pages they use."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = set(names)
+        self.using: dict[str, set[Owner]] = {name: set() for name in names}
+        self.events: list[RoomEvent] = []
+        self.own_free: list[int] = list(range(PAGES))
+        """Adopted pools: pages that are the engine's to give."""
+        self.given: dict[Owner, list[int]] = {}
+
+    def push(self, event: RoomEvent) -> None:
+        self.events.append(event)
+        if event.kind in {"completed", "aborted", "failed"}:
+            self.own_free += self.given.pop(Owner(event.room, event.generation), [])
+
+    def serving(self) -> frozenset[str]:
+        return frozenset(self.names)
+
+    def give(self, owner: Owner, count: int) -> Tables:
+        """Take pages for a room out of the engine's own pool."""
+        if owner not in self.given:
+            if len(self.own_free) < count:
+                raise CapacityError("the engine has no pages left")
+            self.given[owner] = [self.own_free.pop(0) for _ in range(count)]
+        return table(self.given[owner])
+
+    def take_back(self, owner: Owner) -> None:
+        self.own_free += self.given.pop(owner, [])
+
+    def in_use(self) -> set[Owner]:
+        return set().union(*self.using.values())
+
+
+class PrefillNode:
+    """A prefill daemon in one life, with its workers and its engines (one for each rank)."""
+
+    def __init__(self, world: World, incarnation: str) -> None:
+        self.world = world
+        self.incarnation = incarnation
+        self.workers = {rank: Worker(rank) for rank in RANKS}
+        self.engines = Engines("e0", "e1")
+        space = {IndexSpace.FULL: PAGES}
+        self.book = PageBook({}, adopted=space) if world.adopted else PageBook(space)
+        self.succeeded: set[int] = set()
+        self.ordered: dict[Owner, set[int]] = {}
+        self.service = SenderService(
+            geometry=GEOMETRY,
+            book=self.book,
+            workers=self,
+            peers=self,
+            engines=self.engines,
+            observer=CountingObserver(),
+            limits=SenderLimits(offer_s=60, room_s=600, early_offer_s=10, drain_s=50),
+            keep_s=300,
+            adopted=world.adopted,
+            clock=world.clock,
+        )
+        self.nodes = DecodeNodes(
+            Self("prefill", "p0", incarnation),
+            GEOMETRY,
+            WorkersOf(self),
+            send=lambda peer, message: world.to_decode(message),
+            on_gone=self.service.peer_gone,
+        )
+
+    layers = {rank: tuple(range(GEOMETRY.layer_count)) for rank in RANKS}
+
+    def missing(self) -> str:
+        return ""
+
+    def send(self, whom: str | Rank, message: PeerMessage | NodeToWorker) -> None:
+        """Both ports in one: to a peer (by incarnation) or to a worker (by rank)."""
+        if isinstance(whom, Rank):
+            if isinstance(message, Send):
+                self.ordered.setdefault(Owner(message.room, message.generation), set()).add(message.order)
+            self.workers[whom].inbox.append(message)
+        elif whom == DECODE:
+            self.world.to_decode(message)
+
+    def take(self, message: PeerMessage) -> None:
+        match message:
+            case Hello():
+                self.nodes.hello(DECODE, message)
+            case Offer():
+                self.service.offer(DECODE, message)
+            case Abort():
+                self.service.peer_abort(DECODE, message)
+
+    def hear(self, rank: Rank) -> None:
+        message = self.workers[rank].outbox.popleft()
+        match message:
+            case PeerConnected():
+                self.nodes.worker_connected(message)
+            case Sent():
+                if not message.error_code:
+                    self.succeeded.add(message.order)
+                self.service.sent(message)
+            case RoomClosed():
+                self.service.room_closed(message)
+
+    def kill_worker(self, rank: Rank) -> None:
+        self.workers[rank] = Worker(rank)
+        self.service.worker_gone(rank, "killed")
+        self.nodes.worker_ready(rank)
+
+    def in_flight(self) -> set[Owner]:
+        return set().union(*(worker.writes() for worker in self.workers.values()))
+
+
+class WorkersOf:
+    def __init__(self, node: PrefillNode) -> None:
+        self.layers = node.layers
+        self.send = node.send
+
+
+class World:
+    """Both nodes and what lies between them."""
+
+    def __init__(self, *, adopted: bool) -> None:
+        self.adopted = adopted
+        self.clock = ManualClock()
+        self.lives = 0
+        self.forgotten = False
+        """The prefill side knows nothing of the link (any more): what decode sends is answered with a reset."""
+        self.towards_prefill: deque[PeerMessage] = deque()
+        self.towards_decode: deque[tuple[str, PeerMessage]] = deque()
+        self.prompts: dict[Owner, int] = {}
+        self.engines = Engines("a", "b")
+        space = {IndexSpace.FULL: PAGES}
+        self.book = PageBook({}, adopted=space) if adopted else PageBook(space)
+        self.decode_nodes = PrefillNodes(
+            describe=self.describe,
+            open_link=lambda address: None,
+            send_to=lambda address, message: self.towards_prefill.append(message),
+            on_changed=lambda: self.receiver.nodes_changed(),
+            on_gone=lambda peer, reason, proof: self.receiver.peer_gone(peer, reason, proof=proof),
+        )
+        self.receiver = ReceiverService(
+            geometry=GEOMETRY,
+            host=frozenset(),
+            book=self.book,
+            ranks=FakeRanks(),
+            nodes=self.decode_nodes,
+            engines=self.engines,
+            observer=CountingObserver(),
+            limits=ReceiverLimits(pages_s=10, meet_s=20, room_s=600, claim_s=120, drain_s=50),
+            keep_s=300,
+            adopted=adopted,
+            clock=self.clock,
+        )
+        self.prefill = self.new_life()
+
+    def describe(self) -> NodeDescription:
+        rank = RankDescription(manifest=DESTINATION, endpoints=())
+        return NodeDescription(
+            instance="decode", node="d0", role=Role.DECODE, incarnation=DECODE, geometry=GEOMETRY, ranks=(rank,)
+        )
+
+    def new_life(self) -> PrefillNode:
+        self.lives += 1
+        return PrefillNode(self, f"aaaa{self.lives:012d}")
+
+    # ------------------------------------------------------------------ the link
+
+    def to_decode(self, message: PeerMessage) -> None:
+        if not self.forgotten:
+            self.towards_decode.append((self.prefill.incarnation, message))
+
+    def deliver_to_prefill(self) -> None:
+        if self.forgotten:
+            # The server answers a frame of a link that it does not know: everything unacknowledged is undelivered.
+            self.towards_prefill.clear()
+            self.forgotten = False
+            self.decode_nodes.lost(ADDRESS, "a message was not acknowledged")
+            self.decode_nodes.restarted(ADDRESS)
+        else:
+            self.prefill.take(self.towards_prefill.popleft())
+
+    def deliver_to_decode(self) -> None:
+        peer, message = self.towards_decode.popleft()
+        match message:
+            case Welcome():
+                self.decode_nodes.welcome(ADDRESS, message)
+            case Rejected():
+                self.decode_nodes.rejected(ADDRESS, message)
+            case Done():
+                self.receiver.done(peer, message)
+            case Failed():
+                self.receiver.failed(peer, message)
+            case Drained():
+                self.receiver.drained(peer, message)
+
+    def prefill_forgets_decode(self) -> None:
+        self.prefill.nodes.gone(DECODE, "silent")
+        self.towards_decode.clear()
+        self.forgotten = True
+
+    def prefill_dies(self) -> None:
+        self.towards_decode.clear()
+        self.forgotten = True
+        self.prefill = self.new_life()
+
+    # ------------------------------------------------------------------ users
+
+    def admit(self, owner: Owner, tokens: int, *, on_prefill: bool) -> None:
+        self.prompts.setdefault(owner, tokens)
+        request = AdmissionRequest(
+            room=owner.room,
+            generation=owner.generation,
+            prompt_tokens=self.prompts[owner],
+            prefill=() if on_prefill else (ADDRESS,),
+        )
+        if on_prefill:
+            self.prefill.service.admit_now(request)
+        else:
+            self.receiver.admit_now(request)
+
+    # ------------------------------------------------------------------ engines
+
+    def begin(self, engine: str, room: int) -> None:
+        found = self.prefill.service.rooms.get(room)
+        tables = {}
+        if self.adopted:
+            fresh = found.owner not in self.prefill.engines.given
+            tables = self.prefill.engines.give(found.owner, cover(found.prompt_tokens))
+        try:
+            self.prefill.service.begin(
+                engine, (rank_of(engine),), room, prompt_tokens=found.prompt_tokens, tables=tables
+            )
+        except BridgeError:
+            if self.adopted and fresh:
+                self.prefill.engines.take_back(found.owner)
+            raise
+        using = self.prefill.engines.using[engine]
+        using.difference_update([owner for owner in using if owner.room == room])
+        using.add(found.owner)
+
+    def prefill_engine_ends(self, engine: str, room: int, *, well: bool) -> None:
+        """Finish or abort; on a room that is over either lets go of its pages."""
+        ranks, using = (rank_of(engine),), self.prefill.engines.using[engine]
+        mine = next((owner for owner in sorted(using) if owner.room == room), None)
+        if well:
+            try:
+                self.prefill.service.finish(engine, ranks, room, metadata=engine.encode())
+            except BridgeError:
+                ended = mine is not None and self.over(self.prefill.service.rooms.find(*mine))
+                if not ended:
+                    raise
+        else:
+            self.prefill.service.abort(engine, room, "enough")
+        if mine is not None:
+            using.discard(mine)
+
+    @staticmethod
+    def over(room: SenderRoom | None) -> bool:
+        return room is None or room.over or room.stopping
+
+    def prefill_engine_dies(self, engine: str) -> None:
+        self.prefill.engines.using[engine].clear()
+        self.prefill.service.engine_gone(engine, "killed")
+
+    def provide(self, room: int) -> None:
+        found = self.receiver.rooms.get(room)
+        fresh = found.owner not in self.engines.given
+        try:
+            self.receiver.provide(room, self.engines.give(found.owner, cover(found.prompt_tokens)))
+        except BridgeError:
+            if fresh:
+                self.engines.take_back(found.owner)
+            raise
+
+    def claim(self, engine: str, room: int) -> None:
+        self.engines.using[engine].add(self.receiver.claim(engine, room).owner)
+
+    def decode_engine_ends(self, engine: str, room: int, *, well: bool) -> None:
+        using = self.engines.using[engine]
+        mine = next((owner for owner in sorted(using) if owner.room == room), None)
+        # It stops to read before it says so.
+        if mine is not None:
+            using.discard(mine)
+        if well:
+            self.receiver.release(engine, room)
+        else:
+            self.receiver.abort(engine, room, "enough")
+
+    def decode_engine_dies(self, engine: str) -> None:
+        self.engines.using[engine].clear()
+        self.engines.names.discard(engine)
+        self.receiver.engine_gone(engine, "killed")
+        self.engines.names.add(engine)
+
+    # ------------------------------------------------------------------ what must always be true
+
+    def check(self) -> None:
+        prefill = self.prefill
+        prefill.book.check_integrity()
+        self.book.check_integrity()
+        touched = {PageState.LEASED, PageState.QUARANTINED}
+        for owner in prefill.in_flight():
+            assert prefill.book.state(owner) in touched, f"source pages of {owner} are {prefill.book.state(owner)}"
+            room = self.receiver.rooms.find(*owner)
+            written_by_us = room is not None and (prefill.incarnation in room.writers)
+            if written_by_us or self.book.state(owner) is not PageState.FREE:
+                assert self.book.state(owner) in touched, f"destination of {owner} is {self.book.state(owner)}"
+            else:
+                raise AssertionError(f"destination pages of {owner} are free while they may be written")
+        if not self.adopted:
+            for owner in prefill.engines.in_use():
+                assert prefill.book.state(owner) is not PageState.FREE, f"{owner} is free while an engine writes it"
+        for owner in self.engines.in_use():
+            assert self.book.state(owner) in {PageState.HELD, PageState.QUARANTINED}, f"{owner} is read, not held"
+        for room in self.receiver.rooms:
+            self._check_commit(room)
+
+    def _check_commit(self, room: ReceiverRoom) -> None:
+        if room.state is not ReceiverState.COMMITTED or self.prefill.incarnation not in room.writers:
+            return
+        assert room.owner not in self.prefill.in_flight()
+        assert self.prefill.ordered[room.owner] <= self.prefill.succeeded
+        assert set(room.metadata) == {str(rank) for rank in RANKS}
+
+    # ------------------------------------------------------------------ coming to rest
+
+    def settle(self) -> None:
+        """Deliver and carry out everything that is under way; nobody dies any more."""
+        for _ in range(10_000):
+            if self.towards_decode:
+                self.deliver_to_decode()
+            elif self.towards_prefill:
+                self.deliver_to_prefill()
+            elif not self._work():
+                return
+            self.check()
+        raise AssertionError("it never comes to rest")
+
+    def _work(self) -> bool:
+        for rank, worker in self.prefill.workers.items():
+            if worker.inbox:
+                worker.read()
+            elif worker.orders:
+                worker.end(worker.orders[0], well=True)
+            elif worker.outbox:
+                self.prefill.hear(rank)
+            else:
+                continue
+            return True
+        return False
+
+    def everybody_lets_go(self) -> None:
+        """Engines give up all that they use, and time passes until no wait is left."""
+        for engine, using in self.prefill.engines.using.items():
+            for owner in sorted(using):
+                self.prefill_engine_ends(engine, owner.room, well=False)
+        for engine, using in self.engines.using.items():
+            for owner in sorted(using):
+                self.decode_engine_ends(engine, owner.room, well=False)
+        for seconds in (130, 700, 130):
+            self.clock.advance(seconds)
+            self.receiver.tick()
+            self.prefill.service.tick()
+            self.check()
+
+    def free(self) -> tuple[int, int]:
+        return pages_in(self.prefill.book, PageState.FREE), pages_in(self.book, PageState.FREE)
+
+
+def rank_of(engine: str) -> Rank:
+    return {"e0": R0, "e1": R1}[engine]

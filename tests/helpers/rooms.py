@@ -1,0 +1,244 @@
+"""The services' surroundings, faked: workers, peers, engines and nodes that only write down what they are told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Role
+from kvbridge.core.plan.accounting import expected_amounts
+from kvbridge.core.plan.operations import Amount, Amounts
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.messages import NodeToWorker, PeerMessage
+from kvbridge.pool.book import PageBook, PageState
+from kvbridge.service.ports import PeerAddress, RoomState
+from kvbridge.service.receiver import MetNode, ReceiverLimits, ReceiverService
+from kvbridge.service.sender import SenderLimits, SenderService
+
+GEOMETRY = preset("tiny-gqa")
+PAGE = GEOMETRY.tokens_per_page
+R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
+ADDRESS = PeerAddress(endpoint="tcp://prefill-a:7000")
+OTHER_ADDRESS = PeerAddress(endpoint="tcp://prefill-b:7000")
+PREFILL, DECODE = "aaaa000000000001", "dddd000000000001"
+"""Incarnations."""
+
+MessageT = TypeVar("MessageT")
+
+
+def manifest(
+    geometry: ModelGeometry = GEOMETRY,
+    rank: Rank = R0,
+    *,
+    tp_size: int = 1,
+    pages: int = 16,
+    host: frozenset[ComponentKind] = frozenset(),
+    base: int = 1 << 30,
+) -> RankManifest:
+    """A rank of one pipeline stage, whose regions lie one after another from `base`."""
+    regions = []
+    for component in geometry.components:
+        lanes = lane_interval(component, rank.tp, tp_size)
+        page_bytes = component.page_bytes(lanes[1] - lanes[0])
+        for layer in component.layers:
+            regions.append(
+                Region(
+                    component=component.kind,
+                    layer=layer,
+                    space=IndexSpace.HOST if component.kind in host else component.space,
+                    memory=MemoryKind.DRAM,
+                    extent_addresses=(base,),
+                    pages_per_extent=pages,
+                    page_count=pages,
+                    page_bytes=page_bytes,
+                    page_stride_bytes=page_bytes,
+                    lane_start=lanes[0],
+                    lane_stop=lanes[1],
+                )
+            )
+            base += pages * page_bytes
+    return RankManifest(
+        fingerprint=fingerprint(geometry), rank=rank, pp_size=1, tp_size=tp_size, regions=tuple(regions)
+    )
+
+
+def full_amounts(prompt_tokens: int, prefix_tokens: int = 0) -> Amounts:
+    """What one writer of everything reports to a decode node of one rank."""
+    expected = expected_amounts(GEOMETRY, [manifest()], prompt_tokens=prompt_tokens, prefix_tokens=prefix_tokens)
+    return {kind: Amount(lane_rows=rows, bytes=rows) for kind, rows in expected.items()}
+
+
+def pick(messages: list[tuple[object, object]], kind: type[MessageT], to: object = None) -> list[MessageT]:
+    """The messages of one kind, in order, to everybody or to one."""
+    return [message for whom, message in messages if isinstance(message, kind) and to in {None, whom}]
+
+
+class CountingObserver:
+    def __init__(self) -> None:
+        self.refusals: Counter[str] = Counter()
+        self.states: list[RoomState] = []
+        self.sent_amounts: list[Amounts] = []
+        self.received_amounts: list[Amounts] = []
+
+    def refused(self, reason: str) -> None:
+        self.refusals[reason] += 1
+
+    def room(self, role: Role, state: RoomState) -> None:
+        self.states.append(state)
+
+    def sent(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
+        self.sent_amounts.append(amounts)
+
+    def received(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
+        self.received_amounts.append(amounts)
+
+
+class FakeWorkers:
+    def __init__(self, *ranks: Rank, geometry: ModelGeometry = GEOMETRY) -> None:
+        self.layers = {rank: tuple(range(geometry.layer_count)) for rank in ranks or (R0,)}
+        self.lacking = ""
+        self.messages: list[tuple[object, object]] = []
+
+    def missing(self) -> str:
+        return self.lacking
+
+    def send(self, rank: Rank, message: NodeToWorker) -> None:
+        self.messages.append((rank, message))
+
+
+class FakePeers:
+    def __init__(self) -> None:
+        self.messages: list[tuple[object, object]] = []
+
+    def send(self, peer: str, message: PeerMessage) -> None:
+        self.messages.append((peer, message))
+
+
+class FakeEngines:
+    def __init__(self, *names: str) -> None:
+        self.names = set(names)
+        self.events: list[RoomEvent] = []
+
+    def push(self, event: RoomEvent) -> None:
+        self.events.append(event)
+
+    def serving(self) -> frozenset[str]:
+        return frozenset(self.names)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+
+class FakeNodes:
+    def __init__(self) -> None:
+        self.answers: dict[PeerAddress, MetNode | BridgeError] = {}
+        self.asked: list[PeerAddress] = []
+        self.living: set[str] = set()
+        self.messages: list[tuple[object, object]] = []
+
+    def know(self, address: PeerAddress = ADDRESS, peer: str = PREFILL, ranks: tuple[Rank, ...] = (R0,)) -> None:
+        self.answers[address] = MetNode(peer, f"prefill/{peer[:4]}", ranks)
+        self.living.add(peer)
+
+    def met(self, address: PeerAddress) -> MetNode | None:
+        self.asked.append(address)
+        answer = self.answers.get(address)
+        if isinstance(answer, BridgeError):
+            raise answer
+        return answer
+
+    def send(self, peer: str, message: PeerMessage) -> None:
+        self.messages.append((peer, message))
+
+    def alive(self, peer: str) -> bool:
+        return peer in self.living
+
+
+class FakeRanks:
+    def __init__(self) -> None:
+        self.lacking = ""
+
+    def missing(self) -> str:
+        return self.lacking
+
+    def manifests(self) -> tuple[RankManifest, ...]:
+        return (manifest(),)
+
+
+def pages_in(book: PageBook, state: PageState) -> int:
+    return sum(counts[state] for counts in book.counts().values())
+
+
+@dataclass
+class SenderBench:
+    """A sending service and all that surrounds it. `pages` pages of the full space."""
+
+    ranks: tuple[Rank, ...] = (R0,)
+    adopted: bool = False
+    pages: int = 16
+    clock: ManualClock = field(default_factory=ManualClock)
+    peers: FakePeers = field(default_factory=FakePeers)
+    engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
+    observer: CountingObserver = field(default_factory=CountingObserver)
+
+    def __post_init__(self) -> None:
+        space = {IndexSpace.FULL: self.pages}
+        self.workers = FakeWorkers(*self.ranks)
+        self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
+        self.service = SenderService(
+            geometry=GEOMETRY,
+            book=self.book,
+            workers=self.workers,
+            peers=self.peers,
+            engines=self.engines,
+            observer=self.observer,
+            limits=SenderLimits(offer_s=60, room_s=600, early_offer_s=10, drain_s=50),
+            keep_s=300,
+            adopted=self.adopted,
+            clock=self.clock,
+        )
+
+    @property
+    def free(self) -> int:
+        return pages_in(self.book, PageState.FREE)
+
+
+@dataclass
+class ReceiverBench:
+    """A receiving service and all that surrounds it."""
+
+    adopted: bool = False
+    pages: int = 16
+    clock: ManualClock = field(default_factory=ManualClock)
+    nodes: FakeNodes = field(default_factory=FakeNodes)
+    ranks: FakeRanks = field(default_factory=FakeRanks)
+    engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
+    observer: CountingObserver = field(default_factory=CountingObserver)
+
+    def __post_init__(self) -> None:
+        space = {IndexSpace.FULL: self.pages}
+        self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
+        self.service = ReceiverService(
+            geometry=GEOMETRY,
+            host=frozenset(),
+            book=self.book,
+            ranks=self.ranks,
+            nodes=self.nodes,
+            engines=self.engines,
+            observer=self.observer,
+            limits=ReceiverLimits(pages_s=10, meet_s=20, room_s=600, claim_s=120, drain_s=50),
+            keep_s=300,
+            adopted=self.adopted,
+            clock=self.clock,
+        )
+
+    @property
+    def free(self) -> int:
+        return pages_in(self.book, PageState.FREE)

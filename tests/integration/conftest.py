@@ -1,0 +1,31 @@
+"""What the byte-exact tests share: one second process for all of them, and connected nodes by parameter."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.harness import BACKENDS, require_library
+from tests.helpers.rank_harness import Crossing, crossing
+from tests.helpers.rank_threads import DestinationProcess
+
+
+@pytest.fixture(scope="session")
+def destination_process() -> Iterator[DestinationProcess]:
+    """Owns the decode ranks of every `link`, one after another."""
+    with DestinationProcess() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def link(request: pytest.FixtureRequest, destination_process: DestinationProcess) -> Iterator[Crossing]:
+    """Two connected nodes; parametrize it indirectly with a `Setting`."""
+    require_library(BACKENDS[request.param.transport])
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as folder,
+        crossing(request.param, destination_process, Path(folder)) as made,
+    ):
+        yield made

@@ -1,0 +1,92 @@
+"""DeepSeek-V4-Flash, byte for byte, at every length where a page, an entry, a state or the window begins or ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvbridge.config.pools import HostLayout
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace
+from kvbridge.pool.layout import Chunking
+from tests.helpers.rank_harness import Case, Crossing, Setting
+from tests.helpers.rank_pools import Form, Ranks
+
+FLASH = preset("deepseek-v4-flash")
+ON_DEVICE = {IndexSpace.FULL: 9, IndexSpace.SWA: 4, IndexSpace.REQUEST: 3}
+C4_KV = frozenset({ComponentKind.C4_KV})
+SOURCE = Form(ON_DEVICE)
+DESTINATION = Form(ON_DEVICE | {IndexSpace.HOST: 10}, host=C4_KV)
+TRANSPORTS = ("mooncake", "nixl", "local")
+
+# Around 0, a C4 entry (4), a window or a C128 entry (128), a page (256), and both together (384).
+LENGTHS = [1, 2, 3, 4, 5, 7, 8, *range(125, 134), *range(252, 264), 383, 384, 385, 511, 512, 515, 1021]
+
+
+LINKS = [Setting(FLASH, Ranks(tp=2), Ranks(tp=2), SOURCE, DESTINATION, transport) for transport in TRANSPORTS]
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("link", LINKS, indirect=True, scope="module", ids=str)
+def test_every_residue_of_a_length(link: Crossing, tokens: int) -> None:
+    link.deliver(Case(tokens))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stops", "prefix"),
+    [
+        (2, (1,), 0),
+        (259, (2, 3, 4, 255, 256, 257), 0),
+        (260, (258,), 256),
+        (256, (), 256),
+        (515, (256, 512), 256),
+        (769, (700,), 512),
+        (1027, (1024,), 768),
+    ],
+)
+@pytest.mark.parametrize("link", LINKS, indirect=True, scope="module", ids=str)
+def test_cuts_and_prefixes_at_the_borders(link: Crossing, tokens: int, stops: tuple[int, ...], prefix: int) -> None:
+    link.deliver(Case(tokens, stops, prefix))
+
+
+# Extents of a few pages, so that runs of neighbouring ids cross their borders: 16 C4 pages and one ring a device extent,
+# four C4 pages a host extent (two of all layers with page_first), and for some several files.
+SMALL_DEVICE = Chunking(extent_bytes=600_000)
+FORMS = {
+    "small_extents": replace(DESTINATION, chunking=SMALL_DEVICE, host_chunking=Chunking(extent_bytes=4 * 37_440)),
+    "page_first": replace(DESTINATION, layout=HostLayout.PAGE_FIRST),
+    "page_first_small_extents": replace(
+        DESTINATION, layout=HostLayout.PAGE_FIRST, host_chunking=Chunking(extent_bytes=2 * 21 * 37_440)
+    ),
+    "page_first_direct_files": replace(
+        DESTINATION,
+        layout=HostLayout.PAGE_FIRST_DIRECT,
+        chunking=Chunking(mapping_bytes=5 << 20),
+        host_chunking=Chunking(mapping_bytes=3 << 20),
+    ),
+    "device_only": Form(ON_DEVICE),
+    "device_only_small_extents": Form(ON_DEVICE, chunking=SMALL_DEVICE),
+}
+SMALL_SOURCE = replace(SOURCE, chunking=Chunking(extent_bytes=4 * 149_760))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(1793, (300, 1500), longest_run=5), Case(1282, (1030,), prefix=256, waits=False, longest_run=9)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "link",
+    [
+        Setting(FLASH, Ranks(), Ranks(), SMALL_SOURCE, form, transport, label)
+        for transport in TRANSPORTS
+        for label, form in FORMS.items()
+    ],
+    indirect=True,
+    scope="module",
+    ids=str,
+)
+def test_every_layout_of_the_destination(link: Crossing, case: Case) -> None:
+    link.deliver(case)

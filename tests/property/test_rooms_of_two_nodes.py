@@ -1,0 +1,255 @@
+"""Random lives of rooms between a prefill and a decode node: pages are never used twice, and everything comes to an end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings, target
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvbridge.core.errors import (
+    CapacityError,
+    ConflictError,
+    InvalidInputError,
+    RoomFailedError,
+    StaleError,
+    UnknownRoomError,
+)
+from kvbridge.pool.book import Owner, PageState
+from tests.helpers.room_world import PAGES, RANKS, World
+from tests.helpers.rooms import ADDRESS, PAGE
+
+ROOMS = st.integers(1, 2)
+GENERATIONS = st.integers(1, 3)
+TOKENS = st.integers(1, 3 * PAGE)
+PREFILL_ENGINES = st.sampled_from(["e0", "e1"])
+DECODE_ENGINES = st.sampled_from(["a", "b"])
+
+REFUSALS = (ConflictError, StaleError, CapacityError, UnknownRoomError, InvalidInputError, RoomFailedError)
+"""What a caller may be told; anything else, and anything at all on a message from a peer or a worker, is a defect."""
+
+
+class RoomsMachine(RuleBasedStateMachine):
+    adopted = False
+
+    @initialize()
+    def begin_world(self):
+        self.world = World(adopted=self.adopted)
+
+    def tried(self, call, *arguments, **fields):
+        try:
+            call(*arguments, **fields)
+        except REFUSALS as refused:
+            assert "still belongs to" not in str(refused), "the engine was told too early that its pages are free"
+
+    # ------------------------------------------------------------------ users
+
+    @rule(room=ROOMS, generation=GENERATIONS, tokens=TOKENS, on_prefill=st.booleans())
+    def admit(self, room, generation, tokens, on_prefill):
+        self.tried(self.world.admit, Owner(room, generation), tokens, on_prefill=on_prefill)
+
+    @rule(room=ROOMS, generation=GENERATIONS, tokens=TOKENS)
+    def admit_both(self, room, generation, tokens):
+        for on_prefill in (True, False):
+            self.tried(self.world.admit, Owner(room, generation), tokens, on_prefill=on_prefill)
+
+    @rule(room=ROOMS, on_prefill=st.booleans())
+    def cancel(self, room, on_prefill):
+        service = self.world.prefill.service if on_prefill else self.world.receiver
+        coroutine = service.cancel(room, "by its client")
+        with pytest.raises((StopIteration, UnknownRoomError)):
+            coroutine.send(None)
+
+    # ------------------------------------------------------------------ prefill engines
+
+    @rule(room=ROOMS, engine=PREFILL_ENGINES)
+    def begin(self, room, engine):
+        self.tried(self.world.begin, engine, room)
+
+    @rule(room=ROOMS, engine=PREFILL_ENGINES, share=st.sampled_from([0.3, 1.0]), layers=st.sampled_from([None, (0, 2)]))
+    def publish(self, room, engine, share, layers):
+        self.tried(self._publish, engine, room, share, layers)
+
+    def _publish(self, engine, room, share, layers):
+        service = self.world.prefill.service
+        upto = int(service.rooms.get(room).prompt_tokens * share)
+        rank = RANKS[0] if engine == "e0" else RANKS[1]
+        service.publish(engine, (rank,), room, upto_token=upto, layers=layers)
+
+    @rule(room=ROOMS, engine=PREFILL_ENGINES, well=st.booleans())
+    def prefill_engine_ends(self, room, engine, well):
+        self.tried(self.world.prefill_engine_ends, engine, room, well=well)
+
+    @rule(room=ROOMS)
+    def prefill_engines_do_everything(self, room):
+        for engine in ("e0", "e1"):
+            self.tried(self.world.begin, engine, room)
+            self.tried(self._publish, engine, room, 1.0, None)
+            self.tried(self.world.prefill_engine_ends, engine, room, well=True)
+
+    @rule(engine=PREFILL_ENGINES)
+    def prefill_engine_dies(self, engine):
+        self.world.prefill_engine_dies(engine)
+
+    # ------------------------------------------------------------------ decode engines
+
+    @precondition(lambda self: self.world.adopted)
+    @rule(room=ROOMS)
+    def provide(self, room):
+        self.tried(self.world.provide, room)
+
+    @rule(room=ROOMS, engine=DECODE_ENGINES)
+    def claim(self, room, engine):
+        self.tried(self.world.claim, engine, room)
+
+    @rule(room=ROOMS, engine=DECODE_ENGINES, tokens=TOKENS)
+    def extend(self, room, engine, tokens):
+        self.tried(self.world.receiver.extend, engine, room, tokens)
+
+    @rule(room=ROOMS, engine=DECODE_ENGINES, well=st.booleans())
+    def decode_engine_ends(self, room, engine, well):
+        self.tried(self.world.decode_engine_ends, engine, room, well=well)
+
+    @rule(engine=DECODE_ENGINES)
+    def decode_engine_dies(self, engine):
+        self.world.decode_engine_dies(engine)
+
+    # ------------------------------------------------------------------ the link
+
+    @precondition(lambda self: self.world.towards_prefill)
+    @rule(count=st.integers(1, 4))
+    def deliver_to_prefill(self, count):
+        for _ in range(count):
+            if self.world.towards_prefill:
+                self.world.deliver_to_prefill()
+                self.world.check()
+
+    @precondition(lambda self: self.world.towards_decode)
+    @rule(count=st.integers(1, 4))
+    def deliver_to_decode(self, count):
+        for _ in range(count):
+            if self.world.towards_decode:
+                self.world.deliver_to_decode()
+                self.world.check()
+
+    @rule()
+    def decode_loses_prefill(self):
+        self.world.decode_nodes.lost(ADDRESS, "silent")
+
+    @rule()
+    def decode_seeks_prefill(self):
+        self.world.decode_nodes.seek_lost()
+
+    @rule()
+    def prefill_forgets_decode(self):
+        self.world.prefill_forgets_decode()
+
+    @rule()
+    def prefill_dies(self):
+        self.world.prefill_dies()
+
+    # ------------------------------------------------------------------ workers
+
+    @rule(rank=st.sampled_from(RANKS), count=st.integers(1, 6))
+    def worker_reads(self, rank, count):
+        worker = self.world.prefill.workers[rank]
+        for _ in range(min(count, len(worker.inbox))):
+            worker.read()
+
+    @rule(rank=st.sampled_from(RANKS), which=st.integers(0, 3), well=st.booleans())
+    def order_ends(self, rank, which, well):
+        worker = self.world.prefill.workers[rank]
+        if worker.orders:
+            worker.end(worker.orders[which % len(worker.orders)], well=well)
+
+    @rule(rank=st.sampled_from(RANKS), count=st.integers(1, 6))
+    def worker_is_heard(self, rank, count):
+        for _ in range(min(count, len(self.world.prefill.workers[rank].outbox))):
+            self.world.prefill.hear(rank)
+            self.world.check()
+
+    @rule(rank=st.sampled_from(RANKS))
+    def worker_dies(self, rank):
+        self.world.prefill.kill_worker(rank)
+
+    @rule(rank=st.sampled_from(RANKS))
+    def decode_worker_dies(self, rank):
+        self.world.receiver.worker_gone(rank, "killed")
+
+    @rule()
+    def things_run_well_for_a_while(self):
+        self.world.settle()
+
+    # ------------------------------------------------------------------ time
+
+    @rule(seconds=st.sampled_from([5, 15, 55, 130, 650]))
+    def time_passes(self, seconds):
+        self.world.clock.advance(seconds)
+        self.world.prefill.service.tick()
+        self.world.receiver.tick()
+
+    @invariant()
+    def no_page_is_used_twice(self):
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        target(float(world.lives))
+        world.everybody_lets_go()
+        # Whatever is not free now is waiting for a proof, and says so.
+        for book, rooms in ((world.prefill.book, world.prefill.service.rooms), (world.book, world.receiver.rooms)):
+            for owner in book.owners():
+                assert book.state(owner) in {PageState.LEASED, PageState.QUARANTINED}, f"{owner} is {book.state(owner)}"
+                assert rooms.find(*owner) is not None, f"{owner} is booked and forgotten"
+        for _ in range(4):
+            world.settle()
+            world.decode_nodes.seek_lost()
+            world.settle()
+            world.everybody_lets_go()
+        assert [room for room in world.prefill.service.rooms if not room.over] == []
+        assert [room for room in world.receiver.rooms if not room.over] == []
+        assert world.free() == (PAGES, PAGES)
+        assert world.book.quarantine_reasons() == {}
+        if world.adopted:
+            assert sorted(world.engines.own_free) == list(range(PAGES))
+            assert sorted(world.prefill.engines.own_free) == list(range(PAGES))
+
+
+class AdoptedRoomsMachine(RoomsMachine):
+    adopted = True
+
+
+LIMITS = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+TestRooms = RoomsMachine.TestCase
+TestRooms.settings = LIMITS
+TestAdoptedRooms = AdoptedRoomsMachine.TestCase
+TestAdoptedRooms.settings = LIMITS
+
+
+def test_a_world_in_which_nothing_goes_wrong_commits():
+    for adopted in (False, True):
+        world = World(adopted=adopted)
+        owner = Owner(1, 1)
+        world.admit(owner, 2 * PAGE + 5, on_prefill=False)
+        world.admit(owner, 2 * PAGE + 5, on_prefill=True)
+        if adopted:
+            world.provide(1)
+        for engine, rank in zip(("e0", "e1"), RANKS, strict=True):
+            world.begin(engine, 1)
+            world.prefill.service.publish(engine, (rank,), 1, upto_token=2 * PAGE + 5, layers=None)
+            world.prefill_engine_ends(engine, 1, well=True)
+        world.settle()
+        for engine in ("a", "b"):
+            world.claim(engine, 1)
+            world.decode_engine_ends(engine, 1, well=True)
+        assert [event.kind for event in world.engines.events][-2:] == ["committed", "completed"]
+        assert world.free() == (PAGES, PAGES)

@@ -1,0 +1,680 @@
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
+from kvbridge.core.plan.operations import Operations, Section
+from kvbridge.core.wire.messages import (
+    CloseRoom,
+    ConnectPeer,
+    DisconnectPeer,
+    Heartbeat,
+    OpenRoom,
+    PeerConnected,
+    RankDescription,
+    RoomClosed,
+    Send,
+    Sent,
+    Shutdown,
+    TransportEndpoint,
+    WireTable,
+    WorkerProgress,
+    WorkerReady,
+    to_wire,
+)
+from kvbridge.service import rank_worker
+from kvbridge.service.rank_worker import RankIdentity, RankWorker
+from kvbridge.transport.base import (
+    Capabilities,
+    Endpoint,
+    Memory,
+    Peer,
+    Transfer,
+    TransferState,
+    TransferStatus,
+    Transport,
+)
+from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, full_amounts, manifest
+
+TOKENS = 2 * PAGE
+OTHER = "dddd00000000000f"
+ACTIVE, DONE = TransferState.ACTIVE, TransferState.DONE
+QUIET, LOUD = TransferState.FAILED_QUIET, TransferState.FAILED_NOT_QUIET
+
+
+class FakePeer(Peer):
+    transport_name = "fake"
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.transfers: list[FakeTransfer] = []
+
+    @property
+    def busy(self) -> bool:
+        return any(not transfer.state.terminal for transfer in self.transfers)
+
+
+class FakeTransfer(Transfer):
+    def __init__(self, operations: Operations) -> None:
+        self.operations = operations
+        self.state = ACTIVE
+        self.aborted = ""
+
+    def poll(self) -> TransferStatus:
+        return TransferStatus(self.state, "" if self.state in {ACTIVE, DONE} else "cable")
+
+    def abort(self, reason: str) -> None:
+        self.aborted = self.aborted or reason
+
+
+class FakeTransport(Transport):
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+        self.peers: list[FakePeer] = []
+        self.transfers: list[FakeTransfer] = []
+        self.refuse: Exception | None = None
+        self.refuse_submit: Exception | None = None
+        self.closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(memory_kinds=frozenset(MemoryKind), max_operation_bytes=1 << 20)
+
+    def register(self, memory) -> None:
+        self.log.append(f"register {self.name}")
+
+    def unregister(self, memory) -> None:
+        raise AssertionError("a worker never unregisters")
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(transport=self.name, data=b"me")
+
+    def connect(self, endpoint: Endpoint) -> Peer:
+        if self.refuse is not None:
+            raise self.refuse
+        assert not self.closed
+        assert not any(peer.data == endpoint.data for peer in self.peers), "the old connection is still there"
+        peer = FakePeer(endpoint.data)
+        self.peers.append(peer)
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        assert isinstance(peer, FakePeer)
+        assert not peer.busy, "disconnected while a transfer is active"
+        assert not self.closed, "disconnected from a transport that has been closed"
+        self.peers.remove(peer)
+
+    def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
+        if self.refuse_submit is not None:
+            raise self.refuse_submit
+        assert isinstance(peer, FakePeer)
+        assert peer in self.peers, "submitted to a peer that is not connected"
+        transfer = FakeTransfer(operations)
+        peer.transfers.append(transfer)
+        self.transfers.append(transfer)
+        return transfer
+
+    def close(self) -> None:
+        assert not self.closed, "closed twice"
+        self.closed = True
+        self.log.append(f"close {self.name}")
+
+
+class Link:
+    def __init__(self) -> None:
+        self.inbox: deque[object] = deque()
+        self.said: list[object] = []
+        self.waits: list[float] = []
+
+    def send(self, message) -> None:
+        self.said.append(message)
+
+    def receive(self, timeout_s: float):
+        self.waits.append(timeout_s)
+        return self.inbox.popleft() if self.inbox else None
+
+    def take(self, kind):
+        found = [message for message in self.said if isinstance(message, kind)]
+        self.said = [message for message in self.said if not isinstance(message, kind)]
+        return found
+
+
+def node_ranks(*transports: str, count: int = 1, data: bytes = b"peer") -> tuple[RankDescription, ...]:
+    return tuple(
+        RankDescription(
+            manifest=manifest(base=(2 + number) << 40),
+            endpoints=tuple(
+                TransportEndpoint(transport=name, data=data + bytes([48 + number])) for name in transports or ("one",)
+            ),
+        )
+        for number in range(count)
+    )
+
+
+def tables(*ids: int) -> tuple[WireTable, ...]:
+    return to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))})
+
+
+class Bench:
+    def __init__(self, *transports: str) -> None:
+        self.clock = ManualClock()
+        self.link = Link()
+        self.log: list[str] = []
+        self.built: dict[str, list[FakeTransport]] = {}
+        self.names = transports or ("one",)
+        self.refuse_build: Exception | None = None
+        memory = tuple(Memory(address=address, length_bytes=1 << 20) for address in (1 << 30, 1 << 31))
+        self.worker = RankWorker(
+            RankIdentity(GEOMETRY, manifest(), memory, self.names),
+            self.link,
+            self.create,
+            transfer_timeout_s=5.0,
+            pid=11,
+            clock=self.clock,
+        )
+        for name in self.names:
+            self.worker._transports.build(name)
+        self.orders = 0
+
+    def create(self, name: str) -> FakeTransport:
+        if self.refuse_build is not None:
+            raise self.refuse_build
+        transport = FakeTransport(name, self.log)
+        self.built.setdefault(name, []).append(transport)
+        return transport
+
+    def transport(self, name: str = "one") -> FakeTransport:
+        return self.built[name][-1]
+
+    def say(self, *messages, steps: int = 1) -> None:
+        self.link.inbox.extend(messages)
+        for _ in range(steps):
+            self.worker.step()
+
+    def connect(self, peer: str = DECODE, ranks=None) -> None:
+        self.say(ConnectPeer(peer=peer, ranks=ranks or node_ranks()))
+
+    def open(self, room: int = 1, peer: str = DECODE, destination=None, source=None) -> None:
+        self.say(
+            OpenRoom(
+                room=room,
+                generation=1,
+                peer=peer,
+                prompt_tokens=TOKENS,
+                prefix_tokens=0,
+                source=source or tables(1, 2),
+                destination=destination or tables(3, 4),
+            )
+        )
+
+    def order(self, room: int = 1, stop: int = TOKENS) -> int:
+        self.orders += 1
+        section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=stop)
+        self.say(Send(room=room, generation=1, order=self.orders, section=section))
+        return self.orders
+
+    def end(self, state: TransferState, name: str = "one", which: int = -1) -> None:
+        self.transport(name).transfers[which].state = state
+        self.worker.step()
+
+    def sent(self) -> list[Sent]:
+        return self.link.take(Sent)
+
+    @property
+    def closed(self) -> list[int]:
+        return [message.room for message in self.link.take(RoomClosed)]
+
+
+def ready_bench(*transports: str) -> Bench:
+    bench = Bench(*transports)
+    bench.connect(ranks=node_ranks(*transports) if transports else None)
+    bench.open()
+    assert bench.link.take(PeerConnected)[0].error_code == ""
+    return bench
+
+
+# ------------------------------------------------------------------------------------------- life
+
+
+def test_a_worker_registers_reports_serves_and_tears_down():
+    bench = Bench()
+    bench.log.clear()
+    bench.built.clear()
+    bench.link.said.clear()
+    bench.link.inbox.append(Shutdown())
+    bench.worker._transports._built.clear()
+    bench.worker.run()
+    assert [type(message) for message in bench.link.said] == [WorkerProgress, WorkerReady]
+    assert bench.link.said[1].description.endpoints == (TransportEndpoint(transport="one", data=b"me"),)
+    assert bench.log == ["register one", "register one", "close one"]
+
+
+def test_a_transport_that_cannot_be_built_ends_the_worker_and_closes_the_others():
+    bench = Bench("one", "two")
+    bench.log.clear()
+    bench.refuse_build = TransportError("no device")
+    with pytest.raises(TransportError):
+        bench.worker.run()
+    assert bench.log == ["close two", "close one"]
+
+
+def test_whatever_ends_the_worker_its_transports_are_torn_down():
+    bench = Bench()
+    bench.built.clear()
+    bench.log.clear()
+
+    def break_down(timeout_s: float):
+        raise ZeroDivisionError
+
+    bench.link.receive = break_down
+    bench.worker._transports._built.clear()
+    with pytest.raises(ZeroDivisionError):
+        bench.worker.run()
+    assert bench.log[-1] == "close one"
+
+
+def test_it_stops_when_asked_and_beats_while_it_lives():
+    bench = Bench()
+    bench.worker._transports._built.clear()
+    bench.clock.advance(1.5)
+    rounds = iter([False, False, True])
+    bench.worker.run(lambda: next(rounds))
+    assert bench.link.take(Heartbeat) == [Heartbeat()]
+
+
+def test_an_idle_worker_waits_and_a_busy_one_only_looks():
+    bench = ready_bench()
+    bench.link.waits.clear()
+    bench.worker.step()
+    assert bench.link.waits == [rank_worker.IDLE_WAIT_S]
+    bench.order()
+    bench.link.waits.clear()
+    bench.worker.step()
+    assert bench.link.waits == [0.0]
+
+
+def test_a_flood_of_messages_does_not_hold_transfers_up(monkeypatch):
+    monkeypatch.setattr(rank_worker, "MESSAGES_A_STEP", 3)
+    bench = ready_bench()
+    bench.order()
+    bench.transport().transfers[0].state = DONE
+    bench.say(*[Heartbeat()] * 10)
+    assert len(bench.sent()) == 1
+    assert len(bench.link.inbox) == 7
+
+
+# ------------------------------------------------------------------------------------------- orders
+
+
+def test_an_order_is_planned_moved_and_reported():
+    bench = ready_bench()
+    number = bench.order()
+    [transfer] = bench.transport().transfers
+    assert transfer.operations.total_bytes > 0
+    assert bench.sent() == []
+    bench.clock.advance(2)
+    bench.end(DONE)
+    [sent] = bench.sent()
+    assert (sent.order, sent.error_code, sent.quiet) == (number, "", True)
+    assert {kind: amount.lane_rows for kind, amount in sent.amounts.items()} == {
+        kind: amount.lane_rows for kind, amount in full_amounts(TOKENS).items()
+    }
+    assert set(sent.seconds) == {"plan", "first_byte", "move"}
+    assert sent.seconds["move"] == 2.0
+
+
+def test_an_order_to_several_ranks_ends_with_the_last():
+    bench = Bench()
+    bench.connect(ranks=node_ranks(count=2))
+    bench.open()
+    bench.order()
+    bench.end(DONE, which=0)
+    assert bench.sent() == []
+    bench.end(DONE, which=1)
+    assert len(bench.sent()) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failed_transfer_stops_the_others_of_the_order_and_is_reported_when_all_are_quiet(first):
+    bench = Bench()
+    bench.connect(ranks=node_ranks(count=2))
+    bench.open()
+    bench.order()
+    bench.end(QUIET, which=0 if first else 1)
+    other = bench.transport().transfers[1 if first else 0]
+    assert "cable" in other.aborted
+    assert bench.sent() == []
+    other.state = QUIET
+    bench.worker.step()
+    [sent] = bench.sent()
+    assert (sent.error_code, sent.amounts) == ("transport_failed", {})
+    assert sent.error == "one: cable"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code"),
+    [
+        (lambda bench: bench.open(destination=tables(3)), "page_out_of_bounds"),
+        (lambda bench: bench.open(destination=tables(3, 400)), "page_out_of_bounds"),
+        (lambda bench: bench.open(peer="nobody"), "not_ready"),
+        (lambda bench: bench.open(destination=(WireTable(space=IndexSpace.FULL, ids=b"abc"),)), "conflict"),
+        (lambda bench: None, "conflict"),
+    ],
+    ids=["short table", "page beyond", "stranger", "malformed", "not open"],
+)
+def test_an_order_that_cannot_be_carried_out_fails_alone(prepare, code):
+    bench = Bench()
+    bench.connect()
+    prepare(bench)
+    bench.open(room=2)
+    bench.order(room=2)
+    bench.order(room=1)
+    [sent] = bench.sent()
+    assert (sent.room, sent.error_code) == (1, code)
+    bench.end(DONE)
+    assert bench.sent()[0].error_code == ""
+
+
+def test_a_defect_in_planning_fails_the_order_and_nobody_else(monkeypatch):
+    bench = ready_bench()
+    monkeypatch.setattr("kvbridge.service.rank_orders.plan", lambda *args, **fields: 1 // 0)
+    bench.order()
+    [sent] = bench.sent()
+    assert sent.error_code == "internal"
+    assert "ZeroDivisionError" in sent.error
+
+
+def test_a_submission_that_is_refused_waits_for_what_was_submitted_before():
+    bench = Bench("one", "two")
+    bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"other")))
+    bench.open()
+    bench.transport("two").refuse_submit = InvalidInputError("not registered")
+    bench.order()
+    [transfer] = bench.transport("one").transfers
+    assert transfer.aborted == "not registered"
+    assert bench.sent() == []
+    bench.end(QUIET)
+    assert bench.sent()[0].error_code == "invalid_input"
+
+
+def test_a_long_reason_fits_into_the_message():
+    bench = ready_bench()
+    bench.transport().refuse_submit = TransportError("x" * 10_000)
+    bench.order()
+    assert len(bench.sent()[0].error) <= 4_000
+
+
+def test_one_peer_cannot_keep_another_waiting(monkeypatch):
+    monkeypatch.setattr(rank_worker, "ACTIVE_ORDERS", 2)
+    bench = ready_bench()
+    bench.connect(OTHER, node_ranks(data=b"second"))
+    bench.open(room=2, peer=OTHER)
+    for _ in range(3):
+        bench.order()
+    assert len(bench.transport().transfers) == 2
+    bench.order(room=2)
+    assert len(bench.transport().transfers) == 3
+    bench.end(DONE, which=0)
+    bench.worker.step()
+    assert len(bench.transport().transfers) == 4
+    assert repr(bench.worker) == "<RankWorker pp0.tp0: 2 peers, 2 rooms, 3 orders active, 0 queued>"
+
+
+# ------------------------------------------------------------------------------------------- closing rooms
+
+
+def test_a_room_without_orders_is_closed_at_once_known_or_not():
+    bench = ready_bench()
+    bench.say(CloseRoom(room=1, generation=1), CloseRoom(room=7, generation=1))
+    assert bench.closed == [1, 7]
+    bench.order()
+    assert bench.sent()[0].error_code == "conflict"
+
+
+def test_a_room_is_closed_when_its_last_order_is_quiet(monkeypatch):
+    monkeypatch.setattr(rank_worker, "ACTIVE_ORDERS", 1)
+    bench = ready_bench()
+    bench.order()
+    bench.order()
+    bench.open(room=2)
+    bench.say(CloseRoom(room=1, generation=1), CloseRoom(room=2, generation=1))
+    assert bench.closed == [2]
+    assert bench.transport().transfers[0].aborted == "the room was closed"
+    assert [sent.order for sent in bench.sent()] == [2]
+    bench.end(QUIET)
+    assert bench.closed == [1]
+    assert [sent.error_code for sent in bench.sent()] == ["aborted"]
+    assert len(bench.transport().transfers) == 1
+
+
+def test_closing_a_room_that_never_opened_waits_for_its_orders_all_the_same():
+    bench = Bench()
+    section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
+    bench.say(Send(room=5, generation=1, order=1, section=section), CloseRoom(room=5, generation=1))
+    assert [type(message) for message in bench.link.said if not isinstance(message, WorkerProgress)] == [
+        Sent,
+        RoomClosed,
+    ]
+
+
+def test_a_transfer_that_ends_well_after_the_close_is_still_reported_before_it():
+    bench = ready_bench()
+    bench.order()
+    bench.say(CloseRoom(room=1, generation=1))
+    assert bench.closed == []
+    bench.end(DONE)
+    kinds = [type(message) for message in bench.link.said if isinstance(message, Sent | RoomClosed)]
+    assert kinds == [Sent, RoomClosed]
+
+
+# ------------------------------------------------------------------------------------------- peers
+
+
+def test_the_first_transport_that_both_have_and_that_works_is_taken():
+    bench = Bench("one", "two", "three")
+    bench.transport("two").refuse = TransportError("no route")
+    bench.connect(ranks=node_ranks("two", "three"))
+    [connected] = bench.link.take(PeerConnected)
+    assert connected.transports == ("three",)
+
+
+def test_a_peer_that_cannot_be_reached_is_reported_and_keeps_nothing():
+    bench = Bench("one", "two")
+    ranks = (*node_ranks("one"), *node_ranks("elsewhere"))
+    bench.connect(ranks=ranks)
+    [connected] = bench.link.take(PeerConnected)
+    assert connected.error_code == "transport_failed"
+    assert "elsewhere" not in connected.error
+    assert "one: the peer does not offer it" in connected.error
+    assert bench.transport().peers == []
+
+
+def test_malformed_endpoints_are_the_peer_s_fault_and_not_ours():
+    bench = Bench()
+    bench.transport().refuse = InvalidInputError("endpoint " * 2_000)
+    bench.connect()
+    assert bench.link.take(PeerConnected)[0].error_code == "transport_failed"
+
+
+def test_connecting_again_to_the_same_node_disturbs_nothing():
+    bench = ready_bench()
+    bench.order()
+    bench.connect()
+    assert bench.link.take(PeerConnected)[0].transports == ("one",)
+    assert bench.transport().transfers[0].aborted == ""
+    assert len(bench.transport().peers) == 1
+
+
+def test_a_peer_is_disconnected_only_when_nothing_is_in_flight_to_it():
+    bench = ready_bench()
+    bench.order()
+    bench.say(DisconnectPeer(peer=DECODE), DisconnectPeer(peer="nobody"))
+    assert len(bench.transport().peers) == 1
+    bench.order()
+    assert bench.sent()[0].error_code == "not_ready"
+    bench.end(QUIET)
+    assert bench.sent()[0].error_code == "peer_failed"
+    bench.worker.step()
+    assert bench.transport().peers == []
+
+
+def test_a_peer_that_has_changed_is_connected_after_its_old_orders_have_ended(monkeypatch):
+    monkeypatch.setattr(rank_worker, "ACTIVE_ORDERS", 1)
+    bench = ready_bench()
+    bench.order()
+    bench.order()
+    bench.connect(ranks=node_ranks(data=b"moved"))
+    assert bench.link.take(PeerConnected) == []
+    assert [sent.order for sent in bench.sent()] == [2]
+    bench.open(room=2)
+    bench.order(room=2)
+    assert len(bench.transport().transfers) == 1
+    bench.end(QUIET)
+    bench.worker.step()
+    assert [peer.data for peer in bench.transport().peers] == [b"moved0"]
+    assert len(bench.link.take(PeerConnected)) == 1
+    assert len(bench.transport().transfers) == 2
+    bench.end(DONE)
+    assert [(sent.order, sent.error_code) for sent in bench.sent()] == [(1, "peer_failed"), (3, "")]
+
+
+def test_every_order_to_connect_is_answered_and_the_last_one_counts():
+    bench = ready_bench()
+    bench.order()
+    bench.connect(ranks=node_ranks(data=b"second"))
+    bench.connect(ranks=node_ranks(data=b"third"))
+    bench.end(QUIET)
+    bench.worker.step()
+    first, last = bench.link.take(PeerConnected)
+    assert (first.error_code, last.error_code) == ("peer_failed", "")
+    assert [peer.data for peer in bench.transport().peers] == [b"third0"]
+
+
+def test_a_disconnect_takes_back_a_connect_that_waits():
+    bench = ready_bench()
+    bench.order()
+    bench.connect(ranks=node_ranks(data=b"second"))
+    bench.say(DisconnectPeer(peer=DECODE))
+    bench.end(QUIET)
+    bench.worker.step()
+    assert bench.transport().peers == []
+    assert bench.link.take(PeerConnected) == []
+
+
+# ------------------------------------------------------------------------------------------- not quiet
+
+
+def test_a_transfer_that_is_not_quiet_is_reported_after_its_transport_is_gone():
+    bench = ready_bench()
+    bench.order()
+    old = bench.transport()
+    bench.open(room=2)
+    bench.order(room=2)
+    bench.say(CloseRoom(room=1, generation=1))
+    bench.link.said.clear()
+    bench.log.clear()
+    bench.end(LOUD, which=0)
+    assert old.closed
+    assert bench.log[0] == "close one"
+    assert [sent.error_code for sent in bench.link.take(Sent)] == ["aborted", "transport_failed"]
+    assert bench.closed == [1]
+    assert bench.link.take(PeerConnected)[0].transports == ("one",)
+    assert len(bench.link.take(WorkerReady)) == 1
+    assert bench.transport() is not old
+    bench.order(room=2)
+    bench.end(DONE)
+    assert bench.sent()[0].error_code == ""
+
+
+def test_a_rebuild_leaves_other_transports_and_peers_alone():
+    bench = Bench("one", "two")
+    bench.connect(ranks=node_ranks("one"))
+    bench.connect(OTHER, node_ranks("two", data=b"second"))
+    bench.open()
+    bench.open(room=2, peer=OTHER)
+    bench.order()
+    bench.order(room=2)
+    bench.end(LOUD)
+    assert [sent.room for sent in bench.sent()] == [1]
+    bench.end(DONE, "two")
+    assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(2, "")]
+    assert len(bench.built["two"]) == 1
+    assert len(bench.transport("two").peers) == 1
+
+
+def test_an_order_over_two_transports_waits_for_the_one_that_lives():
+    bench = Bench("one", "two")
+    bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"second")))
+    bench.open()
+    bench.order()
+    bench.end(LOUD)
+    assert bench.sent() == []
+    assert bench.transport("two").transfers[0].aborted
+    bench.end(QUIET, "two")
+    assert bench.sent()[0].error == "one: cable"
+    assert len(bench.transport("two").peers) == 1
+    bench.order()
+    assert [len(bench.transport(name).transfers) for name in ("one", "two")] == [1, 2]
+
+
+def test_a_peer_that_cannot_be_reached_after_a_rebuild_is_given_up():
+    bench = Bench("one", "two")
+    bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"second")))
+    bench.link.said.clear()
+    bench.open()
+    bench.order()
+    bench.transport("two").transfers[0].state = DONE
+    original = bench.create
+
+    def create(name: str) -> FakeTransport:
+        transport = original(name)
+        transport.refuse = TransportError("no route")
+        return transport
+
+    bench.worker._transports._create = create
+    bench.end(LOUD)
+    assert bench.link.take(PeerConnected)[0].error_code == "transport_failed"
+    assert bench.sent()[0].error_code == "transport_failed"
+    bench.worker.step()
+    assert bench.transport("two").peers == []
+    bench.order()
+    assert bench.sent()[0].error_code == "not_ready"
+
+
+def test_a_retired_peer_does_not_outlive_its_transport():
+    bench = ready_bench()
+    bench.order()
+    bench.say(DisconnectPeer(peer=DECODE))
+    bench.end(LOUD)
+    bench.worker.step()
+    assert bench.sent()[0].error_code == "peer_failed"
+    assert bench.transport().peers == []
+
+
+def test_a_transport_that_cannot_be_rebuilt_ends_the_worker():
+    bench = ready_bench()
+    bench.order()
+    old = bench.transport()
+    bench.refuse_build = TransportError("no device")
+    with pytest.raises(TransportError):
+        bench.end(LOUD)
+    bench.worker.close()
+    assert old.closed
+
+
+def test_a_node_that_is_gone_ends_the_worker():
+    bench = ready_bench()
+
+    def gone(timeout_s: float):
+        raise PeerError("the daemon has ended")
+
+    bench.link.receive = gone
+    with pytest.raises(PeerError):
+        bench.worker.step()
+    assert R0 == bench.worker._identity.rank

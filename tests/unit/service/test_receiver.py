@@ -1,0 +1,714 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import (
+    CapacityError,
+    ConflictError,
+    FingerprintMismatchError,
+    InvalidInputError,
+    NotReadyError,
+    RoomFailedError,
+    StaleError,
+    UnknownRoomError,
+)
+from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.plan.operations import Amount
+from kvbridge.core.session.receiver import ReceiverState
+from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, to_wire
+from kvbridge.pool.book import Owner, PageState
+from kvbridge.service.ports import AdmissionRequest, RoomState
+from tests.helpers.rooms import (
+    ADDRESS,
+    GEOMETRY,
+    OTHER_ADDRESS,
+    PAGE,
+    PREFILL,
+    R0,
+    R1,
+    ReceiverBench,
+    full_amounts,
+    pick,
+)
+
+TOKENS = 2 * PAGE
+SECOND = "bbbb000000000001"
+STRANGER = "eeee000000000001"
+OWNER = Owner(1, 1)
+
+
+def admit(bench: ReceiverBench, room: int = 1, generation: int = 1, **fields):
+    fields = {"prompt_tokens": TOKENS, "prefill": (ADDRESS,)} | fields
+    return bench.service.admit_now(AdmissionRequest(room=room, generation=generation, **fields))
+
+
+def state(bench: ReceiverBench, generation: int = 1) -> ReceiverState:
+    found = bench.service.rooms.find(1, generation)
+    assert found is not None
+    return found.state
+
+
+def done(bench: ReceiverBench, peer: str = PREFILL, rank=R0, generation: int = 1, **fields) -> None:
+    fields = {"amounts": full_amounts(TOKENS), "phases_s": {"move": 1.0}, "metadata": b"meta"} | fields
+    bench.service.done(peer, Done(room=1, generation=generation, writer=rank, **fields))
+
+
+def failed(bench: ReceiverBench, peer: str = PREFILL, message: str = "cable") -> None:
+    bench.service.failed(peer, Failed(room=1, generation=1, code="transport_failed", message=message))
+
+
+def drained(bench: ReceiverBench, peer: str = PREFILL, generation: int = 1) -> None:
+    bench.service.drained(peer, Drained(room=1, generation=generation))
+
+
+def cancel(bench: ReceiverBench) -> None:
+    room = bench.service.rooms.get(1)
+    bench.service._driver.raise_event(room, "abort", "aborted", "by its client")
+
+
+def offered(**fields) -> ReceiverBench:
+    """A bench with room 1 offered to the node PREFILL."""
+    bench = ReceiverBench(**fields)
+    bench.nodes.know()
+    admit(bench)
+    return bench
+
+
+def offered_to_two() -> ReceiverBench:
+    """A bench with room 1 offered to PREFILL (rank 0) and SECOND (rank 1)."""
+    bench = ReceiverBench()
+    bench.nodes.know()
+    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,))
+    admit(bench, prefill=(ADDRESS, OTHER_ADDRESS))
+    return bench
+
+
+def committed(*engines: str) -> ReceiverBench:
+    bench = offered()
+    bench.engines.names = set(engines or ("engine",))
+    done(bench)
+    return bench
+
+
+def claimed(*engines: str) -> ReceiverBench:
+    bench = committed(*engines)
+    for engine in engines or ("engine",):
+        bench.service.claim(engine, 1)
+    return bench
+
+
+# ------------------------------------------------------------------------------------------- the good course
+
+
+def test_a_room_is_offered_committed_claimed_and_released():
+    bench = ReceiverBench()
+    bench.nodes.know()
+    assert admit(bench, max_new_tokens=PAGE).state is RoomState.OFFERED
+    [offer] = pick(bench.nodes.messages, Offer, PREFILL)
+    assert (offer.prompt_tokens, offer.prefix_tokens) == (TOKENS, 0)
+    assert offer.tables == to_wire(bench.service.rooms.get(1).tables)
+    assert bench.book.state(OWNER) is PageState.LEASED
+    bench.clock.advance(3)
+    done(bench)
+    assert bench.book.state(OWNER) is PageState.HELD
+    assert bench.engines.kinds == ["committed"]
+    bench.clock.advance(2)
+    room = bench.service.claim("engine", 1)
+    assert room.metadata == {"pp0.tp0": b"meta"}
+    assert bench.free == 13
+    bench.service.release("engine", 1)
+    assert bench.free == 16
+    report = bench.service.report(1)
+    assert report.state is RoomState.COMPLETED
+    assert report.phases_s["offer_to_commit"] == 3.0
+    assert report.phases_s["commit_to_claim"] == 2.0
+    assert report.phases_s["move"] == 1.0
+    assert report.amounts == full_amounts(TOKENS)
+    assert bench.observer.states == [
+        RoomState.ADMITTED,
+        RoomState.OFFERED,
+        RoomState.TRANSFERRING,
+        RoomState.COMMITTED,
+        RoomState.CLAIMED,
+        RoomState.COMPLETED,
+    ]
+    assert bench.observer.received_amounts == [full_amounts(TOKENS)]
+
+
+def halves():
+    whole = full_amounts(TOKENS)
+    return {kind: Amount(lane_rows=amount.lane_rows // 2, bytes=1) for kind, amount in whole.items()}
+
+
+def test_every_rank_of_every_node_has_to_report():
+    bench = offered_to_two()
+    done(bench, amounts=halves(), metadata=b"one")
+    done(bench, amounts=halves(), metadata=b"one")
+    done(bench, SECOND, R0, amounts=halves())
+    assert bench.observer.refusals["foreign_done"] == 1
+    assert bench.service.report(1).state is RoomState.TRANSFERRING
+    done(bench, SECOND, R1, amounts=halves(), metadata=b"two")
+    assert state(bench) is ReceiverState.COMMITTED
+    assert bench.service.rooms.get(1).metadata == {"pp0.tp0": b"one", "pp0.tp1": b"two"}
+
+
+def test_a_node_under_two_addresses_is_one_writer():
+    bench = ReceiverBench()
+    bench.nodes.know()
+    bench.nodes.know(OTHER_ADDRESS)
+    admit(bench, prefill=(ADDRESS, OTHER_ADDRESS))
+    assert len(pick(bench.nodes.messages, Offer)) == 1
+    done(bench)
+    assert state(bench) is ReceiverState.COMMITTED
+
+
+@pytest.mark.parametrize("factor", [0, 2])
+def test_a_wrong_sum_fails_closed_and_waits_for_nobody_who_is_done(factor):
+    bench = offered()
+    wrong = {kind: Amount(lane_rows=amount.lane_rows * factor) for kind, amount in full_amounts(TOKENS).items()}
+    done(bench, amounts=wrong)
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "integrity")
+    assert "every writer is done, but" in report.reason
+    assert bench.free == 16
+    with pytest.raises(RoomFailedError, match="every writer is done, but"):
+        bench.service.claim("engine", 1)
+
+
+# ------------------------------------------------------------------------------------------- admission and meeting
+
+
+def test_admission_is_all_or_nothing():
+    bench = ReceiverBench(pages=3)
+    bench.nodes.know()
+    bench.ranks.lacking = "rank worker pp0.tp0 is starting"
+    with pytest.raises(NotReadyError, match="is starting"):
+        admit(bench)
+    bench.ranks.lacking = ""
+    with pytest.raises(InvalidInputError, match="needs `prefill`"):
+        admit(bench, prefill=())
+    for prefix in (1, TOKENS + PAGE):
+        with pytest.raises(InvalidInputError, match="prefix_tokens must be"):
+            admit(bench, prefix_tokens=prefix)
+    admit(bench)
+    with pytest.raises(ConflictError):
+        admit(bench, generation=2)
+    with pytest.raises(CapacityError):
+        admit(bench, room=2)
+    assert bench.observer.refusals["capacity"] == 1
+    with pytest.raises(UnknownRoomError):
+        bench.service.report(2)
+    assert bench.free == 1
+
+
+def test_a_room_waits_until_every_node_is_met():
+    bench = ReceiverBench()
+    assert admit(bench, prefill=(ADDRESS, OTHER_ADDRESS)).state is RoomState.ADMITTED
+    assert bench.nodes.asked == [ADDRESS, OTHER_ADDRESS]
+    bench.nodes.know()
+    bench.service.nodes_changed()
+    assert bench.nodes.messages == []
+    assert bench.book.state(OWNER) is PageState.HELD
+    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,))
+    bench.service.nodes_changed()
+    assert {peer for peer, _ in bench.nodes.messages} == {PREFILL, SECOND}
+
+
+def test_a_node_that_rejects_us_fails_the_room():
+    bench = ReceiverBench()
+    admit(bench)
+    bench.nodes.answers[ADDRESS] = FingerprintMismatchError("layer_count is 3 here and 4 on the peer")
+    bench.service.nodes_changed()
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "fingerprint_mismatch")
+    assert bench.free == 16
+
+
+@pytest.mark.parametrize(("ranks", "complaint"), [((R0,), "both hold rank"), ((), "has no rank")])
+def test_nodes_that_cannot_be_one_instance_fail_the_room_before_anything_is_offered(ranks, complaint):
+    bench = ReceiverBench()
+    bench.nodes.know()
+    bench.nodes.know(OTHER_ADDRESS, SECOND, ranks)
+    report = admit(bench, prefill=(ADDRESS, OTHER_ADDRESS))
+    assert report.state is RoomState.FAILED
+    assert complaint in report.reason
+    assert bench.nodes.messages == []
+    assert bench.free == 16
+
+
+# ------------------------------------------------------------------------------------------- aborts and failures
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_an_abort_frees_at_once_only_what_was_never_offered(met):
+    bench = ReceiverBench()
+    if met:
+        bench.nodes.know()
+    admit(bench)
+    cancel(bench)
+    if not met:
+        assert state(bench) is ReceiverState.ABORTED
+        assert bench.free == 16
+        return
+    assert state(bench) is ReceiverState.ABORTING
+    assert bench.free == 14
+    assert [abort.message for abort in pick(bench.nodes.messages, Abort, PREFILL)] == ["by its client"]
+    cancel(bench)
+    assert len(pick(bench.nodes.messages, Abort)) == 1
+    with pytest.raises(RoomFailedError):
+        bench.service.claim("engine", 1)
+    drained(bench)
+    assert bench.free == 16
+    assert bench.engines.kinds == ["aborted"]
+    drained(bench)
+    drained(bench, STRANGER)
+    bench.book.check_integrity()
+
+
+def test_a_failure_of_one_node_waits_for_the_proof_of_all():
+    bench = offered_to_two()
+    failed(bench, SECOND)
+    assert state(bench) is ReceiverState.FAILING
+    assert bench.service.report(1).state is RoomState.FAILED
+    assert {peer for peer, message in bench.nodes.messages if isinstance(message, Abort)} == {PREFILL, SECOND}
+    drained(bench, SECOND)
+    assert bench.free == 14
+    drained(bench, PREFILL)
+    assert bench.free == 16
+    assert bench.service.report(1).reason == "prefill node prefill/bbbb: cable"
+
+
+def test_a_node_that_has_done_everything_is_quiet_and_is_not_asked():
+    bench = offered_to_two()
+    done(bench, amounts=halves())
+    failed(bench, SECOND)
+    assert pick(bench.nodes.messages, Abort, PREFILL) == []
+    drained(bench, SECOND)
+    assert state(bench) is ReceiverState.FAILED
+    assert bench.free == 16
+
+
+def test_a_done_that_crosses_our_abort_is_proof_but_not_a_commit():
+    bench = offered()
+    cancel(bench)
+    done(bench)
+    assert state(bench) is ReceiverState.ABORTED
+    assert bench.service.report(1).amounts == {}
+    assert bench.free == 16
+    done(bench)
+    assert bench.observer.refusals["stale_done"] == 1
+
+
+def test_drained_without_done_fails_the_room():
+    bench = offered()
+    drained(bench)
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "protocol")
+    assert bench.free == 16
+
+
+def test_what_writers_say_after_the_commit_changes_nothing():
+    bench = committed()
+    failed(bench)
+    drained(bench)
+    done(bench)
+    bench.service.peer_gone(PREFILL, "killed", proof=True)
+    bench.service.peer_gone(PREFILL, "silent", proof=False)
+    bench.service.worker_gone(R0, "killed")
+    assert state(bench) is ReceiverState.COMMITTED
+    assert bench.book.state(OWNER) is PageState.HELD
+
+
+def test_strangers_and_stale_messages_are_harmless():
+    bench = offered()
+    for generation in (1, 2):
+        done(bench, STRANGER, generation=generation)
+        drained(bench, STRANGER, generation)
+    failed(bench, STRANGER)
+    done(bench, rank=R1)
+    drained(bench, generation=7)
+    bench.service.peer_gone(STRANGER, "silent", proof=True)
+    assert state(bench) is ReceiverState.OFFERED
+    assert bench.observer.refusals == {"foreign_done": 2, "stale_done": 1}
+
+
+def test_a_reason_of_any_length_fits_into_the_messages():
+    bench = offered_to_two()
+    failed(bench, message="x" * 4_000)
+    assert pick(bench.nodes.messages, Abort, SECOND)
+
+
+# ------------------------------------------------------------------------------------------- nodes that vanish
+
+
+def test_a_vanished_node_leaves_its_pages_in_quarantine_until_its_successor_proves_its_end():
+    bench = offered()
+    bench.service.peer_gone(PREFILL, "silent for 10 s", proof=False)
+    assert bench.service.report(1).state is RoomState.FAILED
+    assert bench.book.state(OWNER) is PageState.QUARANTINED
+    assert pick(bench.nodes.messages, Abort) == []
+    for _ in range(3):
+        bench.clock.advance(1_000)
+        bench.service.tick()
+    assert bench.free == 14
+    [reason] = bench.book.quarantine_reasons()
+    assert reason == "room 1 generation 1: prefill node prefill/aaaa vanished (silent for 10 s)"
+    bench.service.peer_gone(PREFILL, "it was restarted", proof=True)
+    assert bench.free == 16
+    assert state(bench) is ReceiverState.FAILED
+    bench.book.check_integrity()
+
+
+def test_a_node_that_returns_in_the_same_life_is_asked_for_the_proof():
+    bench = offered()
+    bench.nodes.living.clear()
+    bench.service.peer_gone(PREFILL, "silent", proof=False)
+    bench.service.nodes_changed()
+    assert pick(bench.nodes.messages, Abort) == []
+    bench.nodes.know()
+    bench.service.nodes_changed()
+    bench.service.nodes_changed()
+    assert len(pick(bench.nodes.messages, Abort, PREFILL)) == 1
+    assert bench.free == 14
+    bench.service.peer_gone(PREFILL, "silent again", proof=False)
+    bench.service.nodes_changed()
+    assert len(pick(bench.nodes.messages, Abort, PREFILL)) == 2
+    drained(bench)
+    assert bench.free == 16
+
+
+def test_a_node_that_vanishes_with_proof_ends_the_room_at_once():
+    bench = offered()
+    bench.service.peer_gone(PREFILL, "it was restarted", proof=True)
+    assert bench.service.report(1).state is RoomState.FAILED
+    assert bench.free == 16
+
+
+def test_a_node_that_vanishes_after_its_last_done_is_not_missed():
+    bench = offered_to_two()
+    done(bench, amounts=halves())
+    bench.service.peer_gone(PREFILL, "silent", proof=False)
+    assert state(bench) is ReceiverState.OFFERED
+    done(bench, SECOND, R1, amounts=halves())
+    assert state(bench) is ReceiverState.COMMITTED
+
+
+def test_a_node_that_vanishes_while_the_room_is_stopped_quarantines_it():
+    bench = offered_to_two()
+    cancel(bench)
+    drained(bench, SECOND)
+    bench.service.peer_gone(PREFILL, "silent", proof=False)
+    assert bench.book.state(OWNER) is PageState.QUARANTINED
+    assert bench.service.report(1).state is RoomState.ABORTING
+    drained(bench, PREFILL)
+    assert bench.free == 16
+    assert state(bench) is ReceiverState.ABORTED
+
+
+@pytest.mark.parametrize("stage", ["awaiting", "reserved", "offered"])
+def test_a_dead_worker_fails_what_is_not_committed(stage):
+    bench = ReceiverBench(adopted=stage == "awaiting")
+    if stage == "offered":
+        bench.nodes.know()
+    admit(bench)
+    bench.service.worker_gone(R0, "killed")
+    assert bench.service.report(1).state is RoomState.FAILED
+    assert state(bench) is (ReceiverState.FAILING if stage == "offered" else ReceiverState.FAILED)
+    assert bench.free == (14 if stage == "offered" else 16)
+
+
+# ------------------------------------------------------------------------------------------- engines
+
+
+def test_claims_are_refused_before_the_commit_after_the_end_and_twice():
+    bench = offered()
+    with pytest.raises(ConflictError, match="not committed yet"):
+        bench.service.claim("engine", 1)
+    done(bench)
+    for verb in (bench.service.release, lambda engine, room: bench.service.extend(engine, room, TOKENS)):
+        with pytest.raises(ConflictError, match="not claimed by this engine"):
+            verb("engine", 1)
+    bench.service.claim("engine", 1)
+    with pytest.raises(ConflictError, match="already claimed"):
+        bench.service.claim("engine", 1)
+    bench.service.release("engine", 1)
+    with pytest.raises(RoomFailedError, match="is over"):
+        bench.service.claim("engine", 1)
+    with pytest.raises(ConflictError, match="not claimed by this engine"):
+        bench.service.release("engine", 1)
+
+
+def test_pages_are_held_until_every_engine_has_released():
+    bench = claimed("a", "b")
+    bench.service.release("a", 1)
+    assert bench.free == 14
+    bench.service.release("b", 1)
+    assert bench.free == 16
+
+
+def test_an_engine_that_is_late_still_finds_the_room():
+    bench = committed("a", "b")
+    bench.service.claim("a", 1)
+    bench.service.release("a", 1)
+    assert bench.free == 14
+    bench.service.claim("b", 1)
+    bench.service.release("b", 1)
+    assert bench.free == 16
+
+
+def test_an_engine_that_attaches_later_is_not_waited_for():
+    bench = committed("a")
+    bench.service.claim("a", 1)
+    bench.engines.names.add("monitor")
+    bench.service.release("a", 1)
+    assert bench.free == 16
+
+
+def test_an_engine_that_never_claims_is_waited_for_until_the_limit():
+    bench = committed("a", "b")
+    bench.service.claim("a", 1)
+    bench.clock.advance(60)
+    bench.service.release("a", 1)
+    bench.service.tick()
+    assert bench.free == 14
+    bench.clock.advance(60)
+    bench.service.tick()
+    assert bench.free == 16
+    assert state(bench) is ReceiverState.COMPLETED
+
+
+def test_the_claim_limit_does_not_end_a_claimed_room():
+    bench = claimed()
+    for _ in range(3):
+        bench.clock.advance(1_000)
+        bench.service.tick()
+    assert state(bench) is ReceiverState.CLAIMED
+    assert bench.free == 14
+
+
+@pytest.mark.parametrize("has_claimed", [True, False])
+def test_an_engine_that_dies_takes_no_page_from_one_that_lives(has_claimed):
+    bench = committed("a", "b")
+    bench.service.claim("a", 1)
+    if has_claimed:
+        bench.service.claim("b", 1)
+    bench.engines.names.discard("b")
+    bench.service.engine_gone("b", "killed")
+    assert bench.free == 14
+    if has_claimed:
+        assert bench.service.report(1).state is RoomState.FAILED
+        assert bench.engines.kinds == ["committed", "cancel"]
+        with pytest.raises(ConflictError, match="is to end and cannot grow"):
+            bench.service.extend("a", 1, TOKENS + 1)
+    else:
+        assert state(bench) is ReceiverState.CLAIMED
+    bench.service.release("a", 1)
+    assert bench.free == 16
+    assert state(bench) is (ReceiverState.FAILED if has_claimed else ReceiverState.COMPLETED)
+
+
+def test_an_engine_that_dies_after_the_others_released_ends_the_room():
+    bench = committed("a", "b")
+    bench.service.claim("a", 1)
+    bench.service.release("a", 1)
+    bench.service.engine_gone("b", "killed")
+    assert bench.free == 16
+
+
+def test_the_last_reader_s_death_frees():
+    bench = claimed()
+    bench.service.engine_gone("engine", "killed")
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "peer_failed")
+    assert bench.free == 16
+    bench.service.engine_gone("engine", "killed")
+
+
+def test_a_cancelled_claim_waits_for_its_engines():
+    bench = claimed("a", "b")
+    cancel(bench)
+    cancel(bench)
+    assert bench.service.report(1).state is RoomState.ABORTING
+    assert bench.engines.kinds == ["committed", "cancel"]
+    bench.service.release("a", 1)
+    assert bench.free == 14
+    bench.service.abort("b", 1, "cancelled")
+    assert bench.free == 16
+    assert state(bench) is ReceiverState.ABORTED
+    assert bench.service.report(1).reason == "by its client"
+
+
+def test_an_engine_may_give_a_claimed_room_up():
+    bench = claimed("a", "b")
+    bench.service.abort("a", 1, "client is gone")
+    assert bench.free == 14
+    assert bench.engines.kinds == ["committed", "cancel"]
+    bench.service.release("b", 1)
+    assert state(bench) is ReceiverState.ABORTED
+    assert bench.service.report(1).reason == "by the decode engine: client is gone"
+
+
+def test_an_engine_that_keeps_a_cancelled_room_is_shown():
+    bench = claimed()
+    cancel(bench)
+    bench.clock.advance(50)
+    bench.service.tick()
+    assert bench.book.state(OWNER) is PageState.QUARANTINED
+    [reason] = bench.book.quarantine_reasons()
+    assert "engines engine have not let go of it (limit: timeouts.drain_s)" in reason
+    bench.service.release("engine", 1)
+    assert bench.free == 16
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_engine_aborts_what_nobody_has_claimed(early):
+    bench = offered() if early else committed()
+    bench.service.abort("engine", 1, "no")
+    if early:
+        assert state(bench) is ReceiverState.ABORTING
+        drained(bench)
+    assert state(bench) is ReceiverState.ABORTED
+    assert bench.free == 16
+    bench.service.abort("engine", 1, "no")
+
+
+def test_extending_reserves_what_is_missing_and_nothing_else():
+    bench = claimed()
+    before = bench.service.rooms.get(1).tables[IndexSpace.FULL].ids
+    with pytest.raises(InvalidInputError, match="cannot shrink"):
+        bench.service.extend("engine", 1, TOKENS - 1)
+    assert len(bench.service.extend("engine", 1, TOKENS)[IndexSpace.FULL]) == 2
+    tables = bench.service.extend("engine", 1, TOKENS + 1)
+    assert tables[IndexSpace.FULL].ids[:2].tolist() == before.tolist()
+    assert len(tables[IndexSpace.FULL]) == 3
+    assert len(bench.service.extend("engine", 1, TOKENS + PAGE)[IndexSpace.FULL]) == 3
+    with pytest.raises(CapacityError):
+        admit(bench, room=2, prompt_tokens=13 * PAGE)
+        bench.service.extend("engine", 1, 4 * PAGE)
+    assert len(bench.service.extend("engine", 1, 3 * PAGE)[IndexSpace.FULL]) == 3
+    bench.service.release("engine", 1)
+    bench.book.check_integrity()
+
+
+# ------------------------------------------------------------------------------------------- adopted pools
+
+
+def tables(*ids: int):
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))}
+
+
+def test_adopted_pages_are_asked_for_and_then_offered():
+    bench = ReceiverBench(adopted=True)
+    bench.nodes.know()
+    assert admit(bench).state is RoomState.ADMITTED
+    assert bench.engines.kinds == ["wanted"]
+    with pytest.raises(InvalidInputError, match="needs 2 pages"):
+        bench.service.provide(1, tables(4))
+    with pytest.raises(InvalidInputError, match="host pages belong to the daemon"):
+        bench.service.provide(1, {IndexSpace.HOST: PageTable(IndexSpace.HOST, np.array([1], dtype=np.int32))})
+    bench.service.provide(1, tables(4, 5))
+    assert pick(bench.nodes.messages, Offer)[0].tables == to_wire(tables(4, 5))
+    with pytest.raises(ConflictError, match="does not wait for pages"):
+        bench.service.provide(1, tables(6, 7))
+    done(bench)
+    bench.service.claim("engine", 1)
+    bench.service.extend("engine", 1, 10 * PAGE)
+    bench.service.release("engine", 1)
+    assert bench.free == 16
+    assert bench.engines.kinds == ["wanted", "committed", "completed"]
+
+
+def test_owned_pools_take_no_pages():
+    bench = offered()
+    with pytest.raises(ConflictError, match="owns its pools"):
+        bench.service.provide(1, tables(1, 2))
+
+
+# ------------------------------------------------------------------------------------------- deadlines
+
+
+@pytest.mark.parametrize(
+    ("stage", "wait_s", "limit"),
+    [
+        ("awaiting", 10, "timeouts.pages_s"),
+        ("reserved", 20, "timeouts.meet_s"),
+        ("offered", 600, "timeouts.room_s"),
+        ("committed", 120, "timeouts.claim_s"),
+    ],
+)
+def test_each_wait_has_a_name(stage, wait_s, limit):
+    bench = ReceiverBench(adopted=stage == "awaiting")
+    if stage in {"offered", "committed"}:
+        bench.nodes.know()
+    admit(bench)
+    if stage == "committed":
+        done(bench)
+    bench.clock.advance(wait_s - 0.1)
+    bench.service.tick()
+    assert not bench.service.report(1).state.final
+    bench.clock.advance(0.1)
+    bench.service.tick()
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
+    assert limit in report.reason
+    if stage != "offered":
+        assert bench.free == 16
+        return
+    assert bench.book.state(OWNER) is PageState.LEASED
+    bench.clock.advance(50)
+    bench.service.tick()
+    [reason] = bench.book.quarantine_reasons()
+    assert "prefill nodes prefill/aaaa have not let go of it (limit: timeouts.drain_s)" in reason
+    drained(bench)
+    assert bench.free == 16
+
+
+# ------------------------------------------------------------------------------------------- generations
+
+
+def test_a_new_attempt_runs_beside_the_old_one_and_each_gets_its_own_messages():
+    bench = offered()
+    failed(bench)
+    with pytest.raises(StaleError):
+        admit(bench)
+    admit(bench, generation=2)
+    assert bench.free == 12
+    done(bench, generation=2)
+    assert state(bench, 2) is ReceiverState.COMMITTED
+    drained(bench, generation=1)
+    assert state(bench, 1) is ReceiverState.FAILED
+    assert bench.free == 14
+    bench.service.claim("engine", 1)
+    bench.service.release("engine", 1)
+    assert bench.free == 16
+    bench.book.check_integrity()
+
+
+def test_an_engine_releases_the_attempt_that_it_has_claimed():
+    bench = claimed("a", "b")
+    bench.service.engine_gone("b", "killed")
+    admit(bench, generation=2)
+    done(bench, generation=2)
+    with pytest.raises(ConflictError, match="an earlier attempt at room 1 is still claimed"):
+        bench.service.claim("a", 1)
+    bench.service.release("a", 1)
+    assert state(bench, 1) is ReceiverState.FAILED
+    assert bench.service.claim("a", 1).generation == 2
+    assert bench.free == 14
+
+
+def test_receipts_keep_little_and_are_forgotten():
+    bench = claimed()
+    bench.service.release("engine", 1)
+    room = bench.service.rooms.get(1)
+    assert (room.tables, room.metadata, room.writers) == ({}, {}, {})
+    bench.clock.advance(300)
+    bench.service.tick()
+    with pytest.raises(UnknownRoomError):
+        bench.service.report(1)
+
+
+def test_repr_counts():
+    assert repr(offered().service) == "<ReceiverService {'offered': 1}>"
+    assert GEOMETRY.name == "tiny-gqa"

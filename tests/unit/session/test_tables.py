@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+import pytest
+
+import kvbridge.core.session
+from kvbridge.core.errors import ConflictError, IntegrityError
+from kvbridge.core.session.machine import Table
+from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
+from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
+from kvbridge.core.session.tables import tables_markdown
+
+SIDES = pytest.mark.parametrize(
+    ("table", "events", "actions"),
+    [
+        pytest.param(SENDER_TABLE, SenderEvent, SenderAction, id="sender"),
+        pytest.param(RECEIVER_TABLE, ReceiverEvent, ReceiverAction, id="receiver"),
+    ],
+)
+
+
+@SIDES
+def test_a_table_is_whole_and_uses_every_word(table, events, actions):
+    table.check_integrity()
+    listed = [(event, acts) for row in table.rows.values() for event, (_, acts) in row.items()]
+    assert {event for event, _ in listed} == set(events)
+    assert {action for _, acts in listed for action in acts} == set(actions)
+
+
+@SIDES
+def test_every_pair_of_state_and_event_is_either_listed_or_refused(table, events, actions):
+    for state in table.rows:
+        for event in events:
+            if event in table.rows[state]:
+                assert table.step(state, event) == table.rows[state][event]
+            else:
+                with pytest.raises(ConflictError, match=f"'{event}' is not possible in state '{state}'"):
+                    table.step(state, event)
+
+
+@SIDES
+def test_abort_and_fault_are_possible_everywhere_and_disturb_no_ended_room(table, events, actions):
+    for state in table.rows:
+        for event in (events.ABORT, events.FAULT):
+            target, acts = table.step(state, event)
+            if state in table.final:
+                assert target is state
+                assert set(acts) <= {SenderAction.TELL_DRAINED}
+
+
+def test_pages_of_an_offered_room_come_back_by_proof_only():
+    """Nothing but a proof leads from a state in which pages may be written or read to one in which they are given back."""
+    in_use = {ReceiverState.OFFERED, ReceiverState.ABORTING, ReceiverState.FAILING}
+    read = {ReceiverState.CLAIMED, ReceiverState.ABORTING_CLAIMED, ReceiverState.FAILING_CLAIMED}
+    for state, row in RECEIVER_TABLE.rows.items():
+        for event, (target, actions) in row.items():
+            freed = ReceiverAction.FREE in actions
+            assert freed == (target in RECEIVER_TABLE.final and state not in RECEIVER_TABLE.final)
+            if freed and state in in_use:
+                assert event is ReceiverEvent.DRAINED
+            if freed and state in read:
+                assert event is ReceiverEvent.RELEASE
+    for state, row in SENDER_TABLE.rows.items():
+        for event, (target, actions) in row.items():
+            freed = SenderAction.FREE_SOURCE in actions
+            assert freed == (target in SENDER_TABLE.final and state not in SENDER_TABLE.final)
+            if freed and state is not SenderState.ADMITTED:
+                assert event in {SenderEvent.DRAINED, SenderEvent.ALL_SENT}
+
+
+def test_the_printed_tables_are_those_of_the_code():
+    printed = Path(kvbridge.core.session.__path__[0]) / "TABLES.md"
+    assert printed.read_text() == tables_markdown(), "print them again: python -m kvbridge.core.session.tables"
+
+
+class _State(StrEnum):
+    A = "a"
+    B = "b"
+    END = "end"
+
+
+class _Event(StrEnum):
+    GO = "go"
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ({_State.A: {_Event.GO: (_State.END, ())}, _State.END: {}}, "without a row"),
+        ({_State.A: {_Event.GO: (_State.END, ())}, _State.B: {}, _State.END: {}}, "nothing leads to"),
+        ({_State.A: {_Event.GO: (_State.B, ())}, _State.B: {}, _State.END: {}}, "nothing leads to"),
+        (
+            {
+                _State.A: {_Event.GO: (_State.END, ())},
+                _State.B: {_Event.GO: (_State.END, ())},
+                _State.END: {_Event.GO: (_State.B, ())},
+            },
+            "leads out of",
+        ),
+    ],
+)
+def test_a_table_with_a_hole_is_found(rows, complaint):
+    table = Table(rows, start=_State.A, final=frozenset({_State.END}))
+    with pytest.raises(IntegrityError, match=complaint):
+        table.check_integrity()
+
+
+def test_a_state_that_never_ends_is_found():
+    class Loop(StrEnum):
+        A = "a"
+        END = "end"
+        ROUND = "round"
+
+    class Turn(StrEnum):
+        GO = "go"
+        STOP = "stop"
+
+    rows = {Loop.A: {Turn.GO: (Loop.ROUND, ()), Turn.STOP: (Loop.END, ())}, Loop.ROUND: {Turn.GO: (Loop.ROUND, ())}}
+    table = Table(rows | {Loop.END: {}}, start=Loop.A, final=frozenset({Loop.END}))
+    with pytest.raises(IntegrityError, match="never end"):
+        table.check_integrity()

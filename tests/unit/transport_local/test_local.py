@@ -1,0 +1,116 @@
+"""The local transport between two transports of one process; other processes are the contract suite's matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbridge.config.transports import LocalSettings
+from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport.base import Memory, TransferState
+from kvbridge.transport.local import LocalTransport
+from tests.contract.harness import wait
+from tests.helpers.shared_buffer import SharedBuffer
+
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def reader():
+    made = LocalTransport(LocalSettings())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def writer():
+    made = LocalTransport(LocalSettings())
+    yield made
+    made.close()
+
+
+def one(source: int, destination: int, length: int) -> Operations:
+    return Operations(*(np.array([value], dtype=np.uint64) for value in (source, destination, length)))
+
+
+def private(array: np.ndarray) -> Memory:
+    return Memory(address=int(array.ctypes.data), length_bytes=array.nbytes, label="scratch")
+
+
+def test_private_source_to_part_of_a_shared_file(reader, writer, tmp_path: Path) -> None:
+    buffer, source = SharedBuffer(tmp_path / "pool", SIZE), np.full(4096, 9, np.uint8)
+    reader.register([buffer.memory(8192, 65536)])
+    writer.register([private(source)])
+    peer = writer.connect(reader.endpoint())
+    operations = one(int(source.ctypes.data), buffer.address + 8192, 4096)
+    assert wait(writer.submit(peer, operations, deadline_s=5.0)).state is TransferState.DONE
+    assert (buffer.bytes[8192 : 8192 + 4096] == 9).all()
+    assert np.count_nonzero(buffer.bytes) == 4096
+    with pytest.raises(InvalidInputError, match="leave the registered memory of process"):
+        writer.submit(peer, one(int(source.ctypes.data), buffer.address, 4096), deadline_s=5.0)
+    writer.disconnect(peer)
+    with pytest.raises(InvalidInputError, match="not connected"):
+        writer.submit(peer, operations, deadline_s=5.0)
+
+
+def test_peer_with_private_memory_is_refused_by_name(reader, writer, tmp_path: Path) -> None:
+    reader.register([SharedBuffer(tmp_path / "pool", SIZE).memory(), private(np.zeros(4096, np.uint8))])
+    with pytest.raises(TransportError, match="not shared \\(scratch\\)"):
+        writer.connect(reader.endpoint())
+
+
+def test_peer_without_shared_memory_is_refused(reader, writer) -> None:
+    with pytest.raises(TransportError, match="no shared memory"):
+        writer.connect(reader.endpoint())
+
+
+def test_removed_pool_is_refused_and_a_mapped_one_outlives_it(reader, writer, tmp_path: Path) -> None:
+    buffer = SharedBuffer(tmp_path / "pool", SIZE)
+    reader.register([buffer.memory()])
+    writer.register([SharedBuffer(tmp_path / "own", SIZE).memory()])
+    endpoint = reader.endpoint()
+    writer.connect(endpoint)
+    buffer.path.unlink()
+    with pytest.raises(TransportError, match="pool"):
+        writer.connect(endpoint)
+
+
+def test_closed_peer_is_refused(reader, writer, tmp_path: Path) -> None:
+    reader.register([SharedBuffer(tmp_path / "pool", SIZE).memory()])
+    endpoint = reader.endpoint()
+    assert len(list(tmp_path.glob(".kvbridge-*"))) == 1
+    reader.close()
+    assert not list(tmp_path.glob(".kvbridge-*"))
+    with pytest.raises(TransportError, match="has ended"):
+        writer.connect(endpoint)
+
+
+def test_device_memory_is_refused(writer) -> None:
+    with pytest.raises(RegistrationError, match="host memory only"):
+        writer.register([Memory(address=4096, length_bytes=4096, kind=MemoryKind.VRAM)])
+
+
+def test_longest_operation_is_the_slice(reader, writer, tmp_path: Path) -> None:
+    small = LocalTransport(LocalSettings(slice_bytes=65536))
+    buffer = SharedBuffer(tmp_path / "pool", SIZE)
+    reader.register([buffer.memory()])
+    small.register([buffer.memory()])
+    peer = small.connect(reader.endpoint())
+    assert small.capabilities.max_operation_bytes == 65536
+    with pytest.raises(InvalidInputError, match="cut it first"):
+        small.submit(peer, one(buffer.address, buffer.address + 131072, 65537), deadline_s=5.0)
+    small.close()
+
+
+def test_unregistered_memory_leaves_the_endpoint(reader, tmp_path: Path) -> None:
+    buffer = SharedBuffer(tmp_path / "pool", SIZE)
+    halves = [buffer.memory(0, SIZE // 2), buffer.memory(SIZE // 2)]
+    reader.register(halves)
+    with_both = reader.endpoint().data
+    reader.unregister(halves[:1])
+    assert str(halves[0].address) in with_both.decode()
+    assert str(halves[0].address) not in reader.endpoint().data.decode()
