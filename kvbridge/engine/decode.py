@@ -9,23 +9,20 @@ release its pages are the engine's alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from kvbridge.core.errors import ConflictError, DeadlineError, RoomFailedError
-from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.ids import Rank, Role, Tables
+from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Claim, Extend, Pages, Provide, Release, RoomEvent
+from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release, RoomEvent
 from kvbridge.core.wire.messages import from_wire, to_wire
-from kvbridge.engine.adopted import adopt
-from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
-from kvbridge.engine.views import PoolViews
+from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.base import AttachedEngine
+
+EVENTS_KEPT = 4_096
+"""Events of other rooms that `wait_claim` keeps for `events`; a room whose event was dropped can still be claimed."""
 
 
 @dataclass(frozen=True)
@@ -43,51 +40,15 @@ class DecodeRoom:
     phases_s: dict[str, float]
 
 
-class DecodeEngine:
+class DecodeEngine(AttachedEngine):
     """One decode engine process. Synchronous, for one thread; no call takes longer than its timeout."""
+
+    role = Role.DECODE
 
     def __init__(self, attachment: Attachment) -> None:
         """Use `attach` or `adopt` instead."""
-        self._attachment = attachment
-        self._link = attachment.link
-        self._later: list[RoomEvent] = []
-
-    @classmethod
-    def attach(
-        cls, runtime_dir: Path | str, *, ranks: Iterable[Rank] = (), call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S
-    ) -> Self:
-        """Attach to a daemon that owns the pools. See `attachment.attach`."""
-        return cls(attach(runtime_dir, Role.DECODE, ranks=ranks, call_timeout_s=call_timeout_s))
-
-    @classmethod
-    def adopt(
-        cls,
-        runtime_dir: Path | str,
-        regions: Mapping[Rank, Sequence[Region]],
-        *,
-        call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
-    ) -> Self:
-        """Bring this process's own tensors, for each rank that it serves. See `adopted.adopt`."""
-        return cls(adopt(runtime_dir, Role.DECODE, regions, call_timeout_s=call_timeout_s))
-
-    @property
-    def geometry(self) -> ModelGeometry:
-        """The model that the node serves."""
-        return self._attachment.geometry
-
-    @property
-    def ranks(self) -> tuple[Rank, ...]:
-        """The ranks that this process serves."""
-        return self._attachment.ranks
-
-    @property
-    def views(self) -> dict[Rank, PoolViews]:
-        """Zero-copy views of each rank's pools and of the host pool; valid until `close`."""
-        return self._attachment.views
-
-    def layers(self, rank: Rank) -> tuple[int, ...]:
-        """Global layer ids of a rank."""
-        return self._attachment.layers(rank)
+        super().__init__(attachment)
+        self._later: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
 
     def provide(self, room: int, tables: Tables) -> None:
         """Adopted pools: name the device pages of a room that a `wanted` event asked for; keep them until the room is over."""
@@ -123,14 +84,14 @@ class DecodeEngine:
         raise DeadlineError(f"room {room} was not committed within {timeout_s} s")
 
     def _next_event(self, room: int, timeout_s: float) -> RoomEvent | None:
-        events = self._later + self._attachment.events(0.0 if self._later else timeout_s)
-        mine = next((event for event in events if event.room == room), None)
-        self._later = [event for event in events if event is not mine]
-        if mine is None and self._later and timeout_s > 0:
-            self._later += self._attachment.events(timeout_s)
+        """Return the next event of a room; those of other rooms are kept for `events`."""
+        for wait_s in (0.0, timeout_s):
+            self._later.extend(super().events(wait_s))
             mine = next((event for event in self._later if event.room == room), None)
-            self._later = [event for event in self._later if event is not mine]
-        return mine
+            if mine is not None:
+                self._later.remove(mine)
+                return mine
+        return None
 
     def extend(self, room: int, tokens: int) -> Tables:
         """Make room for `tokens` tokens in all (prompt and generated) and return the tables. Raises CapacityError."""
@@ -141,23 +102,8 @@ class DecodeEngine:
         """Say that the request is over. The pages may be used again at once: read nothing of them afterwards."""
         self._link.call(Release(call=self._link.number(), room=room), Accepted)
 
-    def abort(self, room: int, reason: str) -> None:
-        """Give a room up, claimed or not. Harmless on a room that is over."""
-        self._link.call(AbortRoom(call=self._link.number(), room=room, reason=reason), Accepted)
-
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
-        """Return what happened to rooms. Waits up to `timeout_s` for the first event."""
-        events, self._later = self._later, []
-        return events + self._attachment.events(0.0 if events else timeout_s)
-
-    def close(self) -> None:
-        """Leave the node. Rooms that were claimed and not released are over."""
-        self._attachment.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        """Return what happened to rooms since the last call, waiting up to `timeout_s` for the first event."""
+        kept = list(self._later)
+        self._later.clear()
+        return kept + super().events(0.0 if kept else timeout_s)

@@ -466,23 +466,23 @@ class World:
 
     # ------------------------------------------------------------------ coming to rest
 
-    def settle(self) -> None:
-        """Deliver and carry out everything that is under way; nobody dies any more."""
+    def settle(self, *, orders: bool = True) -> None:
+        """Deliver and carry out everything that is under way, or all but what moves bytes; nobody dies meanwhile."""
         for _ in range(10_000):
             if self.towards_decode:
                 self.deliver_to_decode()
             elif self.towards_prefill:
                 self.deliver_to_prefill()
-            elif not self._work():
+            elif not self._work(orders=orders):
                 return
             self.check()
         raise AssertionError("it never comes to rest")
 
-    def _work(self) -> bool:
+    def _work(self, *, orders: bool) -> bool:
         for rank, worker in self.prefill.workers.items():
             if worker.inbox:
                 worker.read()
-            elif worker.orders:
+            elif worker.orders and orders:
                 worker.end(worker.orders[0], well=True)
             elif worker.outbox:
                 self.prefill.hear(rank)
@@ -498,7 +498,7 @@ class World:
                 self.prefill_engine_ends(engine, owner.room, well=False)
         for engine, using in self.engines.using.items():
             for owner in sorted(using):
-                self.decode_engine_ends(engine, owner.room, well=False)
+                self.decode_engine_ends(engine, owner.room, well=True)
         for seconds in (130, 700, 130):
             self.clock.advance(seconds)
             self.receiver.tick()

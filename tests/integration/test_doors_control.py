@@ -196,6 +196,7 @@ def test_a_replayed_offer_counts_once(live: LiveCluster, met: RawDecode) -> None
         for _ in range(3):
             met.put(frame)
     met.sent += 1
+    met.take(Failed, 8)
     met.take(Drained, 8)
     met.send(Abort(room=9, generation=1, code="x", message="x"))
     met.take(Drained, 9)

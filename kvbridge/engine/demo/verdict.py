@@ -1,6 +1,6 @@
 """Whether two processes computed the very same logits.
 
-Owns: the comparison and its words. Must not know: which processes, how the cache got from one to the other.
+Owns: the comparison and its words. Must not know: which processes, how the cache got from one to the other, torch.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+
+Logits = npt.NDArray[np.float32]
+"""[positions, vocabulary]."""
 
 
 class Comparison(FrozenModel):
@@ -38,30 +41,28 @@ class Comparison(FrozenModel):
         return f"request {self.number}: first at {where}, by up to {self.largest_difference:.3g}"
 
 
-def compare(number: int, ours: torch.Tensor, alone: torch.Tensor) -> Comparison:
-    """Compare logits, float32 [positions, vocabulary] both. Not-a-number equals nothing, itself neither.
+def compare(number: int, ours: Logits, alone: Logits) -> Comparison:
+    """Compare logits of one request. Not-a-number equals nothing, itself neither.
 
     Raises InvalidInputError when they have different shapes or nothing in them.
     """
-    if ours.shape != alone.shape or ours.ndim != 2 or not ours.numel() or ours.dtype != alone.dtype:
+    if ours.shape != alone.shape or ours.ndim != 2 or not ours.size or ours.dtype != alone.dtype:
         raise InvalidInputError(
-            f"request {number}: logits of {ours.dtype} {tuple(ours.shape)} cannot be compared with "
-            f"{alone.dtype} {tuple(alone.shape)}"
+            f"request {number}: logits of {ours.dtype} {ours.shape} cannot be compared with {alone.dtype} {alone.shape}"
         )
-    if torch.equal(ours, alone):
+    different = np.flatnonzero((ours != alone).any(axis=1))
+    if not len(different):
         return Comparison(number=number, positions=len(ours))
-    different = (ours != alone).any(dim=1)
+    with np.errstate(invalid="ignore"):
+        largest = float(np.abs(ours - alone).max())
     return Comparison(
-        number=number,
-        positions=len(ours),
-        first_difference=int(different.nonzero()[0, 0]),
-        largest_difference=float((ours - alone).abs().max()),
+        number=number, positions=len(ours), first_difference=int(different[0]), largest_difference=largest
     )
 
 
-def read_logits(*files: Path) -> torch.Tensor:
+def read_logits(*files: Path) -> Logits:
     """Return the logits in .npy files, joined by position."""
-    return torch.cat([torch.from_numpy(np.load(file, allow_pickle=False)) for file in files])
+    return np.concatenate([np.load(file, allow_pickle=False) for file in files])
 
 
 def verdict_line(comparisons: Sequence[Comparison], *, reference: str) -> str:
