@@ -5,7 +5,8 @@ from __future__ import annotations
 import typer
 
 from kvbridge import __version__
-from kvbridge.cli import config, daemons, demo
+from kvbridge.cli import config, daemons
+from kvbridge.cli.demo import command as demo
 
 app = typer.Typer(
     name="kvbridge",

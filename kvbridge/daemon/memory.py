@@ -25,6 +25,7 @@ from kvbridge.pool.host_pool import HostPool
 from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.placement import Placement
 from kvbridge.pool.shared_mapping import remove_stale
+from kvbridge.transport.local_host import PROOF_PREFIX
 
 ADOPTED_PAGE_LIMIT = 1 << 22
 """Page ids that an adopted space may use; the planner checks them against the engine's real pools."""
@@ -154,6 +155,7 @@ class NodeMemory:
         """Create every pool; leftovers of dead predecessors are removed first. Raises RegistrationError, leaving nothing."""
         prefix = file_prefix(instance, node)
         remove_stale(directory, prefix)
+        remove_stale(directory, PROOF_PREFIX)  # a killed rank worker leaves one
         done = 0
         total = self.layout.total_bytes
         try:

@@ -67,16 +67,23 @@ class SharedExtent(FrozenModel):
     offset_bytes: NonNegative
 
 
+PROOF_PREFIX = ".kvbridge-"
+"""What the names of proof files begin with. A file of this kind that nobody has locked belongs to a dead process."""
+
+
 class Proof:
     """A file with a secret, locked for as long as its writer lives; removed by `close`."""
 
     def __init__(self, directory: Path) -> None:
-        path = directory / f".kvbridge-{secrets.token_hex(8)}"
+        path = directory / f"{PROOF_PREFIX}{secrets.token_hex(8)}"
         secret = secrets.token_hex(SECRET_BYTES)
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            # It gets its name only when it is locked, so that a sweep for files of the dead cannot take it for one.
+            self._descriptor = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             os.write(self._descriptor, secret.encode())
+            source = f"/proc/self/fd/{self._descriptor}"
+            os.link(source, path, src_dir_fd=self._descriptor, follow_symlinks=True)
         except OSError as error:
             raise RegistrationError(
                 f"cannot write {path}, by which peers recognise that they share this host: {error}; make the "

@@ -153,6 +153,20 @@ class LiveCluster:
         assert answer.status_code == 201, answer.text
         return int(answer.json()["room"])
 
+    @property
+    def control(self) -> str:
+        """The prefill daemon's control door."""
+        address = self.prefill.endpoint().control
+        assert address is not None
+        return address.endpoint
+
+    def admit_on_decode(self, prompt_tokens: int, **more: Any) -> int:
+        """Reserve a room on the decode side alone, to be written by the prefill daemon; returns its id."""
+        body = {"prompt_tokens": prompt_tokens, "prefill": [{"endpoint": self.control}], **more}
+        answer = http("POST", self.decode, "/v1/requests", json=body, headers=self.headers)
+        assert answer.status_code == 201, answer.text
+        return int(answer.json()["room"])
+
     def write(self, room: int, tokens: int, start: int = 0, stop: int | None = None) -> None:
         """Begin a room (at its start), and fill and publish some of it."""
         stop = tokens if stop is None else stop

@@ -1,6 +1,6 @@
 """A request from real prefill rank workers to real decode rank workers, and what must be true of every byte afterwards.
 
-Owns: page ids that cannot be confused unnoticed, the order of a room's messages, the checks. Must not know: test frameworks' fixtures.
+Owns: page ids that cannot be confused unnoticed, the order of a room's messages, the checks. Must not know: fixtures.
 
 The source's workers run on threads of this process, the destination's in a second process; both map pools that this process made,
 so it can look at every byte of both.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from kvbridge.config.transports import MooncakeSettings, NixlSettings, TransportName, TransportSettings
 from kvbridge.core.geometry.components import Component, ModelGeometry
@@ -227,6 +228,9 @@ def crossing(setting: Setting, process: DestinationProcess, directory: Path) -> 
     """Make both nodes' pools, start their workers and connect them."""
     transports = transport_settings(setting.transport).model_dump_json()
     with ExitStack() as stack:
+        # Rows are small and cores few: the oracle's threads would mostly wait for each other.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         source = stack.enter_context(
             closing(
                 NodePools(

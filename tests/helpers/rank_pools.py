@@ -25,6 +25,7 @@ from kvbridge.pool.mapped_pool import MappedPool
 
 SCAN_WORDS = 1 << 17
 NO_KINDS: frozenset[ComponentKind] = frozenset()
+UNCUT = Chunking()
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class Form:
     pages: Mapping[IndexSpace, int]
     host: frozenset[ComponentKind] = NO_KINDS
     layout: HostLayout = HostLayout.LAYER_FIRST
-    chunking: Chunking = Chunking()
+    chunking: Chunking = UNCUT
     """Of the device pools."""
-    host_chunking: Chunking = Chunking()
+    host_chunking: Chunking = UNCUT
 
 
 class NodePools:

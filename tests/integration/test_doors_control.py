@@ -80,7 +80,7 @@ def real(live: LiveCluster) -> NodeDescription:
 @pytest.fixture
 def raw(live: LiveCluster) -> Iterator[RawDecode]:
     """A fake decode node that has connected and said nothing."""
-    with RawDecode(control_of(live)) as peer:
+    with RawDecode(live.control) as peer:
         yield peer
 
 
@@ -90,12 +90,6 @@ def met(raw: RawDecode, real: NodeDescription) -> RawDecode:
     raw.send(raw.introduction(real))
     raw.recipient = raw.take(Welcome).incarnation
     return raw
-
-
-def control_of(live: LiveCluster) -> str:
-    address = live.prefill.endpoint().control
-    assert address is not None
-    return address.endpoint
 
 
 def offered_to(live: LiveCluster, *peers: RawPrefill, tokens: int = TOKENS) -> int:
@@ -287,7 +281,7 @@ def test_a_second_offer_for_a_room_is_the_first_ones_business(
     met.send(offer(room))
     eventually("the offer taken", lambda: report(live.prefill, room)["state"] == "transferring")
     met.send(offer(room, tables=()))
-    with RawDecode(control_of(live)) as other:
+    with RawDecode(live.control) as other:
         other.send(other.introduction(real, instance="raw-2"))
         other.take(Welcome)
         other.send(offer(room))
@@ -374,7 +368,7 @@ def test_a_decode_daemon_of_another_model_is_kept_apart(live: LiveCluster) -> No
     other.start()
     try:
         other.wait_ready()
-        body = {"prompt_tokens": TOKENS, "prefill": [{"endpoint": control_of(live)}]}
+        body = {"prompt_tokens": TOKENS, "prefill": [{"endpoint": live.control}]}
         answer = http("POST", other, "/v1/requests", json=body)
         reason = ends(other, int(answer.json()["room"]), "failed", "fingerprint_mismatch")
         assert "hold different models: components." in reason

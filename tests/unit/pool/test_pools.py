@@ -11,7 +11,6 @@ from kvbridge.core.errors import (
     NotFoundError,
     PageOutOfBoundsError,
     RegistrationError,
-    TransportError,
     UnsupportedError,
 )
 from kvbridge.core.geometry.components import ComponentKind
@@ -22,8 +21,7 @@ from kvbridge.pool.device_pool import DevicePool
 from kvbridge.pool.host_pool import HostPool
 from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.mapped_pool import mapping_paths
-from kvbridge.pool.registration import register_extents
-from kvbridge.pool.sharing import MappedRegions, registered_extents
+from kvbridge.pool.sharing import MappedRegions
 
 TINY = preset("tiny-v4")
 C4 = ComponentKind.C4_KV
@@ -161,31 +159,3 @@ def test_a_region_beyond_its_file_is_refused_before_it_is_touched(shm):
 def test_repr_is_for_the_operator(shm):
     with HostPool.create(host(), shm, "kvb-1") as pool:
         assert repr(pool) == f"<HostPool: 2 regions, pages 9 host, {pool.total_bytes} bytes in 1 files>"
-
-
-# ------------------------------------------------------------------------------------------- registration
-
-
-def test_extents_are_registered_in_batches_with_progress(shm):
-    with HostPool.create(host(chunking=SPLIT), shm, "kvb-1") as pool:
-        registered, seen = [], []
-        register_extents(
-            pool.extents(), registered.append, batch_bytes=30_000, on_progress=lambda *report: seen.append(report)
-        )
-        assert [extent for batch in registered for extent in batch] == list(pool.extents())
-        assert all(sum(extent.length_bytes for extent in batch) <= 30_000 for batch in registered)
-        assert any(len(batch) > 1 for batch in registered)
-        assert len(seen) == len(registered)
-        assert seen[-1][0] == seen[-1][1]
-
-
-def test_a_failed_registration_says_where(shm):
-    with HostPool.create(host(chunking=SPLIT), shm, "kvb-1") as pool:
-        extents = registered_extents(pool.regions(), pool.mappings)
-
-        def refuse(batch):
-            if extents[1] in batch:
-                raise TransportError("no more memory keys")
-
-        with pytest.raises(RegistrationError, match=r"after 13440 of .* bytes: no more memory keys"):
-            register_extents(extents, refuse, batch_bytes=1)

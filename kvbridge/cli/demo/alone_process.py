@@ -9,11 +9,11 @@ import os
 
 import torch
 
+from kvbridge.cli.demo.job import Channel, Decoded, Job, Prompt, Stepped
+from kvbridge.cli.demo.model import DemoModel, load_and_tell, save_logits
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.engine.adapters.deepseek_v4 import reencoded
 from kvbridge.engine.adapters.transformers import divergence, follow, generate
-from kvbridge.engine.demo.job import Channel, Decoded, Job, Prompt, Stepped
-from kvbridge.engine.demo.model import DemoModel, load_and_tell, save_logits
 
 NICENESS = 10
 

@@ -16,9 +16,9 @@ from typing import TypeAlias
 
 from pydantic import ValidationError
 
+from kvbridge.cli.demo.job import EVENTS, Attach, Event, Failed, Serve
 from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.daemon.children import ChildProcess
-from kvbridge.engine.demo.job import EVENTS, Attach, Event, Failed, Serve
 
 LOOK_S = 0.1
 """How often processes are looked at while nothing is reported."""
@@ -39,7 +39,7 @@ class EngineProcess(ChildProcess):
 
     def start(self, job_file: Path) -> None:
         """Start it; it loads its model at once."""
-        self.launch([sys.executable, "-m", "kvbridge.engine.demo", self.part, str(job_file)], piped=True)
+        self.launch([sys.executable, "-m", "kvbridge.cli.demo", self.part, str(job_file)], piped=True)
         self._reader.start()
 
     def order(self, order: Attach | Serve) -> None:

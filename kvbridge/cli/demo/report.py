@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvbridge.cli.demo.job import Pages
+from kvbridge.cli.demo.verdict import Comparison
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.plan.operations import Amount, Amounts, add_amounts
-from kvbridge.engine.demo.job import Pages
-from kvbridge.engine.demo.verdict import Comparison
 
 WIDE = 108
 """From so many columns on, every component has its own."""

@@ -24,21 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvbridge.cli.demo_engines import EngineProcess, Reports
-from kvbridge.cli.demo_plan import DemoOptions, DemoPlan
-from kvbridge.cli.demo_progress import DemoProgress
-from kvbridge.cli.demo_report import (
-    DemoReport,
-    Divergence,
-    RequestReport,
-    compare_page_ids,
-    is_scattered,
-)
-from kvbridge.core.errors import CapacityError, ConflictError, DeadlineError, PeerError, RoomFailedError
-from kvbridge.core.plan.operations import Amounts
-from kvbridge.daemon.children import stop_all
-from kvbridge.daemon.cluster import Cluster, ask, first_worker_error, plan_cluster, wait_ended
-from kvbridge.engine.demo.job import (
+from kvbridge.cli.demo.engines import EngineProcess, Reports
+from kvbridge.cli.demo.job import (
     Attach,
     Attached,
     Began,
@@ -54,7 +41,20 @@ from kvbridge.engine.demo.job import (
     Serve,
     Stepped,
 )
-from kvbridge.engine.demo.verdict import compare, read_logits, verdict_line
+from kvbridge.cli.demo.plan import DemoOptions, DemoPlan
+from kvbridge.cli.demo.progress import DemoProgress
+from kvbridge.cli.demo.report import (
+    DemoReport,
+    Divergence,
+    RequestReport,
+    compare_page_ids,
+    is_scattered,
+)
+from kvbridge.cli.demo.verdict import compare, read_logits, verdict_line
+from kvbridge.core.errors import CapacityError, ConflictError, DeadlineError, PeerError, RoomFailedError
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.daemon.children import stop_all
+from kvbridge.daemon.cluster import Cluster, ask, first_worker_error, plan_cluster, wait_ended
 from kvbridge.service.ports import AdmissionRequest, PairRequest, RoomReport
 
 START_S = 120.0

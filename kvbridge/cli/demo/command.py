@@ -19,13 +19,13 @@ from rich.console import Console
 
 from kvbridge.cli.config import EXIT_CONFIG
 from kvbridge.cli.daemons import EXIT_FAILED
-from kvbridge.cli.demo_plan import DemoOptions
-from kvbridge.cli.demo_progress import demo_progress
-from kvbridge.cli.demo_report import DemoReport, print_report
-from kvbridge.cli.demo_run import Demo
+from kvbridge.cli.demo.lengths import DEFAULT_PROMPTS
+from kvbridge.cli.demo.plan import DemoOptions
+from kvbridge.cli.demo.progress import demo_progress
+from kvbridge.cli.demo.report import DemoReport, print_report
+from kvbridge.cli.demo.run import Demo
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.components import Encoding
-from kvbridge.engine.demo.lengths import DEFAULT_PROMPTS
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 SYSTEM_LIBRARIES = {

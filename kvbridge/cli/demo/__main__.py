@@ -1,4 +1,4 @@
-"""One process of the demo: `python -m kvbridge.engine.demo prefill|decode|alone JOB_FILE`. Started by the demo only.
+"""One process of the demo: `python -m kvbridge.cli.demo prefill|decode|alone JOB_FILE`. Started by the demo only.
 
 Owns: which part runs, and its exit code. Must not know: what the parts do. They are imported late, so that a library that is
 missing is reported like any other failure.
@@ -10,8 +10,8 @@ import importlib
 import sys
 from pathlib import Path
 
+from kvbridge.cli.demo.job import Channel, Failed, Job
 from kvbridge.core.errors import BridgeError, UnsupportedError
-from kvbridge.engine.demo.job import Channel, Failed, Job
 
 EXIT_FAILED = 1
 PARTS = ("prefill", "decode", "alone")
@@ -23,7 +23,7 @@ def main(part: str, job_file: Path) -> int:
         raise UnsupportedError(f"the demo has the parts {', '.join(PARTS)}, got '{part}'")
     channel = Channel()
     try:
-        module = importlib.import_module(f"kvbridge.engine.demo.{part}_process")
+        module = importlib.import_module(f"kvbridge.cli.demo.{part}_process")
         module.serve(Job.model_validate_json(job_file.read_text()), channel)
     except ImportError as error:
         channel.tell(Failed(message=f"{error}; the demo needs the extra: pip install 'kvbridge[transformers]'"))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker
-from kvbridge.engine.demo.job import (
+from kvbridge.cli.demo.job import (
     Attached,
     Began,
     Channel,
@@ -20,7 +19,8 @@ from kvbridge.engine.demo.job import (
     Serve,
     page_ids,
 )
-from kvbridge.engine.demo.model import DemoModel, load_and_tell, save_logits
+from kvbridge.cli.demo.model import DemoModel, load_and_tell, save_logits
+from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker
 from kvbridge.engine.prefill import PrefillEngine
 
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from kvbridge.cli.demo.job import Channel, Computed, Job, Loaded, Prompt
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.huggingface import geometry_from_config
@@ -28,7 +29,6 @@ from kvbridge.engine.adapters.transformers import (
     prompt_tokens,
     weights_digest,
 )
-from kvbridge.engine.demo.job import Channel, Computed, Job, Loaded, Prompt
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -11,12 +11,7 @@ from typing import Any
 
 import torch
 
-from kvbridge.core.errors import ConflictError
-from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adapters.deepseek_v4 import Placement, unpack
-from kvbridge.engine.adapters.transformers import decode_step
-from kvbridge.engine.decode import DecodeEngine, DecodeRoom
-from kvbridge.engine.demo.job import (
+from kvbridge.cli.demo.job import (
     Attached,
     Channel,
     Claimed,
@@ -27,7 +22,12 @@ from kvbridge.engine.demo.job import (
     Stepped,
     page_ids,
 )
-from kvbridge.engine.demo.model import DemoModel, load_and_tell, save_logits
+from kvbridge.cli.demo.model import DemoModel, load_and_tell, save_logits
+from kvbridge.core.errors import ConflictError
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.adapters.deepseek_v4 import Placement, unpack
+from kvbridge.engine.adapters.transformers import decode_step
+from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 
 IDLE_WAIT_S = 0.2
 

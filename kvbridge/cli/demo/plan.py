@@ -12,6 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
+from kvbridge.cli.demo.job import Job, Prompt
+from kvbridge.cli.demo.lengths import prompt_lengths
 from kvbridge.core.errors import ConfigError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
 from kvbridge.core.geometry.huggingface import geometry_from_config
@@ -19,8 +21,6 @@ from kvbridge.core.geometry.pages import NO_HOST, pages_needed
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.cluster import ClusterSpec, NodeSpec
 from kvbridge.daemon.model import native_dtype_bytes, read_hf_config
-from kvbridge.engine.demo.job import Job, Prompt
-from kvbridge.engine.demo.lengths import prompt_lengths
 from kvbridge.pool.layout import stage_layers
 
 MODEL_TYPE = "deepseek_v4"
@@ -172,7 +172,7 @@ class DemoPlan:
 
 def _model(hf_config: Path | None) -> tuple[dict[str, Any], str]:
     if hf_config is None:
-        with resources.as_file(resources.files("kvbridge.engine.adapters").joinpath("tiny_deepseek_v4.json")) as file:
+        with resources.as_file(resources.files("kvbridge").joinpath("engine/adapters/tiny_deepseek_v4.json")) as file:
             return read_hf_config(file), file.stem
     facts = read_hf_config(hf_config)
     if facts.get("model_type") != MODEL_TYPE:

@@ -1,1 +1,0 @@
-"""The two engines of `kvbridge demo`, the model alone that they are compared with, and what they say to the demo."""

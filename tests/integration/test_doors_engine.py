@@ -1,0 +1,381 @@
+"""The engines' doors of running daemons: calls in the wrong order, of the wrong size and by the wrong caller; engines that die.
+
+A refused call changes nothing: after each the room in question is finished correctly, byte for byte.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket as unix
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from kvbridge.control.local import LocalClient
+from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
+from kvbridge.core.wire.engine_messages import (
+    Accepted,
+    Admit,
+    Attach,
+    Attached,
+    Begin,
+    Claim,
+    EngineToNode,
+    NodeToEngine,
+    Pages,
+    Publish,
+    Refused,
+    Release,
+)
+from kvbridge.core.wire.messages import MAX_METADATA_BYTES, WireTable
+from kvbridge.engine.attachment import attach
+from kvbridge.engine.decode import DecodeEngine
+from kvbridge.engine.link import ENGINE_SOCKET, EngineLink
+from kvbridge.engine.prefill import PrefillEngine
+from tests.helpers.cluster import DaemonProcess, eventually
+from tests.helpers.engine_processes import doomed_engine
+from tests.helpers.live_rooms import (
+    LiveCluster,
+    all_free,
+    busy_pages,
+    ends,
+    http,
+    live_cluster,
+    raises_code,
+    refuses,
+    report,
+    status,
+)
+
+TOKENS = 1000
+HOST_PAGES = 12
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveCluster]:
+    with live_cluster(host_pages=HOST_PAGES) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _engines_let_go(live: LiveCluster) -> Iterator[None]:
+    """A test that fails half-way must not keep pages from the next ones."""
+    yield
+    live.detach()
+
+
+@pytest.fixture
+def room(live: LiveCluster) -> int:
+    """A room that is reserved on both sides and not begun. Both engines are attached."""
+    assert live.sender
+    assert live.reader
+    return live.pair(TOKENS)
+
+
+def completed(live: LiveCluster, room: int) -> None:
+    """The rest of a published room goes well."""
+    live.sender.finish(room)
+    live.read(room, TOKENS)
+    live.reader.release(room)
+    assert ends(live.prefill, room, "completed") == ""
+    assert ends(live.decode, room, "completed") == ""
+    for daemon in (live.prefill, live.decode):
+        all_free(daemon)
+
+
+# ------------------------------------------------------------------------------------------- prefill verbs
+
+
+def test_prefill_calls_out_of_order(live: LiveCluster, room: int) -> None:
+    sender = live.sender
+    assert "not begun" in raises_code("conflict", lambda: sender.publish(room, 10))
+    assert "not begun" in raises_code("conflict", lambda: sender.finish(room))
+    text = raises_code("invalid_input", lambda: sender.begin(room, prompt_tokens=TOKENS - 1))
+    assert "admitted with 1000 prompt tokens" in text
+    live.write(room, TOKENS, 0, 500)
+    assert "already begun" in raises_code("conflict", lambda: sender.begin(room, prompt_tokens=TOKENS))
+    text = raises_code("invalid_input", lambda: sender.publish(room, TOKENS + 1))
+    assert "publish(1001) is past the 1000 tokens that were reserved" in text
+    assert "goes backwards" in raises_code("conflict", lambda: sender.publish(room, 499))
+    assert "[99]" in raises_code("invalid_input", lambda: sender.publish(room, 600, layers=(0, 99)))
+    assert "published 500 of 1000 tokens" in raises_code("conflict", lambda: sender.finish(room))
+    live.write(room, TOKENS, 500, TOKENS)
+    completed(live, room)
+    assert "over" in raises_code("conflict", lambda: sender.publish(room, TOKENS))
+    assert "over" in raises_code("conflict", lambda: sender.finish(room))
+    assert "over" in raises_code("conflict", lambda: sender.begin(room, prompt_tokens=TOKENS))
+    sender.abort(room, "harmless on a room that is over")
+    assert report(live.prefill, room)["state"] == "completed"
+    live.serves()
+
+
+def test_prefill_calls_about_unknown_rooms(live: LiveCluster) -> None:
+    sender = live.sender
+    for call in (
+        lambda: sender.begin(4_711, prompt_tokens=1),
+        lambda: sender.publish(4_711, 1),
+        lambda: sender.finish(4_711),
+        lambda: sender.abort(4_711, "?"),
+    ):
+        assert "4711" in raises_code("unknown_room", call)
+    live.serves()
+
+
+def test_an_engine_that_admits_more_than_fits(live: LiveCluster) -> None:
+    sender = live.sender
+    sender.admit(1, prompt_tokens=40 * 256)
+    raises_code("conflict", lambda: sender.admit(1, prompt_tokens=1))
+    assert "full" in raises_code("capacity", lambda: sender.admit(2, prompt_tokens=40 * 256))
+    raises_code("invalid_input", lambda: sender.admit(3, prompt_tokens=65 * 256))
+    raises_code("unknown_room", lambda: sender.abort(2, "nothing was kept"))
+    sender.abort(1, "thank you")
+    raises_code("stale", lambda: sender.admit(1, prompt_tokens=1))
+    live.serves()
+
+
+def test_pages_are_the_daemons_where_it_owns_them(live: LiveCluster, room: int) -> None:
+    link = live.sender._link
+    tables = (WireTable(space=IndexSpace.FULL, ids=b"\0\0\0\0"),)
+    begin = Begin(call=link.number(), room=room, prompt_tokens=TOKENS, tables=tables)
+    assert "owns its pools" in raises_code("invalid_input", lambda: link.call(begin, Pages))
+    malformed = Begin(
+        call=link.number(),
+        room=room,
+        prompt_tokens=TOKENS,
+        tables=(WireTable(space=IndexSpace.FULL, ids=b"abc"),),
+    )
+    assert "malformed" in raises_code("invalid_input", lambda: link.call(malformed, Pages))
+    live.write(room, TOKENS)
+    completed(live, room)
+    live.serves()
+
+
+def test_another_engine_of_the_same_rank_has_no_say(live: LiveCluster, room: int) -> None:
+    live.write(room, TOKENS, 0, 500)
+    with PrefillEngine.attach(live.prefill.runtime_dir) as other:
+        raises_code("conflict", lambda: other.begin(room, prompt_tokens=TOKENS))
+        raises_code("conflict", lambda: other.publish(room, TOKENS))
+        raises_code("conflict", lambda: other.finish(room))
+    live.write(room, TOKENS, 500, TOKENS)
+    completed(live, room)
+    live.serves()
+
+
+# ------------------------------------------------------------------------------------------- decode verbs
+
+
+def test_decode_calls_out_of_order(live: LiveCluster, room: int) -> None:
+    reader = live.reader
+    assert "not committed" in raises_code("conflict", lambda: reader.claim(room))
+    raises_code("conflict", lambda: reader.extend(room, TOKENS + 1))
+    raises_code("conflict", lambda: reader.release(room))
+    live.write(room, TOKENS)
+    live.sender.finish(room)
+    live.read(room, TOKENS)
+    assert "already claimed" in raises_code("conflict", lambda: reader.claim(room))
+    assert "cannot shrink" in raises_code("invalid_input", lambda: reader.extend(room, TOKENS - 1))
+    reader.release(room)
+    raises_code("conflict", lambda: reader.release(room))
+    raises_code("conflict", lambda: reader.extend(room, TOKENS + 1))
+    raises_code("room_failed", lambda: reader.claim(room))
+    reader.abort(room, "harmless on a room that is over")
+    assert ends(live.decode, room, "completed") == ""
+    live.serves()
+
+
+def test_decode_calls_about_unknown_rooms(live: LiveCluster) -> None:
+    reader = live.reader
+    for call in (
+        lambda: reader.claim(4_711),
+        lambda: reader.extend(4_711, 1),
+        lambda: reader.release(4_711),
+        lambda: reader.abort(4_711, "?"),
+    ):
+        assert "4711" in raises_code("unknown_room", call)
+    live.serves()
+
+
+def test_a_room_that_outgrows_the_pool_loses_nothing(live: LiveCluster, room: int) -> None:
+    live.write(room, TOKENS)
+    live.sender.finish(room)
+    claimed = live.read(room, TOKENS)
+    before = busy_pages(live.decode)
+    other = live.admit_on_decode(8 * 256)  # together they have all host pages
+    assert "host" in raises_code("capacity", lambda: live.reader.extend(room, TOKENS + 300))
+    raises_code("invalid_input", lambda: live.reader.extend(room, (HOST_PAGES + 1) * 256))
+    http("DELETE", live.decode, f"/v1/requests/{other}")
+    eventually("the other room's pages back", lambda: busy_pages(live.decode) == before)
+    grown = live.reader.extend(room, TOKENS + 300)
+    for space, table in claimed.tables.items():
+        assert grown[space].ids[: len(table)].tolist() == table.ids.tolist()
+    assert len(grown[IndexSpace.HOST]) == 6
+    live.reader.release(room)
+    live.serves()
+
+
+# ------------------------------------------------------------------------------------------- attaching
+
+
+def test_who_cannot_attach(live: LiveCluster) -> None:
+    text = raises_code("invalid_input", lambda: PrefillEngine.attach(live.decode.runtime_dir))
+    assert "this is a decode daemon; a prefill engine cannot attach to it" in text
+    raises_code("invalid_input", lambda: DecodeEngine.attach(live.prefill.runtime_dir))
+    unknown = [Rank(pp=3, tp=1)]
+    text = raises_code("invalid_input", lambda: attach(live.prefill.runtime_dir, Role.PREFILL, ranks=unknown))
+    assert "['pp3.tp1'] do not live on this node (it has ['pp0.tp0'])" in text
+    nobody = live.cluster.folder / "nobody"
+    nobody.mkdir(mode=0o700)
+    raises_code("not_ready", lambda: attach(nobody, Role.PREFILL, call_timeout_s=0.2))
+    eventually("nobody left behind", lambda: not status(live.prefill)["engines"] and not status(live.decode)["engines"])
+    live.serves()
+
+
+@pytest.mark.parametrize(
+    ("side", "call"),
+    [
+        ("prefill", lambda number: Begin(call=number, room=1, prompt_tokens=1)),
+        ("prefill", lambda number: Publish(call=number, room=1, upto_token=1)),
+        ("prefill", lambda number: Admit(call=number, room=1, prompt_tokens=1)),
+        ("decode", lambda number: Claim(call=number, room=1)),
+        ("decode", lambda number: Release(call=number, room=1)),
+    ],
+)
+def test_a_call_before_attach(live: LiveCluster, side: str, call: Callable[[int], EngineToNode]) -> None:
+    link = EngineLink(getattr(live, side).runtime_dir, name=f"early-{secrets.token_hex(4)}", timeout_s=5)
+    try:
+        assert "attach first" in raises_code("conflict", lambda: link.call(call(link.number()), Accepted))
+    finally:
+        link.close()
+    live.serves()
+
+
+def test_calls_of_the_other_role(live: LiveCluster) -> None:
+    prefill, decode = live.sender._link, live.reader._link
+    claim, begin = Claim(call=prefill.number(), room=1), Begin(call=decode.number(), room=1, prompt_tokens=1)
+    assert "a prefill daemon does not know the call 'Claim'" in raises_code(
+        "invalid_input", lambda: prefill.call(claim, Pages)
+    )
+    assert "a decode daemon does not know the call 'Begin'" in raises_code(
+        "invalid_input", lambda: decode.call(begin, Pages)
+    )
+    live.serves()
+
+
+# ------------------------------------------------------------------------------------------- frames
+
+
+@pytest.fixture(params=["prefill", "decode"])
+def daemon(live: LiveCluster, request: pytest.FixtureRequest) -> DaemonProcess:
+    return getattr(live, request.param)
+
+
+def test_frames_that_are_none(live: LiveCluster, daemon: DaemonProcess) -> None:
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.connect(f"ipc://{daemon.runtime_dir / ENGINE_SOCKET}")
+    try:
+        for parts, reason in (
+            ([b""], "malformed"),
+            ([b"\xc1garbage"], "malformed"),
+            ([b"two", b"frames"], "malformed"),
+            ([bytes(ENGINE_TO_NODE.limits.max_frame_bytes + 1)], "oversized"),
+        ):
+            with refuses(daemon, reason):
+                dealer.send_multipart(parts)
+    finally:
+        dealer.close()
+        context.term()
+    live.serves()
+
+
+def test_bytes_that_are_not_even_frames(live: LiveCluster, daemon: DaemonProcess) -> None:
+    for text in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 1_000, secrets.token_bytes(5_000)):
+        with unix.socket(unix.AF_UNIX) as client:
+            client.connect(str(daemon.runtime_dir / ENGINE_SOCKET))
+            client.sendall(text)
+    live.serves()
+
+
+def test_fields_beyond_their_limits(live: LiveCluster, daemon: DaemonProcess) -> None:
+    """Made by hand: the library would not send them."""
+    client: LocalClient[NodeToEngine, EngineToNode] = LocalClient("limits", NODE_TO_ENGINE, ENGINE_TO_NODE)
+    client.connect(daemon.runtime_dir / ENGINE_SOCKET)
+    try:
+        good = Attach(call=1, role=Role.PREFILL if daemon is live.prefill else Role.DECODE, pid=os.getpid())
+        client.send(good, 5)
+        assert isinstance(client.receive(5), Attached)
+        with refuses(daemon, "field"):
+            client.send(Publish.model_construct(call=2, room=-1, upto_token=0), 5)
+    finally:
+        client.close()
+    client = LocalClient("limits", NODE_TO_ENGINE, ENGINE_TO_NODE)
+    client.connect(daemon.runtime_dir / ENGINE_SOCKET)
+    try:
+        client.send(good.model_copy(update={"call": 7}), 5)
+        answer = client.receive(5)
+        assert isinstance(answer, Attached), "a new connection begins anew"
+        client.send(Release(call=8, room=3), 5)
+        assert isinstance(refused := client.receive(5), Refused)
+        assert refused.call == 8
+    finally:
+        client.close()
+    live.serves()
+
+
+def test_metadata_that_is_too_long_costs_nothing(live: LiveCluster, room: int) -> None:
+    live.write(room, TOKENS)
+    with pytest.raises(ValueError, match="metadata"):
+        live.sender.finish(room, metadata=bytes(MAX_METADATA_BYTES + 1))
+    live.sender.finish(room, metadata=bytes(MAX_METADATA_BYTES))
+    assert live.read(room, TOKENS).metadata == {"pp0.tp0": bytes(MAX_METADATA_BYTES)}
+    live.reader.release(room)
+    live.serves()
+
+
+# ------------------------------------------------------------------------------------------- ends
+
+
+def test_a_prefill_engine_that_is_killed_fails_its_room_on_both_sides(live: LiveCluster) -> None:
+    room = live.pair(TOKENS)
+    with doomed_engine(live.prefill.runtime_dir, "prefill", room, TOKENS) as engine:
+        eventually("the transfer begun", lambda: report(live.prefill, room)["state"] == "transferring")
+        engine.kill()
+        reason = ends(live.prefill, room, "failed", "peer_failed")
+        assert f"the prefill engine engine-{engine.pid} is gone" in reason
+        assert reason in ends(live.decode, room, "failed", "peer_failed")
+    assert not status(live.prefill)["engines"]
+    live.serves()
+
+
+def test_a_prefill_engine_that_leaves_fails_what_it_had_begun(live: LiveCluster, room: int) -> None:
+    live.write(room, TOKENS, 0, 500)
+    live.detach()
+    assert "is gone" in ends(live.prefill, room, "failed", "peer_failed")
+    assert "is gone" in ends(live.decode, room, "failed", "peer_failed")
+    live.serves()
+
+
+def test_a_decode_engine_that_is_killed_gives_its_pages_back(live: LiveCluster) -> None:
+    room = live.pair(TOKENS)
+    live.write(room, TOKENS)
+    live.sender.finish(room)
+    answer = http("GET", live.decode, f"/v1/requests/{room}?wait=15&until=committed")
+    assert answer.json()["state"] == "committed"
+    with doomed_engine(live.decode.runtime_dir, "decode", room, TOKENS) as engine:
+        assert report(live.decode, room)["state"] == "claimed"
+        assert busy_pages(live.decode)["host"] == {"held": 4}
+        engine.kill()
+        reason = ends(live.decode, room, "failed", "peer_failed")
+        assert f"the decode engine engine-{engine.pid} is gone" in reason
+    assert report(live.prefill, room)["state"] == "completed"
+    live.serves()
+
+
+def test_nothing_escaped_to_the_loop(live: LiveCluster) -> None:
+    """The last test of the module."""
+    for each in (live.prefill, live.decode):
+        assert "Traceback" not in each.log_path.read_text()

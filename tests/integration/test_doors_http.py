@@ -1,0 +1,380 @@
+"""The HTTP doors of running daemons: full pools, cancels in every state, waits, and what can never work.
+
+The routes have their own tests over fakes; here pages are real, and both sides must get theirs back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvbridge.core.ids import MAX_ROOM
+from tests.helpers.cluster import DaemonProcess, eventually
+from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, live_cluster, metric, report, status
+
+FULL, HOST, SLOTS = 8, 6, 4
+TOKENS = 700
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveCluster]:
+    pages = {"full": FULL, "swa": 3 * SLOTS, "request": SLOTS}
+    with live_cluster(pages=pages, host_pages=HOST) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _engines_let_go(live: LiveCluster) -> Iterator[None]:
+    """A test that fails half-way must not keep pages from the next ones."""
+    yield
+    live.detach()
+
+
+@pytest.fixture(params=["prefill", "decode"])
+def daemon(live: LiveCluster, request: pytest.FixtureRequest) -> DaemonProcess:
+    return getattr(live, request.param)
+
+
+def body(live: LiveCluster, daemon: DaemonProcess, **more: Any) -> dict[str, Any]:
+    """An admission that fits that daemon's role."""
+    prefill = [{"endpoint": live.control}] if daemon is live.decode else []
+    return {"prompt_tokens": TOKENS, "prefill": prefill, **more}
+
+
+def admit(live: LiveCluster, daemon: DaemonProcess, **more: Any) -> int:
+    answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, **more))
+    assert answer.status_code == 201, answer.text
+    room = int(answer.json()["room"])
+    assert answer.headers["Location"] == f"/v1/requests/{room}"
+    return room
+
+
+def delete(daemon: DaemonProcess, room: int) -> dict[str, Any]:
+    answer = http("DELETE", daemon, f"/v1/requests/{room}?reason=enough")
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+# ------------------------------------------------------------------------------------------- capacity
+
+
+@pytest.mark.parametrize(
+    ("side", "space", "rooms", "tokens"),
+    [
+        ("prefill", "full", 1, FULL * 256),
+        ("prefill", "request", SLOTS, 1),
+        ("decode", "host", 1, HOST * 256),
+        ("decode", "request", SLOTS, 1),
+    ],
+)
+def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space: str, rooms: int, tokens: int) -> None:
+    daemon: DaemonProcess = getattr(live, side)
+    held = [admit(live, daemon, prompt_tokens=tokens) for _ in range(rooms)]
+    before = busy_pages(daemon)
+    refused = metric(daemon, "kvbridge_admissions_refused_total", code="capacity")
+    answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=129))
+    assert (answer.status_code, answer.json()["code"]) == (503, "capacity")
+    assert int(answer.headers["Retry-After"]) >= 1
+    assert f"'{space}'" in answer.json()["detail"]
+    assert busy_pages(daemon) == before, "something was kept of what was refused"
+    assert metric(daemon, "kvbridge_admissions_refused_total", code="capacity") == refused + 1
+    assert http("GET", daemon, "/ready").status_code == 200
+    delete(daemon, held[0])
+    answer = eventually(
+        "the refused request admitted",
+        lambda: (found := http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=129))).is_success
+        and found,
+    )
+    for room in (*held[1:], answer.json()["room"]):
+        delete(daemon, room)
+    live.serves()
+
+
+def test_a_request_that_can_never_fit_is_told_so(live: LiveCluster, daemon: DaemonProcess) -> None:
+    for tokens in ((FULL + 1) * 256, 2**40, 2**62):
+        answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=tokens))
+        assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input"), answer.text
+    answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": (FULL + 1) * 256})
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
+    live.serves()
+
+
+def test_room_for_new_tokens_is_reserved_too(live: LiveCluster) -> None:
+    answer = http("POST", live.decode, "/v1/requests", json=body(live, live.decode, max_new_tokens=HOST * 256))
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
+    room = admit(live, live.decode, max_new_tokens=HOST * 256 - TOKENS)
+    assert sum(busy_pages(live.decode)["host"].values()) == HOST
+    delete(live.decode, room)
+    live.serves()
+
+
+# ------------------------------------------------------------------------------------------- what can never work
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"prompt_tokens": 0}, "prompt_tokens"),
+        ({"prompt_tokens": "many"}, "prompt_tokens"),
+        ({"room": MAX_ROOM + 1}, "room"),
+        ({"room": -1}, "room"),
+        ({"generation": 0}, "generation"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"surprise": 1}, "surprise"),
+        ({"client": "x" * 201}, "client"),
+    ],
+)
+def test_a_wrong_request_costs_nothing(
+    live: LiveCluster, daemon: DaemonProcess, change: dict[str, Any], fault: str
+) -> None:
+    answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, **change))
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
+    assert fault in answer.json()["detail"]
+    live.serves()
+
+
+@pytest.mark.parametrize(
+    ("side", "prefill", "fault"),
+    [
+        ("decode", [], "a decode daemon needs `prefill`"),
+        ("decode", [{"endpoint": "http://127.0.0.1:1"}], "endpoint"),
+        ("decode", [{"endpoint": "tcp://127.0.0.1:1", "public_key": "k" * 41}], "public_key"),
+        ("prefill", [{"endpoint": "tcp://127.0.0.1:1"}], "`prefill` is for the decode daemon"),
+    ],
+)
+def test_writers_that_make_no_sense(
+    live: LiveCluster, side: str, prefill: list[dict[str, str]], fault: str
+) -> None:
+    answer = http("POST", getattr(live, side), "/v1/requests", json={"prompt_tokens": 1, "prefill": prefill})
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
+    assert fault in answer.json()["detail"]
+    live.serves()
+
+
+@pytest.mark.parametrize(
+    ("address", "code"),
+    [
+        ({"endpoint": "tcp://127.0.0.1"}, "config_invalid"),
+        ({"endpoint": "ipc://relative"}, "config_invalid"),
+        ({"endpoint": "tcp://192.0.2.1:5"}, "config_invalid"),  # not in the clear over a network
+        ({"endpoint": "tcp://127.0.0.1:5", "public_key": "k" * 40}, "config_invalid"),
+    ],
+)
+def test_writers_that_cannot_be_reached_from_here_fail_the_room_only(
+    live: LiveCluster, address: dict[str, str], code: str
+) -> None:
+    answer = http("POST", live.decode, "/v1/requests", json={"prompt_tokens": TOKENS, "prefill": [address]})
+    assert answer.status_code == 201
+    ends(live.decode, int(answer.json()["room"]), "failed", code)
+    live.serves()
+
+
+def test_bodies_that_are_none(live: LiveCluster, daemon: DaemonProcess) -> None:
+    json_type = {"Content-Type": "application/json"}
+    for content, code in ((b"", 400), (b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b" " * (1 << 21), 413)):
+        assert http("POST", daemon, "/v1/requests", content=content, headers=json_type).status_code == code
+    live.serves()
+
+
+def test_rooms_that_are_not_there_or_there_already(live: LiveCluster, daemon: DaemonProcess) -> None:
+    for method in ("GET", "DELETE"):
+        answer = http(method, daemon, "/v1/requests/4711")
+        assert (answer.status_code, answer.json()["code"]) == (404, "unknown_room")
+    room = admit(live, daemon)
+    answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, room=room))
+    assert (answer.status_code, answer.json()["code"]) == (409, "conflict")
+    assert "already in flight" in answer.json()["detail"]
+    answer = http("DELETE", daemon, f"/v1/requests/{room}?generation=2")
+    assert (answer.status_code, answer.json()["code"]) == (409, "stale")
+    delete(daemon, room)
+    ends(daemon, room, "aborted", "aborted")
+    answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, room=room))
+    assert (answer.status_code, answer.json()["code"]) == (409, "stale")
+    again = http("POST", daemon, "/v1/requests", json=body(live, daemon, room=room, generation=2))
+    assert again.status_code == 201
+    delete(daemon, room)
+    live.serves()
+
+
+# ------------------------------------------------------------------------------------------- waiting
+
+
+def test_a_wait_ends_with_the_state_that_it_waits_for(live: LiveCluster) -> None:
+    assert live.reader
+    room = live.pair(TOKENS)
+
+    def wait(daemon: DaemonProcess, until: str = "") -> tuple[str, float]:
+        query = f"?wait=15&until={until}" if until else "?wait=15"
+        state = http("GET", daemon, f"/v1/requests/{room}{query}").json()["state"]
+        return str(state), time.monotonic()
+
+    def after(change: Callable[[], object], *waits: tuple[DaemonProcess, str], states: tuple[str, ...]) -> None:
+        with ThreadPoolExecutor(len(waits)) as pool:
+            futures = [pool.submit(wait, daemon, until) for daemon, until in waits]
+            change()
+            changed_s = time.monotonic()
+            answers = [future.result(20) for future in futures]
+        assert tuple(state for state, _ in answers) == states
+        assert max(at_s for _, at_s in answers) - changed_s < 2
+
+    def finish() -> None:
+        live.write(room, TOKENS)
+        live.sender.finish(room)
+
+    after(finish, (live.prefill, ""), (live.decode, "committed"), states=("completed", "committed"))
+    after(lambda: live.read(room, TOKENS), (live.decode, "claimed"), states=("claimed",))
+    after(lambda: live.reader.release(room), (live.decode, ""), states=("completed",))
+    began_s = time.monotonic()
+    assert wait(live.decode)[0] == "completed", "a final room is not waited for"
+    assert time.monotonic() - began_s < 2
+    live.serves()
+
+
+def test_a_wait_ends_in_any_case(live: LiveCluster, daemon: DaemonProcess) -> None:
+    room = admit(live, daemon)
+    began_s = time.monotonic()
+    answer = http("GET", daemon, f"/v1/requests/{room}?wait=0.3&until=claimed")
+    assert answer.json()["state"] in {"admitted", "offered"}
+    assert 0.3 <= time.monotonic() - began_s < 5
+    for query in ("wait=-1", "wait=nan", "wait=1e9", "wait=1&until=tomorrow"):
+        assert http("GET", daemon, f"/v1/requests/{room}?{query}").status_code == 400
+    delete(daemon, room)
+    live.serves()
+
+
+# ------------------------------------------------------------------------------------------- cancelling
+
+
+def nothing(_live: LiveCluster, _room: int) -> None:
+    """Reserved on both sides, not begun."""
+
+
+def half(live: LiveCluster, room: int) -> None:
+    live.write(room, TOKENS, 0, 400)
+
+
+def whole(live: LiveCluster, room: int) -> None:
+    live.write(room, TOKENS)
+
+
+def committed(live: LiveCluster, room: int) -> None:
+    whole(live, room)
+    live.sender.finish(room)
+    eventually("committed", lambda: report(live.decode, room)["state"] == "committed")
+
+
+@pytest.mark.parametrize("stage", [nothing, half, whole])
+def test_a_cancel_on_either_side_ends_both(
+    live: LiveCluster, daemon: DaemonProcess, stage: Callable[[LiveCluster, int], None]
+) -> None:
+    assert live.sender
+    room = live.pair(TOKENS)
+    stage(live, room)
+    delete(daemon, room)
+    for side in (live.prefill, live.decode):
+        answer = http("GET", side, f"/v1/requests/{room}?wait=15").json()
+        # The side that did not ask is told of a failure or of an abort; the code and the reason are the first cause's.
+        assert answer["state"] == "aborted" or (side is not daemon and answer["state"] == "failed"), answer
+        assert answer["reason_code"] == "aborted"
+        assert "enough" in answer["reason"]
+    all_free(live.decode)
+    if stage is nothing:
+        all_free(live.prefill)
+    else:
+        assert busy_pages(live.prefill), "the engine writes them until it says that it does not"
+        assert {(event.room, event.kind) for event in live.sender.events(5)} == {
+            (room, report(live.prefill, room)["state"])
+        }
+        live.sender.abort(room, "told so")
+    assert delete(daemon, room)["state"] == "aborted", "again: harmless"
+    live.serves()
+
+
+def test_a_cancelled_room_that_was_committed_gives_its_pages_back(live: LiveCluster) -> None:
+    assert live.reader
+    room = live.pair(TOKENS)
+    committed(live, room)
+    assert delete(live.decode, room)["state"] == "aborted"
+    assert report(live.prefill, room)["state"] == "completed"
+    live.serves()
+
+
+def test_a_cancelled_room_that_was_claimed_is_the_engines_until_it_lets_go(live: LiveCluster) -> None:
+    assert live.reader
+    room = live.pair(TOKENS)
+    committed(live, room)
+    claimed = live.read(room, TOKENS)
+    live.reader.events()
+    assert delete(live.decode, room)["state"] == "aborting"
+    assert [(event.room, event.kind, event.reason) for event in live.reader.events(5)] == [(room, "cancel", "enough")]
+    assert busy_pages(live.decode)["host"] == {"held": len(claimed.tables["host"])}
+    live.reader.release(room)
+    assert ends(live.decode, room, "aborted", "aborted") == "enough"
+    live.serves()
+
+
+def test_a_cancelled_ticket_ends_both_sides(live: LiveCluster) -> None:
+    room = live.pair(TOKENS)
+    answer = http("DELETE", live.cluster.bootstrap, f"/v1/requests/{room}?reason=enough")
+    assert answer.status_code == 200
+    for side in (live.prefill, live.decode):
+        ends(side, room, "aborted", "aborted")
+    live.serves()
+
+
+# ------------------------------------------------------------------------------------------- tickets
+
+
+def test_a_ticket_leads_to_both_ends(live: LiveCluster) -> None:
+    answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS, "client": "test"})
+    ticket = answer.json()
+    assert ticket["prefill"] == {"instance": "prefill-0", "http_urls": [live.prefill.url]}
+    assert ticket["decode"] == {"instance": "decode-0", "http_urls": [live.decode.url]}
+    room = ticket["room"]
+    for side in (live.prefill, live.decode):
+        assert report(side, room)["prompt_tokens"] == TOKENS
+    both = http("GET", live.cluster.bootstrap, f"/v1/requests/{room}").json()
+    assert [end["report"]["role"] for end in (*both["prefill"], *both["decode"])] == ["prefill", "decode"]
+    again = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS, "room": room})
+    assert (again.status_code, again.json()["code"]) == (409, "conflict")
+    assert http("GET", live.cluster.bootstrap, "/v1/requests/4711").status_code == 404
+    http("DELETE", live.cluster.bootstrap, f"/v1/requests/{room}")
+    live.serves()
+
+
+def test_a_room_that_one_side_refuses_is_kept_by_neither(live: LiveCluster) -> None:
+    """The directory has not heard yet that the host pool is full: prefill reserves, decode refuses, prefill gives back."""
+    held = admit(live, live.decode, prompt_tokens=HOST * 256)
+    answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS})
+    assert (answer.status_code, answer.json()["code"]) == (503, "capacity")
+    assert answer.headers["Retry-After"]
+    all_free(live.prefill)
+    delete(live.decode, held)
+    live.serves()
+
+
+def test_prefill_without_decode_waits_for_its_offer_and_no_longer(live: LiveCluster) -> None:
+    room = admit(live, live.prefill)
+    assert report(live.prefill, room)["state"] == "admitted"
+    live.write(room, TOKENS)  # computing needs no destination
+    live.sender.finish(room)
+    assert report(live.prefill, room)["state"] == "admitted"
+    other = http("POST", live.decode, "/v1/requests", json=body(live, live.decode, room=room))
+    assert other.status_code == 201, "decode may come later"
+    live.read(room, TOKENS)
+    live.reader.release(room)
+    live.serves()
+
+
+def test_status_and_metrics_agree(live: LiveCluster, daemon: DaemonProcess) -> None:
+    room = admit(live, daemon)
+    for space, states in status(daemon)["pools"].items():
+        for state, count in states.items():
+            assert metric(daemon, "kvbridge_pool_pages", space=space, state=state) == count
+    delete(daemon, room)
+    live.serves()
+    assert "Traceback" not in daemon.log_path.read_text()
