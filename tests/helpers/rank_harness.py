@@ -245,10 +245,11 @@ def crossing(setting: Setting, process: DestinationProcess, directory: Path) -> 
                 )
             )
         )
-        stack.callback(process.stop)
         descriptions = process.start(destination.setups(transports, TRANSFER_TIMEOUT_S))
+        stack.callback(process.finish_stop)
         workers = [WorkerThread(setup) for setup in source.setups(transports, TRANSFER_TIMEOUT_S)]
         stack.callback(stop_all, workers)
+        stack.callback(process.begin_stop)  # both sides end at once: a transport may take a second for it
         for worker in workers:
             worker.description()
             worker.tell(ConnectPeer(peer=PEER, ranks=descriptions))

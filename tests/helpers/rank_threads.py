@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel
@@ -123,15 +123,19 @@ class DestinationProcess:
             self._process.join(END_LIMIT_S)
 
     def start(self, setups: Sequence[WorkerSetup]) -> tuple[RankDescription, ...]:
-        """Serve these ranks in place of the last ones; returns how each is reached, in the same order."""
-        return self._ask(tuple(setups))
+        """Serve these ranks; returns how each is reached, in the same order."""
+        self._pipe.send(tuple(setups))
+        return self._answer()
 
-    def stop(self) -> None:
-        """End the workers; afterwards nothing of their memory is registered or mapped there."""
-        self._ask(())
+    def begin_stop(self) -> None:
+        """Tell the workers to end, without waiting."""
+        self._pipe.send(())
 
-    def _ask(self, setups: tuple[WorkerSetup, ...]) -> Any:
-        self._pipe.send(setups)
+    def finish_stop(self) -> None:
+        """Wait for their end; afterwards nothing of their memory is registered or mapped there."""
+        self._answer()
+
+    def _answer(self) -> tuple[RankDescription, ...]:
         assert self._pipe.poll(ANSWER_LIMIT_S + END_LIMIT_S), "the destination process does not answer"
         answer = self._pipe.recv()
         assert not isinstance(answer, str), f"the destination process failed: {answer}"

@@ -318,7 +318,7 @@ def test_a_cancelled_room_that_was_claimed_is_the_engines_until_it_lets_go(live:
 
 
 def test_a_cancelled_ticket_ends_both_sides(live: LiveCluster) -> None:
-    room = live.pair(TOKENS)
+    room = live.ticket(TOKENS)["room"]
     answer = http("DELETE", live.cluster.bootstrap, f"/v1/requests/{room}?reason=enough")
     assert answer.status_code == 200
     for side in (live.prefill, live.decode):
@@ -330,8 +330,7 @@ def test_a_cancelled_ticket_ends_both_sides(live: LiveCluster) -> None:
 
 
 def test_a_ticket_leads_to_both_ends(live: LiveCluster) -> None:
-    answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS, "client": "test"})
-    ticket = answer.json()
+    ticket = live.ticket(TOKENS, client="test")
     assert ticket["prefill"] == {"instance": "prefill-0", "http_urls": [live.prefill.url]}
     assert ticket["decode"] == {"instance": "decode-0", "http_urls": [live.decode.url]}
     room = ticket["room"]
@@ -342,7 +341,7 @@ def test_a_ticket_leads_to_both_ends(live: LiveCluster) -> None:
     again = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS, "room": room})
     assert (again.status_code, again.json()["code"]) == (409, "conflict")
     assert http("GET", live.cluster.bootstrap, "/v1/requests/4711").status_code == 404
-    http("DELETE", live.cluster.bootstrap, f"/v1/requests/{room}")
+    live.cross(TOKENS, room)
     live.serves()
 
 

@@ -21,7 +21,7 @@ from kvbridge.cli.config import EXIT_CONFIG
 from kvbridge.cli.daemons import EXIT_FAILED
 from kvbridge.cli.demo.lengths import DEFAULT_PROMPTS
 from kvbridge.cli.demo.plan import DemoOptions
-from kvbridge.cli.demo.progress import demo_progress
+from kvbridge.cli.demo.progress import DemoProgress, demo_progress
 from kvbridge.cli.demo.report import DemoReport, print_report
 from kvbridge.cli.demo.run import Demo
 from kvbridge.core.errors import BridgeError, InvalidInputError
@@ -141,10 +141,14 @@ def _run(options: DemoOptions, errors: Console) -> DemoReport:
         raise typer.Exit(EXIT_FAILED) from error
 
 
-def _prepared(options: DemoOptions, progress: object) -> Demo:
+def _prepared(options: DemoOptions, progress: DemoProgress) -> Demo:
     """Return the demo, or end with the exit code for wrong options."""
+    kept = options.keep_logs
+    if kept is not None and kept.exists() and not (kept.is_dir() and not any(kept.iterdir())):
+        _complain(f"--keep-logs {kept}: there is something already; name an empty or a new directory")
+        raise typer.Exit(EXIT_CONFIG)
     try:
-        return Demo(options, progress)  # type: ignore[arg-type]
+        return Demo(options, progress)
     except InvalidInputError as error:
         _complain(str(error))
         raise typer.Exit(EXIT_CONFIG) from error

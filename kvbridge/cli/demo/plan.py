@@ -26,8 +26,6 @@ from kvbridge.pool.layout import stage_layers
 MODEL_TYPE = "deepseek_v4"
 TEXT_STRIDE = 97
 """Prompts begin at different places of the text."""
-PREFILL_ONLY_TOKENS = 700
-"""A room that prefill alone admits, so that ids differ between the two sides."""
 LONG_S = 3600.0
 
 
@@ -68,6 +66,8 @@ class DemoPlan:
         most_tokens = int(facts.get("max_position_embeddings", 1 << 20)) - options.steps
         if most_tokens < 1:
             raise InvalidInputError(f"{name}: max_position_embeddings leaves no room for {options.steps} steps")
+        if options.prefill_pp > geometry.layer_count:
+            raise InvalidInputError(f"--prefill-pp {options.prefill_pp}: {name} has only {geometry.layer_count} layers")
         stages = tuple(
             stage_layers(geometry.layer_count, options.prefill_pp, stage) for stage in range(options.prefill_pp)
         )
@@ -81,8 +81,8 @@ class DemoPlan:
 
     @property
     def prefill_only_tokens(self) -> int:
-        """Length of the room that only prefill knows: it shifts the ids there."""
-        return PREFILL_ONLY_TOKENS
+        """Length of the room that only prefill knows: as long as all of decode's pages, so that no full id can be the same."""
+        return self._decode_pages(self._host_kinds())[IndexSpace.FULL.value] * self.geometry.tokens_per_page
 
     @property
     def hole_tokens(self) -> tuple[int, ...]:
@@ -144,7 +144,9 @@ class DemoPlan:
         return frozenset({ComponentKind.C4_KV} & kinds)
 
     def _prefill_pages(self) -> dict[str, int]:
-        return self._pool_sizes([(tokens, tokens) for tokens in self._largest()], NO_HOST, always=PREFILL_ONLY_TOKENS)
+        return self._pool_sizes(
+            [(tokens, tokens) for tokens in self._largest()], NO_HOST, always=self.prefill_only_tokens
+        )
 
     def _decode_pages(self, host: frozenset[ComponentKind]) -> dict[str, int]:
         return self._pool_sizes([(tokens, tokens + self.options.steps) for tokens in self._largest()], host)
@@ -174,7 +176,10 @@ def _model(hf_config: Path | None) -> tuple[dict[str, Any], str]:
     if hf_config is None:
         with resources.as_file(resources.files("kvbridge").joinpath("engine/adapters/tiny_deepseek_v4.json")) as file:
             return read_hf_config(file), file.stem
-    facts = read_hf_config(hf_config)
+    try:
+        facts = read_hf_config(hf_config)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.hf_config", "--hf-config")) from error
     if facts.get("model_type") != MODEL_TYPE:
         raise ConfigError(f"{hf_config}: the demo runs model_type '{MODEL_TYPE}', got {facts.get('model_type')!r}")
     return facts, hf_config.stem

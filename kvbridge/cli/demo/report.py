@@ -24,9 +24,10 @@ WIDE = 108
 """From so many columns on, every component has its own."""
 STATES = (ComponentKind.C4_STATE, ComponentKind.C4_INDEXER_STATE, ComponentKind.C128_STATE)
 MIB = 1 << 20
+TEXT_WIDTH = 100
 _LEGEND = (
-    "Bytes that arrived, by component; K and M are KiB and MiB. 'moving': plan, submit and wait until arrived, all chunks of "
-    "the busiest prefill rank added; MiB/s is bytes by that. 'after': from the end of the prompt's computation until decode "
+    "Bytes that arrived, by component, with K and M for KiB and MiB. Move: plan, submit and wait until arrived, all chunks "
+    "of the busiest prefill rank added; MiB/s is bytes by that. Tail: from the end of the prompt's computation until decode "
     "could claim it (last line: the median)."
 )
 
@@ -142,17 +143,18 @@ class _Column:
 def print_report(report: DemoReport, console: Console) -> None:
     """Print the table and what it adds up to, in the width that the console has; the last line is the verdict."""
     columns = _columns(report, wide=console.width >= WIDE)
-    table = Table(
-        box=None, show_footer=True, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", footer_style="bold"
-    )
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column.title, footer=column.total(report), justify="right", no_wrap=True)
+        table.add_column(column.title, justify="right", no_wrap=True)
     for request in report.requests:
         table.add_row(*(column.cell(request) for column in columns), style="" if request.equal else "bold red")
+    table.add_row()
+    table.add_row(*(column.total(report) for column in columns), style="bold")
     console.print(table)
     console.print()
     for line in _notes(report):
-        console.print(Text(line), soft_wrap=not console.is_terminal)
+        console.print(Text(line), width=min(console.width, TEXT_WIDTH))
+    console.print()
     console.print(Text(report.verdict, style="bold green" if report.good else "bold red"), soft_wrap=True)
 
 
@@ -176,6 +178,7 @@ def _columns(report: DemoReport, *, wide: bool) -> list[_Column]:
         else [component("state", *STATES)]
     )
     return [
+        _Column("#", lambda request: str(request.number), lambda _: ""),
         _Column("tokens", lambda request: f"{request.prompt_tokens:,}", lambda r: f"{_prompt_tokens(r):,}"),
         component("c4", ComponentKind.C4_KV),
         component("c4 idx" if wide else "idx", ComponentKind.C4_INDEXER),
@@ -184,9 +187,9 @@ def _columns(report: DemoReport, *, wide: bool) -> list[_Column]:
         *states,
         _Column("all", lambda request: format_bytes(request.total.bytes), lambda _: format_bytes(_bytes(together))),
         _Column("ops", lambda request: f"{request.total.operations:,}", lambda r: f"{_operations(r):,}"),
-        _Column("moving ms", lambda request: _milliseconds(request.moving_s), lambda r: _milliseconds(_moving_s(r))),
+        _Column("move ms", lambda request: _milliseconds(request.moving_s), lambda r: _milliseconds(_moving_s(r))),
         _Column("MiB/s", lambda request: _rate(request.total.bytes, request.moving_s), _rate_of_all),
-        _Column("after ms", lambda request: _milliseconds(request.after_prefill_s), _median_after),
+        _Column("tail ms", lambda request: _milliseconds(request.after_prefill_s), _median_after),
         _Column("equal", lambda request: "yes" if request.equal else "NO", lambda r: "yes" if r.equal else "NO"),
     ]
 

@@ -143,6 +143,7 @@ class Demo:
         self._lap("waiting for the model alone", begun_s)
         self._progress.stage("comparing logits")
         report = self._report(self._give_back(cluster, held))
+        (self._folder / "report.json").write_text(report.model_dump_json(indent=2) + "\n")
         self._progress.stage("ending all processes")
         return report
 

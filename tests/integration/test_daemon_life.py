@@ -1,0 +1,378 @@
+"""How daemons end and come back: signals, taken addresses, killed workers, killed daemons, a bootstrap that forgets.
+
+One cluster serves the whole module; each test leaves it whole. What is in flight when something dies fails on both sides with the
+reason, and the next room crosses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvbridge.daemon.memory import file_prefix
+from tests.helpers.cluster import DaemonProcess, eventually
+from tests.helpers.live_rooms import (
+    LiveCluster,
+    all_free,
+    busy_pages,
+    ends,
+    http,
+    live_cluster,
+    metric,
+    raises_code,
+    report,
+    status,
+)
+
+TOKENS = 1000
+SHUTDOWN_S = 4.0
+SILENCE_S = 1.5
+TIMEOUTS = {
+    "shutdown_s": SHUTDOWN_S,
+    "control_heartbeat_s": 0.2,
+    "peer_silence_s": SILENCE_S,
+    "worker_silence_s": 2.5,
+}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveCluster]:
+    with live_cluster(prefill={"timeouts": TIMEOUTS}, decode={"timeouts": TIMEOUTS}) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _whole_again(live: LiveCluster) -> Iterator[None]:
+    """Whatever a test has ended is started again."""
+    yield
+    live.detach()
+    for each in live.cluster.all():
+        if each.process is not None and each.process.poll() is not None:
+            each.start()
+    live.cluster.wait_ready()
+
+
+@pytest.fixture(params=["prefill", "decode"])
+def daemon(live: LiveCluster, request: pytest.FixtureRequest) -> DaemonProcess:
+    return getattr(live, request.param)
+
+
+def other(live: LiveCluster, daemon: DaemonProcess) -> DaemonProcess:
+    return live.decode if daemon is live.prefill else live.prefill
+
+
+def in_flight(live: LiveCluster) -> int:
+    """A room that is half way across; both engines are attached."""
+    assert live.reader
+    room = live.pair(TOKENS)
+    live.write(room, TOKENS, 0, 500)
+    eventually("the transfer begun", lambda: report(live.prefill, room)["state"] == "transferring")
+    return room
+
+
+def pid(daemon: DaemonProcess) -> int:
+    assert daemon.process is not None
+    return daemon.process.pid
+
+
+def worker_pid(daemon: DaemonProcess) -> int:
+    return int(status(daemon)["ranks"][0]["pid"])
+
+
+def exit_code(daemon: DaemonProcess, timeout_s: float = SHUTDOWN_S + 2) -> int:
+    """Wait for the end of a daemon's process. The two seconds more are for a machine with other work."""
+    assert daemon.process is not None
+    try:
+        return daemon.process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"{daemon.name} runs on after {timeout_s} s:\n{daemon.log(20)}") from None
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended (one that nobody has waited for counts)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def shared_files(daemon: DaemonProcess) -> set[str]:
+    """The names of a daemon's files in shared memory."""
+    prefix = file_prefix(str(daemon.config["instance"]), f"{daemon.role}-node-0")
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)}
+
+
+def restarted(live: LiveCluster, daemon: DaemonProcess) -> None:
+    """Start a daemon again; engines have to attach anew."""
+    live.detach()
+    daemon.start()
+    live.cluster.wait_ready()
+
+
+# ------------------------------------------------------------------------------------------- signals
+
+
+def test_sigterm_lets_rooms_end(live: LiveCluster, daemon: DaemonProcess) -> None:
+    room = in_flight(live)
+    workers = worker_pid(daemon)
+    daemon.kill(signal.SIGTERM)
+    eventually("draining", lambda: http("GET", daemon, "/ready").status_code == 503)
+    assert http("GET", daemon, "/ready").json()["reasons"] == ["the daemon is shutting down"]
+    assert http("GET", daemon, "/health").status_code == 200
+    prefill = [{"endpoint": live.control}] if daemon is live.decode else []
+    refused = http("POST", daemon, "/v1/requests", json={"prompt_tokens": 1, "prefill": prefill})
+    assert (refused.status_code, refused.json()["code"]) == (503, "not_ready")
+    assert "Retry-After" in refused.headers
+    instance = daemon.config["instance"]
+    eventually("off the directory", lambda: instance not in http("GET", live.cluster.bootstrap, "/v1/instances").text)
+    assert not gone(pid(daemon)), "a room is in flight"
+
+    live.write(room, TOKENS, 500, TOKENS)
+    live.sender.finish(room)
+    live.read(room, TOKENS)
+    live.reader.release(room)
+    assert exit_code(daemon) == 0
+    assert instance not in http("GET", live.cluster.bootstrap, "/v1/instances").text
+    assert gone(workers)
+    assert not shared_files(daemon)
+    assert sorted(path.name for path in daemon.runtime_dir.iterdir() if path.suffix == ".json") == []
+    all_free(other(live, daemon))
+    restarted(live, daemon)
+    live.serves()
+
+
+def test_rooms_that_do_not_end_are_aborted_within_the_limit(live: LiveCluster, daemon: DaemonProcess) -> None:
+    room = in_flight(live)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(http, "GET", daemon, f"/v1/requests/{room}?wait=15")
+        began_s = time.monotonic()
+        daemon.kill(signal.SIGTERM)
+        final = asked.result(20).json()
+        assert exit_code(daemon) == 0
+    assert time.monotonic() - began_s < SHUTDOWN_S + 2
+    assert (final["state"], final["reason_code"]) == ("aborted", "aborted")
+    assert final["reason"] == "the daemon was shut down"
+    survivor = other(live, daemon)
+    told = http("GET", survivor, f"/v1/requests/{room}?wait=15").json()
+    assert told["reason_code"] == "aborted"
+    assert "the daemon was shut down" in told["reason"]
+    live.sender.abort(room, "told so") if survivor is live.prefill else None
+    all_free(survivor)
+    restarted(live, daemon)
+    live.serves()
+
+
+def test_a_second_signal_ends_the_drain(live: LiveCluster, daemon: DaemonProcess) -> None:
+    in_flight(live)
+    daemon.kill(signal.SIGINT)
+    eventually("draining", lambda: http("GET", daemon, "/ready").status_code == 503)
+    daemon.kill(signal.SIGTERM)
+    assert exit_code(daemon, 0.75 * SHUTDOWN_S) == 0
+    assert not shared_files(daemon)
+    assert '"effect": "closing now"' in daemon.log(40)
+
+
+# ------------------------------------------------------------------------------------------- starts that cannot be
+
+
+def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All at once, since most of the time goes into importing."""
+    http_port = live.prefill.url.rpartition(":")[2]
+    control_port = live.control.rpartition(":")[2]
+    missing = live.cluster.folder / "no-such-file.json"
+    cases = [
+        ("prefill", {"http": {"port": int(http_port)}}, f"http.port {http_port}"),
+        ("decode", {"http": {"port": int(http_port)}}, f"http.port {http_port}"),
+        ("bootstrap", {"http": {"port": int(http_port)}}, f"http.port {http_port}"),
+        ("prefill", {"control": {"bind": f"tcp://127.0.0.1:{control_port}"}}, f"127.0.0.1:{control_port} is taken by"),
+        ("prefill", {"runtime_dir": str(live.prefill.runtime_dir)}, str(live.prefill.runtime_dir)),
+        ("prefill", {"runtime_dir": str(live.decode.runtime_dir)}, "another process serves"),
+        ("decode", {"model": {"hf_config": str(missing)}}, str(missing)),
+        ("decode", {"pools": {"device": {"full": 8}, "host": {"pages": 8}}}, "pools.device.request"),
+        ("prefill", {"timeouts": {"transfer_s": 1000}}, "transfer_s"),
+    ]
+    started = []
+    for number, (role, change, text) in enumerate(cases):
+        folder = live.cluster.folder / f"s{number}"
+        refused = DaemonProcess(role, f"{role} {change}", folder)
+        base = {} if role == "bootstrap" else {**(live.prefill if role == "prefill" else live.decode).config}
+        refused.config = base | ({} if role == "bootstrap" else {"runtime_dir": str(refused.runtime_dir)}) | change
+        refused.start()
+        started.append((refused, text))
+    try:
+        for refused, text in started:
+            assert exit_code(refused, 60) == 2, refused.log()
+            lines = [line for line in refused.log().splitlines() if not line.startswith("{")]
+            assert text in "\n".join(lines), refused.log()
+            assert "Traceback" not in refused.log()
+            assert len(lines) <= 3, refused.log()
+    finally:
+        for refused, _ in started:
+            refused.kill()
+    assert live.prefill.endpoint().pid == pid(live.prefill), "the endpoint file is still its owner's"
+    live.serves()
+
+
+# ------------------------------------------------------------------------------------------- rank workers
+
+
+def test_a_killed_worker_fails_its_rooms_and_comes_back(live: LiveCluster, daemon: DaemonProcess) -> None:
+    room = in_flight(live)
+    before = worker_pid(daemon)
+    restarts = metric(daemon, "kvbridge_worker_restarts_total", reason="killed")
+    os.kill(before, signal.SIGKILL)
+    answer = eventually("not ready", lambda: (found := http("GET", daemon, "/ready")).status_code == 503 and found)
+    assert "rank worker pp0.tp0 is not there: killed by SIGKILL" in answer.json()["reasons"][0]
+    refused = http("POST", daemon, "/v1/requests", json={"prompt_tokens": 1})
+    assert (refused.status_code, refused.json()["code"]) == (503, "not_ready")
+
+    sides = {side.role: http("GET", side, f"/v1/requests/{room}?wait=15").json() for side in (live.prefill, live.decode)}
+    for told in sides.values():
+        assert told["reason_code"] == "worker_gone", told
+        assert f"rank worker pp0.tp0 of the {daemon.role} node died: killed by SIGKILL" in told["reason"]
+    assert sides[daemon.role]["state"] == "failed"
+    live.sender.abort(room, "told so")
+
+    daemon.wait_ready()
+    rank = status(daemon)["ranks"][0]
+    assert rank["pid"] != before
+    assert rank["restarts"] == status(daemon)["ranks"][0]["restarts"] >= 1
+    assert metric(daemon, "kvbridge_worker_restarts_total", reason="killed") == restarts + 1
+    live.serves()
+
+
+def test_a_claimed_room_survives_its_worker(live: LiveCluster) -> None:
+    """The memory is the node's: what has arrived can be read whatever becomes of the worker."""
+    assert live.reader
+    room = live.pair(TOKENS)
+    live.write(room, TOKENS)
+    live.sender.finish(room)
+    live.read(room, TOKENS)
+    os.kill(worker_pid(live.decode), signal.SIGKILL)
+    eventually("not ready", lambda: http("GET", live.decode, "/ready").status_code == 503)
+    assert report(live.decode, room)["state"] == "claimed"
+    live.reader.extend(room, TOKENS + 300)
+    live.reader.release(room)
+    assert ends(live.decode, room, "completed") == ""
+    live.decode.wait_ready()
+    live.serves()
+
+
+def test_a_worker_that_hangs_is_killed(live: LiveCluster, daemon: DaemonProcess) -> None:
+    room = in_flight(live)
+    before = worker_pid(daemon)
+    os.kill(before, signal.SIGSTOP)
+    live.write(room, TOKENS, 500, TOKENS)
+    reason = ends(daemon, room, "failed", "worker_gone")
+    assert "timeouts.worker_silence_s" in reason
+    assert gone(before)
+    ends_with = http("GET", other(live, daemon), f"/v1/requests/{room}?wait=15").json()
+    assert ends_with["reason_code"] == "worker_gone"
+    live.sender.abort(room, "told so")
+    daemon.wait_ready()
+    live.serves()
+
+
+# ------------------------------------------------------------------------------------------- whole daemons
+
+
+def test_a_killed_prefill_daemon_leaves_nothing_but_proof_to_be_had(live: LiveCluster) -> None:
+    """The decode side quarantines what the dead one might have written, shows it, and frees it when the next life speaks."""
+    room = in_flight(live)
+    worker, files = worker_pid(live.prefill), shared_files(live.prefill)
+    control = live.control
+    assert files
+    live.prefill.kill()
+    eventually("no worker without its node", lambda: gone(worker))
+    assert shared_files(live.prefill) == files
+    assert "raises" not in raises_code("peer_failed", lambda: live.sender.publish(room, TOKENS))
+
+    reason = ends(live.decode, room, "failed", "peer_failed")
+    assert "timeouts.peer_silence_s" in reason
+    lost = busy_pages(live.decode)
+    assert {state for states in lost.values() for state in states} == {"quarantined"}
+    shown = status(live.decode)["quarantine"]
+    assert [owner for owners in shown.values() for owner in owners]
+    assert "vanished" in next(iter(shown))
+    for space, states in lost.items():
+        pages = metric(live.decode, "kvbridge_pool_pages", space=space, state="quarantined")
+        assert pages == states["quarantined"]
+    assert http("GET", live.decode, "/ready").status_code == 200
+
+    live.prefill.config = live.prefill.config | {"control": {"bind": control}}
+    restarted(live, live.prefill)
+    assert shared_files(live.prefill).isdisjoint(files), "swept at the next start"
+    live.cross()
+    live.serves()
+
+
+def test_a_killed_decode_daemon_fails_its_rooms_on_the_other_side(live: LiveCluster) -> None:
+    room = in_flight(live)
+    worker, files = worker_pid(live.decode), shared_files(live.decode)
+    assert len(files) == 2
+    live.decode.kill()
+    eventually("no worker without its node", lambda: gone(worker))
+    raises_code("peer_failed", lambda: live.reader.claim(room))
+    reason = ends(live.prefill, room, "failed", "peer_failed")
+    assert "timeouts.peer_silence_s" in reason
+    assert [(event.room, event.kind) for event in live.sender.events(5)] == [(room, "failed")]
+    assert not status(live.prefill)["peers"]
+    live.sender.abort(room, "told so")
+    all_free(live.prefill)
+    restarted(live, live.decode)
+    assert shared_files(live.decode).isdisjoint(files), "swept at the next start"
+    live.serves()
+
+
+def test_a_daemon_that_is_back_before_it_was_missed(live: LiveCluster, daemon: DaemonProcess) -> None:
+    """No silence is noticed in between: the new life itself ends the old one's rooms."""
+    room = in_flight(live)
+    survivor = other(live, daemon)
+    if daemon is live.prefill:
+        daemon.config = daemon.config | {"control": {"bind": live.control}}
+    daemon.kill()
+    restarted_config = {"timeouts": TIMEOUTS}
+    live_room = http("GET", survivor, f"/v1/requests/{room}").json()
+    assert live_room["state"] in {"transferring", "offered"}
+    restarted(live, daemon)
+    assert restarted_config
+    told = http("GET", survivor, f"/v1/requests/{room}?wait=15").json()
+    assert (told["state"], told["reason_code"]) == ("failed", "peer_failed")
+    live.cross()
+    live.serves()
+
+
+def test_a_bootstrap_that_forgot_is_told_again(live: LiveCluster) -> None:
+    bootstrap = live.cluster.bootstrap
+    port = int(bootstrap.url.rpartition(":")[2])
+    room = in_flight(live)
+    bootstrap.kill()
+    live.write(room, TOKENS, 500, TOKENS)
+    live.sender.finish(room)
+    live.read(room, TOKENS)
+    live.reader.release(room)
+    eventually("the loss shown", lambda: status(live.prefill)["bootstrap"]["problem"])
+    assert http("GET", live.prefill, "/ready").status_code == 200, "rooms cross without it"
+    live.serves()
+
+    bootstrap.config = bootstrap.config | {"http": {"port": port}}
+    bootstrap.start()
+    bootstrap.wait_ready()
+    assert len(json.loads(http("GET", bootstrap, "/v1/instances").text)) == 2
+    live.cross(TOKENS, live.ticket(TOKENS)["room"])
+    eventually("no problem shown", lambda: not status(live.prefill)["bootstrap"]["problem"])
+    live.serves()
+
+
+def test_nothing_escaped_to_a_loop(live: LiveCluster) -> None:
+    """The last test of the module."""
+    for each in live.cluster.all():
+        assert "Traceback" not in each.log_path.read_text()
