@@ -41,8 +41,6 @@ class DaemonTimeouts(FrozenModel):
     """From the offer until every byte of the room has been sent."""
     transfer_s: Seconds = 60.0
     """One submitted section, from submission to its end."""
-    quiet_s: Seconds = 30.0
-    """After a failure or abort: the transport's operations become terminal, else pages are quarantined."""
     drain_s: Seconds = 60.0
     """After Abort: the peer answers Drained, else pages are quarantined."""
     claim_s: Seconds = 120.0
@@ -68,7 +66,6 @@ class DaemonTimeouts(FrozenModel):
 _DAEMON_RELATIONS = (
     ("control_resend_s", "control_delivery_s", "a message could never be sent again"),
     ("control_heartbeat_s", "peer_silence_s", "every peer would be taken for lost between two heartbeats"),
-    ("quiet_s", "drain_s", "decode would quarantine pages that prefill is still making quiet"),
     ("transfer_s", "room_s", "a room would end before its first section may"),
 )
 

@@ -21,6 +21,8 @@ from kvbridge.core.errors import DeadlineError, PeerError
 STOP_S = 20.0
 KILL_S = 5.0
 """A killed process is gone within this time, or the machine has other troubles."""
+LONGEST_LINE = 300
+"""What an error shows of a line of a log."""
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
 
@@ -59,9 +61,9 @@ class ChildProcess:
     def check_running(self) -> None:
         """Raise PeerError with the tail of its log when it has ended."""
         if self.process is not None and self.process.poll() is not None:
-            raise PeerError(
-                f"{self.name} ended ({how_it_ended(self.process.returncode)}); its log ends:\n{self.log(15)}"
-            )
+            tail = "\n".join(line[:LONGEST_LINE] for line in self.log(8).splitlines())
+            found = f"its log ends:\n{tail}" if tail else "its log is empty"
+            raise PeerError(f"{self.name} ended ({how_it_ended(self.process.returncode)}); {found}")
 
     def log(self, lines: int = 60) -> str:
         """Return the last lines of its output."""

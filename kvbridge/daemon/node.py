@@ -364,7 +364,7 @@ class Node(ABC):
             role=self.role,
             incarnation=self.incarnation,
             http_url=config.http.advertised(self._http.url),
-            control=self.control or PeerAddress(endpoint="ipc:///dev/null"),
+            control=self.control,
             pp_size=config.parallelism.pp_size,
             tp_size=config.parallelism.tp_size,
             ranks=tuple(self.workers.layers),

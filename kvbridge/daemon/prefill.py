@@ -22,9 +22,11 @@ from kvbridge.core.wire.messages import (
     PeerConnected,
     PeerMessage,
     RoomClosed,
+    Send,
     Sent,
 )
 from kvbridge.daemon.node import Node, ignore_watch
+from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter
 from kvbridge.service.engine_door import PrefillDoor
 from kvbridge.service.meeting import DecodeNodes, Self
 from kvbridge.service.ports import PeerAddress
@@ -43,6 +45,7 @@ class PrefillNode(Node):
         super().__init__(config)
         timeouts = config.timeouts
         self._server: PeerServer | None = None
+        self._traffic = TrafficMeter(self.metrics)
         self._door = PrefillDoor(
             lambda: self._sender,
             send=self.send_engine,
@@ -53,7 +56,7 @@ class PrefillNode(Node):
         self._sender = SenderService(
             geometry=self.geometry,
             book=self.book,
-            workers=self.workers,
+            workers=MeteredWorkers(self.workers, self._ordered),
             peers=self,
             engines=self._door,
             observer=self.observer,
@@ -173,6 +176,7 @@ class PrefillNode(Node):
 
     def worker_down(self, rank: Rank, reason: str) -> None:
         """A rank worker is gone."""
+        self._traffic.lost(rank)
         self._sender.worker_gone(rank, reason)
 
     def worker_said(self, rank: Rank, message: PeerConnected | Sent | RoomClosed) -> None:
@@ -182,9 +186,15 @@ class PrefillNode(Node):
             case PeerConnected():
                 self._decode.worker_connected(message)
             case Sent():
+                self._traffic.sent(message)
                 self._sender.sent(message)
             case RoomClosed():
                 self._sender.room_closed(message)
+
+    def _ordered(self, rank: Rank, message: Send) -> None:
+        room = self._sender.rooms.find(message.room, message.generation)
+        transport = self._decode.transport(room.peer, rank) if room is not None else ""
+        self._traffic.ordered(rank, message, transport)
 
     def open_rooms(self) -> int:
         """Rooms that have not ended."""

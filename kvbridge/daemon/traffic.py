@@ -5,8 +5,11 @@ Owns: which orders are out, so that busy time ends with each of them whatever be
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.messages import Send, Sent
+from kvbridge.core.wire.messages import NodeToWorker, Send, Sent
+from kvbridge.service.workers import WorkerSet
 from kvbridge.telemetry.metrics import Direction, Metrics
 
 
@@ -34,3 +37,26 @@ class TrafficMeter:
         """A rank worker is gone, and with it everything it had under way."""
         for transport in self._out.pop(rank, {}).values():
             self._metrics.transfer_ended(Direction.SENT, transport)
+
+
+class MeteredWorkers:
+    """The node's rank workers as rooms see them, with an ear for every order that goes out."""
+
+    def __init__(self, workers: WorkerSet, on_order: Callable[[Rank, Send], None]) -> None:
+        self._workers = workers
+        self._on_order = on_order
+
+    @property
+    def layers(self) -> dict[Rank, tuple[int, ...]]:
+        """The global layer ids of every rank of the node."""
+        return self._workers.layers
+
+    def missing(self) -> str:
+        """Why not every rank can work now, or an empty text."""
+        return self._workers.missing()
+
+    def send(self, rank: Rank, message: NodeToWorker) -> None:
+        """Queue an order."""
+        if isinstance(message, Send):
+            self._on_order(rank, message)
+        self._workers.send(rank, message)

@@ -315,7 +315,7 @@ class Directory:
         return NodeView(
             node=registration.node,
             http_url=registration.http_url,
-            control_endpoint=registration.control.endpoint,
+            control_endpoint=registration.control.endpoint if registration.control else "",
             incarnation=registration.incarnation,
             epoch=record.epoch,
             ranks=registration.ranks,

@@ -17,7 +17,7 @@ from kvbridge.core.geometry.manifest import first_difference
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.service.directory import Instance
-from kvbridge.service.ports import Load, PairRequest
+from kvbridge.service.ports import Load, PairRequest, PeerAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,12 @@ class Candidate:
 
     prefill: Instance
     decode: Instance
+
+    @property
+    def controls(self) -> tuple[PeerAddress, ...]:
+        """Where the decode side meets the prefill nodes."""
+        found = (record.registration.control for record in self.prefill.nodes)
+        return tuple(control for control in found if control is not None)
 
 
 def demand(instance: Instance, request: PairRequest) -> dict[str, int]:

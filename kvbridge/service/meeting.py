@@ -182,6 +182,11 @@ class DecodeNodes:
             self._workers.send(rank, DisconnectPeer(peer=peer))
         self._on_gone(peer, reason)
 
+    def transport(self, peer: str, rank: Rank) -> str:
+        """Name what a rank of ours reaches a peer over; several, where its ranks differ, are joined by '+'."""
+        known = self._known.get(peer)
+        return "+".join(sorted(set(known.transports.get(rank, ())))) if known is not None else ""
+
     def peers(self) -> list[dict[str, object]]:
         """For `/status`."""
         return [

@@ -336,7 +336,7 @@ def _admission(room: int, generation: int, candidate: Candidate, request: PairRe
         prompt_tokens=request.prompt_tokens,
         max_new_tokens=request.max_new_tokens if decode else 0,
         prefix_tokens=request.prefix_tokens if decode else 0,
-        prefill=tuple(record.registration.control for record in candidate.prefill.nodes) if decode else (),
+        prefill=candidate.controls if decode else (),
         client=request.client,
     )
 

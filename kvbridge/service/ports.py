@@ -7,9 +7,9 @@ Field names here are the JSON names of the API.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Uint64
@@ -128,7 +128,8 @@ class NodeRegistration(FrozenModel):
     role: Role
     incarnation: Name
     http_url: Annotated[str, Field(pattern=r"^https?://", max_length=500)]
-    control: PeerAddress
+    control: PeerAddress | None = None
+    """Where decode nodes meet it; decode nodes themselves listen to nobody and have none."""
     pp_size: Positive
     tp_size: Positive
     ranks: tuple[Rank, ...]
@@ -137,6 +138,12 @@ class NodeRegistration(FrozenModel):
     geometry: ModelGeometry
     ready: bool = True
     load: Load = Load()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.role is Role.PREFILL and self.control is None:
+            raise ValueError("a prefill node needs `control`, or no decode node could meet it")
+        return self
 
 
 class NodeHeartbeat(FrozenModel):

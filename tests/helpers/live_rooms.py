@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
@@ -61,9 +62,7 @@ def refuses(daemon: DaemonProcess, reason: str, times: int = 1, headers: Headers
     """What is done inside is counted as that many refused frames."""
     before = frames_refused(daemon, reason, headers)
     yield
-    eventually(
-        f"{times} frames refused as {reason}", lambda: frames_refused(daemon, reason, headers) - before >= times
-    )
+    eventually(f"{times} frames refused as {reason}", lambda: frames_refused(daemon, reason, headers) - before >= times)
     assert frames_refused(daemon, reason, headers) - before == times
 
 
@@ -113,6 +112,8 @@ class LiveCluster:
 
     cluster: Cluster
     headers: Headers = field(default_factory=dict)
+    """Sent to the two nodes, and to bootstrap unless it has a token of its own."""
+    bootstrap_headers: Headers = field(default_factory=dict)
     _prefill: PrefillEngine | None = None
     _decode: DecodeEngine | None = None
 
@@ -151,25 +152,30 @@ class LiveCluster:
 
     def ticket(self, prompt_tokens: int, **more: Any) -> dict[str, Any]:
         """Ask bootstrap for a pair, again while its knowledge of free pages is behind; returns the ticket."""
-        body = {"prompt_tokens": prompt_tokens, **more}
+        body, headers = {"prompt_tokens": prompt_tokens, **more}, self.bootstrap_headers or self.headers
 
         def look() -> dict[str, Any] | None:
-            answer = http("POST", self.cluster.bootstrap, "/v1/requests", json=body, headers=self.headers)
+            answer = http("POST", self.cluster.bootstrap, "/v1/requests", json=body, headers=headers)
             assert answer.status_code in {201, 503}, answer.text
             return answer.json() if answer.is_success else None
 
         return dict(eventually("a ticket", look))
 
     @property
+    def address(self) -> dict[str, str]:
+        """The prefill daemon's control door as requests name it."""
+        found = self.prefill.endpoint().control
+        assert found is not None
+        return found.model_dump()
+
+    @property
     def control(self) -> str:
-        """The prefill daemon's control door."""
-        address = self.prefill.endpoint().control
-        assert address is not None
-        return address.endpoint
+        """The endpoint of that door."""
+        return self.address["endpoint"]
 
     def admit_on_decode(self, prompt_tokens: int, **more: Any) -> int:
         """Reserve a room on the decode side alone, to be written by the prefill daemon; returns its id."""
-        body = {"prompt_tokens": prompt_tokens, "prefill": [{"endpoint": self.control}], **more}
+        body = {"prompt_tokens": prompt_tokens, "prefill": [self.address], **more}
         answer = http("POST", self.decode, "/v1/requests", json=body, headers=self.headers)
         assert answer.status_code == 201, answer.text
         return int(answer.json()["room"])
@@ -226,11 +232,14 @@ def live_cluster(*, model: str = "tiny-v4", **settings: Any) -> Iterator[LiveClu
 
 def raises_code(code: str, call: Callable[[], object]) -> str:
     """The call is refused with that stable code; returns the text."""
-    from kvbridge.core.errors import BridgeError
-
     try:
         call()
     except BridgeError as error:
         assert error.code == code, f"{error.code}: {error}"
         return str(error)
     raise AssertionError(f"not refused (expected {code})")
+
+
+def bearer(token: str) -> Headers:
+    """What a caller with this token sends."""
+    return {"Authorization": f"Bearer {token}"}

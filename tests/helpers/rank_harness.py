@@ -136,11 +136,11 @@ class Crossing:
             self._close(room)
             self._check_rows(room, case, destination)
             self._check_amounts(case, amounts)
-            self.destination.paint_request(destination, tokens=case.tokens, prefix_tokens=case.prefix)
-            stray = self.destination.stray()
+            self.destination.canvas.paint_request(destination, tokens=case.tokens, prefix_tokens=case.prefix)
+            stray = self.destination.canvas.stray()
             assert stray is None, f"written outside of the request: {stray}"
         except BaseException:
-            self.destination.paint()
+            self.destination.canvas.paint()
             raise
 
     # ------------------------------------------------------------------ a room's messages
@@ -245,11 +245,10 @@ def crossing(setting: Setting, process: DestinationProcess, directory: Path) -> 
                 )
             )
         )
+        workers: list[WorkerThread] = []
         descriptions = process.start(destination.setups(transports, TRANSFER_TIMEOUT_S))
-        stack.callback(process.finish_stop)
-        workers = [WorkerThread(setup) for setup in source.setups(transports, TRANSFER_TIMEOUT_S)]
-        stack.callback(stop_all, workers)
-        stack.callback(process.begin_stop)  # both sides end at once: a transport may take a second for it
+        stack.callback(_end, process, workers)
+        workers += [WorkerThread(setup) for setup in source.setups(transports, TRANSFER_TIMEOUT_S)]
         for worker in workers:
             worker.description()
             worker.tell(ConnectPeer(peer=PEER, ranks=descriptions))
@@ -258,6 +257,13 @@ def crossing(setting: Setting, process: DestinationProcess, directory: Path) -> 
             assert not connected.error, connected.error
             assert set(connected.transports) == {setting.transport}
         yield Crossing(setting, source, destination, [one.manifest for one in descriptions], workers)
+
+
+def _end(process: DestinationProcess, workers: Sequence[WorkerThread]) -> None:
+    """End both sides at once, since a transport may take a second for it."""
+    process.begin_stop()
+    stop_all(workers)
+    process.finish_stop()
 
 
 # ---------------------------------------------------------------------------------------------- page ids

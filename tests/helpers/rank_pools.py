@@ -1,15 +1,16 @@
-"""The pools of one instance on one node, in shared memory: views for the oracle, and paint that shows every stray byte.
+"""The pools of one instance on one node, in shared memory, and paint that shows every stray byte in any memory.
 
-Owns: the pools, their colour, the rows and paddings of a request that may differ from it. Must not know: transports.
+Owns: the pools, the colour, the rows and paddings of a request that may differ from it. Must not know: transports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvbridge.config.pools import HostLayout
@@ -23,7 +24,7 @@ from kvbridge.pool.host_pool import HostPool
 from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.mapped_pool import MappedPool
 
-SCAN_WORDS = 1 << 17
+SCAN_BYTES = 1 << 20
 NO_KINDS: frozenset[ComponentKind] = frozenset()
 UNCUT = Chunking()
 
@@ -57,14 +58,83 @@ class Form:
     host_chunking: Chunking = UNCUT
 
 
+class Canvas:
+    """Memory of one colour, and the views of all ranks that have pages in it.
+
+    `memory` are uint8 arrays; drop the canvas before the memory is unmapped.
+    """
+
+    def __init__(self, views: Sequence[PoolViews], memory: Sequence[npt.NDArray[np.uint8]], colour: int) -> None:
+        self.views = list(views)
+        self._memory = list(memory)
+        self._colour = colour
+
+    def paint(self) -> None:
+        """Give every byte the colour."""
+        for array in self._memory:
+            array[:] = self._colour
+
+    def paint_request(self, tables: Tables, *, tokens: int, prefix_tokens: int = 0) -> None:
+        """Give their colour back to the live rows of a request and to the paddings of its complete pages."""
+        for views in self.views:
+            for component in views.geometry.components:
+                for layer in views.layers(component.kind):
+                    self._paint_rows(views.home(component.kind, layer, tables=tables), tables, tokens, prefix_tokens)
+
+    def _paint_rows(self, view: RegionView, tables: Tables, tokens: int, prefix_tokens: int) -> None:
+        component, table = view.component, view.table(tables)
+        rows = component.live_rows(tokens, prefix_tokens)
+        if not rows.count:
+            return
+        colour = torch.full((rows.count, view.row_bytes), self._colour, dtype=torch.uint8)
+        view.write(place_rows(component, table, rows.start, rows.stop), colour)
+        padding = view.region.lanes * component.lane_block_bytes
+        if padding < view.region.page_bytes:
+            for page_id in complete_pages(component, table, rows.start, rows.stop):
+                view.page(page_id)[padding:] = self._colour
+
+    def stray(self) -> str | None:
+        """Return where the first byte lies that does not have the colour, in words, or None."""
+        for array in self._memory:
+            for start in range(0, len(array), SCAN_BYTES):
+                wrong = _differs(array[start : start + SCAN_BYTES], self._colour)
+                if wrong is not None:
+                    return self._owner(array.ctypes.data + start + wrong)
+        return None
+
+    def _owner(self, address: int) -> str:
+        for views in self.views:
+            for region in (view.region for spaces in views._homes.values() for view in spaces.values()):
+                for extent, base in enumerate(region.extent_addresses):
+                    page, offset = divmod(address - base, region.page_stride_bytes)
+                    if 0 <= page < region.pages_per_extent and offset < region.page_bytes:
+                        number = extent * region.pages_per_extent + page
+                        return f"byte {offset} of page {number} of '{region.space}', {region.label} of {views!r}"
+        return f"{address:#x}, which belongs to no page"
+
+    def close(self) -> None:
+        """Forget the memory."""
+        self.views.clear()
+        self._memory.clear()
+
+
+def _differs(array: npt.NDArray[np.uint8], colour: int) -> int | None:
+    """The first byte that has another colour, if any; in words where the length allows, since that is faster."""
+    if len(array) % 8 == 0:
+        words = array.view(np.uint64)
+        if (words == np.uint64(int.from_bytes(bytes([colour]) * 8, "little"))).all():
+            return None
+    wrong = array != colour
+    return int(wrong.argmax()) if wrong.any() else None
+
+
 class NodePools:
-    """All pools of a node; every byte has `colour` until somebody writes. A context manager."""
+    """All pools of a node; every byte has `colour` until somebody writes. Close it."""
 
     def __init__(self, geometry: ModelGeometry, ranks: Ranks, form: Form, *, directory: Path, colour: int) -> None:
         self.geometry = geometry
         self.ranks = ranks
         self.form = form
-        self._colour = colour
         self._parts = [
             RankPart.of(geometry, rank, pp_size=ranks.pp, tp_size=ranks.tp, boundaries=ranks.boundaries or None)
             for rank in ranks.all
@@ -94,18 +164,23 @@ class NodePools:
             else None
         )
         self.pools: list[MappedPool] = [*self._device, *([self._host] if self._host else [])]
-        self.views = [PoolViews(geometry, pool.regions()) for pool in self.pools]
-        """Of each rank's device pool, and of the host pool at the end."""
+        self.canvas = Canvas(
+            [PoolViews(geometry, pool.regions()) for pool in self.pools],
+            [np.frombuffer(mapping.buffer, dtype=np.uint8) for pool in self.pools for mapping in pool.mappings],
+            colour,
+        )
         if colour:  # new pools are zero
-            self.paint()
+            self.canvas.paint()
+
+    @property
+    def views(self) -> list[PoolViews]:
+        """Of each rank's device pool, and of the host pool at the end."""
+        return self.canvas.views
 
     def close(self) -> None:
-        self.views.clear()
+        self.canvas.close()
         for pool in self.pools:
             pool.close()
-
-    def layers(self, rank: Rank) -> tuple[int, ...]:
-        return self._parts[self.ranks.all.index(rank)].layers
 
     def setups(self, transports: str, transfer_timeout_s: float) -> list[WorkerSetup]:
         """What the node would tell the worker of each rank."""
@@ -124,46 +199,6 @@ class NodePools:
             for part, pool in zip(self._parts, self._device, strict=True)
         ]
 
-    # ------------------------------------------------------------------ paint
-
-    def paint(self) -> None:
-        """Give every byte the colour."""
-        for pool in self.pools:
-            for mapping in pool.mappings:
-                np.frombuffer(mapping.buffer, dtype=np.uint8)[:] = self._colour
-
-    def paint_request(self, tables: Tables, *, tokens: int, prefix_tokens: int) -> None:
-        """Give their colour back to the live rows of a request and to the paddings of its complete pages."""
-        for views in self.views:
-            for component in self.geometry.components:
-                for layer in views.layers(component.kind):
-                    self._paint_rows(views.home(component.kind, layer, tables=tables), tables, tokens, prefix_tokens)
-
-    def _paint_rows(self, view: RegionView, tables: Tables, tokens: int, prefix_tokens: int) -> None:
-        component, table = view.component, view.table(tables)
-        rows = component.live_rows(tokens, prefix_tokens)
-        if not rows.count:
-            return
-        colour = torch.full((rows.count, view.row_bytes), self._colour, dtype=torch.uint8)
-        view.write(place_rows(component, table, rows.start, rows.stop), colour)
-        padding = view.region.lanes * component.lane_block_bytes
-        if padding < view.region.page_bytes:
-            for page_id in complete_pages(component, table, rows.start, rows.stop):
-                view.page(page_id)[padding:] = self._colour
-
-    def stray(self) -> str | None:
-        """Return where the first byte lies that does not have the colour, in words, or None."""
-        word = np.uint64(int.from_bytes(bytes([self._colour]) * 8, "little"))
-        for pool in self.pools:
-            for mapping in pool.mappings:
-                words = np.frombuffer(mapping.buffer, dtype=np.uint64)
-                for start in range(0, len(words), SCAN_WORDS):
-                    wrong = words[start : start + SCAN_WORDS] != word
-                    if wrong.any():
-                        address = mapping.address + 8 * (start + int(wrong.argmax()))
-                        return _owner(pool, address)
-        return None
-
 
 def complete_pages(component: Component, table: PageTable, start_row: int, stop_row: int) -> list[int]:
     """Ids of the pages of which every row is in [start_row, stop_row); rings never are."""
@@ -171,13 +206,3 @@ def complete_pages(component: Component, table: PageTable, start_row: int, stop_
         return []
     slots = component.slots_per_page
     return table.ids[-(-start_row // slots) : stop_row // slots].tolist()
-
-
-def _owner(pool: MappedPool, address: int) -> str:
-    for region in pool.regions():
-        for extent, base in enumerate(region.extent_addresses):
-            page, offset = divmod(address - base, region.page_stride_bytes)
-            if 0 <= page < region.pages_per_extent and offset < region.page_bytes:
-                number = extent * region.pages_per_extent + page
-                return f"{region.label}, page {number} of '{region.space}', within 8 bytes of byte {offset} of {pool!r}"
-    return f"{address:#x}, which belongs to no region of {pool!r}"

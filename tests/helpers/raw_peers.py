@@ -36,6 +36,7 @@ class RawPeer:
         self._context = zmq.Context()
         self.socket = self._context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDTIMEO, int(WAIT_S * 1_000))
 
     def __enter__(self) -> Self:
         return self

@@ -8,23 +8,15 @@ queue of orders that end well, badly or with it; engines call when they like and
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Callable
+from functools import partial
 
 from kvbridge.core.clock import ManualClock
-from kvbridge.core.errors import BridgeError, CapacityError
-from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role, Tables
-from kvbridge.core.plan.operations import Amounts, add_amounts
-from kvbridge.core.plan.pairing import Pairing
-from kvbridge.core.plan.planner import plan
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.session.receiver import ReceiverState
-from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import (
     Abort,
-    CloseRoom,
-    ConnectPeer,
-    DisconnectPeer,
     Done,
     Drained,
     Failed,
@@ -32,7 +24,6 @@ from kvbridge.core.wire.messages import (
     NodeDescription,
     NodeToWorker,
     Offer,
-    OpenRoom,
     PeerConnected,
     PeerMessage,
     RankDescription,
@@ -41,139 +32,26 @@ from kvbridge.core.wire.messages import (
     Send,
     Sent,
     Welcome,
-    WorkerToNode,
-    from_wire,
 )
 from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.meeting import DecodeNodes, PrefillNodes, Self
 from kvbridge.service.ports import AdmissionRequest
 from kvbridge.service.receiver import ReceiverLimits, ReceiverRoom, ReceiverService
 from kvbridge.service.sender import SenderLimits, SenderRoom, SenderService
+from tests.helpers.room_actors import DESTINATION, PAGES, RANKS, Engines, Worker, cover
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
     GEOMETRY,
-    PAGE,
     R0,
     R1,
     CountingObserver,
     FakeRanks,
-    manifest,
     pages_in,
 )
 
-PAGES = 8
-RANKS = (R0, R1)
-DESTINATION = manifest(base=1 << 40)
-PAIRINGS = {
-    rank: Pairing.create(
-        GEOMETRY, manifest(rank=rank, tp_size=2), DESTINATION, destination_ordinal=0, destination_count=1
-    )
-    for rank in RANKS
-}
-
-
-def cover(tokens: int) -> int:
-    return -(-tokens // PAGE)
-
-
-def table(ids: list[int]) -> Tables:
-    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))}
-
-
-@dataclass
-class Worker:
-    """A rank worker: rooms it has open, orders that may be moving bytes, and both directions of its connection."""
-
-    rank: Rank
-    inbox: deque[NodeToWorker] = field(default_factory=deque)
-    outbox: deque[WorkerToNode] = field(default_factory=deque)
-    rooms: dict[Owner, OpenRoom] = field(default_factory=dict)
-    orders: list[Send] = field(default_factory=list)
-    closing: set[Owner] = field(default_factory=set)
-
-    def writes(self) -> set[Owner]:
-        """Rooms whose pages this worker may touch, now or when it reads its messages."""
-        waiting = [message for message in self.inbox if isinstance(message, Send)]
-        return {Owner(order.room, order.generation) for order in [*self.orders, *waiting]}
-
-    def read(self) -> None:
-        message = self.inbox.popleft()
-        match message:
-            case ConnectPeer():
-                self.outbox.append(PeerConnected(rank=self.rank, peer=message.peer, transports=("local",)))
-            case OpenRoom():
-                self.rooms[Owner(message.room, message.generation)] = message
-            case Send():
-                self.orders.append(message)
-            case CloseRoom():
-                self.closing.add(Owner(message.room, message.generation))
-                self._confirm(Owner(message.room, message.generation))
-            case DisconnectPeer():
-                pass
-
-    def end(self, order: Send, *, well: bool) -> Amounts:
-        self.orders.remove(order)
-        owner = Owner(order.room, order.generation)
-        amounts: Amounts = {}
-        if well:
-            room = self.rooms[owner]
-            source, destination = from_wire(room.source), from_wire(room.destination)
-            planned = plan(PAIRINGS[self.rank], order.section, source, destination, max_operation_bytes=1 << 30)
-            amounts = add_amounts(amounts, planned.amounts)
-        error = {} if well else {"error_code": "transport_failed", "error": "cable"}
-        self.outbox.append(
-            Sent(
-                room=order.room,
-                generation=order.generation,
-                rank=self.rank,
-                order=order.order,
-                amounts=amounts,
-                **error,
-            )
-        )
-        self._confirm(owner)
-        return amounts
-
-    def _confirm(self, owner: Owner) -> None:
-        if owner in self.closing and not any(Owner(order.room, order.generation) == owner for order in self.orders):
-            self.closing.discard(owner)
-            self.rooms.pop(owner, None)
-            self.outbox.append(RoomClosed(room=owner.room, generation=owner.generation, rank=self.rank, quiet=True))
-
-
-class Engines:
-    """Engine processes of one node by name, and whose pages they use."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = set(names)
-        self.using: dict[str, set[Owner]] = {name: set() for name in names}
-        self.events: list[RoomEvent] = []
-        self.own_free: list[int] = list(range(PAGES))
-        """Adopted pools: pages that are the engine's to give."""
-        self.given: dict[Owner, list[int]] = {}
-
-    def push(self, event: RoomEvent) -> None:
-        self.events.append(event)
-        if event.kind in {"completed", "aborted", "failed"}:
-            self.own_free += self.given.pop(Owner(event.room, event.generation), [])
-
-    def serving(self) -> frozenset[str]:
-        return frozenset(self.names)
-
-    def give(self, owner: Owner, count: int) -> Tables:
-        """Take pages for a room out of the engine's own pool."""
-        if owner not in self.given:
-            if len(self.own_free) < count:
-                raise CapacityError("the engine has no pages left")
-            self.given[owner] = [self.own_free.pop(0) for _ in range(count)]
-        return table(self.given[owner])
-
-    def take_back(self, owner: Owner) -> None:
-        self.own_free += self.given.pop(owner, [])
-
-    def in_use(self) -> set[Owner]:
-        return set().union(*self.using.values())
+STAGES = ("admitted", "provided", "begun", "published", "finished", "committed", "claimed")
+"""Orders stay in flight until `committed`."""
 
 
 class PrefillNode:
@@ -208,7 +86,9 @@ class PrefillNode:
             on_gone=self.service.peer_gone,
         )
 
-    layers = {rank: tuple(range(GEOMETRY.layer_count)) for rank in RANKS}
+    @property
+    def layers(self) -> dict[Rank, tuple[int, ...]]:
+        return {rank: tuple(range(GEOMETRY.layer_count)) for rank in RANKS}
 
     def missing(self) -> str:
         return ""
@@ -277,7 +157,7 @@ class World:
             describe=self.describe,
             open_link=lambda address: None,
             send_to=lambda address, message: self.towards_prefill.append(message),
-            on_changed=lambda: self.receiver.nodes_changed(),
+            on_changed=self.nodes_changed,
             on_gone=lambda peer, reason, proof: self.receiver.peer_gone(peer, reason, proof=proof),
         )
         self.receiver = ReceiverService(
@@ -300,6 +180,9 @@ class World:
         return NodeDescription(
             instance="decode", node="d0", role=Role.DECODE, incarnation=DECODE, geometry=GEOMETRY, ranks=(rank,)
         )
+
+    def nodes_changed(self) -> None:
+        self.receiver.nodes_changed()
 
     def new_life(self) -> PrefillNode:
         self.lives += 1
@@ -433,6 +316,24 @@ class World:
         self.engines.names.discard(engine)
         self.receiver.engine_gone(engine, "killed")
         self.engines.names.add(engine)
+
+    def publish(self, engine: str, room: int, upto: int, layers: tuple[int, ...] | None = None) -> None:
+        self.prefill.service.publish(engine, (rank_of(engine),), room, upto_token=upto, layers=layers)
+
+    # ------------------------------------------------------------------ a room that nobody disturbs
+
+    def calls(self, stage: str, owner: Owner, tokens: int) -> list[Callable[[], object]]:
+        """What users and engines call to bring a room from the stage before to this one."""
+        room = owner.room
+        prefill, decode = sorted(self.prefill.engines.names), sorted(self.engines.names)
+        return {
+            "admitted": [partial(self.admit, owner, tokens, on_prefill=on_prefill) for on_prefill in (True, False)],
+            "provided": [partial(self.provide, room)] if self.adopted else [],
+            "begun": [partial(self.begin, engine, room) for engine in prefill],
+            "published": [partial(self.publish, engine, room, tokens) for engine in prefill],
+            "finished": [partial(self.prefill_engine_ends, engine, room, well=True) for engine in prefill],
+            "claimed": [partial(self.claim, engine, room) for engine in decode],
+        }.get(stage, [])
 
     # ------------------------------------------------------------------ what must always be true
 

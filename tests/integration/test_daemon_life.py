@@ -6,7 +6,6 @@ reason, and the next room crosses.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -143,7 +142,7 @@ def test_sigterm_lets_rooms_end(live: LiveCluster, daemon: DaemonProcess) -> Non
     assert instance not in http("GET", live.cluster.bootstrap, "/v1/instances").text
     assert gone(workers)
     assert not shared_files(daemon)
-    assert sorted(path.name for path in daemon.runtime_dir.iterdir() if path.suffix == ".json") == []
+    assert not list(daemon.runtime_dir.glob("*.json")), "a closed door is not announced"
     all_free(other(live, daemon))
     restarted(live, daemon)
     live.serves()
@@ -164,7 +163,8 @@ def test_rooms_that_do_not_end_are_aborted_within_the_limit(live: LiveCluster, d
     told = http("GET", survivor, f"/v1/requests/{room}?wait=15").json()
     assert told["reason_code"] == "aborted"
     assert "the daemon was shut down" in told["reason"]
-    live.sender.abort(room, "told so") if survivor is live.prefill else None
+    if survivor is live.prefill:
+        live.sender.abort(room, "told so")
     all_free(survivor)
     restarted(live, daemon)
     live.serves()
@@ -183,7 +183,7 @@ def test_a_second_signal_ends_the_drain(live: LiveCluster, daemon: DaemonProcess
 # ------------------------------------------------------------------------------------------- starts that cannot be
 
 
-def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster) -> None:
     """All at once, since most of the time goes into importing."""
     http_port = live.prefill.url.rpartition(":")[2]
     control_port = live.control.rpartition(":")[2]
@@ -203,8 +203,9 @@ def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster, tmp_path_f
     for number, (role, change, text) in enumerate(cases):
         folder = live.cluster.folder / f"s{number}"
         refused = DaemonProcess(role, f"{role} {change}", folder)
-        base = {} if role == "bootstrap" else {**(live.prefill if role == "prefill" else live.decode).config}
-        refused.config = base | ({} if role == "bootstrap" else {"runtime_dir": str(refused.runtime_dir)}) | change
+        if role != "bootstrap":
+            refused.config = getattr(live, role).config | {"runtime_dir": str(refused.runtime_dir)}
+        refused.config = refused.config | change
         refused.start()
         started.append((refused, text))
     try:
@@ -234,7 +235,9 @@ def test_a_killed_worker_fails_its_rooms_and_comes_back(live: LiveCluster, daemo
     refused = http("POST", daemon, "/v1/requests", json={"prompt_tokens": 1})
     assert (refused.status_code, refused.json()["code"]) == (503, "not_ready")
 
-    sides = {side.role: http("GET", side, f"/v1/requests/{room}?wait=15").json() for side in (live.prefill, live.decode)}
+    sides = {
+        side.role: http("GET", side, f"/v1/requests/{room}?wait=15").json() for side in (live.prefill, live.decode)
+    }
     for told in sides.values():
         assert told["reason_code"] == "worker_gone", told
         assert f"rank worker pp0.tp0 of the {daemon.role} node died: killed by SIGKILL" in told["reason"]
@@ -244,7 +247,7 @@ def test_a_killed_worker_fails_its_rooms_and_comes_back(live: LiveCluster, daemo
     daemon.wait_ready()
     rank = status(daemon)["ranks"][0]
     assert rank["pid"] != before
-    assert rank["restarts"] == status(daemon)["ranks"][0]["restarts"] >= 1
+    assert rank["restarts"] == restarts + 1
     assert metric(daemon, "kvbridge_worker_restarts_total", reason="killed") == restarts + 1
     live.serves()
 
@@ -293,7 +296,7 @@ def test_a_killed_prefill_daemon_leaves_nothing_but_proof_to_be_had(live: LiveCl
     live.prefill.kill()
     eventually("no worker without its node", lambda: gone(worker))
     assert shared_files(live.prefill) == files
-    assert "raises" not in raises_code("peer_failed", lambda: live.sender.publish(room, TOKENS))
+    raises_code("peer_failed", lambda: live.sender.publish(room, TOKENS))
 
     reason = ends(live.decode, room, "failed", "peer_failed")
     assert "timeouts.peer_silence_s" in reason
@@ -339,11 +342,7 @@ def test_a_daemon_that_is_back_before_it_was_missed(live: LiveCluster, daemon: D
     if daemon is live.prefill:
         daemon.config = daemon.config | {"control": {"bind": live.control}}
     daemon.kill()
-    restarted_config = {"timeouts": TIMEOUTS}
-    live_room = http("GET", survivor, f"/v1/requests/{room}").json()
-    assert live_room["state"] in {"transferring", "offered"}
     restarted(live, daemon)
-    assert restarted_config
     told = http("GET", survivor, f"/v1/requests/{room}?wait=15").json()
     assert (told["state"], told["reason_code"]) == ("failed", "peer_failed")
     live.cross()
@@ -365,8 +364,7 @@ def test_a_bootstrap_that_forgot_is_told_again(live: LiveCluster) -> None:
 
     bootstrap.config = bootstrap.config | {"http": {"port": port}}
     bootstrap.start()
-    bootstrap.wait_ready()
-    assert len(json.loads(http("GET", bootstrap, "/v1/instances").text)) == 2
+    eventually("the directory filled", lambda: not http("GET", bootstrap, "/ready").json()["reasons"])
     live.cross(TOKENS, live.ticket(TOKENS)["room"])
     eventually("no problem shown", lambda: not status(live.prefill)["bootstrap"]["problem"])
     live.serves()

@@ -237,7 +237,12 @@ def test_an_offer_that_cannot_be_right_fails_the_room_on_both_sides(
 
 @pytest.mark.parametrize(
     ("space", "ids"),
-    [(IndexSpace.FULL, (1, 2, 64)), (IndexSpace.HOST, (1, 9_999, 3)), (IndexSpace.SWA, (1, 16)), (IndexSpace.REQUEST, (8,))],
+    [
+        (IndexSpace.FULL, (1, 2, 64)),
+        (IndexSpace.HOST, (1, 9_999, 3)),
+        (IndexSpace.SWA, (1, 16)),
+        (IndexSpace.REQUEST, (8,)),
+    ],
 )
 def test_page_ids_out_of_bounds_fail_the_room_on_both_sides(
     live: LiveCluster, met: RawDecode, space: IndexSpace, ids: tuple[int, ...]
@@ -324,7 +329,9 @@ def other_bytes(real: NodeDescription) -> dict[str, Any]:
 
 
 def no_way(real: NodeDescription) -> dict[str, Any]:
-    return {"ranks": (real.ranks[0].model_copy(update={"endpoints": (TransportEndpoint(transport="local", data=b"?"),)}),)}
+    return {
+        "ranks": (real.ranks[0].model_copy(update={"endpoints": (TransportEndpoint(transport="local", data=b"?"),)}),)
+    }
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,10 @@ def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space:
     delete(daemon, held[0])
     answer = eventually(
         "the refused request admitted",
-        lambda: (found := http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=129))).is_success
-        and found,
+        lambda: (
+            (found := http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=129))).is_success
+            and found
+        ),
     )
     for room in (*held[1:], answer.json()["room"]):
         delete(daemon, room)
@@ -146,9 +148,7 @@ def test_a_wrong_request_costs_nothing(
         ("prefill", [{"endpoint": "tcp://127.0.0.1:1"}], "`prefill` is for the decode daemon"),
     ],
 )
-def test_writers_that_make_no_sense(
-    live: LiveCluster, side: str, prefill: list[dict[str, str]], fault: str
-) -> None:
+def test_writers_that_make_no_sense(live: LiveCluster, side: str, prefill: list[dict[str, str]], fault: str) -> None:
     answer = http("POST", getattr(live, side), "/v1/requests", json={"prompt_tokens": 1, "prefill": prefill})
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
     assert fault in answer.json()["detail"]

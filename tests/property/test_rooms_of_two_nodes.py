@@ -16,7 +16,8 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.pool.book import Owner, PageState
-from tests.helpers.room_world import PAGES, RANKS, World
+from tests.helpers.room_actors import PAGES, RANKS
+from tests.helpers.room_world import STAGES, World
 from tests.helpers.rooms import ADDRESS, PAGE
 
 ROOMS = st.integers(1, 2)
@@ -24,8 +25,6 @@ GENERATIONS = st.integers(1, 3)
 TOKENS = st.integers(1, 3 * PAGE)
 PREFILL_ENGINES = st.sampled_from(["e0", "e1"])
 DECODE_ENGINES = st.sampled_from(["a", "b"])
-
-STAGES = ("admitted", "provided", "offered", "begun", "published", "finished", "committed", "claimed")
 
 REFUSALS = (ConflictError, StaleError, CapacityError, UnknownRoomError, InvalidInputError, RoomFailedError)
 """What a caller may be told; anything else, and anything at all on a message from a peer or a worker, is a defect."""
@@ -44,7 +43,8 @@ class RoomsMachine(RuleBasedStateMachine):
         try:
             call(*arguments, **fields)
         except REFUSALS as refused:
-            assert "still belongs to" not in str(refused), "the engine was told too early that its pages are free"
+            if "still belongs to" in str(refused):
+                raise AssertionError("the engine was told too early that its pages are free") from refused
 
     # ------------------------------------------------------------------ users
 
@@ -66,31 +66,14 @@ class RoomsMachine(RuleBasedStateMachine):
 
     @rule(room=ROOMS, tokens=TOKENS, stage=st.sampled_from(STAGES))
     def a_room_comes_to(self, room, tokens, stage):
-        """A next attempt that nobody disturbs until it has come to a stage; orders stay in flight until `finished`."""
+        """A next attempt at a room that nobody disturbs until it has come to a stage."""
         world = self.world
         services = (world.prefill.service, world.receiver)
         owner = Owner(room, 1 + max(service.rooms.newest_generation(room) for service in services))
         for step in STAGES[: STAGES.index(stage) + 1]:
-            if step == "admitted":
-                for on_prefill in (True, False):
-                    self.tried(world.admit, owner, tokens, on_prefill=on_prefill)
-            elif step == "provided" and self.adopted:
-                self.tried(world.provide, room)
-            elif step == "offered":
-                world.settle(orders=False)
-            elif step in {"begun", "published", "finished"}:
-                for engine in ("e0", "e1"):
-                    if step == "begun":
-                        self.tried(world.begin, engine, room)
-                    elif step == "published":
-                        self.tried(self._publish, engine, room, 1.0, None)
-                    else:
-                        self.tried(world.prefill_engine_ends, engine, room, well=True)
-            elif step == "committed":
-                world.settle()
-            elif step == "claimed":
-                for engine in ("a", "b"):
-                    self.tried(world.claim, engine, room)
+            for call in world.calls(step, owner, tokens):
+                self.tried(call)
+            world.settle(orders=step == "committed")
 
     # ------------------------------------------------------------------ prefill engines
 
@@ -100,13 +83,9 @@ class RoomsMachine(RuleBasedStateMachine):
 
     @rule(room=ROOMS, engine=PREFILL_ENGINES, share=st.sampled_from([0.3, 1.0]), layers=st.sampled_from([None, (0, 2)]))
     def publish(self, room, engine, share, layers):
-        self.tried(self._publish, engine, room, share, layers)
-
-    def _publish(self, engine, room, share, layers):
-        service = self.world.prefill.service
-        upto = int(service.rooms.get(room).prompt_tokens * share)
-        rank = RANKS[0] if engine == "e0" else RANKS[1]
-        service.publish(engine, (rank,), room, upto_token=upto, layers=layers)
+        found = self.world.prefill.service.rooms.attempts(room)
+        upto = int(found[-1].prompt_tokens * share) if found else 1
+        self.tried(self.world.publish, engine, room, upto, layers)
 
     @rule(room=ROOMS, engine=PREFILL_ENGINES, well=st.booleans())
     def prefill_engine_ends(self, room, engine, well):
@@ -282,21 +261,15 @@ TestAdoptedRooms = AdoptedRoomsMachine.TestCase
 TestAdoptedRooms.settings = LIMITS
 
 
-def test_a_world_in_which_nothing_goes_wrong_commits():
-    for adopted in (False, True):
-        world = World(adopted=adopted)
-        owner = Owner(1, 1)
-        world.admit(owner, 2 * PAGE + 5, on_prefill=False)
-        world.admit(owner, 2 * PAGE + 5, on_prefill=True)
-        if adopted:
-            world.provide(1)
-        for engine, rank in zip(("e0", "e1"), RANKS, strict=True):
-            world.begin(engine, 1)
-            world.prefill.service.publish(engine, (rank,), 1, upto_token=2 * PAGE + 5, layers=None)
-            world.prefill_engine_ends(engine, 1, well=True)
-        world.settle()
-        for engine in ("a", "b"):
-            world.claim(engine, 1)
-            world.decode_engine_ends(engine, 1, well=True)
-        assert [event.kind for event in world.engines.events][-2:] == ["committed", "completed"]
-        assert world.free() == (PAGES, PAGES)
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_room_that_nobody_disturbs_is_committed_and_comes_to_an_end(adopted):
+    world = World(adopted=adopted)
+    for stage in STAGES:
+        for call in world.calls(stage, Owner(1, 1), 2 * PAGE + 5):
+            call()
+        world.settle(orders=stage == "committed")
+    assert world.book.state(Owner(1, 1)) is PageState.HELD
+    for engine in ("a", "b"):
+        world.decode_engine_ends(engine, 1, well=True)
+    assert [event.kind for event in world.engines.events][-2:] == ["committed", "completed"]
+    assert world.free() == (PAGES, PAGES)

@@ -134,6 +134,9 @@ def _run(options: DemoOptions, errors: Console) -> DemoReport:
     except KeyboardInterrupt:
         _complain("interrupted; every process has been ended")
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    except SystemExit:
+        _complain("told to end; every process has been ended")
+        raise
     except BridgeError as error:
         _complain(f"{error}{system_library_hint(str(error))}")
         if options.keep_logs is not None:

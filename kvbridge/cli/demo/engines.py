@@ -80,39 +80,36 @@ class EngineProcess(ChildProcess):
 
 
 class Reports:
-    """What the engine processes report, one at a time, for as long as everything that matters is alive."""
+    """What the engine processes report, one at a time, for as long as all of them are alive."""
 
     def __init__(self, *, silence_s: float) -> None:
-        """`silence_s`: the longest time without any report from those that are waited for."""
+        """`silence_s`: the longest time without any report while one is waited for."""
         self.queue: queue.SimpleQueue[Reported] = queue.SimpleQueue()
         self.silence_s = silence_s
 
-    def next(self, awaited: Iterable[EngineProcess], *, check: Callable[[], None]) -> Reported:
-        """Return the next report of any process, and call `check` while there is none.
+    def next(self, engines: Iterable[EngineProcess], *, check: Callable[[], None]) -> Reported:
+        """Return the next report of any of the processes, and call `check` while there is none.
 
-        Raises what `check` raises, PeerError when an engine process has ended or says that it failed, DeadlineError
-        when those that are awaited are silent for too long.
+        Raises what `check` raises, PeerError when a process has ended or says that it failed, DeadlineError when all
+        are silent for too long.
         """
-        awaited = tuple(awaited)
+        engines = tuple(engines)
         deadline_s = time.monotonic() + self.silence_s
         while True:
             reported = self._take(LOOK_S)
             if reported is None:
-                for engine in awaited:
+                for engine in engines:
                     if not engine.running:
                         engine.wait_last_words()
                 reported = self._take(0.0)
             if reported is not None:
                 return _not_failed(reported)
-            for engine in awaited:
+            for engine in engines:
                 engine.check_running()
             check()
             if time.monotonic() > deadline_s:
-                names = " and ".join(engine.name for engine in awaited)
-                raise DeadlineError(
-                    f"nothing was heard of {names} for {self.silence_s:g} s (--patience); the last of it:\n"
-                    + "\n".join(engine.log(8) for engine in awaited)
-                )
+                logs = "\n".join(f"{engine.name}: {engine.log(5) or 'nothing in its log'}" for engine in engines)
+                raise DeadlineError(f"no engine said anything for {self.silence_s:g} s (--patience); {logs}")
 
     def _take(self, timeout_s: float) -> Reported | None:
         try:

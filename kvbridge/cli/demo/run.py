@@ -51,7 +51,7 @@ from kvbridge.cli.demo.report import (
     is_scattered,
 )
 from kvbridge.cli.demo.verdict import compare, read_logits, verdict_line
-from kvbridge.core.errors import CapacityError, ConflictError, DeadlineError, PeerError, RoomFailedError
+from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, DeadlineError, PeerError, RoomFailedError
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.daemon.children import stop_all
 from kvbridge.daemon.cluster import Cluster, ask, first_worker_error, plan_cluster, wait_ended
@@ -131,6 +131,14 @@ class Demo:
 
     def run(self) -> DemoReport:
         """Run everything. Raises PeerError, DeadlineError or RoomFailedError with what a reader needs to find the cause."""
+        try:
+            return self._run()
+        except BridgeError:
+            if self._cluster is not None:
+                self._cluster.check_running()  # a daemon that has died is the cause of whatever was noticed first
+            raise
+
+    def _run(self) -> DemoReport:
         begun_s = time.monotonic()
         cluster = self._start()
         held = self._occupy(cluster)
@@ -218,7 +226,7 @@ class Demo:
 
         while len(self._loaded) < len(self._engines) or waiting:
             if len(self._loaded) < len(self._engines):
-                self._handle(*self._reports.next(self._engines.values(), check=check))
+                self._next(check)
             else:
                 check()
                 time.sleep(0.05)
@@ -227,7 +235,7 @@ class Demo:
         for part in ("prefill", "decode"):
             self._engines[part].order(Attach())
         while not {"prefill", "decode"} <= self._attached:
-            self._handle(*self._reports.next(self._serving(), check=cluster.check_running))
+            self._next(cluster.check_running)
         self._progress.stage("daemons are ready, engines have attached")
 
     def _occupy(self, cluster: Cluster) -> list[int]:
@@ -250,7 +258,7 @@ class Demo:
             while pending and self._in_flight() < self._options.in_flight and self._admit(cluster, pending[0]):
                 pending.popleft()
             self._most_in_flight = max(self._most_in_flight, self._in_flight())
-            self._handle(*self._reports.next(self._serving(), check=cluster.check_running))
+            self._next(cluster.check_running)
 
     def _admit(self, cluster: Cluster, request: _Request) -> bool:
         """Pair a request and hand it to the prefill engine; False: it does not fit now, and others are still running."""
@@ -279,13 +287,13 @@ class Demo:
     def _in_flight(self) -> int:
         return sum(1 for request in self._requests.values() if request.room and request.decoded is None)
 
-    def _serving(self) -> list[EngineProcess]:
-        return [self._engines["prefill"], self._engines["decode"]]
-
     def _wait_alone(self) -> None:
-        alone = self._engines["alone"]
         while any(request.alone is None for request in self._requests.values()):
-            self._handle(*self._reports.next([alone], check=lambda: None))
+            self._next(lambda: None)
+
+    def _next(self, check: Callable[[], None]) -> None:
+        """Wait for the next report and take it in."""
+        self._handle(*self._reports.next(self._engines.values(), check=check))
 
     def _handle(self, engine: EngineProcess, event: Event) -> None:
         match event:
@@ -330,7 +338,7 @@ class Demo:
         for request in self._requests.values():
             if request.room == event.room and request.decoded is None:
                 raise RoomFailedError(
-                    f"request {request.prompt.number} ({request.prompt.tokens} tokens, room {event.room}) was "
+                    f"request {request.prompt.number} ({request.prompt.tokens} tokens, room {event.room}) "
                     f"{event.kind}, says {engine.name}'s daemon: {event.reason}"
                 )
 

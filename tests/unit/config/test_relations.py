@@ -42,7 +42,6 @@ REFUSED = [
     ({"pools.memory": "adopted"}, "leave device.* at 0"),
     ({"timeouts.control_resend_s": 40}, "control_resend_s (40 s) must be shorter than control_delivery_s (30 s)"),
     ({"timeouts.control_heartbeat_s": 10}, "control_heartbeat_s"),
-    ({"timeouts.quiet_s": 60}, "quiet_s"),
     ({"timeouts.transfer_s": 700}, "transfer_s"),
     ({"runtime_dir": "/" + "x" * 100}, "runtime_dir has 101 bytes"),
     ({"instance": "a/b"}, "instance"),

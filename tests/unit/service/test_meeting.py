@@ -157,6 +157,17 @@ def test_a_worker_that_died_while_it_connected_is_asked_again():
     assert len(pick(side.messages, Welcome)) == 1
 
 
+def test_a_new_life_of_a_worker_owes_no_answers_of_the_old_one():
+    side = PrefillSide()
+    side.hello()
+    side.connected(R0)
+    side.hello(endpoint=b"2")
+    side.connected(R0)
+    side.nodes.worker_ready(R1)
+    side.connected(R1)
+    assert len(pick(side.messages, Welcome)) == 1
+
+
 def test_a_lost_node_is_forgotten_once_and_strangers_are_ignored():
     side = PrefillSide()
     side.meet()

@@ -39,7 +39,7 @@ from kvbridge.transport.base import (
     TransferStatus,
     Transport,
 )
-from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, full_amounts, manifest
+from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, full_amounts, manifest
 
 TOKENS = 2 * PAGE
 OTHER = "dddd00000000000f"
@@ -544,6 +544,19 @@ def test_a_peer_that_has_changed_is_connected_after_its_old_orders_have_ended(mo
     assert [(sent.order, sent.error_code) for sent in bench.sent()] == [(1, "peer_failed"), (3, "")]
 
 
+def test_orders_for_a_peer_wait_until_it_is_connected_again():
+    bench = ready_bench()
+    bench.order()
+    bench.connect(ranks=node_ranks(data=b"moved"))
+    bench.open(room=2)
+    bench.order(room=2)
+    assert bench.sent() == []
+    bench.end(QUIET)
+    bench.worker.step()
+    bench.end(DONE)
+    assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(1, "peer_failed"), (2, "")]
+
+
 def test_every_order_to_connect_is_answered_and_the_last_one_counts():
     bench = ready_bench()
     bench.order()
@@ -623,6 +636,17 @@ def test_an_order_over_two_transports_waits_for_the_one_that_lives():
     assert [len(bench.transport(name).transfers) for name in ("one", "two")] == [1, 2]
 
 
+def test_a_rebuild_keeps_the_order_of_a_peer_s_ranks():
+    bench = Bench("one", "two")
+    bench.connect(ranks=(*node_ranks("two"), *node_ranks("one", data=b"second")))
+    bench.open()
+    bench.order()
+    bench.transport("two").transfers[0].state = DONE
+    bench.link.said.clear()
+    bench.end(LOUD)
+    assert bench.link.take(PeerConnected)[0].transports == ("two", "one")
+
+
 def test_a_peer_that_cannot_be_reached_after_a_rebuild_is_given_up():
     bench = Bench("one", "two")
     bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"second")))
@@ -677,4 +701,3 @@ def test_a_node_that_is_gone_ends_the_worker():
     bench.link.receive = gone
     with pytest.raises(PeerError):
         bench.worker.step()
-    assert R0 == bench.worker._identity.rank

@@ -583,8 +583,8 @@ def test_extending_reserves_what_is_missing_and_nothing_else():
     assert tables[IndexSpace.FULL].ids[:2].tolist() == before.tolist()
     assert len(tables[IndexSpace.FULL]) == 3
     assert len(bench.service.extend("engine", 1, TOKENS + PAGE)[IndexSpace.FULL]) == 3
+    admit(bench, room=2, prompt_tokens=13 * PAGE)
     with pytest.raises(CapacityError):
-        admit(bench, room=2, prompt_tokens=13 * PAGE)
         bench.service.extend("engine", 1, 4 * PAGE)
     assert len(bench.service.extend("engine", 1, 3 * PAGE)[IndexSpace.FULL]) == 3
     bench.service.release("engine", 1)

@@ -1,0 +1,249 @@
+"""Byte for byte through real daemons: owned pools over every transport, and pools that an engine brings on either side.
+
+One engine process (this one) serves all ranks of a node. The byte-exact tests of the ranks themselves (`test_bytes_exact*`) go
+through every split and length; here it is the daemons in between that must not mix anything up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kvbridge.core.errors import RoomFailedError
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
+from kvbridge.engine.adapters import synthetic
+from kvbridge.engine.adopted import adopted_region
+from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.pool.layout import RankPart
+from tests.contract.harness import BACKENDS, require_library
+from tests.helpers.cluster import Cluster, cluster
+from tests.helpers.rank_harness import CANARY, Case, Setting, draw_tables
+from tests.helpers.rank_pools import Canvas, Form, Ranks
+
+TINY = preset("tiny-v4")
+FULL, SWA, REQUEST, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST, IndexSpace.HOST
+C4_KV = frozenset({ComponentKind.C4_KV})
+CLAIM_S = 20.0
+LONG = Case(4354, (1025, 3001))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Rows are small and cores few: the oracle's threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def with_logs(running: Cluster) -> Iterator[None]:
+    """Show what the daemons said when something fails."""
+    try:
+        yield
+    except BaseException as error:
+        for daemon in (running.prefill, running.decode):
+            error.add_note(f"{daemon.name}:\n{daemon.log(20)}")
+        raise
+
+
+def write(engine: PrefillEngine, room: int, tables: Tables, case: Case) -> None:
+    """Compute, chunk after chunk, and finish."""
+    for section in case.sections(range(TINY.layer_count)):
+        for views in engine.views.values():
+            synthetic.fill(views, room=room, tables=tables, section=section)
+        engine.publish(room, section.stop_token)
+    engine.finish(room, metadata=b"first token")
+
+
+def check_rows(engine: DecodeEngine, room: DecodeRoom) -> None:
+    """Every rank's device copy and the host pool hold what prefill wrote."""
+    for rank, views in engine.views.items():
+        wrong = synthetic.check(views, room=room.room, tables=room.tables, tokens=room.prompt_tokens, most_mismatches=3)
+        assert not wrong, f"rank {rank}: " + "; ".join(map(str, wrong))
+    assert set(room.metadata.values()) == {b"first token"}
+
+
+def check_one_copy(room: DecodeRoom) -> None:
+    """C4 entries cross once for the node, the others once for each of the two decode ranks."""
+    for component in TINY.components:
+        copies = 1 if component.kind in C4_KV else 2
+        rows = component.live_rows(room.prompt_tokens).count
+        due = rows * len(component.layers) * copies
+        amount = room.amounts.get(component.kind)
+        assert (amount.lane_rows if amount else 0) == due
+        padding = rows // component.slots_per_page * (component.page_bytes() - component.lane_block_bytes)
+        least, most = due * component.row_bytes, due * component.row_bytes + padding * len(component.layers) * copies
+        assert least <= (amount.bytes if amount else 0) <= most
+
+
+def mapped_memory(engine: DecodeEngine) -> list[npt.NDArray[np.uint8]]:
+    """Everything of the node that this process has mapped."""
+    return [np.frombuffer(mapping.buffer, dtype=np.uint8) for mapping in engine._attachment.mapped.mappings]
+
+
+# ------------------------------------------------------------------------------------------- owned
+
+
+@pytest.mark.parametrize("transport", ["mooncake", "nixl", "local"])
+def test_four_prefill_ranks_reach_two_decode_ranks(transport: str) -> None:
+    require_library(BACKENDS[transport])
+    with (
+        cluster({"preset": "tiny-v4"}, transport=transport, prefill_pp=2, prefill_tp=2, decode_tp=2) as running,
+        with_logs(running),
+        PrefillEngine.attach(running.prefill.runtime_dir) as sender,
+        DecodeEngine.attach(running.decode.runtime_dir) as reader,
+        closing(Canvas(list(reader.views.values()), mapped_memory(reader), CANARY)) as canvas,
+    ):
+        assert (len(sender.ranks), len(reader.ranks)) == (4, 2)
+        canvas.paint()
+        kept: DecodeRoom | None = None
+        for case in (Case(700), Case(3, (2,)), Case(130, (57,)), Case(259, (256,)), Case(1023, (333, 777)), LONG):
+            room = running.pair(case.tokens, max_new_tokens=10)["room"]
+            begun = sender.begin(room, prompt_tokens=case.tokens)
+            write(sender, room, begun.tables, case)
+            claimed = reader.wait_claim(room, CLAIM_S)
+            check_rows(reader, claimed)
+            check_one_copy(claimed)
+            if kept is None:
+                kept = claimed
+                continue
+            # Decode keeps the first room, prefill does not: ever since their ids differ.
+            assert not any(begun.tables[space].ids[0] == claimed.tables[space].ids[0] for space in (FULL, SWA, REQUEST))
+            canvas.paint_request(claimed.tables, tokens=case.tokens)
+            reader.release(room)
+        check_rows(reader, kept)
+        canvas.paint_request(kept.tables, tokens=kept.prompt_tokens)
+        assert canvas.stray() is None
+        reader.release(kept.room)
+
+
+# ------------------------------------------------------------------------------------------- adopted
+
+
+@dataclass
+class EngineMemory:
+    """Tensors of an engine's own, of one colour, for all ranks of its node."""
+
+    regions: dict[Rank, list[Region]]
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def make(
+        cls,
+        geometry: ModelGeometry,
+        ranks: Ranks,
+        pages: Mapping[IndexSpace, int],
+        *,
+        exclude: frozenset[ComponentKind],
+    ) -> EngineMemory:
+        made = cls({}, [])
+        for rank in ranks.all:
+            part = RankPart.of(geometry, rank, pp_size=ranks.pp, tp_size=ranks.tp)
+            made.regions[rank] = []
+            for component, layers in part.components(geometry, exclude):
+                for layer in layers:
+                    # Rows of a larger tensor, as engines have them: the stride is not the page.
+                    tensor = torch.full(
+                        (pages[component.space], component.page_bytes() + 64), CANARY, dtype=torch.uint8
+                    )
+                    made.tensors.append(tensor)
+                    made.regions[rank].append(adopted_region(component, layer, tensor[:, : component.page_bytes()]))
+        return made
+
+    @property
+    def memory(self) -> list[npt.NDArray[np.uint8]]:
+        return [tensor.reshape(-1).numpy() for tensor in self.tensors]
+
+
+SETTING = Setting(
+    TINY,
+    Ranks(pp=2),
+    Ranks(tp=2),
+    Form({FULL: 8, SWA: 4, REQUEST: 3}),
+    Form({FULL: 9, SWA: 4, REQUEST: 3, HOST: 48}, host=C4_KV),
+    "mooncake",
+)
+
+
+def test_engines_bring_their_own_memory_and_page_ids() -> None:
+    require_library(BACKENDS[SETTING.transport])
+    adopted = {"memory": "adopted"}
+    theirs = EngineMemory.make(TINY, SETTING.source, SETTING.source_form.pages, exclude=frozenset())
+    ours = EngineMemory.make(TINY, SETTING.destination, SETTING.destination_form.pages, exclude=C4_KV)
+    random = np.random.default_rng(5)
+    with (
+        cluster(
+            {"preset": "tiny-v4"},
+            transport=SETTING.transport,
+            prefill_pp=2,
+            decode_tp=2,
+            prefill={"pools": adopted},
+            decode={"pools": adopted | {"host": {"pages": SETTING.destination_form.pages[HOST]}}},
+            wait=False,
+        ) as running,
+        with_logs(running),
+        ExitStack() as engines,
+    ):
+        for daemon in (running.prefill, running.decode):
+            daemon.endpoint()
+        sender = engines.enter_context(PrefillEngine.adopt(running.prefill.runtime_dir, theirs.regions))
+        reader = engines.enter_context(DecodeEngine.adopt(running.decode.runtime_dir, ours.regions))
+        canvas = engines.enter_context(
+            closing(Canvas(list(reader.views.values()), [*mapped_memory(reader), *ours.memory], CANARY))
+        )
+        canvas.paint()
+        running.wait_ready()
+
+        def cross(case: Case, destination: Tables, source: Tables) -> None:
+            room = running.pair(case.tokens)["room"]
+            wanted = reader.events(CLAIM_S)
+            assert [(event.kind, event.room) for event in wanted] == [("wanted", room)]
+            reader.provide(room, destination)
+            sender.begin(room, prompt_tokens=case.tokens, tables=source)
+            write(sender, room, source, case)
+            claimed = reader.wait_claim(room, CLAIM_S)
+            check_rows(reader, claimed)
+            check_one_copy(claimed)
+            assert {space: table.ids.tolist() for space, table in claimed.tables.items() if space is not HOST} == {
+                space: table.ids.tolist() for space, table in destination.items()
+            }
+            canvas.paint_request(claimed.tables, tokens=case.tokens)
+            assert canvas.stray() is None
+            reader.release(room)
+            # Each side is told when its pages are its own again.
+            for engine in (sender, reader):
+                assert [(event.kind, event.room) for event in engine.events(CLAIM_S)] == [("completed", room)]
+
+        def draw(case: Case) -> tuple[Tables, Tables]:
+            source, destination = draw_tables(SETTING, case, random)
+            del destination[HOST]  # the host pool is the daemon's
+            return destination, source
+
+        for case in (Case(3), Case(130, (57,)), Case(1023, (333, 777), longest_run=3), Case(1539, (1030,))):
+            cross(case, *draw(case))
+
+        # A page that the destination does not have: refused by name, and nothing of the room is written.
+        case = Case(300)
+        destination, source = draw(case)
+        window = destination[SWA]
+        beyond = np.full_like(window.ids, SETTING.destination_form.pages[SWA])
+        with pytest.raises(RoomFailedError, match="page id 4 of space 'swa'"):
+            cross(case, destination | {SWA: PageTable(SWA, beyond[: len(window)], window.first_page)}, source)
+        sender.events(CLAIM_S)
+
+        # The engine leaves and comes back with the same memory.
+        sender.close()
+        sender = engines.enter_context(PrefillEngine.adopt(running.prefill.runtime_dir, theirs.regions))
+        running.wait_ready()
+        cross(case, *draw(case))
