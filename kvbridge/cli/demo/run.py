@@ -178,8 +178,7 @@ class Demo:
     def _start(self) -> Cluster:
         plan, options = self._plan, self._options
         self._progress.stage(
-            f"starting bootstrap, a prefill daemon with {options.prefill_pp} pipeline stage(s), a decode daemon "
-            "and three processes with the model"
+            f"starting 3 daemons (prefill in {options.prefill_pp} pipeline stages) and 3 processes with the model"
         )
         instance = f"demo-{secrets.token_hex(4)}"
         model_file = self._folder / f"{plan.model_name}.json"

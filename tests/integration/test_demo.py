@@ -1,0 +1,78 @@
+"""`kvbridge demo` as a user runs it: real daemons, a real model, every logit compared; and its sudden end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+pytest.importorskip("mooncake", reason="the extra 'cpu' or 'cuda' is not installed")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+TIMEOUT_S = 200
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """Where the demo's folder is made, so that what it leaves can be seen. Short: sockets live below it."""
+    with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as short:
+        monkeypatch.setenv("TMPDIR", short)
+        yield Path(short)
+
+
+def demo(*arguments: str, **more) -> subprocess.Popen:
+    command = [sys.executable, "-m", "kvbridge", "demo", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def shared_memory_of(log: str) -> list[str]:
+    """Files in shared memory whose names carry the incarnation of a daemon that wrote this log."""
+    incarnations = {json.loads(line)["incarnation"] for line in log.splitlines() if '"incarnation"' in line}
+    assert incarnations
+    return [name for name in os.listdir("/dev/shm") if any(each in name for each in incarnations)]
+
+
+def test_a_request_decodes_elsewhere_as_it_would_at_home(scratch, tmp_path):
+    logs = tmp_path / "logs"
+    with demo(
+        *("--transport", "mooncake", "--prefill-pp", "3", "--prompts", "4", "--steps", "4", "--chunk-tokens", "300"),
+        *("--json", "--keep-logs", str(logs)),
+    ) as process:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    report = json.loads(output)
+    assert report["equal"]
+    assert report["verdict"] == "EQUAL: 4 of 4 requests gave the very logits of the model alone"
+    assert [len(stage) for stage in report["prefill_stages"]] == [3, 2, 2]
+    assert report["most_in_flight"] == 4
+    assert report["pages_left"] == 0
+    for request in report["requests"]:
+        assert request["comparison"]["positions"] == 1 + 4
+        assert request["amounts"]["swa_kv"]["bytes"] > 0
+        assert request["source_pages"]["full"] != request["destination_pages"]["full"]
+    assert report["page_ids"]["full"] == report["page_ids"]["host"] == {"compared": 4, "different": 4}
+    assert json.loads((logs / "report.json").read_text()) == report
+    assert not list(scratch.iterdir())
+    assert not shared_memory_of((logs / "b" / "log.jsonl").read_text())
+
+
+def test_interrupting_leaves_nothing(scratch, tmp_path):
+    logs = tmp_path / "logs"
+    with demo("--transport", "local", "--keep-logs", str(logs)) as process:
+        for line in process.stderr:
+            if "engines have attached" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert not list(scratch.iterdir())
+    assert not shared_memory_of((logs / "b" / "log.jsonl").read_text())

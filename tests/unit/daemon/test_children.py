@@ -1,0 +1,114 @@
+"""Child processes end when told, in a hurry when needed, and leave the reason behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvbridge.core.errors import DeadlineError, PeerError
+from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
+
+READY = "print('ready', flush=True)"
+STUBBORN = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {READY}; time.sleep(60)"
+SECOND_TIME = (
+    "import signal, sys, time; seen = []\n"
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5) if seen else seen.append(1))\n"
+    f"{READY}\n"
+    "while True: time.sleep(0.05)"
+)
+
+
+@pytest.fixture
+def child(tmp_path):
+    made: list[ChildProcess] = []
+
+    def start(code: str, **more) -> ChildProcess:
+        child = ChildProcess(f"child {len(made)}", tmp_path / f"{len(made)}.log", **more)
+        made.append(child)
+        child.launch([sys.executable, "-c", code])
+        wait_for("ready", lambda: "ready" in child.log(), timeout_s=20, watched=[child])
+        return child
+
+    yield start
+    for each in made:
+        each.kill()
+
+
+def test_stop_is_a_term_signal(child):
+    assert child(f"import time; {READY}; time.sleep(60)").stop() == -signal.SIGTERM
+
+
+def test_a_stubborn_one_is_killed(child):
+    stubborn = child(STUBBORN)
+    stop_all([stubborn], timeout_s=0.2)
+    assert stubborn.process.returncode == -signal.SIGKILL
+
+
+def test_hurry_sends_the_signal_again(child):
+    asked_twice = child(SECOND_TIME)
+    stop_all([asked_twice], timeout_s=20, hurry_after_s=0.1)
+    assert asked_twice.process.returncode == 5
+
+
+def test_a_stopped_process_still_ends(child):
+    frozen = child(f"import time; {READY}; time.sleep(60)")
+    frozen.kill(signal.SIGSTOP)
+    assert frozen.stop() == -signal.SIGTERM
+
+
+def test_several_end_together(child):
+    several = [child(STUBBORN) for _ in range(3)]
+    begun_s = time.monotonic()
+    stop_all(several, timeout_s=0.5)
+    assert time.monotonic() - begun_s < 1.4
+    assert not any(each.running for each in several)
+
+
+def test_the_end_is_told_with_the_log(child):
+    ended = child(f"import sys; {READY}; print('the reason'); sys.exit(3)")
+    ended.process.wait(20)
+    with pytest.raises(PeerError, match=r"(?s)child 0 ended \(exit code 3\).*the reason"):
+        ended.check_running()
+
+
+def test_waiting_notices_an_end_before_its_deadline(child):
+    running = child(f"import time; {READY}; time.sleep(60)")
+    with pytest.raises(DeadlineError, match=r"a miracle: not within 0\.05 s"):
+        wait_for("a miracle", lambda: None, timeout_s=0.05, watched=[running])
+    running.kill()
+    with pytest.raises(PeerError, match="killed by SIGKILL"):
+        wait_for("a miracle", lambda: None, timeout_s=20, watched=[running])
+
+
+def test_settings_are_not_inherited(child, monkeypatch):
+    monkeypatch.setenv("KVBRIDGE_HTTP__PORT", "1")
+    seen = child(f"import os; print(sorted(k for k in os.environ if k.startswith('KVBRIDGE_'))); {READY}")
+    assert seen.log().splitlines()[0] == "[]"
+
+
+def test_a_child_ends_with_its_parent(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from kvbridge.daemon.children import ChildProcess\n"
+        f"child = ChildProcess('child', Path({str(tmp_path / 'log')!r}), ends_with_us=True)\n"
+        "print(child.launch([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    wait_for("the end of the child", lambda: _is_gone(pid), timeout_s=20)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "Z"
