@@ -137,3 +137,7 @@ class Announcer:
                 await self._client.deregister(entry.instance, entry.node, entry.incarnation)
             except BridgeError as error:
                 log.warning("bootstrap_call_failed", code=error.code, reason=str(error))
+
+    async def close(self) -> None:
+        """Close the way to the directory."""
+        await self._client.close()

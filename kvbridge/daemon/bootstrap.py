@@ -18,10 +18,11 @@ from kvbridge import __version__
 from kvbridge.config.loading import read_secret
 from kvbridge.config.schema import BootstrapConfig
 from kvbridge.daemon.announce import DaemonEndpoint, remove_endpoint, write_endpoint
+from kvbridge.daemon.front import open_http
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.operations import AppSettings
-from kvbridge.http.server import HttpServer, TlsFiles
+from kvbridge.http.server import Application, HttpServer
 from kvbridge.service.directory import Directory, MemoryStore
 from kvbridge.service.pairing import PairingLimits, PairingService
 from kvbridge.service.ports import Readiness
@@ -70,29 +71,7 @@ class BootstrapDaemon:
 
     async def start(self) -> None:
         """Open the door."""
-        http = self.config.http
-        settings = AppSettings(
-            version=__version__,
-            token=read_secret(http.token, http.token_file, key="http.token_file"),
-            open_metrics=http.open_metrics,
-            max_body_bytes=http.max_body_bytes,
-            max_wait_s=http.max_wait_s,
-        )
-        app = create_bootstrap_app(
-            directory=self.directory,
-            pairing=self.pairing,
-            status=self,
-            metrics_render=self._render_metrics,
-            settings=settings,
-        )
-        tls = (
-            TlsFiles(http.tls_certificate_file, http.tls_key_file)
-            if http.tls_certificate_file is not None and http.tls_key_file is not None
-            else None
-        )
-        self._http = await HttpServer.start(
-            app, host=http.host, port=http.port, shutdown_s=self.config.timeouts.shutdown_s / 2, tls=tls
-        )
+        self._http = await open_http(self.config.http, self._app, shutdown_s=self.config.timeouts.shutdown_s / 2)
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
         if self._endpoint_dir is not None:
             self._endpoint_dir.mkdir(parents=True, exist_ok=True)
@@ -101,6 +80,15 @@ class BootstrapDaemon:
             )
             write_endpoint(self._endpoint_dir, endpoint)
         log.info("doors_open", http=self._http.url)
+
+    def _app(self, settings: AppSettings) -> Application:
+        return create_bootstrap_app(
+            directory=self.directory,
+            pairing=self.pairing,
+            status=self,
+            metrics_render=self._render_metrics,
+            settings=settings,
+        )
 
     async def failed(self) -> None:
         """Raise when the door or the sweeper has ended."""

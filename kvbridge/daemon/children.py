@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,17 +39,22 @@ class ChildProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self._ends_with_us = ends_with_us
 
-    def launch(self, command: Sequence[str], *, piped: bool = False) -> subprocess.Popen[bytes]:
-        """Start the process. `piped`: its standard input and output are pipes to us, else nothing and the log."""
+    def launch(
+        self, command: Sequence[str], *, piped: bool = False, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start the process. `piped`: its standard input and output are pipes to us, else nothing and the log.
+
+        `environment` is added to this process's own, less the settings of kvbridge.
+        """
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,
                 stderr=log,
-                env=clean_environment(),
+                env=clean_environment() | dict(environment or {}),
                 start_new_session=True,
-                preexec_fn=_end_with_parent if self._ends_with_us else None,  # noqa: PLW1509 - it calls one C function
+                preexec_fn=None if self._ends_with_us else None,  # noqa: PLW1509 - it calls one C function
             )
         return self.process
 

@@ -25,7 +25,7 @@ from kvbridge.core.wire.messages import (
     Sent,
     Welcome,
 )
-from kvbridge.daemon.node import Node, ignore_watch
+from kvbridge.daemon.node import Node
 from kvbridge.service.engine_door import DecodeDoor
 from kvbridge.service.meeting import PrefillNodes
 from kvbridge.service.ports import PeerAddress
@@ -54,7 +54,6 @@ class DecodeNode(Node):
             send=self.send_engine,
             describe=self.describe_engine,
             ranks=tuple(self.workers.layers),
-            watch=ignore_watch,
         )
         self._prefill = PrefillNodes(
             describe=self.description,
@@ -195,13 +194,13 @@ class DecodeNode(Node):
 
     # ------------------------------------------------------------------ workers and rooms
 
-    def worker_up(self, rank: Rank) -> None:
+    def worker_returned(self, rank: Rank) -> None:
         """A rank worker is ready (again), perhaps with new endpoints: peers must know."""
         del rank
         if not self.workers.missing():
             self._prefill.refresh()
 
-    def worker_down(self, rank: Rank, reason: str) -> None:
+    def worker_lost(self, rank: Rank, reason: str) -> None:
         """A rank worker is gone."""
         self._receiver.worker_gone(rank, reason)
 

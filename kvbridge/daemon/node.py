@@ -9,7 +9,6 @@ Doors first, memory after: `/ready` can say how far registration has come while 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import secrets
 import time
@@ -23,7 +22,7 @@ from kvbridge import __version__
 from kvbridge.config.loading import read_secret
 from kvbridge.config.pools import DecodePools, MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.control.addresses import ENGINE_SOCKET, WORKER_SOCKET
+from kvbridge.control.addresses import ENGINE_SOCKET
 from kvbridge.control.keys import CurveKeys, load_keys
 from kvbridge.control.link import PeerSettings
 from kvbridge.control.local import LocalCallbacks, LocalServer, prepare_runtime_directory
@@ -31,38 +30,27 @@ from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.errors import BridgeError, NotReadyError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE, NODE_TO_WORKER, WORKER_TO_NODE
+from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.core.wire.engine_messages import Attached, EngineToNode, NodeToEngine
 from kvbridge.core.wire.messages import (
-    Heartbeat,
     NodeDescription,
-    NodeToWorker,
-    PeerConnected,
-    RoomClosed,
-    Sent,
-    Shutdown,
-    WorkerFailed,
-    WorkerHello,
-    WorkerProgress,
-    WorkerReady,
     WorkerSetup,
-    WorkerToNode,
 )
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
+from kvbridge.daemon.front import open_http
 from kvbridge.daemon.memory import NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
 from kvbridge.daemon.observe import MetricsObserver
-from kvbridge.daemon.supervisor import Supervisor
+from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
 from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
-from kvbridge.http.server import HttpServer, TlsFiles
+from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.book import PageState
 from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.service.engine_door import EngineDoor
 from kvbridge.service.ports import Load, NodeRegistration, PeerAddress, Readiness, RoomsPort
-from kvbridge.service.workers import WorkerSet, WorkerState
 from kvbridge.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -78,16 +66,6 @@ class Rooms(RoomsPort, Protocol):
 
     def tick(self) -> None:
         """Look at deadlines."""
-
-
-class DrainingWorkers(WorkerSet):
-    """Rank workers of a node that may be shutting down: then they count as missing for every admission."""
-
-    draining = ""
-
-    def missing(self) -> str:
-        """Why not every rank can work now, or an empty text."""
-        return self.draining or super().missing()
 
 
 class Node(ABC):
@@ -106,26 +84,20 @@ class Node(ABC):
         self.metrics = Metrics(role=self.role.value, version=__version__)
         self.observer = MetricsObserver(self.metrics)
         self.memory = NodeMemory(self.layout)
-        self.workers = DrainingWorkers(
+        self._host = WorkerHost(
+            config,
             {rank: part.layers for rank, part in self.layout.parts.items()},
-            send=self._send_worker,
             setup=self._worker_setup,
-            on_progress=lambda _rank, share: self.metrics.registration(int(share * 1000), 1000),
+            listener=self,
+            metrics=self.metrics,
         )
+        self.workers = self._host.workers
         self.started_s = time.monotonic()
-        self._memory_share = 0.0
         self._memory_problem = "memory is being created"
         self._broken: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._http: HttpServer | None = None
         self._announcer: Announcer | None = None
-        self._directory: DirectoryClient | None = None
-        self._supervisor: Supervisor | None = None
-        self._worker_server: LocalServer[WorkerToNode, NodeToWorker] | None = None
-        self._early_workers: dict[str, WorkerHello] = {}
-        """Workers of engines that came before the memory that they are to map, by their links."""
-        self._heard_s: dict[Rank, float] = {}
-        """When a rank's worker said something last."""
         self._engine_server: LocalServer[EngineToNode, NodeToEngine] | None = None
         self.control: PeerAddress | None = None
 
@@ -154,15 +126,15 @@ class Node(ABC):
         """Send heartbeats and look for silent peers; called every `timeouts.control_heartbeat_s`."""
 
     @abstractmethod
-    def worker_up(self, rank: Rank) -> None:
+    def worker_returned(self, rank: Rank) -> None:
         """A rank worker is ready (again)."""
 
     @abstractmethod
-    def worker_down(self, rank: Rank, reason: str) -> None:
-        """A rank worker is gone."""
+    def worker_lost(self, rank: Rank, reason: str) -> None:
+        """A rank worker is gone, and with it all that it had under way."""
 
     @abstractmethod
-    def worker_said(self, rank: Rank, message: PeerConnected | Sent | RoomClosed) -> None:
+    def worker_said(self, rank: Rank, message: WorkerReport) -> None:
         """A rank worker reports on rooms or peers."""
 
     @abstractmethod
@@ -184,7 +156,8 @@ class Node(ABC):
         config = self.config
         self._broken = asyncio.get_running_loop().create_future()
         prepare_runtime_directory(config.runtime_dir)
-        self._open_local()
+        self._host.open(self.incarnation)
+        self._open_engine_door()
         keys = self._keys()
         identity = PeerIdentity(self.incarnation, keys, insecure=config.insecure)
         bound = self.open_peers(identity, self._peer_settings())
@@ -192,16 +165,13 @@ class Node(ABC):
             self.control = PeerAddress(
                 endpoint=config.control.advertised(bound.endpoint), public_key=keys.public if keys else ""
             )
-        self._http = await self._open_http()
-        self._announce()
+        self._http = await open_http(config.http, self._app, shutdown_s=config.timeouts.shutdown_s / CLOSING_SHARE)
+        self._background(self._http.wait_ended(), "http")
+        self._announce(self._http.url)
         self._background(self._ticks(), "ticks")
         await asyncio.to_thread(self._create_memory)
         self._memory_problem = ""
-        if not self.adopted:
-            self._supervise()
-        for link, message in self._early_workers.items():
-            self._welcome_worker(link, message)
-        self._early_workers.clear()
+        self._host.start(own_processes=not self.adopted)
 
     async def failed(self) -> None:
         """Raise when a part that the daemon cannot do without has ended."""
@@ -235,16 +205,12 @@ class Node(ABC):
         self._tasks.clear()
         if self._http is not None:
             await self._http.stop()
-        if self._directory is not None:
-            await self._directory.close()
-        for rank in self.workers.layers:
-            self.workers.send(rank, Shutdown())
-        if self._supervisor is not None:
-            await self._supervisor.stop(self.config.timeouts.shutdown_s / CLOSING_SHARE)
+        if self._announcer is not None:
+            await self._announcer.close()
+        await self._host.close(self.config.timeouts.shutdown_s / CLOSING_SHARE)
         await self.close_peers(min(1.0, self.config.timeouts.shutdown_s / CLOSING_SHARE))
-        for server in (self._worker_server, self._engine_server):
-            if server is not None:
-                server.close()
+        if self._engine_server is not None:
+            self._engine_server.close()
         remove_endpoint(self.config.runtime_dir, self.incarnation)
         self.memory.close()
 
@@ -265,7 +231,7 @@ class Node(ABC):
         while True:
             await asyncio.sleep(TICK_S)
             self.rooms.tick()
-            self._watch_workers()
+            self._host.watch()
             if time.monotonic() >= next_heartbeat_s:
                 next_heartbeat_s += heartbeat_s
                 self.watch_peers()
@@ -289,46 +255,19 @@ class Node(ABC):
             )
         )
 
-    def _open_local(self) -> None:
-        runtime_dir = self.config.runtime_dir
-        self._worker_server = LocalServer(
-            self.incarnation,
-            WORKER_TO_NODE,
-            NODE_TO_WORKER,
-            LocalCallbacks(self._on_worker, on_gone=self._on_worker_gone, on_refused=self.frame_refused),
-        )
-        self._worker_server.bind(runtime_dir / WORKER_SOCKET)
+    def _open_engine_door(self) -> None:
         self._engine_server = LocalServer(
             self.incarnation,
             ENGINE_TO_NODE,
             NODE_TO_ENGINE,
             LocalCallbacks(self._on_engine, on_gone=self._on_engine_gone, on_refused=self.frame_refused),
         )
-        self._engine_server.bind(runtime_dir / ENGINE_SOCKET)
+        self._engine_server.bind(self.config.runtime_dir / ENGINE_SOCKET)
 
-    async def _open_http(self) -> HttpServer:
-        http = self.config.http
-        settings = AppSettings(
-            version=__version__,
-            token=read_secret(http.token, http.token_file, key="http.token_file"),
-            open_metrics=http.open_metrics,
-            max_body_bytes=http.max_body_bytes,
-            max_wait_s=http.max_wait_s,
-        )
-        app = create_daemon_app(rooms=self.rooms, status=self, metrics_render=self._render_metrics, settings=settings)
-        tls = (
-            TlsFiles(http.tls_certificate_file, http.tls_key_file)
-            if http.tls_certificate_file is not None and http.tls_key_file is not None
-            else None
-        )
-        shutdown_s = self.config.timeouts.shutdown_s / CLOSING_SHARE
-        server = await HttpServer.start(app, host=http.host, port=http.port, shutdown_s=shutdown_s, tls=tls)
-        self._background(server.wait_ended(), "http")
-        return server
+    def _app(self, settings: AppSettings) -> Application:
+        return create_daemon_app(rooms=self.rooms, status=self, metrics_render=self._render_metrics, settings=settings)
 
-    def _announce(self) -> None:
-        if self._http is None:
-            return
+    def _announce(self, url: str) -> None:
         config = self.config
         endpoint = DaemonEndpoint(
             role=self.role,
@@ -336,17 +275,16 @@ class Node(ABC):
             node=config.node,
             incarnation=self.incarnation,
             pid=os.getpid(),
-            http_url=self._http.url,
+            http_url=url,
             control=self.control,
         )
         write_endpoint(config.runtime_dir, endpoint)
-        log.info("doors_open", http=self._http.url, control=self.control.endpoint if self.control else "")
+        log.info("doors_open", http=url, control=self.control.endpoint if self.control else "")
         if not config.bootstrap.url:
             return
         token = read_secret(config.bootstrap.token, config.bootstrap.token_file, key="bootstrap.token_file")
-        self._directory = DirectoryClient(config.bootstrap.url, token=token, timeout_s=config.timeouts.bootstrap_call_s)
         self._announcer = Announcer(
-            self._directory,
+            DirectoryClient(config.bootstrap.url, token=token, timeout_s=config.timeouts.bootstrap_call_s),
             registration=self._registration,
             readiness=self.readiness,
             load=self._load,
@@ -401,18 +339,6 @@ class Node(ABC):
             f"memory is being created ({done_bytes / max(1, total_bytes):.0%} of {total_bytes} bytes)"
         )
 
-    def _supervise(self) -> None:
-        telemetry = self.config.telemetry
-        self._supervisor = Supervisor(
-            self.workers.layers,
-            socket=self.config.runtime_dir / WORKER_SOCKET,
-            worker_start_s=self.config.timeouts.worker_start_s,
-            log_level=telemetry.log_level.value,
-            log_format=telemetry.log_format.value,
-            on_gone=self._on_process_gone,
-        )
-        self._supervisor.start()
-
     # ------------------------------------------------------------------ workers
 
     def _worker_setup(self, rank: Rank) -> WorkerSetup:
@@ -429,81 +355,15 @@ class Node(ABC):
             transfer_timeout_s=config.timeouts.transfer_s,
         )
 
-    def _send_worker(self, link: str, message: NodeToWorker) -> None:
-        if self._worker_server is None:
-            return
-        try:
-            self._worker_server.send(link, message)
-        except BridgeError as error:  # its end is reported by on_gone
-            log.warning("worker_unreachable", worker=link, code=error.code, reason=str(error))
-
-    def _on_worker(self, link: str, message: WorkerToNode) -> None:
-        if isinstance(message, WorkerHello):
-            self._welcome_worker(link, message)
-            return
-        rank = self.workers.rank_of(link)
-        if rank is None or (not isinstance(message, Heartbeat) and message.rank != rank):
-            self.frame_refused("stale", f"{message.type} of worker {link}, which does not serve that rank (any more)")
-            return
-        self._heard_s[rank] = time.monotonic()
-        match message:
-            case WorkerProgress():
-                self.workers.progress(message)
-            case WorkerReady():
-                self.workers.ready(message)
-                self.worker_up(message.rank)
-                self._readiness_changed()
-            case WorkerFailed():
-                self.workers.failed(message)
-            case PeerConnected() | Sent() | RoomClosed():
-                self.worker_said(message.rank, message)
-            case Heartbeat():
-                pass
-
-    def _welcome_worker(self, link: str, message: WorkerHello) -> None:
-        if self._memory_problem:
-            self._early_workers[link] = message
-            return
-        self._heard_s[message.rank] = time.monotonic()
-        replaced = self.workers.hello(link, message)
-        if replaced and self._worker_server is not None:
-            self._worker_server.drop(replaced)
-            self.worker_down(message.rank, "another worker took its place")
-
-    def _on_worker_gone(self, link: str) -> None:
-        self._early_workers.pop(link, None)
-        rank = self.workers.rank_of(link)
-        if rank is None:
-            return
-        if self._supervisor is None:  # an engine's worker closes its transports before its connection
-            self._worker_lost(rank, "its connection ended")
-        else:  # only the end of the process proves that nothing moves any more
-            self._supervisor.kill(rank, "its connection ended")
-
-    def _on_process_gone(self, rank: Rank, reason: str) -> None:
-        self.metrics.worker_restarted(reason.split(" ", maxsplit=1)[0])
-        self._worker_lost(rank, reason)
-
-    def _worker_lost(self, rank: Rank, reason: str) -> None:
-        self.workers.gone(rank, reason)
-        self.worker_down(rank, reason)
+    def worker_up(self, rank: Rank) -> None:
+        """A rank worker is ready (again)."""
+        self.worker_returned(rank)
         self._readiness_changed()
 
-    def _watch_workers(self) -> None:
-        """End workers that hang; the supervisor starts them again."""
-        if self._supervisor is None:
-            return
-        timeouts = self.config.timeouts
-        limits_s = {
-            WorkerState.STARTING: (timeouts.worker_start_s, "timeouts.worker_start_s"),
-            WorkerState.READY: (timeouts.worker_silence_s, "timeouts.worker_silence_s"),
-        }
-        for rank, state in self.workers.states().items():
-            limit_s, name = limits_s.get(state, (math.inf, ""))
-            silent_s = time.monotonic() - self._heard_s.get(rank, math.inf)
-            if silent_s > limit_s:
-                del self._heard_s[rank]
-                self._supervisor.kill(rank, f"it said nothing for {silent_s:.1f} s (limit: {name})")
+    def worker_down(self, rank: Rank, reason: str) -> None:
+        """A rank worker is gone."""
+        self.worker_lost(rank, reason)
+        self._readiness_changed()
 
     def _readiness_changed(self) -> None:
         if self._announcer is not None:
@@ -609,7 +469,3 @@ class Node(ABC):
         self.metrics.peers({"known": len(self.peer_status())})
         self.metrics.ready(self.readiness().ready)
         return self.metrics.render()
-
-
-def ignore_watch(_engine: str, _pid: int) -> None:
-    """The end of an engine is noticed through its connection."""

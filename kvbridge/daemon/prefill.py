@@ -25,7 +25,7 @@ from kvbridge.core.wire.messages import (
     Send,
     Sent,
 )
-from kvbridge.daemon.node import Node, ignore_watch
+from kvbridge.daemon.node import Node
 from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter
 from kvbridge.service.engine_door import PrefillDoor
 from kvbridge.service.meeting import DecodeNodes, Self
@@ -51,7 +51,6 @@ class PrefillNode(Node):
             send=self.send_engine,
             describe=self.describe_engine,
             ranks=tuple(self.workers.layers),
-            watch=ignore_watch,
         )
         self._sender = SenderService(
             geometry=self.geometry,
@@ -170,11 +169,11 @@ class PrefillNode(Node):
 
     # ------------------------------------------------------------------ workers and rooms
 
-    def worker_up(self, rank: Rank) -> None:
+    def worker_returned(self, rank: Rank) -> None:
         """A rank worker is ready (again): it has to be connected to everybody."""
         self._decode.worker_ready(rank)
 
-    def worker_down(self, rank: Rank, reason: str) -> None:
+    def worker_lost(self, rank: Rank, reason: str) -> None:
         """A rank worker is gone."""
         self._traffic.lost(rank)
         self._sender.worker_gone(rank, reason)

@@ -24,6 +24,9 @@ log = structlog.get_logger(__name__)
 
 BACKLOG = 2048
 
+Application = ASGIApp
+"""What `create_daemon_app` and `create_bootstrap_app` return, for those who only pass it on."""
+
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:

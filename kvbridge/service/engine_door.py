@@ -3,7 +3,7 @@
 Owns: which engine processes are attached and for which ranks. Must not know: sockets (it is handed messages and a way
 to send them), the tables of either side.
 
-An engine that dies is noticed through its process (`watch`), not through silence: a synchronous engine may compute for
+An engine that dies is noticed through its connection, not through silence: a synchronous engine may compute for
 minutes without a word.
 """
 
@@ -67,16 +67,11 @@ class EngineDoor(ABC):
         send: Callable[[str, NodeToEngine], None],
         describe: Callable[[int, tuple[Rank, ...]], Attached],
         ranks: tuple[Rank, ...],
-        watch: Callable[[str, int], None],
     ) -> None:
-        """`send(engine, message)` never raises; `describe(call, ranks)` answers an attach.
-
-        `watch(engine, pid)` sees to it that `gone` is called when the process ends.
-        """
+        """`send(engine, message)` never raises; `describe(call, ranks)` answers an attach."""
         self._send = send
         self._describe = describe
         self._ranks = ranks
-        self._watch = watch
         self._engines: dict[str, AttachedEngine] = {}
 
     def push(self, event: RoomEvent) -> None:
@@ -107,6 +102,9 @@ class EngineDoor(ABC):
         except BridgeError as error:
             answer = _refused(message, error)
         self._send(engine, answer)
+        if isinstance(answer, Attached):
+            for event in self._open_events():
+                self._send(engine, event)
 
     def gone(self, engine: str, reason: str) -> None:
         """An engine's process ended."""
@@ -125,7 +123,6 @@ class EngineDoor(ABC):
             )
         answer = self._describe(message.call, ranks)
         self._engines[engine] = AttachedEngine(engine, message.pid, ranks)
-        self._watch(engine, message.pid)
         log.info("engine_attached", engine=engine, pid=message.pid, ranks=[str(rank) for rank in ranks])
         return answer
 
@@ -140,6 +137,10 @@ class EngineDoor(ABC):
     @abstractmethod
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
         """Carry out a call of the role."""
+
+    def _open_events(self) -> list[RoomEvent]:
+        """What an engine that attaches now would have been told, had it been there before."""
+        return []
 
     @abstractmethod
     def _room_owner_gone(self, engine: str, reason: str) -> None:
@@ -158,10 +159,9 @@ class PrefillDoor(EngineDoor):
         send: Callable[[str, NodeToEngine], None],
         describe: Callable[[int, tuple[Rank, ...]], Attached],
         ranks: tuple[Rank, ...],
-        watch: Callable[[str, int], None],
     ) -> None:
         """`sender` is asked at each call: door and rooms refer to each other."""
-        super().__init__(send=send, describe=describe, ranks=ranks, watch=watch)
+        super().__init__(send=send, describe=describe, ranks=ranks)
         self._sender = sender
 
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
@@ -206,10 +206,9 @@ class DecodeDoor(EngineDoor):
         send: Callable[[str, NodeToEngine], None],
         describe: Callable[[int, tuple[Rank, ...]], Attached],
         ranks: tuple[Rank, ...],
-        watch: Callable[[str, int], None],
     ) -> None:
         """`receiver` is asked at each call: door and rooms refer to each other."""
-        super().__init__(send=send, describe=describe, ranks=ranks, watch=watch)
+        super().__init__(send=send, describe=describe, ranks=ranks)
         self._receiver = receiver
 
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
@@ -233,6 +232,9 @@ class DecodeDoor(EngineDoor):
             case _:
                 raise InvalidInputError(f"a decode daemon does not know the call '{type(message).__name__}'")
         return Accepted(call=message.call)
+
+    def _open_events(self) -> list[RoomEvent]:
+        return self._receiver().open_events()
 
     def _room_owner_gone(self, engine: str, reason: str) -> None:
         self._receiver().engine_gone(engine, reason)

@@ -27,6 +27,7 @@ from kvbridge.core.geometry.pages import pages_needed, tables_cover
 from kvbridge.core.ids import IndexSpace, Rank, Role, Tables
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverEvent, ReceiverState
+from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import Done, Drained, Failed
 from kvbridge.pool.book import PageBook, PageState
 from kvbridge.service.observer import Observer
@@ -248,6 +249,11 @@ class ReceiverService:
         if engine in room.readers:
             room.released_by.add(engine)
         self._driver.raise_event(room, ReceiverEvent.ABORT, ABORTED, f"by the decode engine: {reason}")
+
+    def open_events(self) -> list[RoomEvent]:
+        """What waits for an engine: rooms that want pages (adopted pools), rooms that can be claimed."""
+        waiting = {ReceiverState.COMMITTED} | ({ReceiverState.AWAITING_PAGES} if self._adopted else set())
+        return [self._driver.event(room) for room in self.rooms if room.state in waiting]
 
     def engine_gone(self, engine: str, reason: str) -> None:
         """An engine's process ended: what it had claimed fails, and ends when the other engines have let go of it."""

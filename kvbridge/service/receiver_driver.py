@@ -115,7 +115,12 @@ class ReceiverDriver:
 
     def tell_engine(self, room: ReceiverRoom) -> None:
         """Tell every engine where the room stands."""
-        event = RoomEvent(
+        self._ports.engines.push(self.event(room))
+
+    @staticmethod
+    def event(room: ReceiverRoom) -> RoomEvent:
+        """What engines are told of a room in its present state."""
+        return RoomEvent(
             room=room.room,
             generation=room.generation,
             kind=_EVENT_KINDS[room.state],
@@ -124,7 +129,6 @@ class ReceiverDriver:
             code=room.reason_code,
             reason=room.reason,
         )
-        self._ports.engines.push(event)
 
     def _offer(self, room: ReceiverRoom) -> None:
         self._ports.book.move(room.owner, PageState.HELD, PageState.LEASED)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbridge.core.errors import BridgeError
@@ -232,12 +233,10 @@ def live_cluster(*, model: str = "tiny-v4", **settings: Any) -> Iterator[LiveClu
 
 def raises_code(code: str, call: Callable[[], object]) -> str:
     """The call is refused with that stable code; returns the text."""
-    try:
+    with pytest.raises(BridgeError) as caught:
         call()
-    except BridgeError as error:
-        assert error.code == code, f"{error.code}: {error}"
-        return str(error)
-    raise AssertionError(f"not refused (expected {code})")
+    assert caught.value.code == code, f"{caught.value.code}: {caught.value}"
+    return str(caught.value)
 
 
 def bearer(token: str) -> Headers:

@@ -6,6 +6,7 @@ through every split and length; here it is the daemons in between that must not 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
+from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.pool.layout import RankPart
 from tests.contract.harness import BACKENDS, require_library
-from tests.helpers.cluster import Cluster, cluster
+from tests.helpers.cluster import Cluster, cluster, eventually
 from tests.helpers.rank_harness import CANARY, Case, Setting, draw_tables
 from tests.helpers.rank_pools import Canvas, Form, Ranks
 
@@ -174,6 +176,26 @@ SETTING = Setting(
     Form({FULL: 9, SWA: 4, REQUEST: 3, HOST: 48}, host=C4_KV),
     "mooncake",
 )
+RANDOM = np.random.default_rng(5)
+
+
+def draw(case: Case) -> tuple[Tables, Tables]:
+    """Page ids of the two engines; those of the host pool are the daemon's."""
+    source, destination = draw_tables(SETTING, case, RANDOM)
+    del destination[HOST]
+    return source, destination
+
+
+def ending(engine: PrefillEngine | DecodeEngine, room: int) -> RoomEvent:
+    """Wait until an engine is told that a room is over, so that its pages are its own again."""
+
+    def look() -> list[RoomEvent]:
+        events = engine.events(0.1)
+        assert {event.room for event in events} <= {room}
+        return [event for event in events if event.kind != "committed"]
+
+    (event,) = eventually(f"the end of room {room}", look)
+    return event
 
 
 def test_engines_bring_their_own_memory_and_page_ids() -> None:
@@ -181,7 +203,6 @@ def test_engines_bring_their_own_memory_and_page_ids() -> None:
     adopted = {"memory": "adopted"}
     theirs = EngineMemory.make(TINY, SETTING.source, SETTING.source_form.pages, exclude=frozenset())
     ours = EngineMemory.make(TINY, SETTING.destination, SETTING.destination_form.pages, exclude=C4_KV)
-    random = np.random.default_rng(5)
     with (
         cluster(
             {"preset": "tiny-v4"},
@@ -205,45 +226,47 @@ def test_engines_bring_their_own_memory_and_page_ids() -> None:
         canvas.paint()
         running.wait_ready()
 
-        def cross(case: Case, destination: Tables, source: Tables) -> None:
+        def begin(case: Case, source: Tables, destination: Tables) -> int:
             room = running.pair(case.tokens)["room"]
-            wanted = reader.events(CLAIM_S)
-            assert [(event.kind, event.room) for event in wanted] == [("wanted", room)]
+            assert [(event.kind, event.room) for event in reader.events(CLAIM_S)] == [("wanted", room)]
             reader.provide(room, destination)
             sender.begin(room, prompt_tokens=case.tokens, tables=source)
+            return room
+
+        def cross(case: Case) -> None:
+            source, destination = draw(case)
+            room = begin(case, source, destination)
             write(sender, room, source, case)
             claimed = reader.wait_claim(room, CLAIM_S)
             check_rows(reader, claimed)
             check_one_copy(claimed)
-            assert {space: table.ids.tolist() for space, table in claimed.tables.items() if space is not HOST} == {
-                space: table.ids.tolist() for space, table in destination.items()
-            }
+            for space, table in destination.items():
+                assert np.array_equal(claimed.tables[space].ids, table.ids)
             canvas.paint_request(claimed.tables, tokens=case.tokens)
             assert canvas.stray() is None
             reader.release(room)
-            # Each side is told when its pages are its own again.
             for engine in (sender, reader):
-                assert [(event.kind, event.room) for event in engine.events(CLAIM_S)] == [("completed", room)]
-
-        def draw(case: Case) -> tuple[Tables, Tables]:
-            source, destination = draw_tables(SETTING, case, random)
-            del destination[HOST]  # the host pool is the daemon's
-            return destination, source
+                assert ending(engine, room).kind == "completed"
 
         for case in (Case(3), Case(130, (57,)), Case(1023, (333, 777), longest_run=3), Case(1539, (1030,))):
-            cross(case, *draw(case))
+            cross(case)
 
-        # A page that the destination does not have: refused by name, and nothing of the room is written.
-        case = Case(300)
-        destination, source = draw(case)
-        window = destination[SWA]
-        beyond = np.full_like(window.ids, SETTING.destination_form.pages[SWA])
-        with pytest.raises(RoomFailedError, match="page id 4 of space 'swa'"):
-            cross(case, destination | {SWA: PageTable(SWA, beyond[: len(window)], window.first_page)}, source)
-        sender.events(CLAIM_S)
+        # Pages that the destination does not have: refused by name, and nothing of the room is written.
+        source, destination = draw(Case(300))
+        beyond = destination[SWA].ids + np.int32(SETTING.destination_form.pages[SWA])
+        destination[SWA] = PageTable(SWA, beyond, destination[SWA].first_page)
+        room = begin(Case(300), source, destination)
+        sender.publish(room, 300)
+        for engine in (sender, reader):
+            event = ending(engine, room)
+            assert event.kind == "failed"
+            assert re.search(r"would use page id \d of space 'swa'", event.reason)
+        with pytest.raises(RoomFailedError):
+            reader.claim(room)
+        assert canvas.stray() is None
 
         # The engine leaves and comes back with the same memory.
         sender.close()
         sender = engines.enter_context(PrefillEngine.adopt(running.prefill.runtime_dir, theirs.regions))
         running.wait_ready()
-        cross(case, *draw(case))
+        cross(Case(300))

@@ -44,7 +44,10 @@ TIMEOUTS = {
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveCluster]:
-    with live_cluster(prefill={"timeouts": TIMEOUTS}, decode={"timeouts": TIMEOUTS}) as running:
+    # Names that no other run on this machine has: each start sweeps what is left of its own name.
+    mine = {"timeouts": TIMEOUTS}
+    prefill, decode = (mine | {"instance": f"{role}-{os.getpid()}"} for role in ("prefill", "decode"))
+    with live_cluster(prefill=prefill, decode=decode) as running:
         yield running
 
 

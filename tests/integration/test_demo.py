@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -37,7 +36,7 @@ def shared_memory_of(log: str) -> list[str]:
     """Files in shared memory whose names carry the incarnation of a daemon that wrote this log."""
     incarnations = {json.loads(line)["incarnation"] for line in log.splitlines() if '"incarnation"' in line}
     assert incarnations
-    return [name for name in os.listdir("/dev/shm") if any(each in name for each in incarnations)]
+    return [file.name for file in Path("/dev/shm").iterdir() if any(each in file.name for each in incarnations)]
 
 
 def test_a_request_decodes_elsewhere_as_it_would_at_home(scratch, tmp_path):

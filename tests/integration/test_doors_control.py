@@ -7,6 +7,7 @@ The codec and the sockets have their own tests; here it is the daemon as a whole
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -18,12 +19,13 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.wire.codec import DEFAULT_MAX_FRAME_BYTES
+from kvbridge.core.wire.codec import DEFAULT_MAX_FRAME_BYTES, PEER
 from kvbridge.core.wire.messages import (
     Abort,
     Done,
     Drained,
     Failed,
+    Heartbeat,
     Hello,
     NodeDescription,
     Offer,
@@ -48,15 +50,17 @@ from tests.helpers.live_rooms import (
 from tests.helpers.raw_peers import RawDecode, RawPrefill, raw_prefill
 
 EARLY_S = 0.5
+DELIVERY_S = 3.0
 TOKENS = 600
 RANK = Rank(pp=0, tp=0)
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveCluster]:
-    with live_cluster(
-        prefill={"timeouts": {"early_offer_s": EARLY_S}}, decode={"timeouts": {"meet_s": 1.0}}
-    ) as running:
+    delivery = {"control_resend_s": 0.2, "control_delivery_s": DELIVERY_S}
+    prefill = {"timeouts": {"early_offer_s": EARLY_S, **delivery}}
+    decode = {"timeouts": {"meet_s": 1.0, **delivery}}
+    with live_cluster(prefill=prefill, decode=decode) as running:
         yield running
 
 
@@ -169,6 +173,19 @@ def test_messages_of_the_other_direction(live: LiveCluster, met: RawDecode) -> N
     with refuses(live.prefill, "wrong_direction", len(wrong)):
         for message in wrong:
             met.send(message)
+    live.serves()
+
+
+def test_a_peer_that_acknowledges_nothing_is_given_up_and_told_so(live: LiveCluster, met: RawDecode) -> None:
+    before = metric(live.prefill, "kvbridge_control_undelivered_total")
+    met.send(Abort(room=9, generation=1, code="x", message="x"))
+    eventually("undelivered", lambda: metric(live.prefill, "kvbridge_control_undelivered_total") > before)
+    eventually("forgotten", lambda: met.incarnation not in str(status(live.prefill)["peers"]))
+    with refuses(live.prefill, "stale"):
+        met.put(met.frame(Heartbeat(), sequence=0))
+    while met.socket.poll(1_000):
+        last = PEER.decode(met.socket.recv())
+    assert last.link == -met.link, "told that its link is over, a correct node introduces itself again"
     live.serves()
 
 
@@ -448,6 +465,26 @@ def test_decode_gives_a_silent_prefill_node_its_time_and_no_more(live: LiveClust
         room = offered_to(live, peer)
         peer.take(Hello)
         assert "timeouts.meet_s" in ends(live.decode, room, "failed", "deadline")
+    live.serves()
+
+
+def test_addresses_where_nobody_answers_cost_nothing_for_long(live: LiveCluster) -> None:
+    assert live.decode.process is not None
+    descriptors = Path(f"/proc/{live.decode.process.pid}/fd")
+    live.serves()
+    before, peers = len(list(descriptors.iterdir())), status(live.decode)["peers"]
+    rooms = []
+    for port in range(1, 9):
+        body = {"prompt_tokens": TOKENS, "prefill": [{"endpoint": f"tcp://127.0.0.1:{port}"}]}
+        answer = http("POST", live.decode, "/v1/requests", json=body)
+        assert answer.status_code == 201
+        rooms.append(int(answer.json()["room"]))
+    assert len(status(live.decode)["peers"]) == len(peers) + len(rooms)
+    for room in rooms:
+        ends(live.decode, room, "failed", "deadline")
+    live.serves()
+    eventually("given up", lambda: status(live.decode)["peers"] == peers)
+    eventually("closed", lambda: len(list(descriptors.iterdir())) <= before)
     live.serves()
 
 

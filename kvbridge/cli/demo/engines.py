@@ -22,6 +22,8 @@ from kvbridge.daemon.children import ChildProcess
 
 LOOK_S = 0.1
 """How often processes are looked at while nothing is reported."""
+SCRATCH = "tmp"
+"""Beside the job: where libraries put what they forget to remove."""
 LAST_WORDS_S = 2.0
 """A process that has ended has had its last line read within this time."""
 
@@ -39,7 +41,10 @@ class EngineProcess(ChildProcess):
 
     def start(self, job_file: Path) -> None:
         """Start it; it loads its model at once."""
-        self.launch([sys.executable, "-m", "kvbridge.cli.demo", self.part, str(job_file)], piped=True)
+        scratch = job_file.parent / SCRATCH
+        scratch.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "kvbridge.cli.demo", self.part, str(job_file)]
+        self.launch(command, piped=True, environment={"TMPDIR": str(scratch)})
         self._reader.start()
 
     def order(self, order: Attach | Serve) -> None:

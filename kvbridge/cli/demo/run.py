@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvbridge.cli.demo.engines import EngineProcess, Reports
+from kvbridge.cli.demo.engines import SCRATCH, EngineProcess, Reports
 from kvbridge.cli.demo.job import (
     Attach,
     Attached,
@@ -380,7 +380,7 @@ class Demo:
         )
 
     def _keep_logs(self, target: Path) -> None:
-        shutil.copytree(self._folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run"))
+        shutil.copytree(self._folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run", SCRATCH))
 
 
 def _pages_in_use(cluster: Cluster) -> int:

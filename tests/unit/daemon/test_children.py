@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,7 +32,7 @@ def child(tmp_path):
         child = ChildProcess(f"child {len(made)}", tmp_path / f"{len(made)}.log", **more)
         made.append(child)
         child.launch([sys.executable, "-c", code])
-        wait_for("ready", lambda: "ready" in child.log(), timeout_s=20, watched=[child])
+        wait_for("ready", lambda: "ready" in child.log(), timeout_s=20)
         return child
 
     yield start
@@ -110,5 +111,4 @@ def _is_gone(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "Z"
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

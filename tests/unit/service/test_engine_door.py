@@ -48,14 +48,12 @@ class Door:
     def __init__(self, kind, bench, ranks=(R0,)) -> None:
         self.bench = bench
         self.messages: list[tuple[str, object]] = []
-        self.watched: list[tuple[str, int]] = []
         self.ready = True
         self.door = kind(
             lambda: bench.service,
             send=lambda engine, message: self.messages.append((engine, message)),
             describe=self.describe,
             ranks=ranks,
-            watch=lambda engine, pid: self.watched.append((engine, pid)),
         )
 
     def describe(self, call: int, ranks) -> Attached:
@@ -85,7 +83,6 @@ def test_an_engine_attaches_for_ranks_of_this_node():
     door = prefill(ranks=(R0, R1))
     answer = door.attach(ranks=(R1,))
     assert isinstance(answer, Attached)
-    assert door.watched == [("engine", 77)]
     assert door.door.serving() == {"engine"}
     assert door.door.engines()[0].ranks == (R1,)
     assert door.attach("b").ranks == (R0, R1)

@@ -457,6 +457,13 @@ def test_an_engine_that_is_late_still_finds_the_room():
     assert bench.free == 16
 
 
+def test_an_engine_that_attaches_later_is_told_what_it_missed():
+    bench = committed()
+    assert [(event.room, event.kind) for event in bench.service.open_events()] == [(1, "committed")]
+    bench.service.claim("a", 1)
+    assert bench.service.open_events() == []
+
+
 def test_an_engine_that_attaches_later_is_not_waited_for():
     bench = committed("a")
     bench.service.claim("a", 1)

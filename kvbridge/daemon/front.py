@@ -1,0 +1,25 @@
+"""The HTTP door of any daemon, from its configuration to a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvbridge import __version__
+from kvbridge.config.doors import HttpConfig
+from kvbridge.config.loading import read_secret
+from kvbridge.http.operations import AppSettings
+from kvbridge.http.server import Application, HttpServer, TlsFiles
+
+
+async def open_http(http: HttpConfig, build: Callable[[AppSettings], Application], *, shutdown_s: float) -> HttpServer:
+    """Build the application and serve it. Raises ConfigError for a taken address or an unreadable secret."""
+    settings = AppSettings(
+        version=__version__,
+        token=read_secret(http.token, http.token_file, key="http.token_file"),
+        open_metrics=http.open_metrics,
+        max_body_bytes=http.max_body_bytes,
+        max_wait_s=http.max_wait_s,
+    )
+    certificate, key = http.tls_certificate_file, http.tls_key_file
+    tls = TlsFiles(certificate, key) if certificate is not None and key is not None else None
+    return await HttpServer.start(build(settings), host=http.host, port=http.port, shutdown_s=shutdown_s, tls=tls)

@@ -1,0 +1,207 @@
+"""Where a node's rank workers live: their socket, their processes, their setup, and the watch over them.
+
+Owns: all of these, and which worker came too early for its memory. Must not know: rooms and peers; it reports to the node.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.control.addresses import WORKER_SOCKET
+from kvbridge.control.local import LocalCallbacks, LocalServer
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import Rank
+from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
+from kvbridge.core.wire.messages import (
+    Heartbeat,
+    NodeToWorker,
+    PeerConnected,
+    RoomClosed,
+    Sent,
+    Shutdown,
+    WorkerFailed,
+    WorkerHello,
+    WorkerProgress,
+    WorkerReady,
+    WorkerSetup,
+    WorkerToNode,
+)
+from kvbridge.daemon.supervisor import Supervisor
+from kvbridge.service.workers import WorkerSet, WorkerState
+from kvbridge.telemetry.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+WorkerReport = PeerConnected | Sent | RoomClosed
+"""What a worker says about rooms and peers."""
+
+
+class WorkerListener(Protocol):
+    """Who hears of a node's rank workers."""
+
+    def worker_up(self, rank: Rank) -> None:
+        """A rank worker is ready (again)."""
+
+    def worker_down(self, rank: Rank, reason: str) -> None:
+        """A rank worker is gone."""
+
+    def worker_said(self, rank: Rank, message: WorkerReport) -> None:
+        """A rank worker reports on rooms or peers."""
+
+    def frame_refused(self, kind: str, detail: str) -> None:
+        """A message was refused."""
+
+
+class DrainingWorkers(WorkerSet):
+    """Rank workers of a node that may be shutting down: then they count as missing for every admission."""
+
+    draining = ""
+
+    def missing(self) -> str:
+        """Why not every rank can work now, or an empty text."""
+        return self.draining or super().missing()
+
+
+class WorkerHost:
+    """All rank workers of a node. Built and used in one running loop."""
+
+    def __init__(
+        self,
+        config: PrefillConfig | DecodeConfig,
+        layers: dict[Rank, tuple[int, ...]],
+        *,
+        setup: Callable[[Rank], WorkerSetup],
+        listener: WorkerListener,
+        metrics: Metrics,
+    ) -> None:
+        """`setup(rank)` says what a worker is to serve; it is called once the memory is there."""
+        self._config = config
+        self._listener = listener
+        self._metrics = metrics
+        self._server: LocalServer[WorkerToNode, NodeToWorker] | None = None
+        self._supervisor: Supervisor | None = None
+        self._early: dict[str, WorkerHello] | None = {}
+        """Workers of engines that came before the memory that they are to map, by their links; None once it is there."""
+        self._heard_s: dict[Rank, float] = {}
+        self.workers = DrainingWorkers(
+            layers,
+            send=self._send,
+            setup=setup,
+            on_progress=lambda _rank, share: metrics.registration(int(share * 1000), 1000),
+        )
+
+    def open(self, incarnation: str) -> None:
+        """Listen for workers. Raises ConflictError when another daemon uses the runtime directory."""
+        callbacks = LocalCallbacks(
+            self._on_message, on_gone=self._on_link_gone, on_refused=self._listener.frame_refused
+        )
+        self._server = LocalServer(incarnation, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
+        self._server.bind(self._config.runtime_dir / WORKER_SOCKET)
+
+    def start(self, *, own_processes: bool) -> None:
+        """The memory is there: start a process for each rank (or wait for the engines' workers), welcome the early ones."""
+        if own_processes:
+            telemetry = self._config.telemetry
+            self._supervisor = Supervisor(
+                self.workers.layers,
+                socket=self._config.runtime_dir / WORKER_SOCKET,
+                worker_start_s=self._config.timeouts.worker_start_s,
+                log_level=telemetry.log_level.value,
+                log_format=telemetry.log_format.value,
+                on_gone=self._on_process_gone,
+            )
+            self._supervisor.start()
+        early, self._early = self._early or {}, None
+        for link, message in early.items():
+            self._welcome(link, message)
+
+    async def close(self, timeout_s: float) -> None:
+        """End every worker; those that do not end in time are killed."""
+        for rank in self.workers.layers:
+            self.workers.send(rank, Shutdown())
+        if self._supervisor is not None:
+            await self._supervisor.stop(timeout_s)
+        if self._server is not None:
+            self._server.close()
+
+    def watch(self) -> None:
+        """End workers that hang; the supervisor starts them again."""
+        if self._supervisor is None:
+            return
+        timeouts = self._config.timeouts
+        limits_s = {
+            WorkerState.STARTING: (timeouts.worker_start_s, "timeouts.worker_start_s"),
+            WorkerState.READY: (timeouts.worker_silence_s, "timeouts.worker_silence_s"),
+        }
+        for rank, state in self.workers.states().items():
+            limit_s, name = limits_s.get(state, (math.inf, ""))
+            silent_s = time.monotonic() - self._heard_s.get(rank, math.inf)
+            if silent_s > limit_s:
+                del self._heard_s[rank]
+                self._supervisor.kill(rank, f"it said nothing for {silent_s:.1f} s (limit: {name})")
+
+    def _send(self, link: str, message: NodeToWorker) -> None:
+        if self._server is None:
+            return
+        try:
+            self._server.send(link, message)
+        except BridgeError as error:  # its end is reported by on_gone
+            log.warning("worker_unreachable", worker=link, code=error.code, reason=str(error))
+
+    def _on_message(self, link: str, message: WorkerToNode) -> None:
+        if isinstance(message, WorkerHello):
+            self._welcome(link, message)
+            return
+        rank = self.workers.rank_of(link)
+        if rank is None or (not isinstance(message, Heartbeat) and message.rank != rank):
+            detail = f"{message.type} of worker {link}, which does not serve that rank (any more)"
+            self._listener.frame_refused("stale", detail)
+            return
+        self._heard_s[rank] = time.monotonic()
+        match message:
+            case WorkerProgress():
+                self.workers.progress(message)
+            case WorkerReady():
+                self.workers.ready(message)
+                self._listener.worker_up(rank)
+            case WorkerFailed():
+                self.workers.failed(message)
+            case PeerConnected() | Sent() | RoomClosed():
+                self._listener.worker_said(rank, message)
+            case Heartbeat():
+                pass
+
+    def _welcome(self, link: str, message: WorkerHello) -> None:
+        if self._early is not None:
+            self._early[link] = message
+            return
+        self._heard_s[message.rank] = time.monotonic()
+        replaced = self.workers.hello(link, message)
+        if replaced and self._server is not None:
+            self._server.drop(replaced)
+            self._listener.worker_down(message.rank, "another worker took its place")
+
+    def _on_link_gone(self, link: str) -> None:
+        if self._early is not None:
+            self._early.pop(link, None)
+        rank = self.workers.rank_of(link)
+        if rank is None:
+            return
+        if self._supervisor is None:  # an engine's worker closes its transports before its connection
+            self._lost(rank, "its connection ended")
+        else:  # only the end of the process proves that nothing moves any more
+            self._supervisor.kill(rank, "its connection ended")
+
+    def _on_process_gone(self, rank: Rank, reason: str) -> None:
+        self._metrics.worker_restarted(reason.split(" ", maxsplit=1)[0])
+        self._lost(rank, reason)
+
+    def _lost(self, rank: Rank, reason: str) -> None:
+        self.workers.gone(rank, reason)
+        self._listener.worker_down(rank, reason)

@@ -1,0 +1,142 @@
+"""The heartbeats of a daemon, against a directory that only writes down what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvbridge.config import PrefillConfig
+from kvbridge.core.errors import BridgeError, NotFoundError, NotReadyError, PeerError, StaleError
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import Rank
+from kvbridge.daemon.announce import Announcer
+from kvbridge.daemon.prefill import PrefillNode
+from kvbridge.service.ports import Load, NodeRegistration, PeerAddress, Readiness
+
+INTERVAL_S = 0.005
+WAIT_S = 10.0
+
+
+class FakeDirectory:
+    """Answers with what `problem` says."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.problem: BridgeError | None = None
+        self.hold: asyncio.Event | None = None
+        self._changed = asyncio.Event()
+
+    async def _note(self, call: str) -> None:
+        self.calls.append(call)
+        self._changed.set()
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.problem is not None:
+            raise self.problem
+
+    async def register(self, entry: NodeRegistration) -> None:
+        await self._note("register")
+
+    async def heartbeat(self, instance: str, node: str, beat: object) -> None:
+        await self._note("heartbeat")
+
+    async def deregister(self, instance: str, node: str, incarnation: str) -> None:
+        await self._note("deregister")
+
+    async def until(self, calls: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.calls) < calls:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+def announcer(directory: FakeDirectory, interval_s: float = INTERVAL_S) -> Announcer:
+    def registration() -> NodeRegistration:
+        return NodeRegistration(
+            instance="i",
+            node="n",
+            role="prefill",
+            incarnation="1" * 16,
+            http_url="http://127.0.0.1:1",
+            control=PeerAddress(endpoint="tcp://127.0.0.1:2"),
+            pp_size=1,
+            tp_size=1,
+            ranks=(Rank(pp=0, tp=0),),
+            fingerprint="f",
+            geometry=preset("tiny-gqa"),
+        )
+
+    return Announcer(
+        directory,  # type: ignore[arg-type]
+        registration=registration,
+        readiness=lambda: Readiness(ready=True),
+        load=Load,
+        interval_s=interval_s,
+    )
+
+
+@pytest.mark.asyncio
+async def test_it_registers_once_and_beats() -> None:
+    directory = FakeDirectory()
+    task = asyncio.create_task(announcer(directory).run())
+    await directory.until(4)
+    task.cancel()
+    assert directory.calls[:4] == ["register", "heartbeat", "heartbeat", "heartbeat"]
+
+
+@pytest.mark.asyncio
+async def test_a_directory_that_forgot_is_told_at_once() -> None:
+    directory = FakeDirectory()
+    announced = announcer(directory, interval_s=60)
+    await announced.beat()
+    directory.problem = NotFoundError("who?")
+    task = asyncio.create_task(announced.run())
+    await directory.until(2)
+    directory.problem = None
+    await directory.until(3)
+    task.cancel()
+    assert directory.calls == ["register", "heartbeat", "register"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("problem", [PeerError("away"), StaleError("another has your name")])
+async def test_a_problem_is_shown_until_it_is_over(problem: BridgeError) -> None:
+    directory = FakeDirectory()
+    announced = announcer(directory)
+    await announced.beat()
+    assert announced.problem == ""
+    directory.problem = problem
+    await announced.beat()
+    assert str(problem) in announced.problem
+    directory.problem = None
+    await announced.beat()
+    assert announced.problem == ""
+    assert directory.calls == ["register", "heartbeat", "heartbeat"]
+
+
+@pytest.mark.asyncio
+async def test_who_has_left_does_not_come_back() -> None:
+    """Not even when a heartbeat is under way: its answer would be "unknown", and unknown nodes register again."""
+    directory = FakeDirectory()
+    announced = announcer(directory)
+    task = asyncio.create_task(announced.run())
+    await directory.until(1)
+    directory.hold = asyncio.Event()
+    calls = len(directory.calls)
+    await directory.until(calls + 1)
+    leaving = asyncio.create_task(announced.leave())
+    await asyncio.sleep(0)
+    directory.hold.set()
+    async with asyncio.timeout(WAIT_S):
+        await leaving
+        await task
+    assert directory.calls[-1] == "deregister"
+    assert directory.calls.count("register") == 1
+
+
+def test_an_engine_cannot_attach_to_memory_that_is_not_there_yet() -> None:
+    config = PrefillConfig(instance="i", model={"preset": "tiny-gqa"}, pools={"device": {"full": 8}})
+    node = PrefillNode(config)
+    with pytest.raises(NotReadyError, match="memory is being created"):
+        node.describe_engine(1, (Rank(pp=0, tp=0),))
