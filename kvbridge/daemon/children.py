@@ -54,7 +54,7 @@ class ChildProcess:
                 stderr=log,
                 env=clean_environment() | dict(environment or {}),
                 start_new_session=True,
-                preexec_fn=None if self._ends_with_us else None,  # noqa: PLW1509 - it calls one C function
+                preexec_fn=_end_with_parent if self._ends_with_us else None,  # noqa: PLW1509 - it calls one C function
             )
         return self.process
 

@@ -89,6 +89,7 @@ class WorkerHost:
         self._early: dict[str, WorkerHello] | None = {}
         """Workers of engines that came before the memory that they are to map, by their links; None once it is there."""
         self._heard_s: dict[Rank, float] = {}
+        self._closing = False
         self.workers = DrainingWorkers(
             layers,
             send=self._send,
@@ -123,6 +124,7 @@ class WorkerHost:
 
     async def close(self, timeout_s: float) -> None:
         """End every worker; those that do not end in time are killed."""
+        self._closing = True
         for rank in self.workers.layers:
             self.workers.send(rank, Shutdown())
         if self._supervisor is not None:
@@ -191,7 +193,7 @@ class WorkerHost:
         if self._early is not None:
             self._early.pop(link, None)
         rank = self.workers.rank_of(link)
-        if rank is None:
+        if rank is None or self._closing:
             return
         if self._supervisor is None:  # an engine's worker closes its transports before its connection
             self._lost(rank, "its connection ended")

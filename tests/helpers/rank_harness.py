@@ -99,11 +99,11 @@ class Setting:
 
 
 def transport_settings(name: str) -> TransportSettings:
-    """One backend, over loopback."""
+    """One backend, over loopback; nixl with operations that have to be cut."""
     return TransportSettings(
         order=(TransportName(name),),
         mooncake=MooncakeSettings(connect_timeout_s=10),
-        nixl=NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=10),
+        nixl=NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=10, max_operation_bytes=200_000),
     )
 
 

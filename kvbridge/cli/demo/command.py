@@ -91,11 +91,14 @@ def demo(  # noqa: PLR0913, PLR0917 - one parameter an option
         typer.Option("--patience", min=1, metavar="SECONDS", help="Give up when an engine says nothing for so long."),
     ] = 120.0,
 ) -> None:
-    """Prefill here, decode there: move the KV cache of a real model between processes and compare every logit.
+    """Prefill in one process, decode in another, and compare every logit.
 
-    Starts bootstrap, a prefill and a decode daemon, two engine processes with Hugging Face's DeepSeek-V4 (random weights),
-    and a third that runs the model alone. Needs no GPU. Exit code 0: every logit of every request is equal; 1: not, or
-    something failed; 2: wrong options; 130: interrupted.
+    Starts bootstrap, a prefill daemon and a decode daemon, two engine processes
+    with Hugging Face's DeepSeek-V4 (random weights), and a third process that
+    runs the model alone. Needs no GPU and no network.
+
+    Exit codes: 0: every logit of every request is equal; 1: not so, or something
+    failed; 2: wrong options; 130: interrupted.
     """
     errors = Console(stderr=True)
     options = DemoOptions(
