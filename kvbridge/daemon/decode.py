@@ -44,8 +44,6 @@ class DecodeNode(Node):
         super().__init__(config)
         timeouts = config.timeouts
         self._clients: dict[PeerAddress, PeerClient] = {}
-        self._lives: dict[PeerAddress, str] = {}
-        """The incarnation that welcomed us last at each address."""
         self._context: SocketContext | None = None
         self._identity: PeerIdentity | None = None
         self._settings = PeerSettings()
@@ -119,7 +117,7 @@ class DecodeNode(Node):
             on_undelivered=lambda _peer, message, age_s: self._on_undelivered(address, message, age_s),
             on_refused=self.frame_refused,
             on_resent=self.metrics.resent,
-            on_reset=lambda incarnation: self._on_reset(address, incarnation),
+            on_reset=lambda _incarnation: self._prefill.restarted(address),
         )
         client = PeerClient(self._identity, callbacks, context=self._context, settings=self._settings)
         client.connect(address.endpoint, address.public_key)
@@ -159,7 +157,6 @@ class DecodeNode(Node):
     def _on_message(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
         match message:
             case Welcome():
-                self._lives[address] = message.incarnation
                 self._prefill.welcome(address, message)
             case Rejected():
                 self._prefill.rejected(address, message)
@@ -179,14 +176,6 @@ class DecodeNode(Node):
         if address in self._clients:
             why = f"a {message.type} of {age_s:.1f} s ago was never acknowledged (limit: timeouts.control_delivery_s)"
             self._lose(address, why)
-
-    def _on_reset(self, address: PeerAddress, incarnation: str) -> None:
-        """Another life answers at a known address, or the same one has forgotten us: what we had with it is over."""
-        before = self._lives.pop(address, "")
-        if before and before != incarnation:
-            self._receiver.peer_gone(before, f"it was restarted (now {incarnation})", proof=True)
-        self._prefill.lost(address, "it has forgotten us" if before == incarnation else "it was restarted")
-        self._prefill.met(address)
 
     def peer_status(self) -> list[dict[str, object]]:
         """For `/status`."""
