@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
 from kvbridge.daemon.memory import file_prefix
 from kvbridge.http.problems import error_of
 from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY, remove_stale
-from kvbridge.service.ports import AdmissionRequest, PairRequest, RoomReport, Ticket
+from kvbridge.service.ports import AdmissionRequest, PairRequest, Readiness, RoomReport, Ticket
 
 START_S = 60.0
 CALL_S = 20.0
@@ -91,12 +92,13 @@ class DaemonProcess(ChildProcess):
         if endpoint is None:
             return False
         try:
-            response = httpx.get(f"{endpoint.http_url}/ready", timeout=CALL_S, trust_env=False)
+            response = _client().get(f"{endpoint.http_url}/ready")
         except httpx.HTTPError as error:
             self._last_answer = str(error) or type(error).__name__
             return False
         self._last_answer = response.text
-        return response.status_code == httpx.codes.OK
+        # Bootstrap always lets nodes come; it has something to pair once it gives no reason why not.
+        return response.is_success and not Readiness.model_validate_json(response.content).reasons
 
     def worker_errors(self) -> list[str]:
         """Why its rank workers do not work, of those that said so or ended. Raises PeerError, DeadlineError."""
@@ -241,6 +243,12 @@ def transport_section(transport: str) -> Section:
     return section
 
 
+@cache
+def _client() -> httpx.Client:
+    """One client for all daemons of this process: to make one costs tens of milliseconds, for certificates."""
+    return httpx.Client(timeout=CALL_S, trust_env=False)
+
+
 def ask(
     method: str, url: str, *, body: AdmissionRequest | PairRequest | None = None, params: dict[str, Any] | None = None
 ) -> httpx.Response:
@@ -248,9 +256,7 @@ def ask(
     content = None if body is None else body.model_dump_json()
     headers = {} if body is None else {"Content-Type": "application/json"}
     try:
-        response = httpx.request(
-            method, url, content=content, headers=headers, params=params, timeout=CALL_S, trust_env=False
-        )
+        response = _client().request(method, url, content=content, headers=headers, params=params)
     except httpx.TimeoutException as error:
         raise DeadlineError(f"{method} {url} was not answered within {CALL_S:g} s") from error
     except httpx.HTTPError as error:

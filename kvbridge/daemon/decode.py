@@ -137,7 +137,7 @@ class DecodeNode(Node):
     def watch_peers(self) -> None:
         """Send heartbeats and look for silent prefill nodes."""
         limit_s = self.config.timeouts.peer_silence_s
-        self._prefill.seek_lost()
+        self._prefill.seek_lost(self._receiver.awaited_peers())
         for address in self._prefill.addresses():
             client = self._clients[address]
             if client.peer and client.last_heard_s() > limit_s:

@@ -9,7 +9,7 @@ checked in full before any worker sees them, so that no address is ever computed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -328,10 +328,16 @@ class PrefillNodes:
         elif address in self._lost:
             self._greet(address)
 
-    def seek_lost(self) -> None:
-        """Greet every address again from which a node vanished without proof; call it now and then."""
-        for address in list(self._lost):
-            if address not in self._known:
+    def seek_lost(self, awaited: Collection[str]) -> None:
+        """Greet every address again from which one of `awaited` vanished without proof; call it now and then.
+
+        `awaited` are the incarnations whose end some room still waits to see proved; the others are forgotten.
+        """
+        for address, lost in list(self._lost.items()):
+            self._lost[address] = {peer: name for peer, name in lost.items() if peer in awaited}
+            if not self._lost[address]:
+                del self._lost[address]
+            elif address not in self._known:
                 self._greet(address)
 
     def refresh(self) -> None:

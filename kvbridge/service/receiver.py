@@ -267,6 +267,10 @@ class ReceiverService:
 
     # ------------------------------------------------------------------ peers
 
+    def awaited_peers(self) -> set[str]:
+        """Incarnations of prefill nodes that vanished while some room still waits for the proof that they are quiet."""
+        return {writer.node.peer for room in self.rooms if room.awaits_writers for writer in room.loud if writer.gone}
+
     def nodes_changed(self) -> None:
         """A prefill node welcomed or rejected us, or vanished: look at every room that still waits for one."""
         for room in self.rooms:

@@ -148,7 +148,7 @@ class RoomsMachine(RuleBasedStateMachine):
 
     @rule()
     def decode_seeks_prefill(self):
-        self.world.decode_nodes.seek_lost()
+        self.world.decode_nodes.seek_lost(self.world.receiver.awaited_peers())
 
     @precondition(lambda self: self.disasters)
     @rule()
@@ -232,7 +232,7 @@ class RoomsMachine(RuleBasedStateMachine):
                 assert rooms.find(*owner) is not None, f"{owner} is booked and forgotten"
         for _ in range(4):
             world.settle()
-            world.decode_nodes.seek_lost()
+            world.decode_nodes.seek_lost(world.receiver.awaited_peers())
             world.settle()
             world.everybody_lets_go()
         assert [room for room in world.prefill.service.rooms if not room.over] == []

@@ -291,8 +291,8 @@ def test_only_a_successor_of_the_same_name_proves_the_end(how, incarnation, node
     side.meet()
     if how == "lost":
         side.nodes.lost(ADDRESS, "silent")
-        side.nodes.seek_lost()
-        side.nodes.seek_lost()
+        side.nodes.seek_lost({PREFILL})
+        side.nodes.seek_lost({PREFILL})
     else:
         side.nodes.restarted(ADDRESS)
     assert side.hellos == 2
@@ -318,7 +318,7 @@ def test_a_node_that_is_never_found_again_is_sought_for_as_long_as_it_takes():
     side.meet()
     for round_number in range(2, 5):
         side.nodes.lost(ADDRESS, "silent")
-        side.nodes.seek_lost()
+        side.nodes.seek_lost({PREFILL})
         assert side.hellos == round_number
     side.welcome()
     side.nodes.lost(ADDRESS, "silent")
@@ -330,13 +330,24 @@ def test_a_node_that_is_never_found_again_is_sought_for_as_long_as_it_takes():
     assert side.nodes._lost == {ADDRESS: {NEXT_LIFE: "prefill/p0"}}
 
 
+def test_a_lost_node_that_no_room_waits_for_is_forgotten():
+    side = DecodeSide()
+    side.meet()
+    side.nodes.lost(ADDRESS, "silent")
+    side.nodes.seek_lost(set())
+    assert side.hellos == 1
+    assert side.nodes._lost == {}
+    side.nodes.seek_lost({PREFILL})
+    assert side.hellos == 1
+
+
 def test_nothing_is_said_to_addresses_that_nobody_knows():
     side = DecodeSide()
     side.welcome(address=OTHER_ADDRESS)
     side.nodes.rejected(OTHER_ADDRESS, Rejected(code="x", message="y"))
     side.nodes.lost(OTHER_ADDRESS, "silent")
     side.nodes.restarted(OTHER_ADDRESS)
-    side.nodes.seek_lost()
+    side.nodes.seek_lost({PREFILL})
     assert (side.messages, side.changes, side.gone) == ([], 0, [])
 
 
