@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvbridge.config.transports import MooncakeSettings, NixlSettings, TransportName, TransportSettings
@@ -57,7 +58,7 @@ class Case:
     waits: bool = True
     """Whether a chunk has arrived before the next is computed."""
     longest_run: int = 1
-    """Most neighbouring page ids in a row, on each side."""
+    """Most neighbouring page ids in a row, on both sides."""
 
     def __str__(self) -> str:
         words = [f"{self.tokens}"]
@@ -270,35 +271,57 @@ def _end(process: DestinationProcess, workers: Sequence[WorkerThread]) -> None:
 
 
 def draw_tables(setting: Setting, case: Case, random: np.random.Generator) -> tuple[Tables, Tables]:
-    """Draw the source's and the destination's tables so that no two of them have the same id at the same place."""
+    """Draw the source's and the destination's tables so that no two of them have the same id at the same place.
+
+    Neighbouring ids come at the same places in all tables, so that runs of them are runs on both sides.
+    """
     forms = (setting.source_form, setting.destination_form)
     wanted = [
         (form.pages[space], side, space, count)
         for side, form in enumerate(forms)
         for space, count in pages_needed(setting.geometry, tokens=case.tokens, host=form.host).items()
     ]
-    drawn: list[PageIdArray] = []
-    tables: tuple[Tables, Tables] = ({}, {})
-    for page_count, side, space, count in sorted(wanted):  # the small pools first, while they still have a choice
-        ids = _unlike(drawn, count, page_count, case.longest_run, random)
-        drawn.append(ids)
-        first = first_window_page(setting.geometry, case.tokens) if space is IndexSpace.SWA else 0
-        tables[side][space] = PageTable(space, ids, first)
-    return tables
+    wanted.sort()  # the small pools first, while they still have a choice
+    for _ in range(1000):
+        lengths = random.integers(1, case.longest_run + 1, max(count for *_, count in wanted))
+        drawn: list[PageIdArray] = []
+        for page_count, _, _, count in wanted:
+            drawn.append(_unlike(drawn, count, page_count, lengths, random))
+            if len(drawn[-1]) < count:
+                break
+        else:
+            tables: tuple[Tables, Tables] = ({}, {})
+            for ids, (_, side, space, _) in zip(drawn, wanted, strict=True):
+                first = first_window_page(setting.geometry, case.tokens) if space is IndexSpace.SWA else 0
+                tables[side][space] = PageTable(space, ids, first)
+            return tables
+    raise AssertionError(f"found no page ids for {case} that differ everywhere; the pools are too small for it")
 
 
 def _unlike(
-    others: Sequence[PageIdArray], count: int, page_count: int, longest_run: int, random: np.random.Generator
+    others: Sequence[PageIdArray],
+    count: int,
+    page_count: int,
+    lengths: npt.NDArray[np.int64],
+    random: np.random.Generator,
 ) -> PageIdArray:
-    for _ in range(10_000):
-        ids = _shuffled_runs(page_count, longest_run, random)[:count]
+    """Draw `count` ids that differ from the others' at every place; too few when none were found."""
+    for _ in range(50):
+        ids = _runs(count, page_count, lengths, random)
         if not any((ids[: len(other)] == other[:count]).any() for other in others):
             return ids
-    raise AssertionError(f"no {count} of {page_count} page ids differ everywhere from those of {len(others)} tables")
+    return np.empty(0, dtype=np.int32)
 
 
-def _shuffled_runs(page_count: int, longest_run: int, random: np.random.Generator) -> PageIdArray:
-    """All ids in runs of 1 to `longest_run` ascending neighbours, the runs in random order."""
-    lengths = random.integers(1, longest_run + 1, page_count)
-    runs = np.split(np.arange(page_count, dtype=np.int32), np.cumsum(lengths)[np.cumsum(lengths) < page_count])
-    return np.concatenate([runs[index] for index in random.permutation(len(runs))])
+def _runs(count: int, page_count: int, lengths: npt.NDArray[np.int64], random: np.random.Generator) -> PageIdArray:
+    """Ids in runs of these lengths, the runs in random order with the pages that are left over between them."""
+    ends = np.cumsum(lengths)
+    places = np.split(np.arange(count), ends[ends < count])
+    places += [np.empty(0, dtype=np.int64)] * (page_count - count)
+    ids = np.empty(count, dtype=np.int32)
+    free = 0
+    for index in random.permutation(len(places)):
+        run = places[index]
+        ids[run] = np.arange(free, free + len(run))
+        free += max(1, len(run))
+    return ids

@@ -51,30 +51,32 @@ def test_cuts_and_prefixes_at_the_borders(link: Crossing, tokens: int, stops: tu
     link.deliver(Case(tokens, stops, prefix))
 
 
-# Extents of a few pages, so that runs of neighbouring ids cross their borders: 16 C4 pages and one ring a device extent,
-# four C4 pages a host extent (two of all layers with page_first), and for some several files.
-SMALL_DEVICE = Chunking(extent_bytes=600_000)
+# Extents of so few pages that runs of neighbouring ids cross their borders: one ring, three window pages, 14 C4 pages on a
+# device, four C4 pages in the host pool (two of all layers with page_first); or several files.
+ROOMY_DEVICE = ON_DEVICE | {IndexSpace.FULL: 24}
+SMALL_DEVICE = Chunking(extent_bytes=524_288)
+ROOMY = Form(ROOMY_DEVICE | {IndexSpace.HOST: 25}, host=C4_KV)
 FORMS = {
-    "small_extents": replace(DESTINATION, chunking=SMALL_DEVICE, host_chunking=Chunking(extent_bytes=4 * 37_440)),
-    "page_first": replace(DESTINATION, layout=HostLayout.PAGE_FIRST),
+    "small_extents": replace(ROOMY, chunking=SMALL_DEVICE, host_chunking=Chunking(extent_bytes=4 * 37_440)),
+    "page_first": replace(ROOMY, layout=HostLayout.PAGE_FIRST),
     "page_first_small_extents": replace(
-        DESTINATION, layout=HostLayout.PAGE_FIRST, host_chunking=Chunking(extent_bytes=2 * 21 * 37_440)
+        ROOMY, layout=HostLayout.PAGE_FIRST, host_chunking=Chunking(extent_bytes=2 * 21 * 37_440)
     ),
     "page_first_direct_files": replace(
-        DESTINATION,
+        ROOMY,
         layout=HostLayout.PAGE_FIRST_DIRECT,
-        chunking=Chunking(mapping_bytes=5 << 20),
-        host_chunking=Chunking(mapping_bytes=3 << 20),
+        chunking=Chunking(mapping_bytes=600_000),
+        host_chunking=Chunking(mapping_bytes=5 << 20),
     ),
-    "device_only": Form(ON_DEVICE),
-    "device_only_small_extents": Form(ON_DEVICE, chunking=SMALL_DEVICE),
+    "device_only": Form(ROOMY_DEVICE),
+    "device_only_small_extents": Form(ROOMY_DEVICE, chunking=SMALL_DEVICE),
 }
-SMALL_SOURCE = replace(SOURCE, chunking=Chunking(extent_bytes=4 * 149_760))
+SMALL_SOURCE = Form(ROOMY_DEVICE, chunking=SMALL_DEVICE)
 
 
 @pytest.mark.parametrize(
     "case",
-    [Case(1793, (300, 1500), longest_run=5), Case(1282, (1030,), prefix=256, waits=False, longest_run=9)],
+    [Case(4354, (300, 1500), longest_run=9), Case(3330, (1030,), prefix=256, waits=False, longest_run=6)],
     ids=str,
 )
 @pytest.mark.parametrize(

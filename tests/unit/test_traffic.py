@@ -20,9 +20,7 @@ def send(order: int) -> Send:
 
 def sample(metrics: Metrics, name: str) -> float:
     metrics.render()
-    return sum(
-        found.value for family in metrics.registry.collect() for found in family.samples if found.name == name
-    )
+    return sum(found.value for family in metrics.registry.collect() for found in family.samples if found.name == name)
 
 
 def test_overlapping_orders_count_the_time_once() -> None:
