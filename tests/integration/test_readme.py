@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.cluster import clean_environment, cluster
+from tests.helpers.cluster import cluster
 
 README = Path(__file__).parents[2] / "README.md"
 PROMPT_TOKENS = "1000"
@@ -21,7 +21,7 @@ def test_the_example_moves_a_request(tmp_path: Path) -> None:
 
         def engine(role: str, runtime_dir: Path) -> subprocess.Popen[str]:
             command = [sys.executable, str(example), role, str(runtime_dir), room, PROMPT_TOKENS]
-            return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment())
+            return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
         with (
             engine("prefill", running.prefill.runtime_dir) as prefill,
