@@ -397,6 +397,7 @@ class Node(ABC):
             geometry=self.geometry,
             ranks=ranks,
             layers={str(rank): self.layout.parts[rank].layers for rank in ranks},
+            pp_size=self.config.parallelism.pp_size,
             tp_size=self.config.parallelism.tp_size,
             device={str(rank): self.memory.device.get(rank, ()) for rank in ranks},
             host=self.memory.host,

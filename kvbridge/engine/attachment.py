@@ -18,6 +18,8 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import Attach, Attached, RoomEvent
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.views import PoolViews
+from kvbridge.pool.adopted_pool import AdoptedPool
+from kvbridge.pool.layout import RankPart
 from kvbridge.pool.sharing import MappedRegions
 
 DEFAULT_CALL_TIMEOUT_S = 10.0
@@ -79,6 +81,7 @@ def attach(
     link = EngineLink(Path(runtime_dir), name=f"engine-{os.getpid()}-{secrets.token_hex(4)}", timeout_s=call_timeout_s)
     try:
         answer = link.call(Attach(call=link.number(), role=role, ranks=tuple(ranks), pid=os.getpid()), Attached)
+        brought = {rank: _adopted_regions(answer, rank, given) for rank, given in (adopted or {}).items()}
         devices = [region for rank in answer.ranks for region in answer.device.get(str(rank), ())]
         mapped = MappedRegions((*answer.host, *devices))
     except BaseException:
@@ -89,5 +92,12 @@ def attach(
     views = {}
     for rank in answer.ranks:
         owned = tuple(islice(left, len(answer.device.get(str(rank), ()))))
-        views[rank] = PoolViews(answer.geometry, owned + tuple((adopted or {}).get(rank, ())) + host)
+        views[rank] = PoolViews(answer.geometry, owned + brought.get(rank, ()) + host)
     return Attachment(link, answer, mapped, views)
+
+
+def _adopted_regions(answer: Attached, rank: Rank, given: Sequence[Region]) -> tuple[Region, ...]:
+    """Check an adopted rank's memory here as well as in its worker, so that the caller hears what is wrong with it."""
+    part = RankPart(rank=rank, pp_size=answer.pp_size, tp_size=answer.tp_size, layers=answer.layers[str(rank)])
+    on_host = {shared.region.component for shared in answer.host}
+    return AdoptedPool(answer.geometry, part, given, exclude=on_host).regions()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvbridge.core.errors import RoomFailedError
+from kvbridge.core.errors import InvalidInputError, RoomFailedError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
@@ -218,6 +218,9 @@ def test_engines_bring_their_own_memory_and_page_ids() -> None:
     ):
         for daemon in (running.prefill, running.decode):
             daemon.endpoint()
+        lacking = {rank: regions[:-1] for rank, regions in theirs.regions.items()}
+        with pytest.raises(InvalidInputError, match="no memory for"):
+            PrefillEngine.adopt(running.prefill.runtime_dir, lacking)
         sender = engines.enter_context(PrefillEngine.adopt(running.prefill.runtime_dir, theirs.regions))
         reader = engines.enter_context(DecodeEngine.adopt(running.decode.runtime_dir, ours.regions))
         canvas = engines.enter_context(

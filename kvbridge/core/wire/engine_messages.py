@@ -150,6 +150,7 @@ class Attached(Answer):
     ranks: tuple[Rank, ...]
     layers: dict[str, tuple[int, ...]]
     """The global layer ids of each rank, keyed by `str(rank)`."""
+    pp_size: Positive
     tp_size: Positive
     device: dict[str, tuple[SharedRegion, ...]] = Field(default_factory=dict)
     """The device regions of each rank, keyed by `str(rank)`; missing for adopted ranks."""

@@ -59,7 +59,9 @@ class Door:
     def describe(self, call: int, ranks) -> Attached:
         if not self.ready:
             raise NotReadyError("memory is being created", retry_after_s=7)
-        return Attached(call=call, instance="i", incarnation="x", geometry=GEOMETRY, ranks=ranks, layers={}, tp_size=1)
+        return Attached(
+            call=call, instance="i", incarnation="x", geometry=GEOMETRY, ranks=ranks, layers={}, pp_size=1, tp_size=1
+        )
 
     def call(self, message, engine: str = "engine"):
         self.door.handle(engine, message)
