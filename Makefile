@@ -36,6 +36,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/contract
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -103,7 +103,7 @@ def transport_settings(name: str) -> TransportSettings:
     """One backend, over loopback; nixl with operations that have to be cut."""
     return TransportSettings(
         order=(TransportName(name),),
-        mooncake=MooncakeSettings(connect_timeout_s=10),
+        mooncake=MooncakeSettings(),  # those of the daemons: the library takes one set of timeouts in a process
         nixl=NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=10, max_operation_bytes=200_000),
     )
 
