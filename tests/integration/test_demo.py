@@ -27,6 +27,14 @@ def scratch(tmp_path, monkeypatch):
         yield Path(short)
 
 
+@pytest.fixture(autouse=True)
+def interrupts_heeded():
+    """A shell that runs tests in the background has them ignore Ctrl-C, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def demo(*arguments: str, **more) -> subprocess.Popen:
     command = [sys.executable, "-m", "kvbridge", "demo", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
