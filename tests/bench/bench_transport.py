@@ -59,7 +59,7 @@ class Bed:
 
 
 def run(
-    *, backends: tuple[str, ...] = tuple(LIBRARIES), total_bytes: int = 128 * MIB, turns: int = 5
+    *, backends: tuple[str, ...] = tuple(LIBRARIES), total_bytes: int = 256 * MIB, turns: int = 7
 ) -> dict[str, Any]:
     """Measure and return {"turns", "cpu_count", "cases": [{backend, operation_bytes, operations, gb_s: {way: [...]}, ...}]}."""
     cases = []
@@ -238,8 +238,8 @@ def main() -> None:
     """Print a table, or with --json the whole result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backends", nargs="*", choices=[[], *LIBRARIES], default=[])
-    parser.add_argument("--mib", type=int, default=128)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     backends = tuple(arguments.backends) or tuple(LIBRARIES)
