@@ -45,8 +45,6 @@ class DaemonTimeouts(FrozenModel):
     """After Abort: the peer answers Drained, else pages are quarantined."""
     claim_s: Seconds = 120.0
     """A committed room waits for the decode engine to claim it."""
-    engine_call_s: Seconds = 10.0
-    """One call between an engine and its daemon."""
     room_keep_s: Seconds = 300.0
     """A final room is remembered so long, for reports and to recognise stale messages."""
     bootstrap_call_s: Seconds = 5.0

@@ -18,11 +18,11 @@ class MetricsObserver:
         """Something from outside was refused."""
         self._metrics.admission_refused(reason)
 
-    def room(self, role: Role, state: RoomState) -> None:
-        """A room came into a state."""
+    def room(self, role: Role, state: RoomState, code: str) -> None:
+        """A room came into a state; `code` is that of its first cause, empty while there is none."""
         del role
         if state.final:
-            self._metrics.room_ended(state.value, "")
+            self._metrics.room_ended(state.value, code)
 
     def sent(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
         """A rank has sent its part of a room."""

@@ -47,7 +47,7 @@ class EngineLink:
             if received is None:
                 raise DeadlineError(
                     f"the daemon did not answer '{type(message).__name__}' within {self._timeout_s} s "
-                    "(timeouts.engine_call_s); is it running, and is this its runtime directory?"
+                    "(call_timeout_s); is it running, and is this its runtime directory?"
                 )
             if isinstance(received, RoomEvent):
                 self._events.append(received)

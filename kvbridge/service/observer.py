@@ -15,8 +15,8 @@ class Observer(Protocol):
     def refused(self, reason: str) -> None:
         """Something from outside was refused; `reason` is one of a small set of words."""
 
-    def room(self, role: Role, state: RoomState) -> None:
-        """A room came into a state."""
+    def room(self, role: Role, state: RoomState, code: str) -> None:
+        """A room came into a state; `code` is that of its first cause, empty while there is none."""
 
     def sent(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
         """A rank has sent its part of a room."""

@@ -111,7 +111,7 @@ class ReceiverDriver:
         """Wake who waits for the room, and count a state that users see for the first time."""
         state = self._rooms.changed(room)
         if state is not None:
-            self._ports.observer.room(Role.DECODE, state)
+            self._ports.observer.room(Role.DECODE, state, room.reason_code)
 
     def tell_engine(self, room: ReceiverRoom) -> None:
         """Tell every engine where the room stands."""

@@ -91,7 +91,7 @@ class SenderDriver:
         """Wake who waits for the room, and count a state that users see for the first time."""
         state = self._rooms.changed(room)
         if state is not None:
-            self._ports.observer.room(Role.PREFILL, state)
+            self._ports.observer.room(Role.PREFILL, state, room.reason_code)
 
     def _tell(self, room: SenderRoom, message: PeerMessage) -> None:
         if room.peer:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from kvbridge.config.transports import LocalSettings
 from kvbridge.core.clock import Clock, monotonic
@@ -26,6 +26,7 @@ from kvbridge.core.ids import FrozenModel, MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport import extents
 from kvbridge.transport.base import Capabilities, Endpoint, Memory, Peer, Transfer, Transport
+from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.local_copier import Copier, CopyTransfer
 from kvbridge.transport.local_host import (
     FileIdentity,
@@ -133,7 +134,7 @@ class LocalTransport(Transport):
     def connect(self, endpoint: Endpoint) -> LocalPeer:
         """See `Transport.connect`. Refused as well when some of the peer's memory is not shared."""
         self._copier.require_open()
-        content = _parse(endpoint)
+        content = read_endpoint(endpoint, NAME, LocalEndpoint)
         if content.claim is None:
             raise TransportError(
                 "the peer has registered no shared memory, so the local transport cannot reach any of it"
@@ -195,16 +196,3 @@ class LocalTransport(Transport):
         if not isinstance(peer, LocalPeer) or peer not in self._peers:
             raise InvalidInputError(f"{peer!r} is not connected to this local transport; connect it first")
         return peer
-
-
-def _parse(endpoint: Endpoint) -> LocalEndpoint:
-    if endpoint.transport != NAME:
-        raise TransportError(f"an endpoint of transport '{endpoint.transport}' was given to local")
-    try:
-        return LocalEndpoint.model_validate_json(endpoint.data)
-    except ValidationError as error:
-        raise TransportError(
-            f"a peer's local endpoint cannot be read: {error.error_count()} errors, the first: "
-            f"{error.errors()[0]['msg']}; both "
-            "sides must run the same release"
-        ) from error

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
 from kvbridge.core.clock import Clock, monotonic
@@ -46,6 +46,7 @@ from kvbridge.core.ids import FrozenModel, Positive
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport import extents
 from kvbridge.transport.base import Capabilities, Endpoint, Memory, Peer, Transfer, Transport
+from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.mooncake_library import Library, create_library, memory_kinds, probe
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
 
@@ -211,7 +212,7 @@ class MooncakeTransport(Transport):
 
     def connect(self, endpoint: Endpoint) -> MooncakePeer:
         """See `Transport.connect`."""
-        content = _parse(endpoint)
+        content = read_endpoint(endpoint, NAME, MooncakeEndpoint)
         if content.protocol is not self._settings.protocol:
             raise TransportError(
                 f"peer {content.session} speaks mooncake over {content.protocol}, this process over "
@@ -286,15 +287,3 @@ class MooncakeTransport(Transport):
         if not isinstance(peer, MooncakePeer) or peer not in self._peers:
             raise InvalidInputError(f"{peer!r} is not connected to this mooncake transport; connect it first")
         return peer
-
-
-def _parse(endpoint: Endpoint) -> MooncakeEndpoint:
-    if endpoint.transport != NAME:
-        raise TransportError(f"an endpoint of transport '{endpoint.transport}' was given to mooncake")
-    try:
-        return MooncakeEndpoint.model_validate_json(endpoint.data)
-    except ValidationError as error:
-        raise TransportError(
-            f"a peer's mooncake endpoint cannot be read: {error.error_count()} errors, the first: "
-            f"{error.errors()[0]['msg']}; both sides must run the same release"
-        ) from error

@@ -34,7 +34,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from kvbridge.config.transports import NixlSettings
 from kvbridge.core.clock import Clock, monotonic
@@ -43,6 +43,7 @@ from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.transport import extents
 from kvbridge.transport.base import Capabilities, Endpoint, Memory, Peer, Transfer, TransferState, Transport
+from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.nixl_agent import Descriptors, NixlAgent, Side, UnclearPostError
 from kvbridge.transport.pump import Pump, PumpedTransfer
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
@@ -258,7 +259,7 @@ class NixlTransport(Transport):
 
     def connect(self, endpoint: Endpoint) -> NixlPeer:
         """See `Transport.connect`; a byte is read from the peer's memory, which finds a peer that does not answer."""
-        content = _parse(endpoint)
+        content = read_endpoint(endpoint, NAME, NixlEndpoint)
         if content.agent == self._agent.name:
             raise InvalidInputError("this is the transport's own endpoint; it cannot write to itself")
         name = self._agent.load_peer(content.metadata)
@@ -371,16 +372,3 @@ def _rows(memory: Sequence[Memory]) -> list[tuple[MemoryKind, Descriptors]]:
         if rows:
             found.append((kind, np.array(rows, dtype=np.uint64)))
     return found
-
-
-def _parse(endpoint: Endpoint) -> NixlEndpoint:
-    if endpoint.transport != NAME:
-        raise TransportError(f"an endpoint of transport '{endpoint.transport}' was given to nixl")
-    try:
-        return NixlEndpoint.model_validate_json(endpoint.data)
-    except ValidationError as error:
-        raise TransportError(
-            f"a peer's nixl endpoint cannot be read: {error.error_count()} errors, the first: "
-            f"{error.errors()[0]['msg']}; both "
-            "sides must run the same release"
-        ) from error

@@ -83,14 +83,16 @@ class CountingObserver:
     def __init__(self) -> None:
         self.refusals: Counter[str] = Counter()
         self.states: list[RoomState] = []
+        self.codes: list[str] = []
         self.sent_amounts: list[Amounts] = []
         self.received_amounts: list[Amounts] = []
 
     def refused(self, reason: str) -> None:
         self.refusals[reason] += 1
 
-    def room(self, role: Role, state: RoomState) -> None:
+    def room(self, role: Role, state: RoomState, code: str) -> None:
         self.states.append(state)
+        self.codes.append(code)
 
     def sent(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
         self.sent_amounts.append(amounts)

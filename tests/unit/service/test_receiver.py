@@ -414,6 +414,7 @@ def test_a_dead_worker_fails_what_is_not_committed(stage):
     admit(bench)
     bench.service.worker_gone(R0, "killed")
     assert bench.service.report(1).state is RoomState.FAILED
+    assert (bench.observer.states[-1], bench.observer.codes[-1]) == (RoomState.FAILED, "worker_gone")
     assert state(bench) is (ReceiverState.FAILING if stage == "offered" else ReceiverState.FAILED)
     assert bench.free == (14 if stage == "offered" else 16)
 
