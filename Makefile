@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready
 SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
+# The tests of the shared directory run against a real server.
+TEST_SERVERS := redis-server
 
-.PHONY: help setup system demo test check format bench clean
+.PHONY: help setup system servers demo test check format bench clean
 
 help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine"
@@ -22,7 +24,7 @@ $(READY): pyproject.toml | system
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,transformers,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,transformers,redis,plot,dev]'
 	touch $@
 
 # Mooncake's wheel is linked against libraries that pip cannot bring.
@@ -31,10 +33,13 @@ system:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || bash docker/system-libraries.sh python3-venv
 	@bash docker/system-libraries.sh $(SYSTEM_LIBRARIES)
 
+servers:
+	@bash docker/system-libraries.sh $(TEST_SERVERS)
+
 demo: $(READY)
 	$(BIN)/kvbridge demo
 
-test: $(READY)
+test: $(READY) | servers
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest tests/contract
 

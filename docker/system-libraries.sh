@@ -16,11 +16,11 @@ if [ "$(id -u)" -eq 0 ]; then
 elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
   as_root=(sudo -n)
 else
-  echo "kvbridge: Mooncake needs the system packages ${missing[*]}; ask an administrator to run: apt-get install -y ${missing[*]}" >&2
+  echo "kvbridge: this needs the system packages ${missing[*]}; ask an administrator to run: apt-get install -y ${missing[*]}" >&2
   exit 1
 fi
 if ! command -v apt-get >/dev/null; then
-  echo "kvbridge: Mooncake needs the libraries of Debian's ${missing[*]}; install your system's packages of them" >&2
+  echo "kvbridge: this needs what Debian calls ${missing[*]}; install your system's packages of them" >&2
   exit 1
 fi
 "${as_root[@]}" apt-get update -qq
