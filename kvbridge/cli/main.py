@@ -5,8 +5,9 @@ from __future__ import annotations
 import typer
 
 from kvbridge import __version__
-from kvbridge.cli import config, daemons
+from kvbridge.cli import config, daemons, keys
 from kvbridge.cli.demo import command as demo
+from kvbridge.cli.replay import command as replay
 
 app = typer.Typer(
     name="kvbridge",
@@ -18,7 +19,9 @@ app.command()(daemons.prefill)
 app.command()(daemons.decode)
 app.command()(daemons.bootstrap)
 app.command()(demo.demo)
+app.command()(replay.replay)
 app.add_typer(config.app)
+app.add_typer(keys.app)
 
 
 @app.command()

@@ -36,16 +36,23 @@ def read_document(path: Path) -> Document:
         if root is None:
             return Document({}, {})
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}: expected a mapping of keys at the top, got {text[:40]!r}")
+            raise ConfigError(f"{path}: expected a mapping of keys at the top, got something else")
         lines: dict[KeyPath, int] = {}
         _collect(root, (), lines, path)
         return Document(loader.construct_document(root), lines)
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {what_is_wrong(error)}") from None
     finally:
         loader.dispose()
+
+
+def what_is_wrong(error: Exception) -> str:
+    """Say what a YAML error says, without the text around it: that may be a secret."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+    return f"{where}{getattr(error, 'problem', None) or 'a value cannot be read'}"
 
 
 def _collect(node: yaml.MappingNode, above: KeyPath, lines: dict[KeyPath, int], path: Path) -> None:

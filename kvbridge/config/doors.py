@@ -19,8 +19,11 @@ from kvbridge.core.ids import FrozenModel, Positive
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 HttpUrl = Annotated[str, Field(pattern=r"^(|https?://[^/\s]+/?)$", max_length=500)]
-CurveKey = Annotated[str, Field(pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}$")]
+_CURVE_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+CurveKey = Annotated[str, Field(pattern=f"^{_CURVE_KEY.pattern}$")]
 """A CURVE key in Z85: 40 characters."""
+AllowedKey = Annotated[str, Field(pattern=f"^{_CURVE_KEY.pattern}( +[A-Za-z0-9][A-Za-z0-9._-]{{0,99}})?$")]
+"""A CURVE public key and, where it is good for one instance only, that instance's name."""
 
 _WILDCARDS = {"0.0.0.0", "::", "*", ""}  # noqa: S104 - recognised here, not bound
 
@@ -48,13 +51,17 @@ class CurveConfig(FrozenModel):
     """File with our CURVE secret key, 40 characters of Z85."""
     public_key: CurveKey | None = None
     """Our public key; null: derived from the secret key."""
-    allowed_public_keys: tuple[CurveKey, ...] = ()
-    """Public keys of the peers that may connect; holders of our own key pair always may."""
+    allowed_public_keys: tuple[AllowedKey, ...] = ()
+    """Public keys of the peers that may connect, each alone or as "KEY INSTANCE"; holders of our own key pair always may."""
+    allowed_keys_file: Path | None = None
+    """File with more of them, one a line; read again when it has changed."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.secret_key_file is None and (self.public_key or self.allowed_public_keys):
+        if self.secret_key_file is None and (self.public_key or self.allowed_public_keys or self.allowed_keys_file):
             raise ValueError("public keys are of no use without secret_key_file")
+        if self.secret_key_file is not None and _CURVE_KEY.fullmatch(str(self.secret_key_file)):
+            raise ValueError("secret_key_file holds a key itself, expected the path of the file that the key is in")
         return self
 
 
@@ -116,6 +123,10 @@ class HttpConfig(FrozenModel):
     """Whether /metrics may be read without the token."""
     max_body_bytes: Positive = 1 << 20
     """Longest request body."""
+    max_request_s: Seconds = 10.0
+    """A request that has not arrived whole after so long is cut off, connection and all."""
+    max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 2048
+    """Connections at once; one more is closed at once. Each takes a file descriptor of the process."""
     max_wait_s: Seconds = 60.0
     """Longest `?wait=` that is served."""
 

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
-from kvbridge.config.documents import KeyPath, read_document
+from kvbridge.config.documents import KeyPath, read_document, what_is_wrong
 from kvbridge.config.mistakes import describe, unknown_key
 from kvbridge.core.errors import ConfigError
 
@@ -26,6 +26,7 @@ ENVIRONMENT_PREFIX = "KVBRIDGE_"
 RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG"})
 """Variables with the prefix that are no settings: the command line's own."""
 
+_DOTTED_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -138,12 +139,13 @@ def _add_overrides(layers: _Layers, overrides: Iterable[str]) -> list[str]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
-            mistakes.append(f"flag --set {override}: expected KEY=VALUE with a dotted key, as http.port=0")
+            shown = override if _DOTTED_KEY.fullmatch(override) else "(not shown)"
+            mistakes.append(f"flag --set {shown}: expected KEY=VALUE with a dotted key, as http.port=0")
             continue
         try:
             value = yaml.safe_load(text) if text else ""
         except yaml.YAMLError as error:
-            mistakes.append(f"flag --set {key}: the value is not valid YAML: {error}")
+            mistakes.append(f"flag --set {key}: the value is not valid YAML: {what_is_wrong(error)}")
             continue
         layers.add_at(tuple(key.split(".")), value, f"flag --set {key}")
     return mistakes
@@ -165,8 +167,12 @@ def read_secret(secret: SecretStr | None, file: Path | None, *, key: str) -> str
         return ""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: cannot read {file}: {error}") from error
+    except OSError as error:
+        # A name without a directory may be the secret itself, put where its file belongs.
+        shown = file if len(file.parts) > 1 else "the file named there (not shown: it has no directory)"
+        raise ConfigError(f"{key}: cannot read {shown}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key}: {file} is not UTF-8 text") from None
     if not lines or not lines[0].strip():
         raise ConfigError(f"{key}: the first line of {file} is empty, expected the secret")
     return lines[0].strip()

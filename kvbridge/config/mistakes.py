@@ -7,6 +7,7 @@ Must not know: how sources are read.
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Mapping
 
@@ -15,6 +16,9 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from kvbridge.config.documents import KeyPath
 
 LONGEST_VALUE = 80
+_SOUNDS_SECRET = re.compile(r"token|secret|key|passw|credential", re.IGNORECASE)
+"""Keys whose value may be a secret, or one that was put into the wrong place: it is not shown."""
+_COUNTS_TOKENS = re.compile(r"tokens(_per_\w+)?$", re.IGNORECASE)
 
 
 def describe(error: ValidationError, kind: type[BaseModel], origins: Mapping[KeyPath, str]) -> list[str]:
@@ -62,6 +66,8 @@ def _value(value: object, kind: type[BaseModel], path: KeyPath) -> str:
 
 
 def _is_secret(kind: type[BaseModel], path: KeyPath) -> bool:
+    if any(_SOUNDS_SECRET.search(key) and not _COUNTS_TOKENS.search(key) for key in path):
+        return True
     section: type[BaseModel] | None = kind
     for key in path:
         if section is None or key not in section.model_fields:

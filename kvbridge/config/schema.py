@@ -12,15 +12,17 @@ from typing import Annotated, Self
 
 from pydantic import Field, SecretStr, model_validator
 
+from kvbridge.config.admission import AdmissionConfig
+from kvbridge.config.directory import DirectoryConfig
 from kvbridge.config.doors import (
     BootstrapLinkConfig,
     ControlConfig,
     HttpConfig,
-    Seconds,
     TelemetryConfig,
     is_loopback,
     is_wildcard,
 )
+from kvbridge.config.integrity import IntegrityConfig
 from kvbridge.config.pools import DecodePools, ModelConfig, ParallelismConfig, PrefillPools
 from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
 from kvbridge.config.transports import TransportSettings
@@ -53,6 +55,7 @@ class DaemonConfig(FrozenModel):
     control: ControlConfig = ControlConfig()
     http: HttpConfig = HttpConfig()
     bootstrap: BootstrapLinkConfig = BootstrapLinkConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     timeouts: DaemonTimeouts = DaemonTimeouts()
     telemetry: TelemetryConfig = TelemetryConfig()
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
@@ -83,13 +86,7 @@ class DecodeConfig(DaemonConfig):
     """A decode daemon."""
 
     pools: DecodePools
-
-
-class DirectoryConfig(FrozenModel):
-    """How long a silent daemon stays in the directory."""
-
-    expire_after_s: Seconds = 8.0
-    """A daemon whose last heartbeat is older is taken off; give it four heartbeat intervals."""
+    integrity: IntegrityConfig = IntegrityConfig()
 
 
 class PairingConfig(FrozenModel):
@@ -130,9 +127,20 @@ class BootstrapConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check_doors(self) -> Self:
-        if problems := _open_http(self.http, insecure=self.insecure):
+        problems = [
+            *_open_http(self.http, insecure=self.insecure),
+            *_open_redis(self.directory, insecure=self.insecure),
+        ]
+        if problems:
             raise ValueError("\n".join(problems))
         return self
+
+
+def _open_redis(directory: DirectoryConfig, *, insecure: bool) -> list[str]:
+    if insecure or not directory.open_redis:
+        return []
+    remedy = "set directory.redis_password_file, use a Redis on this machine, or set insecure"
+    return [f"directory.redis_url names {directory.open_redis}, which others can reach, without a password: {remedy}"]
 
 
 def _open_http(http: HttpConfig, *, insecure: bool) -> list[str]:

@@ -26,7 +26,7 @@ class DaemonTimeouts(FrozenModel):
     control_delivery_s: Seconds = 30.0
     """A control message that nobody acknowledged for so long has failed."""
     control_heartbeat_s: Seconds = 2.0
-    """Interval of the heartbeats between nodes."""
+    """Interval of the heartbeats between nodes; a connection that is gone for so long is a lost peer."""
     peer_silence_s: Seconds = 10.0
     """A peer node that says nothing for so long is taken for lost."""
     meet_s: Seconds = 10.0
@@ -42,7 +42,11 @@ class DaemonTimeouts(FrozenModel):
     transfer_s: Seconds = 60.0
     """One submitted section, from submission to its end."""
     drain_s: Seconds = 60.0
-    """After Abort: the peer answers Drained, else pages are quarantined."""
+    """After Abort: the peer answers Drained, or else is shut out; its pages are quarantined until then."""
+    fence_s: Seconds = 30.0
+    """Decode: before writers that gave no proof are shut out, other rooms that are being written may end within this."""
+    verify_s: Seconds = 60.0
+    """Decode: the digests of a room that has arrived are computed (integrity.digest)."""
     claim_s: Seconds = 120.0
     """A committed room waits for the decode engine to claim it."""
     room_keep_s: Seconds = 300.0
@@ -79,6 +83,8 @@ class BootstrapTimeouts(FrozenModel):
     """One daemon reports on a room."""
     pair_s: Seconds = 20.0
     """All of pairing one request, every candidate together."""
+    store_s: Seconds = 1.0
+    """One call to the store of the directory, when that is Redis."""
     ticket_s: Seconds = 60.0
     """How long a ticket can be used; the shorter one of this and the daemons' `timeouts.offer_s` counts."""
     room_keep_s: Seconds = 600.0
@@ -90,6 +96,8 @@ class BootstrapTimeouts(FrozenModel):
     def _check(self) -> Self:
         if self.reserve_s > self.pair_s:
             raise ValueError(f"reserve_s ({self.reserve_s:g} s) must not exceed pair_s ({self.pair_s:g} s)")
+        if self.store_s > self.pair_s:
+            raise ValueError(f"store_s ({self.store_s:g} s) must not exceed pair_s ({self.pair_s:g} s)")
         if self.pair_s >= self.room_keep_s:
             raise ValueError(
                 f"pair_s ({self.pair_s:g} s) must be shorter than room_keep_s ({self.room_keep_s:g} s): "

@@ -14,7 +14,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from kvbridge.core.ids import FrozenModel, NonNegative
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 
 MIB = 1 << 20
 
@@ -159,6 +159,8 @@ class FaultySettings(FrozenModel):
     """Deliver everything and never say so: at its deadline the transfer fails, not quiet, since nobody can know."""
     late_delivery_s: Annotated[float, Field(ge=0, le=3600)] | None = None
     """Report each transfer as failed and not quiet at once, and deliver it so much later, unless closed before."""
+    flip_bit_in_operation: Positive | None = None
+    """Change one bit of the first byte of this operation (1 is the first, counted over the transport's life) on its way."""
     quiet_timeout_s: Seconds = 1.0
     """How long a transfer whose completion was dropped takes from its failure to `not quiet`."""
 

@@ -1,15 +1,19 @@
-"""CURVE keys: who may speak to whom.
+"""CURVE keys: who may speak to whom, and in whose name.
 
-Owns: key pairs, their files, and the rule that a secret is never printed. Must not know: sockets, peers.
+Owns: key pairs, their files, the list of allowed keys, and the rule that a secret is never printed. Must not know:
+sockets, peers.
 
-A key is 32 bytes, written as 40 characters of Z85. A key file is one line: the key. The secret's file is mode 0600.
+A key is 32 bytes, written as 40 characters of Z85. A key file is one line: the key; the secret's file is mode 0600.
+An entry of the allow-list is a public key, and after it, if the key is to be good for one instance only, the name of
+that instance. A key may have several entries, one for each instance that it speaks for.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,19 +23,27 @@ from zmq.utils import z85
 from kvbridge.core.errors import ConfigError, ConflictError
 
 KEY_CHARACTERS = 40
+SECRET_FILE_MODE = 0o600
 _MAX_KEY_FILE_BYTES = 1_024
+_MAX_ALLOW_FILE_BYTES = 4 << 20
+_OTHERS_READ = 0o077
+_OTHERS_WRITE = 0o022
+_INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+AllowList = Mapping[str, frozenset[str]]
+"""For each public key the instances that it may speak for; an empty set means any."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
     """One process's key pair, and the public keys of those who may connect to it.
 
-    `allowed` empty means nobody but ourselves: the own public key is always allowed.
+    `allowed` empty means nobody but ourselves: the own public key is always allowed, and may speak for any instance.
     """
 
     public: str
     secret: str = field(repr=False)
-    allowed: frozenset[str] = frozenset()
+    allowed: AllowList = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_key(self.public, "public key")
@@ -40,6 +52,11 @@ class CurveKeys:
             check_key(key, "allowed public key")
         if zmq.curve_public(self.secret.encode()) != self.public.encode():
             raise ConfigError("the public key is not the one that belongs to the secret key; give both of one pair")
+        if self.secret in self.allowed:
+            raise ConfigError(
+                "the list of allowed keys names this node's own secret key: list public keys, and draw a new pair, "
+                "since the secret has been in a file that is not secret"
+            )
 
     def allows(self, public: str) -> bool:
         """Whether a peer that proved to hold the secret of `public` may connect."""
@@ -50,9 +67,9 @@ class CurveKeys:
 
 
 def generate_keys(allowed: Iterable[str] = ()) -> CurveKeys:
-    """Draw a new key pair."""
+    """Draw a new key pair. `allowed` may speak for any instance."""
     public, secret = zmq.curve_keypair()
-    return CurveKeys(public.decode(), secret.decode(), frozenset(allowed))
+    return CurveKeys(public.decode(), secret.decode(), dict.fromkeys(allowed, frozenset()))
 
 
 def check_key(key: str, what: str) -> None:
@@ -67,60 +84,172 @@ def check_key(key: str, what: str) -> None:
         raise ConfigError(f"{what}: is not Z85")
 
 
-def load_keys(secret_path: Path, allowed_path: Path | None = None) -> CurveKeys:
-    """Read a secret key, derive its public key, and read who is allowed (one key a line, `#` comments).
+# ------------------------------------------------------------------------------------------- files
 
-    Raises ConfigError when a file cannot be read, holds no key, or when others than its owner can read the secret.
+
+def load_keys(secret_path: Path, *, public: str = "", allowed: AllowList | None = None) -> CurveKeys:
+    """Read a secret key and derive its public key, which must be `public` where that is given.
+
+    Raises ConfigError when the file cannot be read, holds no key, or when others than its owner can read it.
     """
     secret = _read_secret(secret_path)
-    allowed = frozenset(_key_lines(allowed_path)) if allowed_path else frozenset()
-    return CurveKeys(zmq.curve_public(secret.encode()).decode(), secret, allowed)
+    return CurveKeys(public or zmq.curve_public(secret.encode()).decode(), secret, allowed or {})
 
 
 def write_keys(keys: CurveKeys, secret_path: Path) -> Path:
     """Write the secret (mode 0600) and, beside it with suffix `.pub`, the public key, whose path is returned.
 
-    Raises ConflictError when the secret's file exists: a key in use is never overwritten.
+    Raises ConflictError when either file exists: a key in use is never overwritten.
     """
     public_path = secret_path.with_suffix(".pub")
-    try:
-        descriptor = os.open(secret_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError as error:
-        raise ConflictError(
-            f"key file {secret_path} exists; remove it first if nothing uses that key any more"
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"key file {secret_path} cannot be written: {error.strerror}") from error
-    with os.fdopen(descriptor, "w") as file:
-        file.write(keys.secret + "\n")
-    public_path.write_text(keys.public + "\n")
+    if secret_path == public_path:
+        raise ConfigError(f"key file {secret_path}: '.pub' is the suffix of the public key's file; name it otherwise")
+    if public_path.exists():
+        raise ConflictError(f"key file {public_path} exists; remove it first if nothing uses that key any more")
+    write_secret(keys.secret, secret_path)
+    with os.fdopen(_create(public_path, 0o644), "w") as file:
+        file.write(keys.public + "\n")
     return public_path
 
 
-def _read_secret(path: Path) -> str:
+def write_secret(secret: str, path: Path) -> None:
+    """Write one line to a new file that only its owner can read. Raises ConflictError when the file exists."""
+    with os.fdopen(_create(path, SECRET_FILE_MODE), "w") as file:
+        file.write(secret + "\n")
+
+
+def public_key_beside(secret_path: Path) -> str:
+    """Return the content of the `.pub` file that `write_keys` puts beside a secret, or an empty text."""
     try:
-        with path.open() as file:
-            mode = os.fstat(file.fileno()).st_mode
-            text = file.read(_MAX_KEY_FILE_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"secret key file {path} cannot be read: {error}") from error
-    if not stat.S_ISREG(mode) or stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(f"secret key file {path} has mode {stat.S_IMODE(mode):04o}; run: chmod 600 {path}")
+        return secret_path.with_suffix(".pub").read_text()[:_MAX_KEY_FILE_BYTES].strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _create(path: Path, mode: int) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    except FileExistsError as error:
+        raise ConflictError(
+            f"file {path} exists and is never overwritten; remove it first if nothing uses what is in it any more"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"file {path} cannot be written: {error.strerror}") from error
+
+
+def _read_secret(path: Path) -> str:
+    what = f"secret key file {path}"
+    text, mode = _read(path, what, _MAX_KEY_FILE_BYTES)
+    if mode & _OTHERS_READ:
+        raise ConfigError(f"{what} has mode {mode:04o}; run: chmod 600 {path}")
     secret = text.strip()
     check_key(secret, f"secret key file {path}")
     return secret
 
 
-def _key_lines(path: Path) -> list[str]:
+# ------------------------------------------------------------------------------------------- who is allowed
+
+
+def read_allowed(entries: Iterable[str], path: Path | None) -> AllowList:
+    """Return the allow-list of a configuration's own entries and of a file (one entry a line, `# ` comments).
+
+    Raises ConfigError, naming the line, for what is no entry, for a key that is both bound and unbound, and for a file
+    that others than its owner can write: whoever can, decides who gets in.
+    """
+    named = [
+        (text, f"control.curve.allowed_public_keys entry {number}") for number, text in enumerate(entries, start=1)
+    ]
+    if path is not None:
+        named += [(text, f"{path} line {number}") for number, text in enumerate(_allow_lines(path), start=1)]
+    found: dict[str, set[str]] = {}
+    unbound: set[str] = set()
+    for text, where in named:
+        entry = parse_entry(text, where)
+        if entry is None:
+            continue
+        key, instance = entry
+        instances = found.setdefault(key, set())
+        if instance:
+            instances.add(instance)
+        else:
+            unbound.add(key)
+        if instances and key in unbound:
+            raise ConfigError(
+                f"{where}: the key is listed both with an instance ({', '.join(sorted(instances))}) and without, which "
+                "would let it speak for any; keep one"
+            )
+    return {key: frozenset(instances) for key, instances in found.items()}
+
+
+def parse_entry(text: str, where: str) -> tuple[str, str] | None:
+    """Return (key, instance or ""), or None for an empty line or a comment. Raises ConfigError naming `where`."""
+    words = text.split()
+    # '#' is a character of Z85, so a comment begins with a mark that stands alone.
+    if "#" in words:
+        words = words[: words.index("#")]
+    if not words:
+        return None
+    check_key(words[0], where)
+    if len(words) > 2 or (len(words) == 2 and not _INSTANCE.fullmatch(words[1])):
+        raise ConfigError(f"{where}: expected a public key and at most one instance name, as '<key> decode-0'")
+    return words[0], words[1] if len(words) == 2 else ""
+
+
+class AllowedKeys:
+    """The allow-list of a running daemon: fixed entries, and a file that is read again when it has changed."""
+
+    def __init__(self, entries: Iterable[str], path: Path | None) -> None:
+        """Raises ConfigError as `read_allowed`."""
+        self._entries = tuple(entries)
+        self._path = path
+        self._stamp = self._look()
+        self.current = read_allowed(self._entries, path)
+
+    def refresh(self) -> bool:
+        """Look at the file; whether `current` is another list now. Raises ConfigError once a change, keeping the list."""
+        stamp = self._look()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        fresh = read_allowed(self._entries, self._path)
+        changed = fresh != self.current
+        self.current = fresh
+        return changed
+
+    def _look(self) -> tuple[int, ...]:
+        if self._path is None:
+            return ()
+        try:
+            found = self._path.stat()
+        except OSError:
+            return (0,)
+        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
+
+
+def _allow_lines(path: Path) -> list[str]:
+    what = f"allowed keys file {path}"
+    text, mode = _read(path, what, _MAX_ALLOW_FILE_BYTES)
+    if mode & _OTHERS_WRITE:
+        raise ConfigError(
+            f"{what} has mode {mode:04o}: whoever can write it decides who gets in; run: chmod 644 {path}"
+        )
+    return text.splitlines()
+
+
+def _read(path: Path, what: str, most_bytes: int) -> tuple[str, int]:
+    """Return a regular file's text and its permission bits. The ConfigErrors never repeat what is in it."""
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"allowed keys file {path} cannot be read: {error}") from error
-    keys = []
-    for number, line in enumerate(lines, start=1):
-        # '#' is a character of Z85, so a comment has a line of its own and a space after its mark.
-        text = line.strip()
-        if text and text != "#" and not text.startswith("# "):
-            check_key(text, f"{path} line {number}")
-            keys.append(text)
-    return keys
+        # Not to wait for ever where the path is a pipe that nobody writes to.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigError(f"{what} is no regular file")
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be read: {error.strerror}") from error
+    if len(content) > most_bytes:
+        raise ConfigError(f"{what} is longer than {most_bytes} bytes: it is another file")
+    try:
+        return content.decode(), stat.S_IMODE(mode)
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} cannot be read: it is not UTF-8 text") from None

@@ -53,8 +53,9 @@ class PeerCallbacks:
     on_resent: Callable[[int], None] = _ignore
     """How many messages were just sent again."""
     on_reset: Callable[[str], None] = _ignore
-    """(server incarnation), clients only: the server began a new life or has forgotten us; introduce yourself again.
-    What it had not acknowledged has been reported undelivered."""
+    """(peer incarnation): the conversation begins anew, and what was agreed in the former one is void. On a client: the
+    server began a new life or has forgotten us; introduce yourself again. On a server: a known client had given us up.
+    What was not acknowledged has been reported undelivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ class Link:
         self.user = ""
         """The CURVE public key that the peer proved to own, empty without keys."""
         self.heard_at_s = -math.inf
+        self.cut_at_s = math.inf
+        """Since when no frame could be handed to a connection; infinity while that is possible, as far as we know."""
         self.closed = False
         self._station = station
         self._outbox: Outbox[Packed] = Outbox(station.settings.delivery)
@@ -125,6 +128,11 @@ class Link:
 
     def __repr__(self) -> str:
         return f"<Link {self.number} with {self.peer or 'nobody yet'}: {self._outbox!r}, {self._inbox!r}>"
+
+    @property
+    def cut_s(self) -> float:
+        """For how many seconds no connection to the peer has stood, as far as sending has shown; 0 when one stands."""
+        return max(0.0, self._station.clock() - self.cut_at_s)
 
     @property
     def unacknowledged(self) -> int:
@@ -140,9 +148,10 @@ class Link:
         self._outbox.post(Packed(message, body), now_s=self._station.clock(), give_up_s=give_up_s)
         self._send_new()
 
-    def take(self, envelope: Envelope[PeerMessage]) -> None:
-        """Handle an envelope of this link. Raises ProtocolError on what no correct peer sends."""
+    def take(self, envelope: Envelope[PeerMessage], size_bytes: int = 0) -> None:
+        """Handle an envelope of this link, of a frame of that size. Raises ProtocolError on what no correct peer sends."""
         self.heard_at_s = self._station.clock()
+        self.cut_at_s = math.inf
         self._outbox.acknowledge(envelope.acks, now_s=self.heard_at_s)
         ready: list[PeerMessage] = []
         if envelope.body is None:
@@ -152,13 +161,15 @@ class Link:
                 raise ProtocolError(f"a {type(envelope.body).__name__} came without a sequence number")
             ready = [envelope.body]
         else:
-            ready = self._sort(envelope.sequence, envelope.body, envelope.floor)
+            ready = self._sort(envelope, size_bytes)
         self._send_new()
         self._hand_on(ready)
         self._owe()
 
     def retry(self) -> None:
-        """The way to the peer is new: send again at once what is unacknowledged."""
+        """The way to the peer is new: let it know, and send again at once what is unacknowledged."""
+        if self.peer:
+            self._transmit(0, b"")
         self._outbox.hurry(self._station.clock())
         self._work()
 
@@ -176,8 +187,10 @@ class Link:
                 timer.cancel()
         return self._outbox.abandon(self._station.clock())
 
-    def _sort(self, sequence: int, message: PeerMessage, floor: int) -> list[PeerMessage]:
-        verdict, ready = self._inbox.accept(sequence, message, floor=floor)
+    def _sort(self, envelope: Envelope[PeerMessage], size_bytes: int) -> list[PeerMessage]:
+        sequence, message = envelope.sequence, envelope.body
+        assert message is not None
+        verdict, ready = self._inbox.accept(sequence, message, floor=envelope.floor, size_bytes=size_bytes)
         if verdict != "new":
             self._station.callbacks.on_refused(
                 Refusal(verdict), f"message {sequence} of {self.peer} ({self._inbox!r}); harmless unless it goes on"
@@ -213,7 +226,10 @@ class Link:
             floor=self._outbox.floor,
             acks=self._inbox.acks(),
         )
-        station.put(self, station.codec.encode(envelope, body))
+        if station.put(self, station.codec.encode(envelope, body)):
+            self.cut_at_s = math.inf
+        else:
+            self.cut_at_s = min(self.cut_at_s, station.clock())
 
     def _owe(self) -> None:
         """Acknowledge soon, unless a message that goes out before does it in passing."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvbridge.control.addresses import bind_error, is_loopback, parse_tcp
-from kvbridge.control.authentication import ZAP_DOMAIN, Doorkeeper
+from kvbridge.control.authentication import ZAP_DOMAIN, Doorkeeper, Gate, user_of
 from kvbridge.control.keys import CurveKeys, check_key
 from kvbridge.control.link import Link, PeerCallbacks, PeerSettings, Refusal, Station
 from kvbridge.control.monitor import HANDSHAKE_FAILED, HANDSHAKE_FAILED_AUTH, HANDSHAKE_SUCCEEDED, Monitor
@@ -73,6 +73,7 @@ class PeerServer:
         self._station = Station(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
         self._links: dict[str, Link] = {}
         self._fenced: OrderedDict[str, None] = OrderedDict()
+        self.gate = Gate(identity.keys)
         self._context: SocketContext | None = None
         self._socket: LoopSocket | None = None
         self._closers: list[Callable[[], None]] = []
@@ -98,7 +99,7 @@ class PeerServer:
         self._context = context = SocketContext()
         keys = self._identity.keys
         if keys is not None:
-            keeper = Doorkeeper(context, keys, lambda detail: self._refuse(Refusal.UNAUTHENTICATED, detail))
+            keeper = Doorkeeper(context, self.gate, lambda detail: self._refuse(Refusal.UNAUTHENTICATED, detail))
             self._closers.append(keeper.close)
         socket = context.open(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -124,6 +125,18 @@ class PeerServer:
     def last_heard_s(self, peer: str) -> float:
         """Seconds since the last valid frame of a known peer. Raises NotFoundError."""
         return self._station.clock() - self._link(peer).heard_at_s
+
+    def cut_s(self, peer: str) -> float:
+        """Seconds since no connection to a known peer stands, 0 when one does: see `Link`. Raises NotFoundError."""
+        return self._link(peer).cut_s
+
+    def key_of(self, peer: str) -> str:
+        """The public key that a peer proved to own; empty without keys. Raises NotFoundError."""
+        return self._link(peer).user
+
+    def barred(self) -> tuple[str, ...]:
+        """Known peers whose key `gate` does not let in any more: nothing of them is heard, and they are to be ended."""
+        return tuple(peer for peer, link in self._links.items() if not self.gate.allows(link.user))
 
     def forget(self, peer: str) -> None:
         """Drop a peer, reporting what it has not acknowledged. If it lives it is told, and begins anew."""
@@ -181,9 +194,9 @@ class PeerServer:
             return
         try:
             envelope = self._station.codec.decode(parts[1].bytes)
-            link = self._find(envelope, parts[0].bytes, _user(parts[1]) if self._identity.keys else "")
+            link = self._find(envelope, parts[0].bytes, user_of(parts[1]) if self._identity.keys else "")
             if link is not None:
-                link.take(envelope)
+                link.take(envelope, len(parts[1]))
         except FrameError as error:
             self._refuse(error.fault, str(error))
         except ProtocolError as error:
@@ -194,6 +207,9 @@ class PeerServer:
         sender, link = envelope.sender, self._links.get(envelope.sender)
         if sender in self._fenced or envelope.link < 1 or (link is not None and envelope.link < link.number):
             self._refuse(Refusal.STALE, f"link {envelope.link} of {sender}: an earlier one, or its sender is fenced")
+            return None
+        if not self.gate.allows(user):
+            self._refuse(Refusal.UNAUTHENTICATED, f"the key {user} of {sender} is not allowed any more")
             return None
         if link is not None and link.user != user:
             self._refuse(Refusal.UNAUTHENTICATED, f"incarnation {sender} belongs to another key than {user}")
@@ -215,10 +231,13 @@ class PeerServer:
         if envelope.sender not in self._links and len(self._links) >= self._station.settings.max_peers:
             self._refuse(Refusal.TOO_MANY_PEERS, f"{len(self._links)} peers are known; forget the dead ones")
             return None
+        anew = envelope.sender in self._links
         self.forget(envelope.sender)
         link = Link(self._station, envelope.link, envelope.sender)
         link.user = user
         self._links[envelope.sender] = link
+        if anew:
+            self._callbacks.on_reset(envelope.sender)
         return link
 
     def _disown(self, envelope: Envelope[PeerMessage], route: bytes) -> None:
@@ -303,6 +322,10 @@ class PeerClient:
         """Seconds since the last valid frame of the server; infinity before the first."""
         return self._station.clock() - self._link.heard_at_s
 
+    def cut_s(self) -> float:
+        """Seconds since no connection to the server stands, 0 when one does: see `Link`."""
+        return self._link.cut_s
+
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
         return await _flush(lambda: (self._link,), self._station, timeout_s)
@@ -340,9 +363,10 @@ class PeerClient:
 
     def _on_parts(self, parts: Parts) -> None:
         try:
-            envelope = self._station.codec.decode(b"".join(part.bytes for part in parts))
+            frame = b"".join(part.bytes for part in parts)
+            envelope = self._station.codec.decode(frame)
             if self._accepts(envelope):
-                self._link.take(envelope)
+                self._link.take(envelope, len(frame))
         except FrameError as error:
             self._refuse(error.fault, str(error))
         except ProtocolError as error:
@@ -372,13 +396,6 @@ def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings, endpoint: str
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
     # Only where it is meant: an IPv6 socket would report an IPv4 address that it was bound to as ::ffff:a.b.c.d.
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-
-
-def _user(frame: zmq.Frame) -> str:
-    try:
-        return str(frame.get("User-Id"))
-    except zmq.ZMQError:
-        return ""
 
 
 async def _flush(links: Callable[[], Iterable[Link]], station: Station, timeout_s: float) -> bool:

@@ -9,6 +9,7 @@ socket may consume the signal. So after every wake and after every send we ask t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ SENDS_QUEUED = 10_000
 """High-water mark of every socket: frames that wait for one connection before a send is refused or dropped."""
 CLOSE_LINGER_MS = 200
 FRAMES_PER_TURN = 128
-"""After so many frames a socket lets the rest of the loop run before it goes on."""
+TURN_S = 0.02
+"""After so many frames, or so long, a socket lets the rest of the loop run before it goes on."""
 
 Parts = list[zmq.Frame]
 
@@ -117,7 +119,8 @@ class LoopSocket:
             self._look_again()
 
     def _take_turn(self) -> None:
+        end_s = time.monotonic() + TURN_S
         for _ in range(FRAMES_PER_TURN):
-            if self._socket.closed or not frames_wait(self._socket):
+            if self._socket.closed or time.monotonic() > end_s or not frames_wait(self._socket):
                 break
             self._on_parts(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))

@@ -8,7 +8,11 @@ releases and is what a program may match on.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from kvbridge.core.ids import IndexSpace
 
 
 class BridgeError(Exception):
@@ -78,14 +82,27 @@ class StaleError(ConflictError):
 
 
 class CapacityError(BridgeError):
-    """There is no room now; trying again later can succeed. `retry_after_s` is a hint in seconds."""
+    """There is no room now; trying again later can succeed. `retry_after_s` is a hint in seconds.
+
+    `lacking`: how many pages of which index space are not there, when that is the reason.
+    """
 
     code = "capacity"
     http_status = 503
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+    def __init__(
+        self, message: str, *, retry_after_s: float = 1.0, lacking: Mapping[IndexSpace, int] | None = None
+    ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.lacking = dict(lacking or {})
+
+
+class ClientLimitError(CapacityError):
+    """A client has as many rooms or waiting requests here as it may have; it has to end one of its own first."""
+
+    code = "client_limit"
+    http_status = 429
 
 
 class NotReadyError(CapacityError):
@@ -126,6 +143,12 @@ class TransportError(PeerError):
     """Bytes could not be moved."""
 
     code = "transport_failed"
+
+
+class DigestMismatchError(TransportError):
+    """Bytes arrived that are not those which were sent; the message names the first page that differs."""
+
+    code = "digest_mismatch"
 
 
 class RegistrationError(TransportError):

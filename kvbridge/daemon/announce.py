@@ -20,6 +20,10 @@ from kvbridge.service.ports import Load, NodeHeartbeat, NodeRegistration, PeerAd
 log = structlog.get_logger(__name__)
 
 ENDPOINT_FILE = "daemon.json"
+NEWS_PAUSE_S = 0.2
+"""News is told at most so often, whatever happens on the node."""
+NEWS_SHARE = 8
+"""A pool is news when its free pages have changed by this part (1/n) of what was, or is, free."""
 
 
 class DaemonEndpoint(FrozenModel):
@@ -58,6 +62,14 @@ def read_endpoint(runtime_dir: Path) -> DaemonEndpoint | None:
         return None
 
 
+def is_news(told: Load, now: Load) -> bool:
+    """Whether the directory should hear of a load before the next heartbeat: the fuller a pool, the sooner."""
+    return any(
+        abs(free - told.free_pages.get(space, 0)) * NEWS_SHARE > min(free, told.free_pages.get(space, 0))
+        for space, free in now.free_pages.items()
+    )
+
+
 class Announcer:
     """Keeps a daemon's entry in the directory fresh. A directory that is away is asked again at the next interval."""
 
@@ -69,13 +81,16 @@ class Announcer:
         readiness: Callable[[], Readiness],
         load: Callable[[], Load],
         interval_s: float,
+        pause_s: float = NEWS_PAUSE_S,
     ) -> None:
-        """The three callables describe the daemon at the moment of the call."""
+        """The three callables describe the daemon at the moment of the call; between two calls lie at least `pause_s`."""
         self._client = client
         self._registration = registration
         self._readiness = readiness
         self._load = load
         self._interval_s = interval_s
+        self._pause_s = min(pause_s, interval_s)
+        self._told = Load()
         self._registered = False
         self._left = False
         self._calling = asyncio.Lock()
@@ -87,13 +102,22 @@ class Announcer:
         """Register and send heartbeats until cancelled, or until `leave`."""
         while not self._left:
             await self.beat()
+            await asyncio.sleep(self._pause_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._interval_s)
+                await asyncio.wait_for(self._changed.wait(), self._interval_s - self._pause_s)
             self._changed.clear()
 
     def changed(self) -> None:
         """The daemon became ready, or stopped being it: do not wait for the next interval."""
         self._changed.set()
+
+    def look(self) -> None:
+        """Compare the load with what was told last, and do not wait for the next interval when it is news.
+
+        Call it often. While the directory does not answer nothing is news.
+        """
+        if not self.problem and is_news(self._told, self._load()):
+            self._changed.set()
 
     async def beat(self) -> None:
         """Send one registration or heartbeat."""
@@ -105,12 +129,15 @@ class Announcer:
         entry = self._registration()
         try:
             if not self._registered:
+                load = entry.load
                 await self._client.register(entry)
                 self._registered = True
                 log.info("registered", instance=entry.instance, node=entry.node)
             else:
-                beat = NodeHeartbeat(incarnation=entry.incarnation, ready=self._readiness().ready, load=self._load())
+                load = self._load()
+                beat = NodeHeartbeat(incarnation=entry.incarnation, ready=self._readiness().ready, load=load)
                 await self._client.heartbeat(entry.instance, entry.node, beat)
+            self._told = load
             self.problem = ""
         except NotFoundError:
             self._registered = False  # the directory is new, or forgot us

@@ -1,6 +1,9 @@
 """The bootstrap daemon: the directory and the pairing behind one HTTP door.
 
-Owns: how they are put together, and the sweep of what has expired.
+Owns: how they and their store are put together, and the overview that operators are shown. Must not know: how a store keeps things.
+
+`/ready`, `/status` and `/metrics` are answered from an overview that is at most `OVERVIEW_S` old and a store call older, so that
+they never wait for a store that hangs.
 """
 
 from __future__ import annotations
@@ -9,28 +12,49 @@ import asyncio
 import os
 import secrets
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
 from kvbridge import __version__
+from kvbridge.config.directory import StoreKind
 from kvbridge.config.loading import read_secret
 from kvbridge.config.schema import BootstrapConfig
+from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.announce import DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
-from kvbridge.service.directory import Directory, MemoryStore
+from kvbridge.service.directory import Directory, absences
+from kvbridge.service.nodes import InstanceView
 from kvbridge.service.pairing import PairingLimits, PairingService
 from kvbridge.service.ports import Readiness
+from kvbridge.service.stores.base import NodeStore, RoomStore, RoomTimes, StoreObserver
+from kvbridge.service.stores.memory import MemoryStore
 from kvbridge.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
-SWEEP_S = 0.5
+OVERVIEW_S = 0.25
+"""How often the overview is taken, and what has expired is forgotten."""
+
+
+class Store(NodeStore, RoomStore, Protocol):
+    """Both halves of what bootstrap keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Overview:
+    """What operators are shown."""
+
+    listing: tuple[InstanceView, ...] = ()
+    rooms: dict[str, int] = field(default_factory=dict)
+    problem: str = "the directory has not been read yet"
+    """Why the store cannot be asked; the rest is then what it last said."""
 
 
 class BootstrapDaemon:
@@ -46,9 +70,11 @@ class BootstrapDaemon:
         timeouts = config.timeouts
         token = read_secret(config.daemons.token, config.daemons.token_file, key="daemons.token_file")
         self._daemons = DaemonClient(token=token, timeout_s=timeouts.reserve_s)
-        self.directory = Directory(MemoryStore(), expire_after_s=config.directory.expire_after_s)
+        self._store = open_store(config, self.metrics)
+        self.directory = Directory(self._store)
         self.pairing = PairingService(
             self.directory,
+            self._store,
             self._daemons,
             limits=PairingLimits(
                 reserve_s=timeouts.reserve_s,
@@ -58,9 +84,9 @@ class BootstrapDaemon:
                 ticket_s=timeouts.ticket_s,
                 room_keep_s=timeouts.room_keep_s,
                 attempts=config.pairing.attempts,
-                max_rooms=config.pairing.max_rooms,
             ),
         )
+        self._overview = _Overview()
         self._http: HttpServer | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -70,7 +96,8 @@ class BootstrapDaemon:
         return self._http.url if self._http else ""
 
     async def start(self) -> None:
-        """Open the door."""
+        """Open the door. A store that is away does not keep it shut: `/ready` gives the reason."""
+        await self._look()
         self._http = await open_http(self.config.http, self._app, shutdown_s=self.config.timeouts.shutdown_s / 2)
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
         if self._endpoint_dir is not None:
@@ -79,7 +106,7 @@ class BootstrapDaemon:
                 role="bootstrap", incarnation=self.incarnation, pid=os.getpid(), http_url=self._http.url
             )
             write_endpoint(self._endpoint_dir, endpoint)
-        log.info("doors_open", http=self._http.url)
+        log.info("doors_open", http=self._http.url, store=repr(self._store))
 
     def _app(self, settings: AppSettings) -> Application:
         return create_bootstrap_app(
@@ -100,40 +127,87 @@ class BootstrapDaemon:
         """Bootstrap holds nothing that would have to end first."""
 
     async def close(self) -> None:
-        """Close the door."""
+        """Close the door, then what is behind it."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
         if self._http is not None:
             await self._http.stop()
         await self._daemons.close()
+        await self._store.close()
         if self._endpoint_dir is not None:
             remove_endpoint(self._endpoint_dir, self.incarnation)
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_S)
-            for instance, node in self.directory.expire():
-                log.warning("node_expired", instance=instance, node=node, limit="directory.expire_after_s")
-            self.pairing.sweep()
+            await asyncio.sleep(OVERVIEW_S)
+            await self._look()
+
+    async def _look(self) -> None:
+        """Forget what has expired and take the overview; a store that cannot be asked is part of it."""
+        before = self._overview
+        try:
+            await self.directory.expire()
+            await self._store.forget_rooms()
+            listing = await self.directory.listing()
+            counts = await self._store.room_counts()
+        except BridgeError as error:
+            self._overview = _Overview(before.listing, before.rooms, str(error))
+            if not before.problem:
+                log.error("store_away", code=error.code, reason=str(error))
+            return
+        self._overview = _Overview(listing, {state.value: count for state, count in counts.items()}, "")
+        if before.problem:
+            log.info("store_answers", store=repr(self._store), instances=len(listing))
 
     def readiness(self) -> Readiness:
-        """Whether requests can be paired, and every reason why not."""
-        return self.directory.readiness()
+        """Return ready whenever nodes can register, so that they come; the reasons say why no pair can be made yet."""
+        overview = self._overview
+        if overview.problem:
+            return Readiness(ready=False, reasons=(overview.problem,))
+        return Readiness(ready=True, reasons=absences(overview.listing))
 
     def status(self) -> dict[str, Any]:
         """Everything an operator wants to see."""
+        overview = self._overview
         return {
             "role": "bootstrap",
             "incarnation": self.incarnation,
             "version": __version__,
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "ready": self.readiness().model_dump(),
-            "instances": [instance.model_dump(mode="json") for instance in self.directory.listing()],
-            "rooms": self.pairing.counts(),
+            "store": {"kind": self.config.directory.store.value, "problem": overview.problem},
+            "instances": [instance.model_dump(mode="json") for instance in overview.listing],
+            "rooms": overview.rooms,
         }
 
     def _render_metrics(self) -> tuple[bytes, str]:
-        self.metrics.rooms(self.pairing.counts())
+        self.metrics.rooms(self._overview.rooms)
         self.metrics.ready(self.readiness().ready)
         return self.metrics.render()
+
+
+def open_store(config: BootstrapConfig, observer: StoreObserver) -> Store:
+    """Return the store that the configuration names. Raises ConfigError when it cannot be used here."""
+    directory, timeouts = config.directory, config.timeouts
+    rooms = RoomTimes(
+        # All that a pairing may wait for, one after another: a claim that is older belongs to nobody.
+        claim_s=timeouts.pair_s + timeouts.cancel_s + 2 * timeouts.store_s,
+        keep_s=timeouts.room_keep_s,
+        max_rooms=config.pairing.max_rooms,
+    )
+    if directory.store is StoreKind.MEMORY or directory.redis_url is None:
+        return MemoryStore(expire_after_s=directory.expire_after_s, rooms=rooms)
+    try:
+        from kvbridge.service.stores.redis import RedisSettings, RedisStore  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"directory.store is redis, which needs the package {error.name}: install kvbridge[redis]"
+        ) from error
+    settings = RedisSettings(
+        url=directory.redis_url.get_secret_value().strip(),
+        password=read_secret(None, directory.redis_password_file, key="directory.redis_password_file"),
+        namespace=directory.namespace,
+        timeout_s=timeouts.store_s,
+    )
+    return RedisStore(settings, expire_after_s=directory.expire_after_s, rooms=rooms, observer=observer)

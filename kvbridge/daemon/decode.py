@@ -5,6 +5,8 @@ Owns: how a node, the receiving service and the links to prefill nodes are put t
 
 from __future__ import annotations
 
+from typing import Any
+
 import structlog
 
 from kvbridge.config.schema import DecodeConfig
@@ -14,19 +16,22 @@ from kvbridge.control.sockets import SocketContext
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import (
+    Digested,
+    Digests,
     Done,
     Drained,
+    EndpointsRevoked,
     Failed,
     Heartbeat,
-    PeerConnected,
     PeerMessage,
     Rejected,
-    RoomClosed,
-    Sent,
+    Verified,
     Welcome,
 )
 from kvbridge.daemon.node import Node
+from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.service.engine_door import DecodeDoor
+from kvbridge.service.fence import Fence
 from kvbridge.service.meeting import PrefillNodes
 from kvbridge.service.ports import PeerAddress
 from kvbridge.service.receiver import ReceiverLimits, ReceiverService
@@ -49,6 +54,7 @@ class DecodeNode(Node):
         self._settings = PeerSettings()
         self._door = DecodeDoor(
             lambda: self._receiver,
+            lambda: self.desk,
             send=self.send_engine,
             describe=self.describe_engine,
             ranks=tuple(self.workers.layers),
@@ -58,7 +64,14 @@ class DecodeNode(Node):
             open_link=self._open_link,
             send_to=self._send_to,
             on_changed=self._nodes_changed,
-            on_gone=lambda peer, reason, proof: self._receiver.peer_gone(peer, reason, proof=proof),
+            on_gone=lambda peer, reason: self._receiver.peer_gone(peer, reason),
+        )
+        self._fence = Fence(
+            self.workers.layers,
+            send=self.workers.send,
+            open_offers=lambda: self._receiver.open_offers(),
+            on_shut=lambda owners: self._receiver.shut(owners),
+            fence_s=timeouts.fence_s,
         )
         self._receiver = ReceiverService(
             geometry=self.geometry,
@@ -66,17 +79,20 @@ class DecodeNode(Node):
             book=self.book,
             ranks=self.workers,
             nodes=self._prefill,
+            fence=self._fence,
             engines=self._door,
             observer=self.observer,
             limits=ReceiverLimits(
                 pages_s=timeouts.pages_s,
                 meet_s=timeouts.meet_s,
                 room_s=timeouts.room_s,
+                verify_s=timeouts.verify_s,
                 claim_s=timeouts.claim_s,
                 drain_s=timeouts.drain_s,
             ),
             keep_s=timeouts.room_keep_s,
             adopted=self.adopted,
+            digest=config.integrity.digest,
         )
 
     @property
@@ -88,6 +104,16 @@ class DecodeNode(Node):
     def door(self) -> DecodeDoor:
         """Where engines come in."""
         return self._door
+
+    @property
+    def epoch(self) -> int:
+        """See Node."""
+        return self._fence.epoch
+
+    def tick(self) -> None:
+        """See Node."""
+        super().tick()
+        self._fence.tick()
 
     # ------------------------------------------------------------------ peers
 
@@ -136,13 +162,11 @@ class DecodeNode(Node):
 
     def watch_peers(self) -> None:
         """Send heartbeats and look for silent prefill nodes."""
-        limit_s = self.config.timeouts.peer_silence_s
-        self._prefill.seek_lost(self._receiver.awaited_peers())
         for address in self._prefill.addresses():
             client = self._clients[address]
-            if client.peer and client.last_heard_s() > limit_s:
-                reason = f"silent for {client.last_heard_s():.1f} s (limit: timeouts.peer_silence_s)"
-                self._lose(address, reason)
+            lost = self.why_lost(client.last_heard_s(), client.cut_s()) if client.peer else ""
+            if lost:
+                self._lose(address, lost)
             else:
                 self._send_to(address, Heartbeat())
 
@@ -156,10 +180,14 @@ class DecodeNode(Node):
 
     def _on_message(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
         match message:
-            case Welcome():
+            case Welcome() if message.incarnation == peer:
                 self._prefill.welcome(address, message)
             case Rejected():
                 self._prefill.rejected(address, message)
+            case Welcome() | Digests() | Done() | Failed() | Drained() if not self._prefill.speaks(address, peer):
+                self.frame_refused("unmet", f"{message.type} from {address.endpoint} in the name of {peer}")
+            case Digests():
+                self._receiver.digests.expect(peer, message)
             case Done():
                 self._receiver.done(peer, message)
             case Failed():
@@ -185,17 +213,25 @@ class DecodeNode(Node):
 
     def worker_returned(self, rank: Rank) -> None:
         """A rank worker is ready (again), perhaps with new endpoints: peers must know."""
-        del rank
         if not self.workers.missing():
             self._prefill.refresh()
+        self._fence.ready(rank, self.workers.epoch(rank))
 
     def worker_lost(self, rank: Rank, reason: str) -> None:
         """A rank worker is gone."""
         self._receiver.worker_gone(rank, reason)
 
-    def worker_said(self, rank: Rank, message: PeerConnected | Sent | RoomClosed) -> None:
-        """A decode worker only receives: it has nothing to report on rooms."""
-        self.frame_refused("wrong_direction", f"{message.type} from rank worker {rank} of a decode node")
+    def worker_said(self, rank: Rank, message: WorkerReport) -> None:
+        """A decode worker only receives: it has nothing to report on rooms that it would send."""
+        match message:
+            case EndpointsRevoked():
+                self._fence.revoked(rank, message.before_epoch)
+            case Digested():
+                self._receiver.digests.find(message)
+            case Verified():
+                self._receiver.digests.verified(message)
+            case _:
+                self.frame_refused("wrong_direction", f"{message.type} from rank worker {rank} of a decode node")
 
     def open_rooms(self) -> int:
         """Rooms that have not ended."""
@@ -206,6 +242,14 @@ class DecodeNode(Node):
         for room in self._receiver.rooms:
             if not self._receiver.rooms.report(room).state.final:
                 await self._receiver.cancel(room.room, reason)
+
+    def quarantined_rooms(self) -> dict[str, int]:
+        """Rooms whose pages are quarantined, by cause."""
+        return self._receiver.rooms.quarantined()
+
+    def status(self) -> dict[str, Any]:
+        """See Node; and how far writers that gave no proof are shut out."""
+        return super().status() | {"fence": self._fence.status()}
 
     def room_states(self) -> dict[str, int]:
         """Rooms by what users see."""

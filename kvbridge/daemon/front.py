@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvbridge import __version__
 from kvbridge.config.doors import HttpConfig
 from kvbridge.config.loading import read_secret
+from kvbridge.http.connections import ConnectionLimits
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer, TlsFiles
 
@@ -22,4 +23,7 @@ async def open_http(http: HttpConfig, build: Callable[[AppSettings], Application
     )
     certificate, key = http.tls_certificate_file, http.tls_key_file
     tls = TlsFiles(certificate, key) if certificate is not None and key is not None else None
-    return await HttpServer.start(build(settings), host=http.host, port=http.port, shutdown_s=shutdown_s, tls=tls)
+    limits = ConnectionLimits(request_s=http.max_request_s, connections=http.max_connections)
+    return await HttpServer.start(
+        build(settings), host=http.host, port=http.port, shutdown_s=shutdown_s, tls=tls, limits=limits
+    )

@@ -14,6 +14,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
+from functools import cached_property
 from typing import Any, Protocol
 
 import structlog
@@ -23,7 +24,7 @@ from kvbridge.config.loading import read_secret
 from kvbridge.config.pools import DecodePools, MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.control.addresses import ENGINE_SOCKET
-from kvbridge.control.keys import CurveKeys, load_keys
+from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
 from kvbridge.control.link import PeerSettings
 from kvbridge.control.local import LocalCallbacks, LocalServer, prepare_runtime_directory
 from kvbridge.control.peers import PeerIdentity
@@ -37,6 +38,7 @@ from kvbridge.core.wire.messages import (
     NodeDescription,
     WorkerSetup,
 )
+from kvbridge.daemon.admission import admission_limits
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.memory import NodeMemory, plan_memory
@@ -49,8 +51,9 @@ from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.book import PageState
 from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.service.admission import AdmissionDesk, ReservingRooms
 from kvbridge.service.engine_door import EngineDoor
-from kvbridge.service.ports import Load, NodeRegistration, PeerAddress, Readiness, RoomsPort
+from kvbridge.service.ports import Load, NodeRegistration, PeerAddress, Readiness
 from kvbridge.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -61,8 +64,8 @@ CLOSING_SHARE = 8
 """Half of `timeouts.shutdown_s` is the rooms' own; each part that closes afterwards gets this part (1/n) of it."""
 
 
-class Rooms(RoomsPort, Protocol):
-    """What a node needs of its role's rooms beside admission."""
+class Rooms(ReservingRooms, Protocol):
+    """What a node needs of its role's rooms."""
 
     def tick(self) -> None:
         """Look at deadlines."""
@@ -101,6 +104,17 @@ class Node(ABC):
         self._engine_server: LocalServer[EngineToNode, NodeToEngine] | None = None
         self.control: PeerAddress | None = None
 
+    @cached_property
+    def desk(self) -> AdmissionDesk:
+        """Where users and engines ask for rooms."""
+        return AdmissionDesk(
+            self.rooms,
+            self.book,
+            limits=admission_limits(self.config.admission),
+            observer=self.observer,
+            on_readiness=self._readiness_changed,
+        )
+
     # ------------------------------------------------------------------ what the roles plug in
 
     @property
@@ -112,6 +126,11 @@ class Node(ABC):
     @abstractmethod
     def door(self) -> EngineDoor:
         """Where engines come in."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the endpoints that rank workers are to give out."""
+        return 0
 
     @abstractmethod
     def open_peers(self, identity: PeerIdentity, settings: PeerSettings) -> PeerAddress | None:
@@ -182,6 +201,7 @@ class Node(ABC):
         """Admit nothing more, let rooms end, abort those that do not end in time (`timeouts.shutdown_s`)."""
         limit_s = self.config.timeouts.shutdown_s
         self.workers.draining = "the daemon is shutting down"
+        self.desk.close(self.workers.draining)
         leaving = [] if self._announcer is None else [self._background(self._announcer.leave(), "leave")]
         log.info("draining", rooms=self.open_rooms(), limit_s=limit_s)
         if not await self._wait_idle(limit_s / 2):
@@ -230,11 +250,31 @@ class Node(ABC):
         next_heartbeat_s = time.monotonic() + heartbeat_s
         while True:
             await asyncio.sleep(TICK_S)
-            self.rooms.tick()
+            self.tick()
             self._host.watch()
+            if self._announcer is not None:
+                self._announcer.look()
             if time.monotonic() >= next_heartbeat_s:
                 next_heartbeat_s += heartbeat_s
                 self.watch_peers()
+
+    def tick(self) -> None:
+        """Look at deadlines."""
+        self.rooms.tick()
+        self.desk.tick()
+
+    def why_lost(self, silent_s: float, cut_s: float) -> str:
+        """Why a peer that has been met counts as lost; an empty text while it does not.
+
+        A process that ends takes its connections with it, so one that is gone and does not come back within a heartbeat
+        says more than silence, which a slow network or a stopped process keeps as well.
+        """
+        timeouts = self.config.timeouts
+        if cut_s > timeouts.control_heartbeat_s / 2:  # noticed one heartbeat ago, or sooner when something else was sent
+            return f"its connection is gone since {cut_s:.1f} s (limit: half of timeouts.control_heartbeat_s)"
+        if silent_s > timeouts.peer_silence_s:
+            return f"silent for {silent_s:.1f} s (limit: timeouts.peer_silence_s)"
+        return ""
 
     # ------------------------------------------------------------------ parts
 
@@ -242,8 +282,8 @@ class Node(ABC):
         curve = self.config.control.curve
         if curve.secret_key_file is None:
             return None
-        loaded = load_keys(curve.secret_key_file)
-        return CurveKeys(curve.public_key or loaded.public, loaded.secret, frozenset(curve.allowed_public_keys))
+        allowed = read_allowed(curve.allowed_public_keys, curve.allowed_keys_file)
+        return load_keys(curve.secret_key_file, public=curve.public_key or "", allowed=allowed)
 
     def _peer_settings(self) -> PeerSettings:
         timeouts = self.config.timeouts
@@ -265,7 +305,7 @@ class Node(ABC):
         self._engine_server.bind(self.config.runtime_dir / ENGINE_SOCKET)
 
     def _app(self, settings: AppSettings) -> Application:
-        return create_daemon_app(rooms=self.rooms, status=self, metrics_render=self._render_metrics, settings=settings)
+        return create_daemon_app(rooms=self.desk, status=self, metrics_render=self._render_metrics, settings=settings)
 
     def _announce(self, url: str) -> None:
         config = self.config
@@ -308,6 +348,7 @@ class Node(ABC):
             ranks=tuple(self.workers.layers),
             fingerprint=fingerprint(self.geometry),
             geometry=self.geometry,
+            host=tuple(sorted(self.layout.host_kinds)),
             ready=self.readiness().ready,
             load=self._load(),
         )
@@ -353,6 +394,7 @@ class Node(ABC):
             host=self.memory.host,
             transports=config.transports.model_dump_json(),
             transfer_timeout_s=config.timeouts.transfer_s,
+            epoch=self.epoch,
         )
 
     def worker_up(self, rank: Rank) -> None:
@@ -423,7 +465,7 @@ class Node(ABC):
 
     def readiness(self) -> Readiness:
         """Whether new rooms can be admitted, and every reason why not."""
-        reasons = [reason for reason in (self._memory_problem, self.workers.missing()) if reason]
+        reasons = [reason for reason in (self._memory_problem, self.workers.missing(), self.desk.problem()) if reason]
         return Readiness(ready=not reasons, reasons=tuple(reasons))
 
     def status(self) -> dict[str, Any]:
@@ -450,6 +492,7 @@ class Node(ABC):
             ],
             "peers": self.peer_status(),
             "rooms": self.room_states(),
+            "admission": self.desk.status(),
             "pools": {
                 space.value: {state.value: pages for state, pages in states.items()}
                 for space, states in self.book.counts().items()
@@ -463,10 +506,19 @@ class Node(ABC):
     def room_states(self) -> dict[str, int]:
         """Rooms by what users see."""
 
+    @abstractmethod
+    def quarantined_rooms(self) -> dict[str, int]:
+        """Rooms whose pages are quarantined, by cause."""
+
     def _render_metrics(self) -> tuple[bytes, str]:
         self.metrics.rooms(self.room_states())
+        self.metrics.quarantined(self.quarantined_rooms())
+        self.metrics.epoch(self.epoch)
         for space, states in self.book.counts().items():
             self.metrics.pool(space, {state.value: pages for state, pages in states.items()})
         self.metrics.peers({"known": len(self.peer_status())})
+        self.metrics.admission(
+            waiting=self.desk.waiting, oldest_wait_s=self.desk.oldest_wait_s(), starved_s=self.desk.starved_s()
+        )
         self.metrics.ready(self.readiness().ready)
         return self.metrics.render()

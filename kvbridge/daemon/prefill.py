@@ -8,12 +8,14 @@ from __future__ import annotations
 import structlog
 
 from kvbridge.config.schema import PrefillConfig
+from kvbridge.control.keys import AllowedKeys
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.errors import BridgeError, NotReadyError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import (
     Abort,
+    Digested,
     Drained,
     Failed,
     Heartbeat,
@@ -26,6 +28,7 @@ from kvbridge.core.wire.messages import (
     Sent,
 )
 from kvbridge.daemon.node import Node
+from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter
 from kvbridge.service.engine_door import PrefillDoor
 from kvbridge.service.meeting import DecodeNodes, Self
@@ -45,9 +48,11 @@ class PrefillNode(Node):
         super().__init__(config)
         timeouts = config.timeouts
         self._server: PeerServer | None = None
+        self._allowed: AllowedKeys | None = None
         self._traffic = TrafficMeter(self.metrics)
         self._door = PrefillDoor(
             lambda: self._sender,
+            lambda: self.desk,
             send=self.send_engine,
             describe=self.describe_engine,
             ranks=tuple(self.workers.layers),
@@ -74,6 +79,7 @@ class PrefillNode(Node):
             self.workers,
             send=self.send,
             on_gone=self._sender.peer_gone,
+            names_of=lambda key: self._server.gate.names_of(key) if self._server is not None else frozenset(),
         )
 
     @property
@@ -95,8 +101,12 @@ class PrefillNode(Node):
             on_undelivered=self._on_undelivered,
             on_refused=self.frame_refused,
             on_resent=self.metrics.resent,
+            on_reset=self._on_reset,
         )
         self._server = PeerServer(identity, callbacks, settings=settings)
+        if identity.keys is not None:
+            curve = self.config.control.curve
+            self._allowed = AllowedKeys(curve.allowed_public_keys, curve.allowed_keys_file)
         return PeerAddress(endpoint=self._server.bind(self.config.control.bind))
 
     async def close_peers(self, timeout_s: float) -> None:
@@ -118,13 +128,26 @@ class PrefillNode(Node):
         """Send heartbeats and look for silent decode nodes."""
         if self._server is None:
             return
-        limit_s = self.config.timeouts.peer_silence_s
+        self._follow_allowed(self._server)
         for peer in self._server.peers:
-            silent_s = self._server.last_heard_s(peer)
-            if silent_s > limit_s:
-                self._lose(peer, f"silent for {silent_s:.1f} s (limit: timeouts.peer_silence_s)")
+            lost = self.why_lost(self._server.last_heard_s(peer), self._server.cut_s(peer))
+            if lost:
+                self._lose(peer, lost)
             else:
                 self.send(peer, Heartbeat())
+
+    def _follow_allowed(self, server: PeerServer) -> None:
+        """Put a changed list of allowed keys in force, and end the peers whose key is gone from it."""
+        try:
+            if self._allowed is None or not self._allowed.refresh():
+                return
+        except BridgeError as error:
+            log.error("allowed_keys_unreadable", effect="the former list stays in force", reason=str(error))
+            return
+        server.gate.replace(self._allowed.current)
+        log.info("allowed_keys_changed", keys=len(self._allowed.current))
+        for peer in server.barred():
+            self._lose(peer, "its key was taken off the list of allowed keys (control.curve)")
 
     def _lose(self, peer: str, reason: str) -> None:
         log.warning("peer_lost", peer=peer, reason=reason)
@@ -132,16 +155,25 @@ class PrefillNode(Node):
         if self._server is not None:
             self._server.forget(peer)
 
+    def _on_reset(self, peer: str) -> None:
+        """A decode node that had given us up is back: it may have given the pages of our rooms to others meanwhile."""
+        self._decode.gone(peer, "it had given this node up, and begins anew")
+
     def _on_message(self, peer: str, message: PeerMessage) -> None:
         match message:
             case Hello():
-                self._decode.hello(peer, message)
+                key = self._server.key_of(peer) if self._server is not None else ""
+                self._decode.hello(peer, message, key=key)
             case Offer() if peer not in self._decode.known():
                 self._refuse_stranger(peer, message)
             case Offer():
                 self._sender.offer(peer, message)
             case Abort():
-                self._sender.peer_abort(peer, message)
+                if peer not in self._decode.known():
+                    self.frame_refused(
+                        "unmet", f"an abort of room {message.room} from {peer}, which is not welcome here"
+                    )
+                self._sender.peer_abort(peer, message)  # it ends the peer's own rooms only
             case Heartbeat():
                 pass
             case _:
@@ -178,17 +210,20 @@ class PrefillNode(Node):
         self._traffic.lost(rank)
         self._sender.worker_gone(rank, reason)
 
-    def worker_said(self, rank: Rank, message: PeerConnected | Sent | RoomClosed) -> None:
+    def worker_said(self, rank: Rank, message: WorkerReport) -> None:
         """A rank worker reports."""
-        del rank
         match message:
             case PeerConnected():
                 self._decode.worker_connected(message)
+            case Digested():
+                self._sender.digested(message)
             case Sent():
                 self._traffic.sent(message)
                 self._sender.sent(message)
             case RoomClosed():
                 self._sender.room_closed(message)
+            case _:
+                self.frame_refused("wrong_direction", f"{message.type} from rank worker {rank} of a prefill node")
 
     def _ordered(self, rank: Rank, message: Send) -> None:
         room = self._sender.rooms.find(message.room, message.generation)
@@ -204,6 +239,10 @@ class PrefillNode(Node):
         for room in self._sender.rooms:
             if not self._sender.rooms.report(room).state.final:
                 await self._sender.cancel(room.room, reason)
+
+    def quarantined_rooms(self) -> dict[str, int]:
+        """Rooms whose pages are quarantined, by cause."""
+        return self._sender.rooms.quarantined()
 
     def room_states(self) -> dict[str, int]:
         """Rooms by what users see."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 
 from kvbridge.core.ids import Rank
+from kvbridge.daemon.children import clean_environment
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +65,7 @@ class Supervisor:
                 *(sys.executable, "-m", "kvbridge.daemon.worker_process", "--pp", str(rank.pp), "--tp", str(rank.tp)),
                 *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
+                env=clean_environment(),  # a worker is told all that it is to know: no token travels further than it must
             )
             self._processes[rank] = process
             code = await process.wait()

@@ -19,12 +19,15 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.messages import (
+    Digested,
+    EndpointsRevoked,
     Heartbeat,
     NodeToWorker,
     PeerConnected,
     RoomClosed,
     Sent,
     Shutdown,
+    Verified,
     WorkerFailed,
     WorkerHello,
     WorkerProgress,
@@ -38,7 +41,10 @@ from kvbridge.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
-WorkerReport = PeerConnected | Sent | RoomClosed
+ABSENT_AFTER_S = 0.5
+"""A node that has not looked for so long was itself stopped or starved: what its workers said meanwhile is still unread."""
+
+WorkerReport = PeerConnected | Digested | Sent | Verified | RoomClosed | EndpointsRevoked
 """What a worker says about rooms and peers."""
 
 
@@ -89,6 +95,7 @@ class WorkerHost:
         self._early: dict[str, WorkerHello] | None = {}
         """Workers of engines that came before the memory that they are to map, by their links; None once it is there."""
         self._heard_s: dict[Rank, float] = {}
+        self._looked_s = math.inf
         self._closing = False
         self.workers = DrainingWorkers(
             layers,
@@ -136,6 +143,7 @@ class WorkerHost:
         """End workers that hang; the supervisor starts them again."""
         if self._supervisor is None:
             return
+        self._forgive_absence()
         timeouts = self._config.timeouts
         limits_s = {
             WorkerState.STARTING: (timeouts.worker_start_s, "timeouts.worker_start_s"),
@@ -147,6 +155,14 @@ class WorkerHost:
             if silent_s > limit_s:
                 del self._heard_s[rank]
                 self._supervisor.kill(rank, f"it said nothing for {silent_s:.1f} s (limit: {name})")
+
+    def _forgive_absence(self) -> None:
+        """Silence counts only while somebody listens: the time that this node was away is not its workers'."""
+        now_s = time.monotonic()
+        absent_s = now_s - self._looked_s
+        self._looked_s = now_s
+        if absent_s > ABSENT_AFTER_S:
+            self._heard_s = {rank: min(now_s, heard_s + absent_s) for rank, heard_s in self._heard_s.items()}
 
     def _send(self, link: str, message: NodeToWorker) -> None:
         if self._server is None:
@@ -174,7 +190,7 @@ class WorkerHost:
                 self._listener.worker_up(rank)
             case WorkerFailed():
                 self.workers.failed(message)
-            case PeerConnected() | Sent() | RoomClosed():
+            case PeerConnected() | Digested() | Sent() | Verified() | RoomClosed() | EndpointsRevoked():
                 self._listener.worker_said(rank, message)
             case Heartbeat():
                 pass

@@ -12,7 +12,8 @@ from fastapi import APIRouter, FastAPI, Path, Query, Response
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.http.daemon_app import ReasonQuery, RoomPath
 from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, MetricsRender, assemble_app
-from kvbridge.service.directory import Directory, InstanceView, NodeView
+from kvbridge.service.directory import Directory
+from kvbridge.service.nodes import InstanceView, NodeView
 from kvbridge.service.pairing import PairingService, PairReport
 from kvbridge.service.ports import NodeHeartbeat, NodeRegistration, PairRequest, StatusPort, Ticket
 
@@ -61,7 +62,7 @@ def _directory_router(directory: Directory) -> APIRouter:
     @router.get("")
     async def listing() -> tuple[InstanceView, ...]:
         """Return every instance with its nodes, and why it is not ready."""
-        return directory.listing()
+        return await directory.listing()
 
     @router.put("/{instance}/nodes/{node}")
     async def register(instance: NamePath, node: NamePath, registration: NodeRegistration) -> NodeView:
@@ -71,18 +72,18 @@ def _directory_router(directory: Directory) -> APIRouter:
                 f"the path names node '{node}' of '{instance}', the body node '{registration.node}' "
                 f"of '{registration.instance}'"
             )
-        return directory.register(registration)
+        return await directory.register(registration)
 
     @router.post("/{instance}/nodes/{node}/heartbeat")
     async def beat(instance: NamePath, node: NamePath, heartbeat: NodeHeartbeat) -> NodeView:
         """Note that a node lives. 404: register again. 409 `stale`: another process has taken its place."""
-        return directory.heartbeat(instance, node, heartbeat)
+        return await directory.heartbeat(instance, node, heartbeat)
 
     @router.delete("/{instance}/nodes/{node}", status_code=204)
     async def deregister(
         instance: NamePath, node: NamePath, incarnation: Annotated[str, Query(min_length=1, max_length=200)]
     ) -> None:
         """Take a node off, at its own wish."""
-        directory.deregister(instance, node, incarnation)
+        await directory.deregister(instance, node, incarnation)
 
     return router

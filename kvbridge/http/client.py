@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from kvbridge.core.errors import DeadlineError, PeerError, ProtocolError, UnauthorizedError
 from kvbridge.http.problems import error_of
-from kvbridge.service.directory import InstanceView, NodeView
+from kvbridge.service.nodes import InstanceView, NodeView
 from kvbridge.service.pairing import PairReport
 from kvbridge.service.ports import (
     AdmissionRequest,
@@ -176,8 +176,9 @@ class DaemonClient(_Client):
             raise PeerError(f"{url} refuses our token: daemons.token_file must hold the daemons' http.token") from error
 
     async def admit(self, url: str, request: AdmissionRequest) -> RoomReport:
-        """Reserve one end of a room."""
-        return await self._room("POST", f"{url.rstrip('/')}/v1/requests", body=request)
+        """Reserve one end of a room; it may take the request's `wait_s` longer than other calls."""
+        limit = httpx.Timeout(self._timeout_s + request.wait_s)
+        return await self._room("POST", f"{url.rstrip('/')}/v1/requests", body=request, timeout=limit)
 
     async def report(self, url: str, room: int) -> RoomReport:
         """Return a room's report at once."""

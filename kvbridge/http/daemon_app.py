@@ -5,11 +5,12 @@ Owns: /v1/requests. Must not know: which role is behind it.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Path, Query, Response
+from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
-from kvbridge.core.errors import InvalidInputError, StaleError
+from kvbridge.core.errors import ConflictError, InvalidInputError, StaleError
 from kvbridge.core.ids import MAX_ROOM
 from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, MetricsRender, assemble_app
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomsPort, RoomState, StatusPort
@@ -30,9 +31,13 @@ def _rooms_router(rooms: RoomsPort, settings: AppSettings) -> APIRouter:
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=PROBLEM_RESPONSES)
 
     @router.post("", status_code=201)
-    async def admit(request: AdmissionRequest, response: Response) -> RoomReport:
-        """Reserve for a request. 503 with Retry-After when it does not fit now; nothing is kept then."""
-        report = await rooms.admit(request)
+    async def admit(request: AdmissionRequest, response: Response, connection: Request) -> RoomReport:
+        """Reserve for a request, at once or within its `wait_s`.
+
+        503 with Retry-After when it does not fit, 429 when its client has as much as it may; nothing is kept then, nor
+        when the caller closes the connection while it waits.
+        """
+        report = await (_admit_while_connected(rooms, request, connection) if request.wait_s else rooms.admit(request))
         response.headers["Location"] = f"/v1/requests/{report.room}"
         return report
 
@@ -66,3 +71,26 @@ def _rooms_router(rooms: RoomsPort, settings: AppSettings) -> APIRouter:
         return await rooms.cancel(room, reason)
 
     return router
+
+
+async def _admit_while_connected(rooms: RoomsPort, request: AdmissionRequest, connection: Request) -> RoomReport:
+    """Admit, or give everything back when the caller closes the connection before it has its answer."""
+    admission = asyncio.ensure_future(rooms.admit(request))
+    closed = asyncio.ensure_future(_closed(connection))
+    try:
+        await asyncio.wait({admission, closed}, return_when=asyncio.FIRST_COMPLETED)
+        left = closed.done()
+    finally:
+        closed.cancel()
+        admission.cancel()
+        await asyncio.gather(admission, closed, return_exceptions=True)
+    if left:
+        if not admission.cancelled() and admission.exception() is None:
+            await rooms.cancel(admission.result().room, "its client left before it was told")
+        raise ConflictError("the caller closed the connection while it waited")
+    return admission.result()
+
+
+async def _closed(connection: Request) -> None:
+    while (await connection.receive())["type"] != "http.disconnect":
+        pass

@@ -8,17 +8,17 @@ malformed request answers 400 `invalid_input` and names each fault; it never ans
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from pydantic import ValidationError
+from pydantic import Field
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from kvbridge.core.errors import BridgeError, CapacityError, InvalidInputError, PeerError, error_codes
@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 PROBLEM_TYPE = "application/problem+json"
 MAX_FAULTS = 20
+LONGEST_RETRY_S = 1e6
 
 _STATUS_CODES = {
     400: InvalidInputError.code,
@@ -48,7 +49,7 @@ class Problem(FrozenModel):
     code: str
     instance: str
     """Path of the request."""
-    retry_after_s: float | None = None
+    retry_after_s: Annotated[float, Field(ge=0, le=LONGEST_RETRY_S, allow_inf_nan=False)] | None = None
     """Only when trying again can help: a hint in seconds, exact where Retry-After is whole seconds."""
 
 
@@ -134,8 +135,9 @@ def error_of(status: int, body: bytes, *, source: str) -> BridgeError:
     PeerError. Errors keep their codes over any number of hops.
     """
     try:
-        problem = Problem.model_validate(_known_members(json.loads(body)))
-    except (ValueError, ValidationError):
+        # Not `json`, which raises RecursionError on what is nested deeply.
+        problem = Problem.model_validate(_known_members(from_json(body)))
+    except ValueError:
         return PeerError(f"{source} answered {status} without a problem body: {body[:200]!r}")
     kind = error_codes().get(problem.code)
     if kind is None or kind.http_status == HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -19,10 +19,12 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvbridge.core.errors import ConfigError
+from kvbridge.http.connections import ConnectionLimits, bounded
 
 log = structlog.get_logger(__name__)
 
 BACKLOG = 2048
+DEFAULT_LIMITS = ConnectionLimits(request_s=10.0, connections=2_048)
 
 Application = ASGIApp
 """What `create_daemon_app` and `create_bootstrap_app` return, for those who only pass it on."""
@@ -66,12 +68,21 @@ class HttpServer:
         return f"HttpServer({self.url}, {'ended' if self._task.done() else 'serving'})"
 
     @classmethod
-    async def start(cls, app: ASGIApp, *, host: str, port: int, shutdown_s: float, tls: TlsFiles | None = None) -> Self:
+    async def start(
+        cls,
+        app: ASGIApp,
+        *,
+        host: str,
+        port: int,
+        shutdown_s: float,
+        tls: TlsFiles | None = None,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
+    ) -> Self:
         """Listen and serve in a task of the running loop; port 0 takes a free one.
 
         `shutdown_s` bounds `stop`. Raises ConfigError when the address cannot be listened on or a TLS file is wrong.
         """
-        config = _uvicorn_config(app, tls, shutdown_s)
+        config = _uvicorn_config(app, tls, shutdown_s, limits)
         listener = _listen(host, port)
         try:
             config.load()
@@ -107,9 +118,10 @@ class HttpServer:
             self._task.result()
 
 
-def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None, shutdown_s: float) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None, shutdown_s: float, limits: ConnectionLimits) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=bounded(limits),
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -15,51 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.pool.page_states import TRANSITIONS, Nobody, Owner, PageState, PageWatcher
 from kvbridge.pool.spaces import AdoptedSpace, OwnedSpace
+
+__all__ = ["TRANSITIONS", "Owner", "PageBook", "PageState", "PageWatcher", "Pages"]
 
 Pages = dict[IndexSpace, PageIdArray]
 """Page ids of one owner by index space: int32, in the order in which the owner got them."""
 
 
-class PageState(StrEnum):
-    """What may happen to a page."""
-
-    FREE = "free"
-    HELD = "held"
-    """The owner alone uses it: an engine, or a room before and after its transfer."""
-    LEASED = "leased"
-    """A transfer may read it (prefill) or a peer may write it (decode)."""
-    QUARANTINED = "quarantined"
-    """A transfer that ended badly may still touch it."""
-
-
 _F, _H, _L, _Q = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED
-
-TRANSITIONS: Mapping[PageState, frozenset[PageState]] = {
-    _F: frozenset({_H, _L}),
-    _H: frozenset({_F, _L, _Q}),
-    _L: frozenset({_H, _Q}),
-    _Q: frozenset({_F}),
-}
-"""What each state can become. Quarantine ends by `release_quarantined` only."""
-
-
-class Owner(NamedTuple):
-    """One attempt at one request: a room with its generation."""
-
-    room: int
-    generation: int
-
-    def __str__(self) -> str:
-        return f"room {self.room} generation {self.generation}"
 
 
 @dataclass(slots=True)
@@ -70,7 +41,6 @@ class _Holding:
     pages: Pages = field(default_factory=dict)
     reasons: set[str] = field(default_factory=set)
     """Why it is quarantined; empty otherwise."""
-    ending: bool = False
 
 
 class PageBook:
@@ -99,6 +69,12 @@ class PageBook:
             raise InvalidInputError("a page book needs at least one index space")
         self._holdings: dict[Owner, _Holding] = {}
         self._in_state = {space: {_H: 0, _L: 0, _Q: 0} for space in self._spaces}
+        self._ending: set[Owner] = set()
+        self._watcher: PageWatcher = Nobody()
+
+    def watch(self, watcher: PageWatcher) -> None:
+        """Tell `watcher` from now on."""
+        self._watcher = watcher
 
     # ------------------------------------------------------------------------------------- getting pages
 
@@ -200,6 +176,7 @@ class PageBook:
         holding.pages[space] = _read_only(mine[~np.isin(mine, gone)])
         self._in_state[space][_H] -= len(gone)
         self._spaces[space].give(gone)
+        self._watcher.freed({space: len(gone)})
 
     def quarantine(self, owner: Owner, reason: str) -> None:
         """Keep an owner's pages from any use until `reason` has been lifted by `release_quarantined`.
@@ -212,6 +189,8 @@ class PageBook:
         holding = self._holding(owner)
         if holding.state is not _Q:
             self._shift(holding, _Q)
+            self._ending.discard(owner)
+            self._watcher.quarantined(owner)
         holding.reasons.add(reason)
 
     def release_quarantined(self, reason: str) -> tuple[Owner, ...]:
@@ -229,8 +208,10 @@ class PageBook:
         return tuple(released)
 
     def expect_free(self, owner: Owner) -> None:
-        """Say that an owner is ending, so that its pages count in `pages_being_released` until they are free."""
-        self._holding(owner).ending = True
+        """Say that an owner is ending: its pages count in `pages_being_released` until they are free or quarantined."""
+        if self._holding(owner).state is not _Q and owner not in self._ending:
+            self._ending.add(owner)
+            self._watcher.ending(owner)
 
     # ------------------------------------------------------------------------------------- asking
 
@@ -265,13 +246,33 @@ class PageBook:
         """Pages of each space in each state. They add up to `totals()`."""
         return {space: {_F: account.free} | self._in_state[space] for space, account in self._spaces.items()}
 
+    def free_pages(self) -> dict[IndexSpace, int]:
+        """Free pages of each space."""
+        return {space: account.free for space, account in self._spaces.items()}
+
+    def owned_spaces(self) -> tuple[IndexSpace, ...]:
+        """Spaces whose pages are given out here."""
+        return tuple(space for space, account in self._spaces.items() if isinstance(account, OwnedSpace))
+
+    def require_possible(self, demand: Mapping[IndexSpace, int], *, of: object = "the request") -> None:
+        """Raise InvalidInputError when `of` asks for more pages than there would be if all were free."""
+        for space, count in demand.items():
+            usable = self._owned_space(space).usable
+            if count > usable:
+                raise InvalidInputError(
+                    f"{of}: needs {count} pages of '{space}', the whole pool has {usable}; "
+                    f"enlarge the pool or shorten the request"
+                )
+
     def pages_being_released(self) -> dict[IndexSpace, int]:
-        """Pages of each space that will become free without anybody's asking: quarantined, or of an ending owner."""
+        """Pages of each space that will soon be free without anybody's asking: those of ending owners.
+
+        Quarantined pages are not among them: nobody knows when they will be free.
+        """
         found = dict.fromkeys(self._spaces, 0)
-        for holding in self._holdings.values():
-            if holding.ending or holding.state is _Q:
-                for space, ids in holding.pages.items():
-                    found[space] += len(ids)
+        for owner in self._ending:
+            for space, ids in self._holdings[owner].pages.items():
+                found[space] += len(ids)
         return found
 
     def check_integrity(self) -> None:
@@ -343,15 +344,14 @@ class PageBook:
         for space, count in demand.items():
             if count < 0:
                 raise InvalidInputError(f"{owner}: cannot ask for {count} pages of '{space}'")
-            had = len((having or {}).get(space, ()))
-            if had + count > accounts[space].usable:
-                raise InvalidInputError(
-                    f"{owner}: needs {had + count} pages of '{space}', the whole pool has {accounts[space].usable}; "
-                    f"enlarge the pool or shorten the request"
-                )
+        had = {space: len((having or {}).get(space, ())) for space in demand}
+        self.require_possible({space: had[space] + count for space, count in demand.items()}, of=owner)
         lacking = {space: count for space, count in demand.items() if count > accounts[space].free}
         if lacking:
-            raise CapacityError(f"{owner}: " + "; ".join(self._lack(space, count) for space, count in lacking.items()))
+            raise CapacityError(
+                f"{owner}: " + "; ".join(self._lack(space, count) for space, count in lacking.items()),
+                lacking={space: count - accounts[space].free for space, count in lacking.items()},
+            )
         last = {space: int(ids[-1]) for space, ids in (having or {}).items() if len(ids)}
         return {space: accounts[space].take(count, after=last.get(space)) for space, count in demand.items()}
 
@@ -359,7 +359,7 @@ class PageBook:
         free = self._spaces[space].free
         return (
             f"space '{space}' lacks {count - free} pages ({count} wanted, {free} of {self._spaces[space].usable} free, "
-            f"{self.pages_being_released()[space]} being released)"
+            f"{self.pages_being_released()[space]} being released, {self._in_state[space][_Q]} quarantined)"
         )
 
     def _enter(self, owner: Owner, new: Pages) -> Pages:
@@ -379,10 +379,14 @@ class PageBook:
 
     def _forget(self, owner: Owner) -> int:
         holding = self._holdings.pop(owner)
+        self._ending.discard(owner)
         for space, ids in holding.pages.items():
             self._in_state[space][holding.state] -= len(ids)
             self._spaces[space].give(ids)
-        return sum(len(ids) for ids in holding.pages.values())
+        counts = {space: len(ids) for space, ids in holding.pages.items()}
+        self._watcher.freed(counts)
+        self._watcher.gone(owner)
+        return sum(counts.values())
 
     def _owner_of(self, space: IndexSpace, page: int) -> str:
         return next(

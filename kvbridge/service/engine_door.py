@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
@@ -56,6 +57,16 @@ class AttachedEngine:
     ranks: tuple[Rank, ...]
 
 
+class Admissions(Protocol):
+    """What engines need of the desk that users come to as well."""
+
+    def admit_now(self, request: AdmissionRequest) -> object:
+        """Admit or refuse at once. Raises CapacityError, ClientLimitError, ConflictError, InvalidInputError."""
+
+    def retry_after_s(self, error: CapacityError) -> float:
+        """When to try again what was refused."""
+
+
 class EngineDoor(ABC):
     """Attached engines and the calls that both roles share. Called from the event loop's thread only."""
 
@@ -63,12 +74,14 @@ class EngineDoor(ABC):
 
     def __init__(
         self,
+        desk: Callable[[], Admissions],
         *,
         send: Callable[[str, NodeToEngine], None],
         describe: Callable[[int, tuple[Rank, ...]], Attached],
         ranks: tuple[Rank, ...],
     ) -> None:
         """`send(engine, message)` never raises; `describe(call, ranks)` answers an attach."""
+        self._desk = desk
         self._send = send
         self._describe = describe
         self._ranks = ranks
@@ -98,13 +111,17 @@ class EngineDoor(ABC):
                 else self._call(self._known(engine), message)
             )
         except CapacityError as error:
-            answer = _refused(message, error, retry_after_s=error.retry_after_s)
+            answer = _refused(message, error, retry_after_s=self._retry_after_s(message, error))
         except BridgeError as error:
             answer = _refused(message, error)
         self._send(engine, answer)
         if isinstance(answer, Attached):
             for event in self._open_events():
                 self._send(engine, event)
+
+    def _retry_after_s(self, message: Call, error: CapacityError) -> float:
+        """An attach is refused before there is a desk; the desk has put its own estimate into what it refused."""
+        return error.retry_after_s if isinstance(message, Attach | Admit) else self._desk().retry_after_s(error)
 
     def gone(self, engine: str, reason: str) -> None:
         """An engine's process ended."""
@@ -155,20 +172,21 @@ class PrefillDoor(EngineDoor):
     def __init__(
         self,
         sender: Callable[[], SenderService],
+        desk: Callable[[], Admissions],
         *,
         send: Callable[[str, NodeToEngine], None],
         describe: Callable[[int, tuple[Rank, ...]], Attached],
         ranks: tuple[Rank, ...],
     ) -> None:
-        """`sender` is asked at each call: door and rooms refer to each other."""
-        super().__init__(send=send, describe=describe, ranks=ranks)
+        """`sender` and `desk` are asked at each call: door and rooms refer to each other."""
+        super().__init__(desk, send=send, describe=describe, ranks=ranks)
         self._sender = sender
 
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
         rooms = self._sender()
         match message:
             case Admit():
-                rooms.admit_now(_admission(message))
+                self._desk().admit_now(_admission(message))
             case Begin():
                 room = rooms.begin(
                     engine.name,
@@ -202,13 +220,14 @@ class DecodeDoor(EngineDoor):
     def __init__(
         self,
         receiver: Callable[[], ReceiverService],
+        desk: Callable[[], Admissions],
         *,
         send: Callable[[str, NodeToEngine], None],
         describe: Callable[[int, tuple[Rank, ...]], Attached],
         ranks: tuple[Rank, ...],
     ) -> None:
-        """`receiver` is asked at each call: door and rooms refer to each other."""
-        super().__init__(send=send, describe=describe, ranks=ranks)
+        """`receiver` and `desk` are asked at each call: door and rooms refer to each other."""
+        super().__init__(desk, send=send, describe=describe, ranks=ranks)
         self._receiver = receiver
 
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:

@@ -2,30 +2,41 @@
 
 Owns: demand, fit, order of preference. Must not know: HTTP, reservations, time.
 
-An instance is *free* by the share of its scarcest pool that would be left after the request. Pairs are tried in the
-order of the sum of both shares, the freest first; equal ones by fewer rooms, then by name, so that the order is the
-same wherever it is computed.
+An instance is *free* by the share of its scarcest pool that would be left after the request; a negative share says that it looks
+full. The best pair has the largest sum of both shares; equal ones go by fewer rooms, then by name, so that the choice is the
+same wherever it is made. Each of these is a sum, or an order, of one part for each side: the best pair is the best prefill with the
+best decode instance, and nobody has to look at all pairs.
+
+What the directory knows is as old as a heartbeat, and what was charged since is a guess. So a pair that looks full is offered too,
+after all others: the daemons decide.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import product
 
-from kvbridge.core.errors import CapacityError, FingerprintMismatchError, InvalidInputError, NotReadyError
+from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, NotReadyError
 from kvbridge.core.geometry.manifest import first_difference
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.service.directory import Instance
-from kvbridge.service.ports import Load, PairRequest, PeerAddress
+from kvbridge.service.nodes import Instance
+from kvbridge.service.ports import Load, NodeRegistration, PairRequest, PeerAddress
+
+Pages = dict[str, int]
+"""Pages by index space."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Two instances that both have room, by the directory's knowledge."""
+    """Two instances that could serve one request."""
 
     prefill: Instance
     decode: Instance
+    demands: dict[str, Pages]
+    """What the request needs on each node, by the name of its instance."""
+    looks_full: bool
+    """Whether one of them has no room for it by the directory's knowledge."""
 
     @property
     def controls(self) -> tuple[PeerAddress, ...]:
@@ -34,25 +45,124 @@ class Candidate:
         return tuple(control for control in found if control is not None)
 
 
-def demand(instance: Instance, request: PairRequest) -> dict[str, int]:
-    """Return the pages that the request needs on each node of the instance, by index space.
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One instance for one request."""
 
-    Which components a decode node keeps on its host is its own affair; a host page covers as many tokens as a full one,
-    so the host pool is asked for as many.
-    """
-    appended = request.max_new_tokens if instance.role is Role.DECODE else 0
-    pages = pages_needed(
-        instance.geometry, tokens=request.prompt_tokens + appended, prompt_tokens=request.prompt_tokens
+    instance: Instance
+    needed: Pages
+    share: float
+
+    @property
+    def order(self) -> tuple[float, int, str]:
+        return -self.share, self.instance.rooms, self.instance.name
+
+
+class Ranking:
+    """The instances that could serve one request."""
+
+    def __init__(self, instances: Iterable[Instance], request: PairRequest, *, retry_after_s: float) -> None:
+        """Order the instances by how well they suit the request.
+
+        Raises NotReadyError when a role has no ready instance, FingerprintMismatchError when no two ready instances
+        hold the same model, InvalidInputError when the request is larger than every pool.
+        """
+        instances = tuple(instances)
+        prefill = _ready(instances, Role.PREFILL, request, retry_after_s)
+        decode = _ready(instances, Role.DECODE, request, retry_after_s)
+        models = {instance.fingerprint for instance in prefill} & {instance.fingerprint for instance in decode}
+        if not models:
+            raise _mismatch(prefill[0], decode[0])
+        matching = [instance for instance in (*prefill, *decode) if instance.fingerprint in models]
+        demands = _Demands(request)
+        options = [option for instance in matching if (option := demands.option(instance)) is not None]
+        # By model, then prefill and decode; each list the best first.
+        self._sides: list[tuple[list[_Option], list[_Option]]] = []
+        for model in sorted(models):
+            ours = sorted((one for one in options if one.instance.fingerprint == model), key=lambda one: one.order)
+            sides = tuple([one for one in ours if one.instance.role is role] for role in (Role.PREFILL, Role.DECODE))
+            if all(sides):
+                self._sides.append((sides[0], sides[1]))
+        if not self._sides:
+            raise InvalidInputError(
+                f"a request of {request.prompt_tokens} prompt and {request.max_new_tokens} new tokens is larger than "
+                f"the pools of every pair of instances ({_names(matching)}): enlarge pools.* or shorten the request"
+            )
+
+    def best(self, *, without: Collection[str] = ()) -> Candidate | None:
+        """Return the best pair of instances that are not named in `without`; None when none is left."""
+        pairs = []
+        for sides in self._sides:
+            first = [next((one for one in side if one.instance.name not in without), None) for side in sides]
+            sender, receiver = first
+            if sender is not None and receiver is not None:
+                pairs.append((sender, receiver))
+        if not pairs:
+            return None
+        sender, receiver = min(pairs, key=_pair_order)
+        return Candidate(
+            prefill=sender.instance,
+            decode=receiver.instance,
+            demands={sender.instance.name: sender.needed, receiver.instance.name: receiver.needed},
+            looks_full=min(sender.share, receiver.share) < 0,
+        )
+
+
+def _pair_order(pair: tuple[_Option, _Option]) -> tuple[bool, float, int, str, str]:
+    sender, receiver = pair
+    return (
+        min(sender.share, receiver.share) < 0,
+        -(sender.share + receiver.share),
+        sender.instance.rooms + receiver.instance.rooms,
+        sender.instance.name,
+        receiver.instance.name,
     )
-    needed: dict[str, int] = {space.value: count for space, count in pages.items()}
-    if instance.role is Role.DECODE and IndexSpace.FULL in pages:
-        held = request.prefix_tokens // instance.geometry.tokens_per_page
-        needed[IndexSpace.FULL.value] = max(0, needed[IndexSpace.FULL.value] - held)
-        needed[IndexSpace.HOST.value] = needed[IndexSpace.FULL.value]
+
+
+class _Demands:
+    """What one request needs, computed once for all nodes that are alike."""
+
+    def __init__(self, request: PairRequest) -> None:
+        self._request = request
+        self._known: dict[tuple[object, ...], Pages] = {}
+
+    def option(self, instance: Instance) -> _Option | None:
+        """Return an instance's option; None when its pools could never hold the request."""
+        needed: Pages = {}
+        share = 1.0
+        for record in instance.nodes:
+            needed = self._of(record.registration)
+            if any(0 < record.load.total_pages.get(space, 0) < count for space, count in needed.items()):
+                return None
+            share = min(share, free_share(record.load, needed))
+        return _Option(instance, needed, share)
+
+    def _of(self, registration: NodeRegistration) -> Pages:
+        alike = (registration.fingerprint, registration.role, registration.host)
+        if alike not in self._known:
+            self._known[alike] = demand(registration, self._request)
+        return self._known[alike]
+
+
+def demand(registration: NodeRegistration, request: PairRequest) -> Pages:
+    """Return the pages that the request needs on a node, by index space."""
+    decode = registration.role is Role.DECODE
+    geometry = registration.geometry
+    pages = pages_needed(
+        geometry,
+        tokens=request.prompt_tokens + (request.max_new_tokens if decode else 0),
+        prompt_tokens=request.prompt_tokens,
+        host=frozenset(registration.host),
+    )
+    held = request.prefix_tokens // geometry.tokens_per_page if decode else 0
+    needed = {space.value: count for space, count in pages.items()}
+    for space in (IndexSpace.FULL, IndexSpace.HOST):
+        if space in pages:
+            needed[space.value] = max(0, pages[space] - held)
     return needed
 
 
-def free_share(load: Load, needed: dict[str, int]) -> float:
+def free_share(load: Load, needed: Pages) -> float:
     """Return the share of the scarcest pool that the request would leave; negative when it does not fit.
 
     Pools that a node does not report, or reports as empty of pages altogether, set no limit here.
@@ -63,39 +173,6 @@ def free_share(load: Load, needed: dict[str, int]) -> float:
         if load.total_pages.get(space, 0)
     ]
     return min(shares, default=1.0)
-
-
-def candidates(instances: tuple[Instance, ...], request: PairRequest, *, retry_after_s: float) -> tuple[Candidate, ...]:
-    """Return every pair that could take the request now, the best first; never empty.
-
-    Raises NotReadyError when a role has no ready instance, FingerprintMismatchError when no two ready instances hold
-    the same model, InvalidInputError when the request is larger than every pool, CapacityError when it is full.
-    """
-    prefill = _ready(instances, Role.PREFILL, request, retry_after_s)
-    decode = _ready(instances, Role.DECODE, request, retry_after_s)
-    matching = [pair for pair in product(prefill, decode) if pair[0].fingerprint == pair[1].fingerprint]
-    if not matching:
-        raise _mismatch(prefill[0], decode[0])
-    ranked = []
-    for sender, receiver in matching:
-        shares = _share(sender, request), _share(receiver, request)
-        if min(shares) >= 0:
-            order = (-sum(shares), sender.rooms + receiver.rooms, sender.name, receiver.name)
-            ranked.append((order, Candidate(prefill=sender, decode=receiver)))
-    if ranked:
-        return tuple(pair for _, pair in sorted(ranked, key=lambda entry: entry[0]))
-    if not any(
-        _could_ever_fit(sender, request) and _could_ever_fit(receiver, request) for sender, receiver in matching
-    ):
-        raise InvalidInputError(
-            f"a request of {request.prompt_tokens} prompt and {request.max_new_tokens} new tokens is larger than the "
-            f"pools of every pair of instances ({_names(matching)}): enlarge pools.* or shorten the request"
-        )
-    raise CapacityError(
-        f"no pair of instances has room for {request.prompt_tokens} prompt and {request.max_new_tokens} new tokens now "
-        f"(tried {_names(matching)})",
-        retry_after_s=retry_after_s,
-    )
 
 
 def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest, retry_after_s: float) -> list[Instance]:
@@ -122,21 +199,6 @@ def _mismatch(sender: Instance, receiver: Instance) -> FingerprintMismatchError:
     )
 
 
-def _share(instance: Instance, request: PairRequest) -> float:
-    needed = demand(instance, request)
-    return min(free_share(record.load, needed) for record in instance.nodes)
-
-
-def _could_ever_fit(instance: Instance, request: PairRequest) -> bool:
-    needed = demand(instance, request)
-    return all(
-        count <= total
-        for record in instance.nodes
-        for space, count in needed.items()
-        if (total := record.load.total_pages.get(space, 0))
-    )
-
-
-def _names(pairs: list[tuple[Instance, Instance]]) -> str:
-    shown = ", ".join(f"'{sender.name}' + '{receiver.name}'" for sender, receiver in pairs[:4])
-    return shown if len(pairs) <= 4 else f"{shown} and {len(pairs) - 4} more"
+def _names(instances: list[Instance]) -> str:
+    shown = ", ".join(f"'{instance.name}'" for instance in instances[:8])
+    return shown if len(instances) <= 8 else f"{shown} and {len(instances) - 8} more"

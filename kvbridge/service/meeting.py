@@ -9,7 +9,8 @@ checked in full before any worker sees them, so that no address is ever computed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,11 +32,15 @@ from kvbridge.core.wire.messages import (
     Rejected,
     Welcome,
 )
+from kvbridge.service.names import Bearer, check_name
 from kvbridge.service.ports import PeerAddress
 from kvbridge.service.receiver_room import MetNode
 from kvbridge.service.rooms import REASON_CHARS
 
 log = structlog.get_logger(__name__)
+
+FORMER_KEPT = 1_024
+"""Addresses of which the incarnation is remembered that was met there last."""
 
 
 class MeetingWorkers(Protocol):
@@ -64,6 +69,8 @@ class Self:
 @dataclass(eq=False)
 class _KnownDecode:
     node: NodeDescription
+    key: str
+    """The public key that it proved to own; empty without keys."""
     connecting: dict[Rank, int] = field(default_factory=dict)
     """ConnectPeer orders that a rank's worker has not answered yet; only the answer to the last one counts."""
     transports: dict[Rank, tuple[str, ...]] = field(default_factory=dict)
@@ -85,22 +92,26 @@ class DecodeNodes:
         *,
         send: Callable[[str, PeerMessage], None],
         on_gone: Callable[[str, str], None],
+        names_of: Callable[[str], frozenset[str]] = lambda _key: frozenset(),
     ) -> None:
         """`on_gone(peer, reason)` is called when a peer's life has ended or it cannot be written to any more.
 
-        Neither callback raises.
+        `names_of(key)`: the instances that the holder of a key may speak for; empty: any. No callback raises.
         """
         self._myself = myself
         self._geometry = geometry
         self._workers = workers
         self._send = send
         self._on_gone = on_gone
+        self._names_of = names_of
         self._known: dict[str, _KnownDecode] = {}
 
-    def hello(self, peer: str, message: Hello) -> None:
-        """A decode node introduces itself, for the first time or after it changed."""
+    def hello(self, peer: str, message: Hello, *, key: str = "") -> None:
+        """A decode node introduces itself, for the first time or after it changed. `key` is what it proved to own."""
         node = message.node
         try:
+            present = [_bearer(other.node, other.key) for one, other in self._known.items() if one != peer]
+            check_name(_bearer(node, key), bound_to=self._names_of(key), present=present)
             self._check(peer, node)
         except BridgeError as error:
             log.warning("peer_rejected", peer=peer, instance=node.instance, code=error.code, reason=str(error))
@@ -113,7 +124,7 @@ class DecodeNodes:
             return
         self._succeed(peer, node)
         if known is None:
-            known = self._known[peer] = _KnownDecode(node, dict.fromkeys(self._workers.layers, 0))
+            known = self._known[peer] = _KnownDecode(node, key, dict.fromkeys(self._workers.layers, 0))
         known.node = node
         for rank in known.connecting:
             known.connecting[rank] += 1
@@ -205,6 +216,10 @@ class DecodeNodes:
         return list(self._known)
 
 
+def _bearer(node: NodeDescription, key: str) -> Bearer:
+    return Bearer(node.instance, node.node, key)
+
+
 # ------------------------------------------------------------------------------------------- decode side
 
 
@@ -218,8 +233,7 @@ class _KnownPrefill:
 class PrefillNodes:
     """The prefill nodes that write to this decode node. Implements the protocol of the same name in `receiver`.
 
-    A node that falls silent may still write. What proves that a lost incarnation has ended is a successor of the same
-    name behind the same address; until then it is remembered, and `seek_lost` greets its address again.
+    A node that is gone may still write, or have written what is still on its way: rooms do not rely on it (`fence`).
     """
 
     def __init__(
@@ -229,11 +243,11 @@ class PrefillNodes:
         open_link: Callable[[PeerAddress], None],
         send_to: Callable[[PeerAddress, PeerMessage], None],
         on_changed: Callable[[], None],
-        on_gone: Callable[[str, str, bool], None],
+        on_gone: Callable[[str, str], None],
     ) -> None:
         """`open_link` connects to an address (harmless when it is); `on_changed` is called after every answer.
 
-        `on_gone(peer, reason, proof)`: whether it is proved that the incarnation has ended. Only `open_link` raises.
+        `on_gone(peer, reason)` is called when an incarnation is out of reach. Only `open_link` raises.
         """
         self._describe = describe
         self._open_link = open_link
@@ -241,8 +255,8 @@ class PrefillNodes:
         self._on_changed = on_changed
         self._on_gone = on_gone
         self._known: dict[PeerAddress, _KnownPrefill] = {}
-        self._lost: dict[PeerAddress, dict[str, str]] = {}
-        """Incarnations, and their names, that vanished from an address without proof of their end."""
+        self._former: OrderedDict[PeerAddress, str] = OrderedDict()
+        """The incarnation that was met last behind an address, as long as it is not met there now."""
 
     def met(self, address: PeerAddress) -> MetNode | None:
         """See `receiver.PrefillNodes`."""
@@ -266,26 +280,31 @@ class PrefillNodes:
                 self._send_to(known.address, message)
                 return
 
-    def alive(self, peer: str) -> bool:
-        """See `receiver.PrefillNodes`."""
-        return any(known.met is not None and known.met.peer == peer for known in self._known.values())
+    def speaks(self, address: PeerAddress, peer: str) -> bool:
+        """Whether an incarnation is the one that was met behind an address, now or last."""
+        known = self._known.get(address)
+        met = known is not None and known.met is not None and known.met.peer == peer
+        return met or self._former.get(address) == peer
 
     def welcome(self, address: PeerAddress, message: Welcome) -> None:
         """A prefill node has accepted us."""
         known = self._known.get(address)
         if known is None:
             return
+        if self._is_met_elsewhere(address, message.incarnation):
+            reason = f"it calls itself {message.incarnation}, which is another node's incarnation under another key"
+            self._vanish(known, reason)
+            self._fail(known, PeerError(f"the prefill node at {address.endpoint} is not believed: {reason}"))
+            return
         if known.met is not None and known.met.peer != message.incarnation:
             self._vanish(known, f"another life answers at {address.endpoint}")
         known.met = MetNode(message.incarnation, f"{message.instance}/{message.node}", message.ranks)
-        lost = self._lost.get(address, {})
-        lost.pop(message.incarnation, None)
-        for peer in [peer for peer, name in lost.items() if name == known.met.name]:
-            del lost[peer]
-            self._on_gone(peer, f"it was restarted (now {message.incarnation})", True)
-        if not lost:
-            self._lost.pop(address, None)
         self._on_changed()
+
+    def _is_met_elsewhere(self, address: PeerAddress, peer: str) -> bool:
+        """Whether the holder of another key has that incarnation. One node may well have two addresses."""
+        others = {other for other in (*self._known, *self._former) if other.public_key != address.public_key}
+        return any(self.speaks(other, peer) for other in others)
 
     def rejected(self, address: PeerAddress, message: Rejected) -> None:
         """A prefill node will not work with us (any more)."""
@@ -298,7 +317,7 @@ class PrefillNodes:
         self._fail(known, kind(reason))
 
     def lost(self, address: PeerAddress, reason: str) -> None:
-        """A prefill node does not answer any more; the next room, or `seek_lost`, says hello again."""
+        """A prefill node does not answer any more; the next room says hello again."""
         known = self._known.get(address)
         if known is None:
             return
@@ -306,11 +325,14 @@ class PrefillNodes:
         self._fail(known, PeerError(f"the prefill node at {address.endpoint} cannot be reached: {reason}"))
 
     def _vanish(self, known: _KnownPrefill, reason: str) -> None:
-        """The incarnation that we had met is out of reach: from here on nothing is sent to it, nor proved of it."""
+        """The incarnation that we had met is out of reach: from here on nothing is sent to it."""
         met, known.met = known.met, None
         if met is not None:
-            self._lost.setdefault(known.address, {})[met.peer] = met.name
-            self._on_gone(met.peer, reason, False)
+            self._former[known.address] = met.peer
+            self._former.move_to_end(known.address)
+            if len(self._former) > FORMER_KEPT:
+                self._former.popitem(last=False)
+            self._on_gone(met.peer, reason)
 
     def _fail(self, known: _KnownPrefill, error: BridgeError) -> None:
         """Let every room that waits see the error, then forget the node: the next room greets it anew."""
@@ -325,20 +347,6 @@ class PrefillNodes:
         if known is not None:
             self._vanish(known, f"the prefill node at {address.endpoint} was restarted or has forgotten us")
             self._send_to(address, Hello(node=self._describe()))
-        elif address in self._lost:
-            self._greet(address)
-
-    def seek_lost(self, awaited: Collection[str]) -> None:
-        """Greet every address again from which one of `awaited` vanished without proof; call it now and then.
-
-        `awaited` are the incarnations whose end some room still waits to see proved; the others are forgotten.
-        """
-        for address, lost in list(self._lost.items()):
-            self._lost[address] = {peer: name for peer, name in lost.items() if peer in awaited}
-            if not self._lost[address]:
-                del self._lost[address]
-            elif address not in self._known:
-                self._greet(address)
 
     def refresh(self) -> None:
         """We have changed (a rank worker is back with new endpoints): tell everybody."""

@@ -1,20 +1,22 @@
 """From a request to a ticket: reserve both ends of the best pair, or leave nothing behind.
 
-Owns: the order of reservations, their undoing, the memory of paired rooms. Must not know: HTTP, how pairs are ranked.
+Owns: the order of reservations, their undoing, what a ticket says. Must not know: HTTP, how pairs are ranked, where rooms are kept.
 
 Prefill is reserved first. Until decode admits a room nobody has offered anything: giving a prefill reservation back is
 one local step, and an offer never arrives before its room. The other way round decode grants a lease on its pages and
 sends offers at once, so that taking it back needs the prefill side to answer Drained. What stays behind when bootstrap
-dies half-way is a prefill room that ends by `timeouts.offer_s` of its daemon.
+dies half-way is a prefill room that ends by `timeouts.offer_s` of its daemon, and a claim on the room's id that another replica
+may take over when pairing cannot be under way any more.
 
-Each attempt at a room has its own generation, so that a late answer to an earlier one is recognised as stale.
+Each attempt at a room has its own generation, so that a late answer to an earlier one is recognised as stale. The store hands
+generations out, so that they only rise whichever replica pairs the room. A ticket counts once it is in the store: a pairing that
+cannot keep its ticket gives both ends back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,27 +24,33 @@ from typing import Protocol
 
 import structlog
 
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
+    ClientLimitError,
     ConflictError,
     DeadlineError,
+    IntegrityError,
     NotReadyError,
     PeerError,
     StaleError,
     UnknownRoomError,
 )
 from kvbridge.core.ids import FrozenModel, Positive, Role, Uint64
-from kvbridge.service.directory import Directory, Instance
-from kvbridge.service.fit import Candidate, candidates, demand
+from kvbridge.service.directory import Directory
+from kvbridge.service.fit import Candidate, Ranking
+from kvbridge.service.nodes import Instance
 from kvbridge.service.ports import AdmissionRequest, PairRequest, RoomReport, RoomState, Ticket, TicketEnd
+from kvbridge.service.stores.base import Claim, RoomStore
 
 log = structlog.get_logger(__name__)
 
 RESERVATION_ORDER = (Role.PREFILL, Role.DECODE)
 TRY_ANOTHER = (CapacityError, PeerError, DeadlineError)
 """Refusals that say something about one pair only; every other one is the request's own and ends the pairing."""
+
+DRAWS = 8
+"""Random room ids that may be in use, one after another, before something is wrong."""
 
 NOTHING_TO_CANCEL = frozenset({"", UnknownRoomError.code, StaleError.code})
 
@@ -72,7 +80,6 @@ class PairingLimits:
     room_keep_s: float
     retry_after_s: float = 1.0
     attempts: int = 3
-    max_rooms: int = 100_000
 
 
 class EndReport(FrozenModel):
@@ -105,59 +112,53 @@ class _Refusal:
 
 
 @dataclass(slots=True)
-class _Pairing:
-    """A room that bootstrap remembers. `ticket` is None while its ends are being reserved."""
+class _Attempt:
+    """One pairing under way."""
 
+    claim: Claim
+    request: PairRequest
     generation: int
-    created_s: float
+    """The last one that was used; the claim's base before the first attempt."""
     ticket: Ticket | None = None
-    cancelled: bool = False
 
     @property
-    def in_use(self) -> bool:
-        return not self.cancelled
+    def room(self) -> int:
+        return self.claim.room
 
 
 class PairingService:
-    """Pairs requests, and remembers the rooms for `room_keep_s`."""
+    """Pairs requests, and finds paired rooms again. Holds nothing itself but what it is doing just now."""
 
-    def __init__(
-        self, directory: Directory, port: ReservePort, *, limits: PairingLimits, clock: Clock = monotonic
-    ) -> None:
+    def __init__(self, directory: Directory, rooms: RoomStore, port: ReservePort, *, limits: PairingLimits) -> None:
         self._directory = directory
+        self._rooms = rooms
         self._port = port
         self._limits = limits
-        self._clock = clock
-        self._rooms: OrderedDict[int, _Pairing] = OrderedDict()
-
-    def __repr__(self) -> str:
-        pending = sum(1 for pairing in self._rooms.values() if pairing.ticket is None)
-        return f"PairingService({len(self._rooms)} rooms remembered, {pending} being paired)"
 
     async def pair(self, request: PairRequest) -> Ticket:
         """Return a ticket for a request that is now reserved on both ends, or raise with nothing reserved.
 
-        Raises ConflictError when the room is in use, CapacityError (NotReadyError) when nobody can take it now,
-        FingerprintMismatchError, InvalidInputError, DeadlineError when `timeouts.pair_s` is over.
+        Raises ConflictError when the room is in use, CapacityError (NotReadyError, ClientLimitError) when nobody can take
+        it now or the store is away, FingerprintMismatchError, InvalidInputError, DeadlineError when `timeouts.pair_s`
+        is over.
         """
-        self.sweep()
-        room = self._draw() if request.room is None else request.room
-        pairing = self._begin(room)
+        claim = await self._claim(request.room)
+        attempt = _Attempt(claim, request, claim.base)
         try:
             async with asyncio.timeout(self._limits.pair_s):
-                pairing.ticket = await self._try_candidates(room, pairing, request)
+                attempt.ticket = await self._try_candidates(attempt)
         except TimeoutError as error:
             raise DeadlineError(
-                f"room {room}: no pair was reserved within {self._limits.pair_s:g} s (timeouts.pair_s)"
+                f"room {attempt.room}: no pair was reserved within {self._limits.pair_s:g} s (timeouts.pair_s)"
             ) from error
         finally:
-            if pairing.ticket is None:
-                pairing.cancelled = True  # the room's generation is remembered, its id may be used again
-        return pairing.ticket
+            if attempt.ticket is None:
+                await _finish(self._give_up(attempt))
+        return attempt.ticket
 
     async def report(self, room: int) -> PairReport:
-        """Ask both ends. Raises UnknownRoomError for a room that was not paired here or is forgotten."""
-        ticket = self._ticket(room)
+        """Ask both ends. Raises UnknownRoomError for a room that was not paired or is forgotten."""
+        ticket = await self._ticket(room)
         prefill, decode = await asyncio.gather(
             self._ask(ticket, ticket.prefill.http_urls), self._ask(ticket, ticket.decode.http_urls)
         )
@@ -165,95 +166,87 @@ class PairingService:
 
     async def cancel(self, room: int, reason: str) -> PairReport:
         """Abort a room on both ends, decode first: it holds the lease. Raises UnknownRoomError as `report` does."""
-        ticket = self._ticket(room)
+        ticket = await self._ticket(room)
         decode = await self._tell(ticket, ticket.decode.http_urls, reason)
         prefill = await self._tell(ticket, ticket.prefill.http_urls, reason)
         if all(end.error_code in NOTHING_TO_CANCEL for end in (*prefill, *decode)):
-            self._rooms[room].cancelled = True
+            await self._rooms.cancelled(room, ticket.generation)
         return _pair_report(ticket, prefill, decode)
-
-    def sweep(self) -> int:
-        """Forget rooms older than `room_keep_s`, and the oldest beyond `max_rooms`; return how many."""
-        now_s = self._clock()
-        before = len(self._rooms)
-        while self._rooms:
-            room, oldest = next(iter(self._rooms.items()))
-            if oldest.created_s + self._limits.room_keep_s > now_s and len(self._rooms) <= self._limits.max_rooms:
-                break
-            del self._rooms[room]
-        return before - len(self._rooms)
-
-    def counts(self) -> dict[str, int]:
-        """Return how many rooms are remembered, by what became of them."""
-        pending = sum(1 for pairing in self._rooms.values() if pairing.ticket is None and not pairing.cancelled)
-        cancelled = sum(1 for pairing in self._rooms.values() if pairing.cancelled)
-        return {"pairing": pending, "paired": len(self._rooms) - pending - cancelled, "cancelled": cancelled}
 
     # ------------------------------------------------------------------------------------- rooms
 
-    def _draw(self) -> int:
-        while (room := secrets.randbits(64)) in self._rooms:
-            pass
-        return room
+    async def _claim(self, wanted: int | None) -> Claim:
+        for _ in range(DRAWS):
+            room = secrets.randbits(64) if wanted is None else wanted
+            claim = await self._rooms.claim(room, generations=self._limits.attempts)
+            if isinstance(claim, Claim):
+                return claim
+            if wanted is not None:
+                raise ConflictError(
+                    f"room {room} is in use (paired {claim.age_s:.0f} s ago): draw another id, or cancel it first"
+                )
+        raise IntegrityError(f"{DRAWS} random 64-bit room ids in a row were in use")
 
-    def _begin(self, room: int) -> _Pairing:
-        known = self._rooms.get(room)
-        if known is not None and known.in_use:
-            raise ConflictError(
-                f"room {room} is in use (paired {self._clock() - known.created_s:.0f} s ago): "
-                "draw another id, or cancel it first"
-            )
-        pairing = _Pairing(generation=known.generation if known else 0, created_s=self._clock())
-        self._rooms[room] = pairing
-        self._rooms.move_to_end(room)
-        return pairing
+    async def _give_up(self, attempt: _Attempt) -> None:
+        try:
+            await self._rooms.give_up(attempt.claim, attempt.generation)
+        except BridgeError as error:
+            # The caller is told why there is no ticket, which matters more; the claim ends by its age.
+            log.warning("room stays claimed for a while", room=attempt.room, code=error.code, reason=str(error))
 
-    def _ticket(self, room: int) -> Ticket:
-        self.sweep()
-        pairing = self._rooms.get(room)
-        if pairing is None or pairing.ticket is None:
+    async def _ticket(self, room: int) -> Ticket:
+        entry = await self._rooms.room(room)
+        if entry is None or entry.ticket is None:
             raise UnknownRoomError(
                 f"room {room} was not paired here, or is forgotten: rooms are remembered for "
                 f"{self._limits.room_keep_s:g} s (timeouts.room_keep_s)"
             )
-        return pairing.ticket
+        return entry.ticket
 
     # ------------------------------------------------------------------------------- reservations
 
-    async def _try_candidates(self, room: int, pairing: _Pairing, request: PairRequest) -> Ticket:
-        ranked = candidates(self._directory.instances(), request, retry_after_s=self._limits.retry_after_s)
+    async def _try_candidates(self, attempt: _Attempt) -> Ticket:
+        """Try the best pair, then the best without those who refused; of pairs that look full, only one."""
+        instances = await self._directory.instances()
+        ranking = Ranking(instances, attempt.request, retry_after_s=self._limits.retry_after_s)
         refusals: list[_Refusal] = []
-        for candidate in ranked:
-            if {candidate.prefill.name, candidate.decode.name} & {refusal.instance for refusal in refusals}:
-                continue
-            pairing.generation += 1
-            refusal = await self._reserve(room, pairing.generation, candidate, request)
-            if refusal is None:
-                return self._issue(room, pairing.generation, candidate, request)
-            log.warning("reservation refused", room=room, instance=refusal.instance, error=str(refusal.error))
-            refusals.append(refusal)
-            if len(refusals) == self._limits.attempts:
+        looks_full = False
+        while len(refusals) < self._limits.attempts and not looks_full:
+            candidate = ranking.best(without={refusal.instance for refusal in refusals})
+            if candidate is None:
                 break
-        raise self._nobody(room, refusals)
+            outcome = await self._reserve(attempt, candidate)
+            if isinstance(outcome, Ticket):
+                return outcome
+            log.warning("reservation refused", room=attempt.room, instance=outcome.instance, error=str(outcome.error))
+            refusals.append(outcome)
+            looks_full = candidate.looks_full
+        raise self._nobody(attempt.room, refusals)
 
     def _nobody(self, room: int, refusals: list[_Refusal]) -> CapacityError:
-        """Full beats unreachable: the caller is told to come back, and every cause is named."""
-        full = [refusal.error for refusal in refusals if isinstance(refusal.error, CapacityError)]
-        kind = CapacityError if any(error.code == CapacityError.code for error in full) else NotReadyError
+        """Full beats a client's limit beats unreachable: the caller is told to come back, and every cause is named."""
+        limits = [refusal.error for refusal in refusals if isinstance(refusal.error, CapacityError)]
+        kinds = {type(error) for error in limits}
+        kind = next((kind for kind in (CapacityError, ClientLimitError) if kind in kinds), NotReadyError)
         causes = "; ".join(f"'{refusal.instance}': {refusal.error}" for refusal in refusals)
         return kind(
             f"room {room}: no pair could be reserved: {causes}",
-            retry_after_s=max((error.retry_after_s for error in full), default=self._limits.retry_after_s),
+            retry_after_s=max((error.retry_after_s for error in limits), default=self._limits.retry_after_s),
         )
 
-    async def _reserve(self, room: int, generation: int, candidate: Candidate, request: PairRequest) -> _Refusal | None:
+    async def _reserve(self, attempt: _Attempt, candidate: Candidate) -> Ticket | _Refusal:
         """Admit on every node of both instances, or on none; return who refused for reasons of its own."""
+        attempt.generation += 1
+        generation = attempt.generation
+        # Before anybody is asked: others who are pairing meanwhile should see it, and the nodes' own news comes after it.
+        for instance in (candidate.prefill, candidate.decode):
+            await self._directory.charge(instance, candidate.demands[instance.name])
         asked: list[str] = []
-        reserved = False
+        kept = False
         try:
             for role in RESERVATION_ORDER:
                 instance = candidate.prefill if role is Role.PREFILL else candidate.decode
-                admission = _admission(room, generation, candidate, request, role)
+                admission = _admission(attempt, candidate, role)
                 for url in instance.http_urls:
                     # Noted before the answer: a daemon that answers too late may have admitted all the same.
                     asked.append(url)
@@ -261,11 +254,16 @@ class PairingService:
                         await self._admit(url, admission)
                     except TRY_ANOTHER as error:
                         return _Refusal(instance.name, error)
-            reserved = True
+            ticket = self._ticket_for(attempt, candidate)
+            kept = await self._rooms.settle(attempt.claim, ticket)
         finally:
-            if not reserved:
-                await self._give_back(room, generation, asked)
-        return None
+            if not kept:
+                await self._give_back(attempt.room, generation, asked)
+        if not kept:
+            raise NotReadyError(
+                f"room {attempt.room}: another pairing has taken the room, or the store has lost it; nothing is reserved"
+            )
+        return ticket
 
     async def _admit(self, url: str, admission: AdmissionRequest) -> None:
         try:
@@ -279,12 +277,7 @@ class PairingService:
     async def _give_back(self, room: int, generation: int, urls: list[str]) -> None:
         """Cancel what may have been reserved, even while this task itself is being cancelled."""
         reason = "the other end could not be reserved"
-        undo = asyncio.gather(*(self._cancel(url, room, generation, reason) for url in urls))
-        try:
-            await asyncio.shield(undo)
-        except asyncio.CancelledError:
-            await undo  # bounded by cancel_s; a reservation must not outlive its pairing
-            raise
+        await _finish(asyncio.gather(*(self._cancel(url, room, generation, reason) for url in urls)))
 
     async def _cancel(self, url: str, room: int, generation: int, reason: str) -> EndReport:
         """Cancel this generation on one daemon; that it has no such room, or a later one, is as good."""
@@ -294,12 +287,10 @@ class PairingService:
             log.warning("reservation could not be given back", room=room, url=url, error=end.error)
         return end
 
-    def _issue(self, room: int, generation: int, candidate: Candidate, request: PairRequest) -> Ticket:
-        for instance in (candidate.prefill, candidate.decode):
-            self._directory.charge(instance.name, demand(instance, request))
+    def _ticket_for(self, attempt: _Attempt, candidate: Candidate) -> Ticket:
         return Ticket(
-            room=room,
-            generation=generation,
+            room=attempt.room,
+            generation=attempt.generation,
             prefill=_end_of(candidate.prefill),
             decode=_end_of(candidate.decode),
             expires_in_s=self._limits.ticket_s,
@@ -327,12 +318,22 @@ async def _end(url: str, call: Callable[[], Awaitable[RoomReport]], limit_s: flo
         return EndReport(url=url, error_code=error.code, error=str(error))
 
 
-def _admission(room: int, generation: int, candidate: Candidate, request: PairRequest, role: Role) -> AdmissionRequest:
+async def _finish(work: Awaitable[object]) -> None:
+    """Wait for what must not stay undone, even while this task itself is being cancelled; `work` is bounded."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
+
+
+def _admission(attempt: _Attempt, candidate: Candidate, role: Role) -> AdmissionRequest:
     """Return what one side is asked to reserve; only decode learns of the writers and of what it already holds."""
-    decode = role is Role.DECODE
+    decode, request = role is Role.DECODE, attempt.request
     return AdmissionRequest(
-        room=room,
-        generation=generation,
+        room=attempt.room,
+        generation=attempt.generation,
         prompt_tokens=request.prompt_tokens,
         max_new_tokens=request.max_new_tokens if decode else 0,
         prefix_tokens=request.prefix_tokens if decode else 0,

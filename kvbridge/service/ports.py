@@ -11,11 +11,12 @@ from typing import Annotated, Any, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Uint64
 from kvbridge.core.plan.operations import Amounts
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+HttpUrl = Annotated[str, Field(pattern=r"^https?://", max_length=500)]
 
 
 class PeerAddress(FrozenModel):
@@ -37,6 +38,8 @@ class AdmissionRequest(FrozenModel):
     prefix_tokens: NonNegative = 0
     prefill: tuple[PeerAddress, ...] = ()
     client: Annotated[str, Field(max_length=200)] = ""
+    wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Wait so long for pages when they are not free; 0: be told at once. At most `admission.max_wait_s`."""
 
 
 class RoomState(StrEnum):
@@ -73,6 +76,10 @@ class RoomReport(FrozenModel):
     amounts: Amounts = Field(default_factory=dict)
     phases_s: dict[str, float] = Field(default_factory=dict)
     age_s: float = 0.0
+    expires_in_s: float | None = None
+    """When the present wait ends the room, unless what it waits for happens; null when nothing limits it now."""
+    limit: str = ""
+    """The configuration key of that limit."""
 
 
 class Readiness(FrozenModel):
@@ -86,7 +93,10 @@ class RoomsPort(Protocol):
     """Admission on one daemon (prefill or decode)."""
 
     async def admit(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve for a request. Raises CapacityError when it does not fit now, InvalidInputError, ConflictError."""
+        """Reserve for a request, at once or within its `wait_s`; nothing is kept of one that is refused or cancelled.
+
+        Raises CapacityError when it does not fit (in time), ClientLimitError, InvalidInputError, ConflictError.
+        """
 
     def report(self, room: int) -> RoomReport:
         """Raises UnknownRoomError."""
@@ -127,7 +137,7 @@ class NodeRegistration(FrozenModel):
     node: Name
     role: Role
     incarnation: Name
-    http_url: Annotated[str, Field(pattern=r"^https?://", max_length=500)]
+    http_url: HttpUrl
     control: PeerAddress | None = None
     """Where decode nodes meet it; decode nodes themselves listen to nobody and have none."""
     pp_size: Positive
@@ -136,6 +146,8 @@ class NodeRegistration(FrozenModel):
     """The ranks that live on this node."""
     fingerprint: Name
     geometry: ModelGeometry
+    host: tuple[ComponentKind, ...] = ()
+    """The components that live in the node's host pool, so that their pages are counted there."""
     ready: bool = True
     load: Load = Load()
 
@@ -170,7 +182,7 @@ class TicketEnd(FrozenModel):
     """One side of a ticket: where to send the request."""
 
     instance: Name
-    http_urls: tuple[str, ...]
+    http_urls: tuple[HttpUrl, ...]
 
 
 class Ticket(FrozenModel):

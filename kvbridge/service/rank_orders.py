@@ -12,10 +12,13 @@ import structlog
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import Tables
+from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, Operations, add_amounts
 from kvbridge.core.plan.planner import plan
 from kvbridge.core.wire.messages import OpenRoom, Send
+from kvbridge.service.rank_digests import DigestWork
 from kvbridge.service.rank_peers import ConnectedPeer, Target
 from kvbridge.service.rooms import REASON_CHARS
 from kvbridge.transport.base import Transfer, TransferState, Transport
@@ -37,7 +40,7 @@ class OpenedRoom:
 
 @dataclass(eq=False)
 class Order:
-    """One `Send`. Reported once, when nothing of it is in flight."""
+    """One `Send`. It is over when nothing of it is in flight."""
 
     request: Send
     received_s: float
@@ -48,6 +51,15 @@ class Order:
     transfers: list[tuple[Transport, Transfer]] = field(default_factory=list)
     error_code: str = ""
     error: str = ""
+    in_transit: bool = False
+    """Something was sent whose arrival was never confirmed."""
+    loud: set[Transport] = field(default_factory=set)
+    """Transports that failed it and may still read or send until they are closed."""
+    digests: DigestWork | None = None
+    """What is still to be computed over what it sends."""
+    digest_parts: tuple[tuple[PageDigests, ...], ...] = ()
+    """What has been computed, in messages' sizes."""
+    reported: bool = False
 
     @property
     def key(self) -> RoomKey:
@@ -58,6 +70,7 @@ class Order:
         """Keep the first cause and submit nothing further; what is in flight ends as after a failure."""
         if not self.error_code:
             self.error_code, self.error = code, reason[:REASON_CHARS]
+        self.digests = None
         for _, transfer in self.transfers:
             transfer.abort(reason)
 
@@ -97,28 +110,47 @@ class Order:
             raise BridgeError(f"planning failed with {type(error).__name__}: {error}; please report it") from error
         return planned
 
-    def poll(self) -> tuple[bool, set[Transport]]:
-        """Push the transfers forward.
+    def begin_digests(self, geometry: ModelGeometry, room: OpenedRoom) -> None:
+        """Get ready to compute the digests that the room asks for, now that its bytes are on their way."""
+        if self.error_code or self.peer is None or room.opening.digest is DigestKind.NONE:
+            return
+        pairings = [target.pairing for target in self.peer.targets]
+        self.digests = DigestWork.of_order(geometry, pairings, self.request.section, room.source, room.destination)
 
-        Returns whether all of them are terminal, and the transports that did not become quiet after a failure.
-        """
+    def digest_some(self, clock: Clock) -> None:
+        """Compute one slice of the digests. A failure is the order's."""
+        if self.digests is None:
+            return
+        begun_s = clock()
+        try:
+            done = self.digests.step()
+        except BridgeError as error:
+            self.fail(error.code, str(error))
+            return
+        self.seconds["digest"] = self.seconds.get("digest", 0.0) + clock() - begun_s
+        if done:
+            self.digest_parts, self.digests = tuple(self.digests.sums.parts()), None
+
+    def poll(self) -> bool:
+        """Push the transfers forward; whether all of them are terminal. See `loud` for those that are not quiet."""
         ended = True
-        loud: set[Transport] = set()
         for transport, transfer in self.transfers:
             status = transfer.poll()
             if not status.state.terminal:
                 ended = False
             elif status.state is not TransferState.DONE:
                 self.fail(TransportError.code, f"{transport.name}: {status.error}")
+                self.in_transit = self.in_transit or status.in_transit
                 if status.state is TransferState.FAILED_NOT_QUIET:
-                    loud.add(transport)
-        return ended, loud
+                    self.in_transit = True
+                    self.loud.add(transport)
+        return ended
 
-    def lose(self, transport: Transport) -> bool:
-        """Forget the transfers of a transport that has been torn down; whether there were any."""
-        kept = [(used, transfer) for used, transfer in self.transfers if used is not transport]
-        if len(kept) == len(self.transfers):
-            return False
-        self.transfers = kept
-        self.fail(TransportError.code, f"{transport.name}: torn down because a transfer would not become quiet")
-        return True
+    def uses(self, transport: Transport) -> bool:
+        """Whether a transport still works on it; one that would not become quiet does not count."""
+        return any(used is transport and not transfer.poll().state.terminal for used, transfer in self.transfers)
+
+    def lose(self, transport: Transport) -> None:
+        """A transport that had failed it has been closed: nothing of it reads or sends any more."""
+        self.transfers = [(used, transfer) for used, transfer in self.transfers if used is not transport]
+        self.loud.discard(transport)

@@ -6,7 +6,7 @@ be given up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvbridge.core.errors import BridgeError, TransportError
@@ -56,17 +56,22 @@ class RankPeers:
         """Return a peer that is connected."""
         return self._peers.get(name)
 
-    def connect(self, name: str, ranks: tuple[RankDescription, ...]) -> ConnectedPeer:
-        """Get ready to write to every rank of a node that is not connected, or to none.
+    def connect(
+        self, name: str, ranks: tuple[RankDescription, ...], previous: ConnectedPeer | None = None
+    ) -> ConnectedPeer:
+        """Get ready to write to every rank of a node, or to none.
+
+        `previous` is how it was known so far (see `take`); ways to ranks that have not changed are shared with it.
 
         Raises TransportError when a rank has no transport in common with us, and what `Pairing.create` raises.
         """
         peer = ConnectedPeer(name, ranks)
         try:
             for ordinal in range(len(ranks)):
-                peer.targets.append(self._target(ranks, ordinal))
+                kept = self._unchanged(previous, ranks, ordinal) if previous is not None else None
+                peer.targets.append(kept or self._target(ranks, ordinal))
         except BridgeError:
-            self.disconnect(peer)
+            self.disconnect(peer, keep=[previous] if previous is not None else [])
             raise
         self._peers[name] = peer
         return peer
@@ -75,23 +80,33 @@ class RankPeers:
         """Stop using a peer for anything new; the caller disconnects it once nothing is in flight to it."""
         return self._peers.pop(name, None)
 
-    def disconnect(self, peer: ConnectedPeer) -> None:
-        """Let go of every rank of a peer. Nothing is in flight to it."""
+    def disconnect(self, peer: ConnectedPeer, *, keep: Iterable[ConnectedPeer] = ()) -> None:
+        """Let go of every rank of a peer, except of what connected ones or those in `keep` share with it.
+
+        Nothing is in flight to it.
+        """
+        shared = {id(target) for other in (*self._peers.values(), *keep) for target in other.targets}
         for target in peer.targets:
-            target.transport.disconnect(target.peer)
+            if id(target) not in shared:
+                target.transport.disconnect(target.peer)
         peer.targets.clear()
+
+    @staticmethod
+    def lose(peer: ConnectedPeer, transport: Transport) -> None:
+        """Forget the ranks that were reached through an agent that has been closed."""
+        peer.targets = [target for target in peer.targets if target.transport is not transport]
 
     def using(self, transport: Transport) -> list[ConnectedPeer]:
         """Return the connected peers of which a rank is reached through `transport`."""
         return [peer for peer in self._peers.values() if any(target.transport is transport for target in peer.targets)]
 
-    def reconnect(self, peer: ConnectedPeer, broken: Transport) -> None:
-        """Replace the targets that were reached through an agent that has been torn down. Raises as `connect` does."""
-        kept = list(enumerate(peer.targets))
-        peer.targets = [target for _, target in kept if target.transport is not broken]
-        for ordinal, target in kept:
-            if target.transport is broken:
-                peer.targets.insert(ordinal, self._target(peer.ranks, ordinal))
+    def _unchanged(
+        self, previous: ConnectedPeer, ranks: tuple[RankDescription, ...], ordinal: int
+    ) -> Target | None:
+        if len(previous.ranks) != len(ranks) or previous.ranks[ordinal] != ranks[ordinal]:
+            return None
+        target = previous.targets[ordinal]
+        return target if self._transports.current(target.transport) else None
 
     def _target(self, ranks: tuple[RankDescription, ...], ordinal: int) -> Target:
         description = ranks[ordinal]

@@ -1,6 +1,11 @@
-"""The transport agents of one rank: built with all of its memory registered, torn down, built again.
+"""The transport agents of one rank: built with all of its memory registered, replaced, retired, closed.
 
-Owns: the agents, in order of preference. Must not know: peers, rooms, orders.
+Owns: the agents, in order of preference, and those that have been replaced and are not closed yet. Must not know: peers,
+rooms, orders.
+
+An agent is replaced for one of two reasons: a transfer of it would not become quiet, or the node wants every endpoint
+of an earlier epoch shut. Its successor is there first, so nobody else waits; the retired one is closed when its other
+work is done.
 """
 
 from __future__ import annotations
@@ -21,9 +26,9 @@ PROGRESS_INTERVAL_S = 0.2
 
 
 class TransportFactory(Protocol):
-    """Builds one transport by its name; called again when one has to be replaced."""
+    """Builds one transport by its name, for an epoch; called again when one has to be replaced."""
 
-    def __call__(self, name: str, /) -> Transport:
+    def __call__(self, name: str, epoch: int, /) -> Transport:
         """Raises TransportError with cause and fix when it cannot run here."""
 
 
@@ -36,6 +41,8 @@ class RankIdentity:
     memory: tuple[Memory, ...]
     transports: tuple[str, ...]
     """Transport names in order of preference."""
+    epoch: int = 0
+    """Of the first endpoints that are given out."""
 
     @property
     def rank(self) -> Rank:
@@ -59,13 +66,16 @@ class RankTransports:
         self._report = report
         self._clock = clock
         self._built: dict[str, Transport] = {}
+        self.retired: list[Transport] = []
+        """Replaced agents, the oldest first."""
+        self.epoch = identity.epoch
 
     def __getitem__(self, name: str) -> Transport:
         return self._built[name]
 
     def build(self, name: str) -> None:
         """Make an agent and register all memory with it. Raises TransportError or RegistrationError."""
-        self._built[name] = transport = self._create(name)
+        self._built[name] = transport = self._create(name, self.epoch)
         pieces = self._identity.memory
         total_bytes = sum(piece.length_bytes for piece in pieces)
         done_bytes = 0
@@ -77,9 +87,31 @@ class RankTransports:
                 reported_s = self._clock()
                 self._report(done_bytes, total_bytes)
 
-    def tear_down(self, name: str) -> None:
-        """Close an agent, which ends all that it may still have been doing; `build` makes its successor."""
-        self._built.pop(name).close()
+    def current(self, transport: Transport) -> bool:
+        """Whether an agent has not been replaced."""
+        return self._built.get(transport.name) is transport
+
+    def replace(self, name: str) -> Transport:
+        """Put a new agent in the place of one, which is retired and returned. Raises as `build` does."""
+        old = self._built[name]
+        self.retired.append(old)
+        self.build(name)
+        return old
+
+    def renew(self, epoch: int) -> None:
+        """Replace every agent; the new ones give out endpoints of `epoch`. Raises as `build` does."""
+        self.epoch = epoch
+        for name in list(self._built):
+            self.replace(name)
+
+    def close_retired(self, transport: Transport) -> None:
+        """Close an agent that has been replaced, which ends all that it may still have been doing."""
+        self.retired.remove(transport)
+        transport.close()
+
+    def revoked(self, before_epoch: int) -> bool:
+        """Whether nobody can write by means of an endpoint of an earlier epoch; replaced agents count until closed."""
+        return not self.retired and all(transport.revoked(before_epoch) for transport in self._built.values())
 
     def endpoints(self) -> tuple[TransportEndpoint, ...]:
         """How peers reach each agent."""
@@ -89,6 +121,7 @@ class RankTransports:
     def close(self) -> None:
         """Tear every agent down, whatever happens to one of them; nothing of this rank moves a byte afterwards."""
         with ExitStack() as stack:
-            for transport in self._built.values():
+            for transport in dict.fromkeys((*self._built.values(), *self.retired)):
                 stack.callback(transport.close)
         self._built.clear()
+        self.retired.clear()

@@ -5,16 +5,16 @@ whether and when is the node's business. Everything here runs on one thread, sin
 what both libraries bear best.
 
 Life: hello, setup (map, register, report), then a loop that takes messages from the node and pushes transfers
-forward. When a transfer ends without being quiet, the transport that did it is torn down and built again, which ends
-everything it might still have been doing; only then is the order reported, and it is quiet by then. An exception that
-is not an order's own ends the worker: its agents are torn down first, so its end is the proof that nothing moves.
+forward. When a transfer ends without being quiet, that is reported at once, and the transport that did it is replaced:
+what is new goes through its successor, what other peers have under way ends in peace, and then it is closed, which
+ends everything that it might still have been doing. Only then is a room of that transfer closed. An exception that is not
+an order's own ends the worker: its agents are torn down first, so its end is the proof that nothing moves.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
@@ -23,20 +23,26 @@ from kvbridge.core.errors import BridgeError, ConflictError, NotReadyError, Peer
 from kvbridge.core.wire.messages import (
     CloseRoom,
     ConnectPeer,
+    Digested,
     DisconnectPeer,
+    EndpointsRevoked,
     Heartbeat,
     NodeToWorker,
     OpenRoom,
     PeerConnected,
     RankDescription,
+    RenewEndpoints,
+    RevokeEndpoints,
     RoomClosed,
     Send,
     Sent,
     Shutdown,
+    Verify,
     WorkerProgress,
     WorkerReady,
-    WorkerToNode,
 )
+from kvbridge.service.node_link import NodeLink
+from kvbridge.service.rank_digests import Verifications
 from kvbridge.service.rank_orders import OpenedRoom, Order, RoomKey
 from kvbridge.service.rank_peers import ConnectedPeer, RankPeers
 from kvbridge.service.rank_transports import RankIdentity, RankTransports, TransportFactory
@@ -57,16 +63,6 @@ ACTIVE_ORDERS = 16
 """Orders in flight to one peer; further ones wait, so that a burst of rooms cannot fill a library's queue."""
 MESSAGES_A_STEP = 64
 """Messages that are taken before transfers are pushed forward again."""
-
-
-class NodeLink(Protocol):
-    """The worker's end of the connection to its node. Both calls raise PeerError once the node is gone."""
-
-    def send(self, message: WorkerToNode) -> None:
-        """Queue a message to the node."""
-
-    def receive(self, timeout_s: float) -> NodeToWorker | None:
-        """Return the next message, or None after `timeout_s`."""
 
 
 class RankWorker:
@@ -95,8 +91,13 @@ class RankWorker:
         """Peers that wait to be connected until their predecessors are disconnected."""
         self._rooms: dict[RoomKey, OpenedRoom] = {}
         self._closing: set[RoomKey] = set()
+        self._held: set[Transport] = set()
+        """Replaced agents whose endpoints still have to work, until RevokeEndpoints."""
+        self._revoking = 0
+        """The epoch before which nobody is to write any more, as long as that is not so; else 0."""
         self._queued: list[Order] = []
         self._active: list[Order] = []
+        self._verifications = Verifications(identity, link, clock=clock)
         self._stopping = False
         self._beaten_s = clock()
 
@@ -116,7 +117,7 @@ class RankWorker:
     def step(self) -> None:
         """Take what the node sent, push every transfer forward once, and rest if nothing moved."""
         self._beat()
-        idle = not (self._active or self._queued or self._to_connect or self._retired)
+        idle = not (self._active or self._queued or self._to_connect or self._retired or self._verifications)
         self._receive(IDLE_WAIT_S if idle else 0.0)
         if not self._advance() and self._active:
             time.sleep(BUSY_PAUSE_S)
@@ -150,7 +151,8 @@ class RankWorker:
 
     def _report_ready(self) -> None:
         description = RankDescription(manifest=self._identity.manifest, endpoints=self._transports.endpoints())
-        self._link.send(WorkerReady(rank=self._identity.rank, pid=self._pid, description=description))
+        epoch = self._transports.epoch
+        self._link.send(WorkerReady(rank=self._identity.rank, pid=self._pid, description=description, epoch=epoch))
 
     # ------------------------------------------------------------------ messages
 
@@ -159,14 +161,20 @@ class RankWorker:
             case ConnectPeer():
                 self._connect_later(message)
             case DisconnectPeer():
-                self._to_connect.pop(message.peer, None)
-                self._retire(message.peer, "the peer was disconnected")
+                self._disconnect(message.peer)
             case OpenRoom():
                 self._open_room(message)
             case Send():
                 self._queued.append(Order(message, self._clock()))
+            case Verify():
+                self._verifications.take(message)
             case CloseRoom():
                 self._close_room((message.room, message.generation))
+            case RenewEndpoints():
+                self._renew(message.epoch)
+            case RevokeEndpoints():
+                self._held.clear()
+                self._revoking = message.before_epoch
             case Shutdown():
                 self._stopping = True
             case _:
@@ -189,17 +197,25 @@ class RankWorker:
         self._confirm_closed(key)
 
     def _confirm_closed(self, key: RoomKey) -> None:
-        """Answer RoomClosed once no order of a room that is being closed is left."""
-        if key not in self._closing or any(order.key == key for order in [*self._active, *self._queued]):
+        """Answer RoomClosed once no order of a room that is being closed is left, or only such as are not quiet."""
+        left = [order for order in [*self._active, *self._queued] if order.key == key]
+        if key not in self._closing or not all(order.reported for order in left):
             return
-        self._closing.discard(key)
-        self._rooms.pop(key, None)
-        self._link.send(RoomClosed(room=key[0], generation=key[1], rank=self._identity.rank, quiet=True))
+        reason = ""
+        if left:
+            names = ", ".join(sorted({transport.name for order in left for transport in order.loud}))
+            reason = f"{names} would not become quiet; it is torn down when its other transfers have ended"
+        else:
+            self._closing.discard(key)
+            self._rooms.pop(key, None)
+        room, generation = key
+        rank = self._identity.rank
+        self._link.send(RoomClosed(room=room, generation=generation, rank=rank, quiet=not left, reason=reason))
 
     # ------------------------------------------------------------------ peers
 
     def _connect_later(self, message: ConnectPeer) -> None:
-        """Connect as soon as nothing is in flight to the peer as it was known so far. Every order is answered."""
+        """Connect with the next step. Every order is answered; what is under way to the peer as it was ends by itself."""
         name = message.peer
         replaced = self._to_connect.pop(name, None)
         if replaced is not None:
@@ -208,40 +224,45 @@ class RankWorker:
         if known is not None and known.ranks == message.ranks:
             self._report_connected(known)
             return
-        self._retire(name, "the peer has changed")
         self._to_connect[name] = message
 
-    def _retire(self, name: str, why: str) -> None:
-        """End the orders that go to a peer as it was known so far, and let go of it when they have ended."""
-        peer = self._peers.take(name)
-        if peer is None:
-            return
-        self._retired.append(peer)
+    def _disconnect(self, name: str) -> None:
+        """End the orders that go to a peer, and let go of it when they have ended."""
+        self._to_connect.pop(name, None)
+        self._retire(name)
         for order in self._active:
-            if order.peer is peer:
-                order.fail(PeerError.code, why)
+            if order.peer is not None and order.peer.name == name:
+                order.fail(PeerError.code, "the peer was disconnected")
         for order in self._queued:
             room = self._rooms.get(order.key)
             if room is not None and room.opening.peer == name:
-                order.fail(PeerError.code, why)
+                order.fail(PeerError.code, "the peer was disconnected")
+
+    def _retire(self, name: str) -> ConnectedPeer | None:
+        """Start nothing further to a peer as it was known so far, which is returned."""
+        peer = self._peers.take(name)
+        if peer is not None:
+            self._retired.append(peer)
+        return peer
 
     def _tend_peers(self) -> None:
-        """Disconnect who is not used any more; connect who waited for that."""
+        """Disconnect who is not used any more; connect who waits for it."""
         for peer in list(self._retired):
             if not any(order.peer is peer for order in self._active):
                 self._retired.remove(peer)
-                self._peers.disconnect(peer)
-        leaving = {peer.name for peer in self._retired}
-        for name in [name for name in self._to_connect if name not in leaving]:
-            self._connect(self._to_connect.pop(name))
+                self._peers.disconnect(peer, keep=self._retired)
+        for name in list(self._to_connect):
+            message = self._to_connect.pop(name)
+            self._connect(message.peer, message.ranks)
 
-    def _connect(self, message: ConnectPeer) -> None:
+    def _connect(self, name: str, ranks: tuple[RankDescription, ...]) -> None:
+        previous = self._retire(name)
         try:
-            peer = self._peers.connect(message.peer, message.ranks)
+            peer = self._peers.connect(name, ranks, previous)
         except BridgeError as error:
-            self._report_unconnected(message.peer, error)
-            return
-        self._report_connected(peer)
+            self._report_unconnected(name, error)
+        else:
+            self._report_connected(peer)
 
     def _report_connected(self, peer: ConnectedPeer) -> None:
         self._link.send(PeerConnected(rank=self._identity.rank, peer=peer.name, transports=peer.transports))
@@ -257,15 +278,23 @@ class RankWorker:
         self._tend_peers()
         moved = self._start_queued()
         for order in list(self._active):
-            if order not in self._active:
-                continue  # a rebuilt transport has ended it already
-            ended, loud = order.poll()
-            for transport in loud:
-                self._rebuild(transport)
-            if ended and order in self._active:
+            if order.reported:
+                continue
+            ended = order.poll()
+            for transport in order.loud:
+                self._replace(transport)
+            if ended and order.digests is None:
                 self._report(order)
-            moved = moved or ended
-        return moved
+                moved = True
+        self._tend_transports()
+        return self._digest_some() or moved
+
+    def _digest_some(self) -> bool:
+        """Compute one slice of digests for the oldest order that lacks some, and one of what has arrived."""
+        order = next((order for order in self._active if order.digests is not None), None)
+        if order is not None:
+            order.digest_some(self._clock)
+        return self._verifications.step() or order is not None
 
     def _start_queued(self) -> bool:
         """Start the orders whose peer is there and not too busy, in the order in which they came."""
@@ -302,46 +331,75 @@ class RankWorker:
             order.fail(NotReadyError.code, why)
             return
         order.start(room, peer, timeout_s=self._transfer_timeout_s, clock=self._clock)
+        order.begin_digests(self._identity.geometry, room)
 
     def _report(self, order: Order) -> None:
-        self._active.remove(order)
-        request = order.request
+        """Say how an order ended. One that is not quiet stays active until its transport has been closed."""
+        order.reported = True
+        if not order.loud:
+            self._active.remove(order)
+        request, rank = order.request, self._identity.rank
         order.seconds["move"] = self._clock() - order.received_s - order.seconds.get("first_byte", 0.0)
+        for part in order.digest_parts:
+            found = Digested(
+                room=request.room, generation=request.generation, rank=rank, order=request.order, digests=part
+            )
+            self._link.send(found)
         self._link.send(
             Sent(
                 room=request.room,
                 generation=request.generation,
-                rank=self._identity.rank,
+                rank=rank,
                 order=request.order,
                 amounts={} if order.error_code else order.amounts,
                 seconds=order.seconds,
                 error_code=order.error_code,
                 error=order.error,
+                quiet=not order.loud,
+                in_transit=order.in_transit,
             )
         )
         self._confirm_closed(order.key)
 
-    def _rebuild(self, broken: Transport) -> None:
-        """Tear a transport down that would not go quiet, and build it again with new endpoints.
+    # ------------------------------------------------------------------ transports
 
-        Every order that used it ends here, unless another transport still works on it. Peers that were reached through
-        it are connected again at once; the node hears of both.
-        """
-        name = broken.name
-        log.warning("transport_rebuilt", rank=str(self._identity.rank), transport=name, why="a transfer was not quiet")
-        self._transports.tear_down(name)
-        for order in list(self._active):
-            if order.lose(broken) and not order.transfers:
-                self._report(order)
-        for peer in self._retired:
-            peer.targets = [target for target in peer.targets if target.transport is not broken]
-        self._transports.build(name)
-        for peer in self._peers.using(broken):
-            try:
-                self._peers.reconnect(peer, broken)
-            except BridgeError as error:
-                self._retire(peer.name, f"it could not be reached again: {error}")
-                self._report_unconnected(peer.name, error)
-            else:
-                self._report_connected(peer)
+    def _replace(self, loud: Transport) -> None:
+        """Put another agent in the place of one that would not go quiet, and reach every peer by it."""
+        if not self._transports.current(loud):
+            return
+        name = loud.name
+        log.warning("transport_replaced", rank=str(self._identity.rank), transport=name, why="a transfer was not quiet")
+        peers = self._peers.using(loud)
+        self._transports.replace(name)
+        for peer in peers:
+            self._connect(peer.name, peer.ranks)
         self._report_ready()
+
+    def _renew(self, epoch: int) -> None:
+        """Give out endpoints of a later epoch. Peers that write by the earlier ones are not disturbed yet."""
+        if epoch <= self._transports.epoch:
+            return
+        log.info("endpoints_renewed", rank=str(self._identity.rank), epoch=epoch)
+        self._transports.renew(epoch)
+        self._held.update(self._transports.retired)
+        self._report_ready()
+
+    def _tend_transports(self) -> None:
+        """Close replaced agents that have nothing left to do, and say when earlier endpoints are of no use any more."""
+        for transport in list(self._transports.retired):
+            if transport not in self._held and not any(order.uses(transport) for order in self._active):
+                self._close_retired(transport)
+        if self._revoking and self._transports.revoked(self._revoking):
+            self._link.send(EndpointsRevoked(rank=self._identity.rank, before_epoch=self._revoking))
+            self._revoking = 0
+
+    def _close_retired(self, transport: Transport) -> None:
+        log.info("transport_closed", rank=str(self._identity.rank), transport=transport.name)
+        self._transports.close_retired(transport)
+        for peer in self._retired:
+            self._peers.lose(peer, transport)
+        for order in [order for order in self._active if transport in order.loud]:
+            order.lose(transport)
+            if order.reported and not order.loud:
+                self._active.remove(order)
+                self._confirm_closed(order.key)

@@ -9,15 +9,15 @@ newest.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import structlog
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
-    CapacityError,
     ConflictError,
     DeadlineError,
     InvalidInputError,
-    NotReadyError,
     PeerError,
     ProtocolError,
     RoomFailedError,
@@ -25,13 +25,15 @@ from kvbridge.core.errors import (
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed, tables_cover
 from kvbridge.core.ids import IndexSpace, Rank, Role, Tables
+from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import Done, Drained, Failed
-from kvbridge.pool.book import PageBook, PageState
+from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.observer import Observer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
+from kvbridge.service.receiver_digests import ReceiverDigests
 from kvbridge.service.receiver_driver import ReceiverDriver
 from kvbridge.service.receiver_room import (
     DecodeRanks,
@@ -41,9 +43,10 @@ from kvbridge.service.receiver_room import (
     ReceiverLimits,
     ReceiverPorts,
     ReceiverRoom,
+    WriterFence,
     user_state,
 )
-from kvbridge.service.rooms import RoomBook
+from kvbridge.service.rooms import RoomBook, require_ready
 from kvbridge.service.tables import check_demand, joined_tables, request_tables
 
 __all__ = [
@@ -54,6 +57,7 @@ __all__ = [
     "ReceiverLimits",
     "ReceiverRoom",
     "ReceiverService",
+    "WriterFence",
     "user_state",
 ]
 
@@ -62,11 +66,13 @@ log = structlog.get_logger(__name__)
 ABORTED = "aborted"
 WORKER_GONE = "worker_gone"
 
-_BEFORE_COMMIT = frozenset({ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED})
+_BEFORE_COMMIT = frozenset(
+    {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}
+)
 
 
 class ReceiverService:
-    """All rooms of a decode node. Implements RoomsPort; called from the event loop's thread only."""
+    """All rooms of a decode node. Implements ReservingRooms; called from the event loop's thread only."""
 
     def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
         self,
@@ -76,39 +82,51 @@ class ReceiverService:
         book: PageBook,
         ranks: DecodeRanks,
         nodes: PrefillNodes,
+        fence: WriterFence,
         engines: EngineEvents,
         observer: Observer,
         limits: ReceiverLimits,
         keep_s: float,
         adopted: bool = False,
+        digest: DigestKind = DigestKind.NONE,
         clock: Clock = monotonic,
     ) -> None:
-        """`host`: the components that live in the host pool. `adopted`: device pages are named by the engine."""
+        """`host`: the components that live in the host pool. `adopted`: device pages are named by the engine.
+
+        `digest`: what is compared before a room commits.
+        """
         self._geometry = geometry
         self._host = host
-        self._ports = ReceiverPorts(book, ranks, nodes, engines, observer)
+        self._ports = ReceiverPorts(book, ranks, nodes, fence, engines, observer)
         self._limits = limits
         self._adopted = adopted
         self._clock = clock
         self.rooms: RoomBook[ReceiverRoom] = RoomBook(Role.DECODE, user_state, clock=clock, keep_s=keep_s)
-        self._driver = ReceiverDriver(self._ports, self.rooms, limits, geometry=geometry, clock=clock)
+        self._driver = ReceiverDriver(self._ports, self.rooms, limits, geometry=geometry, digest=digest, clock=clock)
+        self.digests = ReceiverDigests(self.rooms, self._driver, observer)
+        """What writers and our own ranks say about digests goes there."""
 
     # ------------------------------------------------------------------ admission
 
-    async def admit(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve all that the request can need, or nothing. Raises CapacityError, ConflictError, InvalidInputError."""
-        return self.admit_now(request)
+    def missing(self) -> str:
+        """See ReservingRooms."""
+        return self._ports.ranks.missing()
+
+    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
+        """See ReservingRooms."""
+        require_ready(Role.DECODE, self.missing())
+        self._check(request)
+        if request.room is not None:
+            self.rooms.check_free(request.room, request.generation)
+        needed = self._needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
+        self._ports.book.require_possible(needed)
+        return needed
 
     def admit_now(self, request: AdmissionRequest) -> RoomReport:
-        """`admit` without a loop: nothing in it waits."""
-        missing = self._ports.ranks.missing()
-        if missing:
-            raise NotReadyError(f"this decode daemon cannot admit a room now: {missing}")
-        self._check(request)
-        room_id = self.rooms.draw() if request.room is None else int(request.room)
-        self.rooms.check_free(room_id, request.generation)
+        """Reserve all that a request can need, or nothing. See ReservingRooms."""
+        demand = self.demand(request)
         room = ReceiverRoom(
-            room=room_id,
+            room=self.rooms.draw() if request.room is None else request.room,
             generation=request.generation,
             prompt_tokens=request.prompt_tokens,
             prefix_tokens=request.prefix_tokens,
@@ -119,7 +137,8 @@ class ReceiverService:
             addresses=request.prefill,
             reserved_tokens=request.prompt_tokens + request.max_new_tokens,
         )
-        room.tables = self._reserve(room)
+        ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
+        room.tables = request_tables(self._geometry, ids, prompt_tokens=room.prompt_tokens)
         self.rooms.add(room)
         self._driver.show(room)
         if self._adopted:
@@ -141,21 +160,16 @@ class ReceiverService:
                 f"got {request.prefix_tokens}"
             )
 
-    def _reserve(self, room: ReceiverRoom) -> Tables:
-        demand = self._demand(room, room.reserved_tokens)
-        try:
-            ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
-        except CapacityError:
-            self._ports.observer.refused("capacity")
-            raise
-        return request_tables(self._geometry, ids, prompt_tokens=room.prompt_tokens)
-
-    def _demand(self, room: ReceiverRoom, tokens: int) -> dict[IndexSpace, int]:
-        needed = pages_needed(self._geometry, tokens=tokens, prompt_tokens=room.prompt_tokens, host=self._host)
+    def _needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
+        needed = pages_needed(self._geometry, tokens=tokens, prompt_tokens=prompt_tokens, host=self._host)
         check_demand(needed)
         if self._adopted:
             return {space: count for space, count in needed.items() if space is IndexSpace.HOST}
         return needed
+
+    def in_use(self) -> Mapping[str, int]:
+        """See ReservingRooms."""
+        return self.rooms.in_use
 
     def report(self, room: int) -> RoomReport:
         """Raises UnknownRoomError."""
@@ -206,6 +220,8 @@ class ReceiverService:
             room.phases_s["commit_to_claim"] = self._clock() - room.committed_s
         room.claimed_by.add(engine)
         self._driver.raise_event(room, ReceiverEvent.CLAIM)
+        if room.expected_by <= room.claimed_by:
+            room.wait_until(None)  # nobody is waited for any more: the engines use it
         return room
 
     def held(self, engine: str, room_id: int) -> ReceiverRoom:
@@ -233,7 +249,7 @@ class ReceiverService:
         return room.tables
 
     def _missing_pages(self, room: ReceiverRoom, tokens: int) -> dict[IndexSpace, int]:
-        demand = self._demand(room, tokens)
+        demand = self._needed(tokens, room.prompt_tokens)
         held = {space: len(table) for space, table in room.tables.items()}
         return {space: count - held.get(space, 0) for space, count in demand.items() if count > held.get(space, 0)}
 
@@ -267,15 +283,22 @@ class ReceiverService:
 
     # ------------------------------------------------------------------ peers
 
-    def awaited_peers(self) -> set[str]:
-        """Incarnations of prefill nodes that vanished while some room still waits for the proof that they are quiet."""
-        return {writer.node.peer for room in self.rooms if room.awaits_writers for writer in room.loud if writer.gone}
-
     def nodes_changed(self) -> None:
         """A prefill node welcomed or rejected us, or vanished: look at every room that still waits for one."""
         for room in self.rooms:
-            self._driver.seek_proof(room)
             self._driver.follow(room)
+
+    def open_offers(self) -> set[Owner]:
+        """Rooms that are being written to."""
+        return {room.owner for room in self.rooms if room.state is ReceiverState.OFFERED}
+
+    def shut(self, owners: Collection[Owner]) -> None:
+        """Whoever wrote to these rooms cannot reach this node any more, nor can anything arrive that was on its way."""
+        for owner in owners:
+            room = self.rooms.find(owner.room, owner.generation)
+            if room is not None and room.awaits_writers:
+                room.shut = True
+                self._driver.follow(room)
 
     def done(self, peer: str, message: Done) -> None:
         """A writer has sent everything that was its to send."""
@@ -299,7 +322,8 @@ class ReceiverService:
         for phase, seconds in message.phases_s.items():
             room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
         self._driver.show(room)
-        self._driver.account(room)
+        if self.digests.complete(room, message):
+            self._driver.account(room)
 
     def failed(self, peer: str, message: Failed) -> None:
         """A prefill node will not complete a room. Means nothing once the room is committed."""
@@ -315,19 +339,19 @@ class ReceiverService:
         if room is None or writer is None:
             return
         writer.drained = True
+        writer.in_transit = writer.in_transit or message.in_transit
         if room.state is ReceiverState.OFFERED and writer.missing:
             why = f"prefill node {writer.node.name} stopped without having sent everything"
             self._driver.raise_event(room, ReceiverEvent.FAULT, ProtocolError.code, why)
         self._driver.follow(room)
 
-    def peer_gone(self, peer: str, reason: str, *, proof: bool) -> None:
-        """A prefill node vanished. `proof`: its incarnation has ended, so it does not write any more."""
+    def peer_gone(self, peer: str, reason: str) -> None:
+        """A prefill node vanished. Whether its process has ended or not, it may have sent what has not arrived yet."""
         for room in self.rooms:
             writer = room.writers.get(peer)
             if writer is None:
                 continue
             writer.gone = reason
-            writer.drained = writer.drained or proof
             if room.state is ReceiverState.OFFERED and writer.missing:
                 why = f"prefill node {writer.node.name} is gone: {reason}"
                 self._driver.raise_event(room, ReceiverEvent.FAULT, PeerError.code, why)

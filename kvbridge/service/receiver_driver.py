@@ -11,6 +11,8 @@ without proof leaves its pages quarantined, counted and shown, until its success
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import structlog
 
 from kvbridge.core.clock import Clock
@@ -18,12 +20,14 @@ from kvbridge.core.errors import BridgeError, IntegrityError, InvalidInputError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.accounting import expected_amounts, shortfall
+from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import Abort, Offer, to_wire
 from kvbridge.pool.book import PageState
 from kvbridge.service.receiver_room import MetNode, ReceiverLimits, ReceiverPorts, ReceiverRoom, WriterNode
-from kvbridge.service.rooms import RoomBook, give_back
+from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine
+from kvbridge.service.verification import Verification
 
 log = structlog.get_logger(__name__)
 
@@ -49,12 +53,15 @@ class ReceiverDriver:
         limits: ReceiverLimits,
         *,
         geometry: ModelGeometry,
+        digest: DigestKind,
         clock: Clock,
     ) -> None:
+        """`digest`: what writers are asked to compute, and our ranks do once everything has arrived."""
         self._ports = ports
         self._rooms = rooms
         self._limits = limits
         self._geometry = geometry
+        self._digest = digest
         self._clock = clock
 
     def raise_event(self, room: ReceiverRoom, event: ReceiverEvent, code: str = "", reason: str = "") -> None:
@@ -79,12 +86,16 @@ class ReceiverDriver:
                 room.wait_until(now_s + self._limits.meet_s, "timeouts.meet_s")
             case ReceiverState.OFFERED:
                 room.wait_until(now_s + self._limits.room_s, "timeouts.room_s")
+            case ReceiverState.VERIFYING:
+                room.wait_until(now_s + self._limits.verify_s, "timeouts.verify_s")
             case ReceiverState.COMMITTED:
                 room.wait_until(now_s + self._limits.claim_s, "timeouts.claim_s")
             case ReceiverState.CLAIMED:
                 pass  # The other engines of the node still have what is left of `claim_s`.
             case _ if room.awaits_writers or room.awaits_readers:
                 room.wait_until(now_s + self._limits.drain_s, "timeouts.drain_s")
+                if room.owner in self._ports.book:
+                    self._ports.book.expect_free(room.owner)
             case _:
                 room.wait_until(None)
 
@@ -95,13 +106,15 @@ class ReceiverDriver:
             case ReceiverAction.OFFER:
                 self._offer(room)
             case ReceiverAction.TELL_ABORT:
-                for peer, writer in room.writers.items():
-                    if not writer.quiet and not writer.gone:
-                        self._tell_abort(room, peer)
+                self._tell_abort(room, room.loud)
+            case ReceiverAction.VERIFY:
+                self._verify(room)
+            case ReceiverAction.REJECT:
+                self._tell_abort(room, room.writers.values())
             case ReceiverAction.HOLD:
                 self._ports.book.move(room.owner, PageState.LEASED, PageState.HELD)
             case ReceiverAction.FREE:
-                give_back(self._ports.book, room.owner)
+                give_back(self._ports.book, room)
                 room.forget_details()
                 self._rooms.ended(room)
             case ReceiverAction.TELL_ENGINE:
@@ -134,19 +147,34 @@ class ReceiverDriver:
         self._ports.book.move(room.owner, PageState.HELD, PageState.LEASED)
         room.offered_s = self._clock()
         room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
+        if self._digest is not DigestKind.NONE:
+            room.verification = Verification(
+                self._geometry,
+                self._ports.ranks.manifests(),
+                prompt_tokens=room.prompt_tokens,
+                prefix_tokens=room.prefix_tokens,
+            )
         offer = Offer(
             room=room.room,
             generation=room.generation,
             prompt_tokens=room.prompt_tokens,
             prefix_tokens=room.prefix_tokens,
             tables=to_wire(room.tables),
+            digest=self._digest,
         )
         for peer in room.writers:
             self._ports.nodes.send(peer, offer)
 
-    def _tell_abort(self, room: ReceiverRoom, peer: str) -> None:
+    def _tell_abort(self, room: ReceiverRoom, writers: Iterable[WriterNode]) -> None:
         abort = Abort(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)
-        self._ports.nodes.send(peer, abort)
+        for writer in writers:
+            if not writer.gone:
+                self._ports.nodes.send(writer.node.peer, abort)
+
+    def _verify(self, room: ReceiverRoom) -> None:
+        assert room.verification is not None, "ARRIVED is raised for rooms with digests only"
+        for rank, order in room.verification.orders(room.room, room.generation, room.tables):
+            self._ports.ranks.send(rank, order)
 
     # ------------------------------------------------------------------ what follows from the facts
 
@@ -172,7 +200,7 @@ class ReceiverDriver:
         self.raise_event(room, ReceiverEvent.MET)
 
     def account(self, room: ReceiverRoom) -> None:
-        """Commit once every writer is done and every row has been accounted for, else fail closed."""
+        """Commit or verify once every writer is done and every row has been accounted for, else fail closed."""
         if any(writer.missing for writer in room.writers.values()):
             return
         expected = expected_amounts(
@@ -185,42 +213,45 @@ class ReceiverDriver:
         if wrong:
             self.raise_event(room, ReceiverEvent.FAULT, IntegrityError.code, f"every writer is done, but {wrong}")
             return
+        if room.verification is None:
+            self.commit(room, ReceiverEvent.ALL_DONE)
+        else:
+            self.raise_event(room, ReceiverEvent.ARRIVED)
+
+    def commit(self, room: ReceiverRoom, event: ReceiverEvent) -> None:
+        """Everything has arrived as it was sent, which `event` says."""
         room.committed_s = self._clock()
         room.phases_s["offer_to_commit"] = room.committed_s - room.offered_s
         room.phases_s["admit_to_commit"] = room.committed_s - room.created_s
         self._ports.observer.received(room.amounts, room.phases_s)
-        self.raise_event(room, ReceiverEvent.ALL_DONE)
+        self.raise_event(room, event)
 
     def _end_if_quiet(self, room: ReceiverRoom) -> None:
-        loud = room.loud
-        if not loud:
+        if room.loud:
+            return
+        unclean = next((writer for writer in room.writers.values() if not writer.clean), None)
+        if unclean is None or room.shut:
             self.raise_event(room, ReceiverEvent.DRAINED)
             return
-        lost = next((writer for writer in loud if writer.gone), None)
-        if lost is not None:
-            self._quarantine(room, f"prefill node {lost.node.name} vanished ({lost.gone})")
-
-    def seek_proof(self, room: ReceiverRoom) -> None:
-        """Ask a node that had vanished and is back in the same life to prove that it does not write."""
-        if not room.awaits_writers:
-            return
-        for peer, writer in room.writers.items():
-            if writer.gone and not writer.quiet and self._ports.nodes.alive(peer):
-                writer.gone = ""
-                self._tell_abort(room, peer)
+        name = unclean.node.name
+        why = f"prefill node {name} is gone ({unclean.gone})" if unclean.gone else f"prefill node {name} has failed"
+        why += ", and what it has sent may still arrive until every endpoint that it knows has been revoked"
+        quarantine(self._ports.book, room, Quarantine.WRITER_SHUT_OUT, why)
+        self._ports.fence.ask(room.owner)
 
     def overdue(self, room: ReceiverRoom, limit: str) -> None:
-        """A room that is being stopped is still used: its pages stay away from everybody, and that shows."""
-        if room.awaits_writers:
-            who = "prefill nodes " + ", ".join(writer.node.name for writer in room.loud)
-        else:
-            who = "engines " + ", ".join(sorted(room.readers))
-        self._quarantine(room, f"{who} have not let go of it (limit: {limit})")
+        """A room that is being stopped is still used: its pages stay away from everybody, and that shows.
 
-    def _quarantine(self, room: ReceiverRoom, why: str) -> None:
-        if self._ports.book.state(room.owner) is not PageState.QUARANTINED:
-            log.error("room_quarantined", room=room.room, generation=room.generation, reason=why)
-            self._ports.book.quarantine(room.owner, f"{room.owner}: {why}")
+        Writers that do not answer are shut out, which is the proof that they do not give; for engines there is none.
+        """
+        if room.awaits_readers:
+            who = ", ".join(sorted(room.readers))
+            why = f"engines {who} have not let go of it (limit: {limit})"
+            quarantine(self._ports.book, room, Quarantine.NOT_RELEASED, why)
+            return
+        for writer in room.loud:
+            writer.gone = f"it did not answer an abort, limit: {limit}"
+        self.follow(room)
 
 
 def _writers(nodes: list[MetNode]) -> dict[str, WriterNode]:

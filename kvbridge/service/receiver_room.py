@@ -13,11 +13,12 @@ from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import PeerMessage
-from kvbridge.pool.book import PageBook
+from kvbridge.core.wire.messages import NodeToWorker, PeerMessage
+from kvbridge.pool.book import Owner, PageBook
 from kvbridge.service.observer import Observer
 from kvbridge.service.ports import PeerAddress, RoomState
 from kvbridge.service.rooms import Room
+from kvbridge.service.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,6 @@ class PrefillNodes(Protocol):
     def send(self, peer: str, message: PeerMessage) -> None:
         """Queue a reliable message. Never raises."""
 
-    def alive(self, peer: str) -> bool:
-        """Whether that incarnation is still there, as far as we know."""
-
 
 class DecodeRanks(Protocol):
     """The rank workers of this node."""
@@ -55,6 +53,9 @@ class DecodeRanks(Protocol):
 
     def manifests(self) -> tuple[RankManifest, ...]:
         """Of every rank, in the order in which they are introduced to peers."""
+
+    def send(self, rank: Rank, message: NodeToWorker) -> None:
+        """Queue an order; dropped when the worker is gone (its end is reported separately). Never raises."""
 
 
 class EngineEvents(Protocol):
@@ -67,6 +68,13 @@ class EngineEvents(Protocol):
         """Names of the engines attached now."""
 
 
+class WriterFence(Protocol):
+    """What shuts writers out that give no proof themselves. See `fence`."""
+
+    def ask(self, owner: Owner) -> None:
+        """Shut every way by which the writers of a room could reach this node; `ReceiverService.shut` hears when."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReceiverPorts:
     """Everything that a room on this side touches."""
@@ -74,6 +82,7 @@ class ReceiverPorts:
     book: PageBook
     ranks: DecodeRanks
     nodes: PrefillNodes
+    fence: WriterFence
     engines: EngineEvents
     observer: Observer
 
@@ -90,6 +99,8 @@ class ReceiverLimits:
     """From the offer to the commit."""
     claim_s: float
     """A committed room is claimed within this time, else its pages are given back."""
+    verify_s: float
+    """The digests of a room that has arrived are computed within this time."""
     drain_s: float
     """A room that is being stopped is let go of within this time, else its pages are quarantined until it is."""
 
@@ -102,13 +113,20 @@ class WriterNode:
     missing: set[Rank]
     """Ranks that have not reported Done."""
     drained: bool = False
+    in_transit: bool = False
+    """It has sent something that may still arrive."""
     gone: str = ""
-    """Why the node is gone, when it is."""
+    """Why the node is taken for gone, when it is: it sends us no proof any more."""
 
     @property
     def quiet(self) -> bool:
-        """Whether there is proof that this node does not write any more: it said so, or has finished everything."""
+        """Whether this node sends nothing any more: it said so, or has finished everything."""
         return self.drained or not self.missing
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing of this node can arrive any more by its own account."""
+        return self.quiet and not self.in_transit
 
 
 @dataclass(eq=False)
@@ -124,6 +142,10 @@ class ReceiverRoom(Room[ReceiverState]):
     claimed_by: set[str] = field(default_factory=set)
     released_by: set[str] = field(default_factory=set)
     """Engines that do not read the room any more, though they had claimed it."""
+    shut: bool = False
+    """Every way by which its writers could still reach its pages has been shut."""
+    verification: Verification | None = None
+    """From the offer on, when digests are wanted."""
     offered_s: float = 0.0
     committed_s: float = 0.0
     reserved_tokens: int = 0
@@ -157,17 +179,18 @@ class ReceiverRoom(Room[ReceiverState]):
 
     @property
     def loud(self) -> list[WriterNode]:
-        """Prefill nodes that may still write."""
-        return [writer for writer in self.writers.values() if not writer.quiet]
+        """Prefill nodes that may still send, and may say that they do not."""
+        return [writer for writer in self.writers.values() if not writer.quiet and not writer.gone]
 
     def forget_details(self) -> None:
         """Keep what a receipt needs."""
-        self.tables, self.metadata, self.writers = {}, {}, {}
+        self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
 
 
 _USER_STATE = {
     ReceiverState.AWAITING_PAGES: RoomState.ADMITTED,
     ReceiverState.RESERVED: RoomState.ADMITTED,
+    ReceiverState.VERIFYING: RoomState.TRANSFERRING,
     ReceiverState.FAILING: RoomState.FAILED,
     ReceiverState.FAILING_CLAIMED: RoomState.FAILED,
     ReceiverState.ABORTING_CLAIMED: RoomState.ABORTING,

@@ -14,20 +14,35 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+import structlog
+
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import ConflictError, RoomFailedError, StaleError, UnknownRoomError
+from kvbridge.core.errors import ConflictError, NotReadyError, RoomFailedError, StaleError, UnknownRoomError
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.ports import RoomReport, RoomState
 
+log = structlog.get_logger(__name__)
+
 StateT = TypeVar("StateT", bound=StrEnum)
+
+class Quarantine(StrEnum):
+    """Why a room's pages stay away from everybody, in one word."""
+
+    NOT_QUIET = "transport_not_quiet"
+    """Prefill: a transport of ours may still read them."""
+    WRITER_SHUT_OUT = "writer_being_shut_out"
+    """Decode: a writer gives no proof that it has stopped, or something that it has sent may still arrive."""
+    NOT_RELEASED = "engine_not_released"
+    """An engine has not let go of them."""
+
 
 REASON_CHARS = 2_000
 """A reason is cut to this length; messages carry up to 4,000 characters, so a hop can still say whose reason it is."""
@@ -56,6 +71,8 @@ class Room(Generic[StateT]):
     """The configuration key of that wait."""
     shown: RoomState | None = None
     """The state that users were told of last."""
+    quarantine: Quarantine | None = None
+    """Why its pages are quarantined, while they are."""
 
     @property
     def owner(self) -> Owner:
@@ -81,8 +98,24 @@ class Room(Generic[StateT]):
         return name
 
 
-def give_back(book: PageBook, owner: Owner) -> None:
+def quarantine(book: PageBook, room: Room[StateT], cause: Quarantine, why: str) -> None:
+    """Keep the pages of a room from everybody until `give_back`, and say why. Harmless when that was said before."""
+    if room.owner not in book or room.quarantine is cause:
+        return
+    log.error("room_quarantined", room=room.room, generation=room.generation, cause=cause, reason=why)
+    room.quarantine = cause
+    book.quarantine(room.owner, f"{room.owner}: {why}")
+
+
+def require_ready(role: Role, missing: str) -> None:
+    """Raise NotReadyError when something is missing that every room needs."""
+    if missing:
+        raise NotReadyError(f"this {role} daemon cannot admit a room now: {missing}")
+
+
+def give_back(book: PageBook, room: Room[StateT]) -> None:
     """Free the pages of a room, given proof that nobody touches them any more; harmless when it has none."""
+    owner, room.quarantine = room.owner, None
     match book.state(owner):
         case PageState.LEASED:
             book.move(owner, PageState.LEASED, PageState.HELD)
@@ -122,6 +155,8 @@ class RoomBook(Generic[RoomT]):
         self._attempts: dict[int, list[RoomT]] = {}
         self._ended: deque[tuple[float, RoomT]] = deque()
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+        self.in_use: Counter[str] = Counter()
+        """Rooms that have not ended, or have not given everything back, by client."""
 
     def __len__(self) -> int:
         return sum(map(len, self._attempts.values()))
@@ -154,6 +189,7 @@ class RoomBook(Generic[RoomT]):
     def add(self, room: RoomT) -> None:
         """Take a room in; `check_free` has been called."""
         self._attempts.setdefault(room.room, []).append(room)
+        self.in_use[room.client] += 1
 
     def get(self, room: int) -> RoomT:
         """Return the newest attempt of a room. Raises UnknownRoomError."""
@@ -195,6 +231,9 @@ class RoomBook(Generic[RoomT]):
 
     def ended(self, room: RoomT) -> None:
         """Keep the room's receipt for a while. Called once, when nothing of the room is left to be done."""
+        self.in_use[room.client] -= 1
+        if not self.in_use[room.client]:
+            del self.in_use[room.client]
         self._ended.append((self._clock() + self._keep_s, room))
         self.sweep()
 
@@ -210,6 +249,7 @@ class RoomBook(Generic[RoomT]):
 
     def report(self, room: RoomT) -> RoomReport:
         """Describe a room for users."""
+        now_s = self._clock()
         return RoomReport(
             room=room.room,
             generation=room.generation,
@@ -221,7 +261,9 @@ class RoomBook(Generic[RoomT]):
             reason=room.reason,
             amounts=room.amounts,
             phases_s=room.phases_s,
-            age_s=self._clock() - room.created_s,
+            age_s=now_s - room.created_s,
+            expires_in_s=None if room.deadline_s is None else max(0.0, room.deadline_s - now_s),
+            limit=room.deadline_name,
         )
 
     async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
@@ -248,6 +290,14 @@ class RoomBook(Generic[RoomT]):
             waiting.remove(waiter)
             if not waiting:
                 del self._waiters[room]
+
+    def quarantined(self) -> dict[str, int]:
+        """Count rooms whose pages are quarantined, by cause."""
+        counts = dict.fromkeys(map(str, Quarantine), 0)
+        for room in self:
+            if room.quarantine is not None:
+                counts[room.quarantine] += 1
+        return counts
 
     def states(self) -> dict[str, int]:
         """Count rooms by what users see."""

@@ -9,14 +9,15 @@ newest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,
-    CapacityError,
     ConflictError,
     DeadlineError,
+    DigestMismatchError,
     InvalidInputError,
-    NotReadyError,
     PeerError,
     StaleError,
     TransportError,
@@ -24,16 +25,17 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed, tables_cover
-from kvbridge.core.ids import Rank, Role, Tables
+from kvbridge.core.ids import IndexSpace, Rank, Role, Tables
+from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SENDER_TABLE, SenderEvent, SenderState
-from kvbridge.core.wire.messages import Abort, Drained, Failed, Offer, RoomClosed, Sent
+from kvbridge.core.wire.messages import Abort, Digested, Drained, Failed, Offer, RoomClosed, Sent
 from kvbridge.pool.book import PageBook, PageState
 from kvbridge.service.observer import Observer
 from kvbridge.service.offers import EarlyOffers, check_offer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
-from kvbridge.service.rooms import REASON_CHARS, RoomBook
+from kvbridge.service.rooms import REASON_CHARS, RoomBook, require_ready
 from kvbridge.service.sender_driver import SenderDriver
 from kvbridge.service.sender_room import (
     EngineEvents,
@@ -54,7 +56,7 @@ WORKER_GONE = "worker_gone"
 
 
 class SenderService:
-    """All rooms of a prefill node. Implements RoomsPort; called from the event loop's thread only."""
+    """All rooms of a prefill node. Implements ReservingRooms; called from the event loop's thread only."""
 
     def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
         self,
@@ -82,23 +84,29 @@ class SenderService:
 
     # ------------------------------------------------------------------ admission
 
-    async def admit(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve source pages for a request. Raises CapacityError, ConflictError, InvalidInputError, NotReadyError."""
-        return self.admit_now(request)
+    def missing(self) -> str:
+        """See ReservingRooms."""
+        return self._ports.workers.missing()
+
+    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
+        """See ReservingRooms."""
+        require_ready(Role.PREFILL, self.missing())
+        if request.room is not None:
+            self.rooms.check_free(request.room, request.generation)
+        if request.prefill:
+            raise InvalidInputError("`prefill` is for decode daemons; a prefill daemon sends to whoever offers the room")
+        if self._adopted:
+            return {}
+        needed = pages_needed(self._geometry, tokens=request.prompt_tokens, prompt_tokens=request.prompt_tokens)
+        check_demand(needed)
+        self._ports.book.require_possible(needed)
+        return needed
 
     def admit_now(self, request: AdmissionRequest) -> RoomReport:
-        """`admit` without a loop: nothing in it waits."""
-        missing = self._ports.workers.missing()
-        if missing:
-            raise NotReadyError(f"this prefill daemon cannot admit a room now: {missing}")
-        room_id = self.rooms.draw() if request.room is None else int(request.room)
-        self.rooms.check_free(room_id, request.generation)
-        if request.prefill:
-            raise InvalidInputError(
-                "`prefill` is for the decode daemon; a prefill daemon sends to whoever offers the room"
-            )
+        """Reserve source pages for a request. See ReservingRooms."""
+        demand = self.demand(request)
         room = SenderRoom(
-            room=room_id,
+            room=self.rooms.draw() if request.room is None else request.room,
             generation=request.generation,
             prompt_tokens=request.prompt_tokens,
             prefix_tokens=0,
@@ -112,7 +120,8 @@ class SenderService:
             },
         )
         if not self._adopted:
-            room.tables = self._reserve(room)
+            ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
+            room.tables = request_tables(self._geometry, ids, prompt_tokens=room.prompt_tokens)
         room.wait_until(room.created_s + self._limits.offer_s, "timeouts.offer_s")
         self.rooms.add(room)
         self._driver.show(room)
@@ -121,16 +130,9 @@ class SenderService:
             self._take_offer(room, early.peer, early.offer)
         return self.rooms.report(room)
 
-    def _reserve(self, room: SenderRoom) -> Tables:
-        tokens = room.prompt_tokens
-        demand = pages_needed(self._geometry, tokens=tokens, prompt_tokens=tokens)
-        check_demand(demand)
-        try:
-            ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
-        except CapacityError:
-            self._ports.observer.refused("capacity")
-            raise
-        return request_tables(self._geometry, ids, prompt_tokens=tokens)
+    def in_use(self) -> Mapping[str, int]:
+        """See ReservingRooms."""
+        return self.rooms.in_use
 
     def report(self, room: int) -> RoomReport:
         """Raises UnknownRoomError."""
@@ -306,7 +308,7 @@ class SenderService:
             self._driver.raise_event(room, SenderEvent.FAULT, error.code, str(error))
             return
         room.peer, room.destination, room.offered_s = peer, offer.tables, self._clock()
-        room.prefix_tokens = offer.prefix_tokens
+        room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
         room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
         self._driver.raise_event(room, SenderEvent.OFFER)
         self._driver.settle(room)
@@ -323,11 +325,14 @@ class SenderService:
         self._early.withdraw(peer, message.room, message.generation)
         room = self.rooms.find(message.room, message.generation)
         if room is None or room.peer != peer:
-            # We do not write to this peer's pages of the room, and its offer, if any, is withdrawn.
+            # We do not write to this peer's pages of the room, and its offer, if any, is withdrawn. An Abort follows
+            # its Offer on one ordered link, so a room that has taken no offer of this peer is not its to end.
             self._ports.peers.send(peer, Drained(room=message.room, generation=message.generation))
-        if room is not None and room.peer in {peer, ""}:
-            reason = f"by the decode side: {message.message}"
-            self._driver.raise_event(room, SenderEvent.ABORT, message.code, reason)
+            return
+        reason = f"by the decode side: {message.message}"
+        if room.state is SenderState.COMPLETED and message.code == DigestMismatchError.code:
+            self._driver.rejected(room, message.code, reason)
+        self._driver.raise_event(room, SenderEvent.ABORT, message.code, reason)
 
     def peer_gone(self, peer: str, reason: str) -> None:
         """A decode node's life ended or it is silent: its rooms fail."""
@@ -339,6 +344,20 @@ class SenderService:
 
     # ------------------------------------------------------------------ workers
 
+    def digested(self, message: Digested) -> None:
+        """A worker has computed digests over what an order sends."""
+        room = self.rooms.find(message.room, message.generation)
+        work = None if room is None else room.ranks.get(message.rank)
+        if room is None or work is None or message.order not in work.outstanding:
+            return
+        if work.digests is None:
+            prompt, prefix = room.prompt_tokens, room.prefix_tokens
+            work.digests = DigestSums.of_room(self._geometry, prompt_tokens=prompt, prefix_tokens=prefix)
+        try:
+            work.digests.merge(message.digests)
+        except BridgeError as error:
+            self._driver.raise_event(room, SenderEvent.FAULT, error.code, f"rank {message.rank}: {error}")
+
     def sent(self, message: Sent) -> None:
         """A worker ended an order."""
         room = self.rooms.find(message.room, message.generation)
@@ -346,6 +365,7 @@ class SenderService:
         if room is None or work is None or message.order not in work.outstanding:
             return
         work.outstanding.discard(message.order)
+        room.in_transit = room.in_transit or message.in_transit
         if message.error_code or not message.quiet:
             code = message.error_code or TransportError.code
             self._driver.raise_event(room, SenderEvent.FAULT, code, f"rank {message.rank}: {message.error}")
@@ -359,9 +379,13 @@ class SenderService:
         """A worker proved that nothing of a room is in flight."""
         room = self.rooms.find(message.room, message.generation)
         work = None if room is None else room.ranks.get(message.rank)
-        if room is not None and work is not None and message.quiet:
-            work.open = False
-            self._driver.end_if_quiet(room)
+        if room is None or work is None:
+            return
+        if not message.quiet:
+            self._driver.not_quiet(room, message.rank, message.reason)
+            return
+        work.open = False
+        self._driver.end_if_quiet(room)
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """A rank worker's process ended, and with it everything that it had in flight."""
@@ -369,6 +393,7 @@ class SenderService:
             work = room.ranks.get(rank)
             if work is None:
                 continue
+            room.in_transit = room.in_transit or bool(work.outstanding)
             work.outstanding.clear()
             work.open = False
             why = f"rank worker {rank} of the prefill node died: {reason}"

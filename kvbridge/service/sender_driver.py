@@ -13,14 +13,14 @@ from __future__ import annotations
 import structlog
 
 from kvbridge.core.clock import Clock
-from kvbridge.core.ids import Role
+from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import CloseRoom, Done, Drained, Failed, OpenRoom, PeerMessage, Send, to_wire
+from kvbridge.core.wire.messages import CloseRoom, Digests, Done, Drained, Failed, OpenRoom, PeerMessage, Send, to_wire
 from kvbridge.pool.book import PageState
-from kvbridge.service.rooms import RoomBook, give_back
-from kvbridge.service.sender_room import SenderLimits, SenderPorts, SenderRoom
+from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine
+from kvbridge.service.sender_room import RankWork, SenderLimits, SenderPorts, SenderRoom
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +64,8 @@ class SenderDriver:
                 room.wait_until(now_s + self._limits.room_s, "timeouts.room_s")
             case SenderState.ABORTING | SenderState.FAILING:
                 room.wait_until(now_s + self._limits.drain_s, "timeouts.drain_s")
+                if room.owner in self._ports.book:
+                    self._ports.book.expect_free(room.owner)
             case _:
                 room.wait_until(None)
 
@@ -80,7 +82,9 @@ class SenderDriver:
                     Failed(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason),
                 )
             case SenderAction.TELL_DRAINED:
-                self._tell(room, Drained(room=room.room, generation=room.generation))
+                self._tell(
+                    room, Drained(room=room.room, generation=room.generation, in_transit=room.in_transit)
+                )
             case SenderAction.TELL_ENGINE:
                 self._tell_engine(room)
             case SenderAction.FREE_SOURCE:
@@ -123,6 +127,7 @@ class SenderDriver:
                 prefix_tokens=room.prefix_tokens,
                 source=to_wire(room.tables),
                 destination=room.destination,
+                digest=room.digest,
             )
             self._ports.book.move(room.owner, PageState.HELD, PageState.LEASED)
             for rank, work in room.ranks.items():
@@ -159,11 +164,26 @@ class SenderDriver:
                 amounts=work.amounts,
                 phases_s=work.phases_s,
                 metadata=work.metadata,
+                digest_parts=self._tell_digests(room, rank, work),
             )
             self._tell(room, done)
         if all(work.done for work in room.ranks.values()):
             room.phases_s["offer_to_sent"] = self._clock() - room.offered_s
             self.raise_event(room, SenderEvent.ALL_SENT)
+
+    def _tell_digests(self, room: SenderRoom, rank: Rank, work: RankWork) -> int:
+        """Say what a rank has sent, ahead of its Done; returns in how many parts."""
+        parts = list(work.digests.parts()) if work.digests is not None else []
+        for number, part in enumerate(parts):
+            message = Digests(room=room.room, generation=room.generation, writer=rank, part=number, digests=part)
+            self._tell(room, message)
+        return len(parts)
+
+    @staticmethod
+    def rejected(room: SenderRoom, code: str, reason: str) -> None:
+        """Everything was sent and has arrived as something else: too late to fail, not to say so."""
+        room.blame(code, reason)
+        log.warning("room_rejected", room=room.room, peer=room.peer, code=code, reason=room.reason)
 
     def end_if_quiet(self, room: SenderRoom) -> None:
         """End a room that is being stopped once every worker has proved that nothing of it is in flight."""
@@ -174,14 +194,16 @@ class SenderDriver:
         """Give the pages back once the table and every engine have let go of them; happens once."""
         if room.free_wanted and not room.writing and not room.concluded:
             room.concluded = True
-            give_back(self._ports.book, room.owner)
+            give_back(self._ports.book, room)
             room.forget_details()
             self._rooms.ended(room)
+
+    def not_quiet(self, room: SenderRoom, rank: Rank, why: str) -> None:
+        """A transport may still read the room's pages: they stay away from everybody until it has been torn down."""
+        quarantine(self._ports.book, room, Quarantine.NOT_QUIET, f"rank {rank}: {why}")
 
     def overdue(self, room: SenderRoom, limit: str) -> None:
         """A room that is being stopped is not quiet in time: its pages stay away from everybody, and that shows."""
         loud = ", ".join(map(str, room.open_ranks))
-        reason = f"{room.owner}: rank workers {loud} have not said that they are quiet (limit: {limit})"
-        log.error("room_quarantined", room=room.room, generation=room.generation, reason=reason)
-        if room.owner in self._ports.book:
-            self._ports.book.quarantine(room.owner, reason)
+        why = f"rank workers {loud} have not said that they are quiet (limit: {limit})"
+        quarantine(self._ports.book, room, Quarantine.NOT_QUIET, why)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvbridge.core.ids import Rank
+from kvbridge.core.plan.digest_sums import DigestSums
+from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SENDER_TABLE, SenderState
@@ -85,6 +87,8 @@ class RankWork:
     outstanding: set[int] = field(default_factory=set)
     amounts: Amounts = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
+    digests: DigestSums | None = None
+    """Of what has been sent so far, once a worker has reported any."""
     done: bool = False
     open: bool = False
     """The worker has the room, and has not yet proved that it let it go."""
@@ -99,9 +103,13 @@ class SenderRoom(Room[SenderState]):
     peer: str = ""
     """The decode node whose offer was taken; empty before."""
     destination: tuple[WireTable, ...] = ()
+    digest: DigestKind = DigestKind.NONE
+    """What the decode node asks for."""
     offered_s: float = 0.0
     writing: set[str] = field(default_factory=set)
     """Engines that may still write source pages of ours."""
+    in_transit: bool = False
+    """Something was sent whose arrival was never confirmed, so the receiver has to shut it out."""
     free_wanted: bool = False
     concluded: bool = False
     """Pages are given back; only the receipt is left."""

@@ -121,13 +121,14 @@ def _identity(setup: WorkerSetup, regions: tuple[Region, ...], extents: Sequence
         for extent in extents
     )
     settings = TransportSettings.model_validate_json(setup.transports)
-    return RankIdentity(setup.geometry, manifest, memory, tuple(str(name) for name in settings.order))
+    order = tuple(str(name) for name in settings.order)
+    return RankIdentity(setup.geometry, manifest, memory, order, epoch=setup.epoch)
 
 
-def _factory(setup: WorkerSetup) -> Callable[[str], Transport]:
+def _factory(setup: WorkerSetup) -> Callable[[str, int], Transport]:
     settings = TransportSettings.model_validate_json(setup.transports)
 
-    def create(name: str) -> Transport:
-        return create_transport(name, settings)
+    def create(name: str, epoch: int) -> Transport:
+        return create_transport(name, settings, epoch=epoch)
 
     return create

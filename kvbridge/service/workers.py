@@ -49,6 +49,8 @@ class _Worker:
     progress: float = 0.0
     """Share of its memory that is registered."""
     error: str = ""
+    epoch: int = 0
+    """Of the endpoints in its description."""
     lives: int = 0
     """Processes that have said hello for this rank."""
 
@@ -101,6 +103,10 @@ class WorkerSet:
         """What a peer needs to write to our ranks."""
         return tuple(worker.description for worker in self._workers.values() if worker.description is not None)
 
+    def epoch(self, rank: Rank) -> int:
+        """Of the endpoints that a rank gives out."""
+        return self._worker(rank).epoch
+
     def send(self, rank: Rank, message: NodeToWorker) -> None:
         """Queue an order; dropped when the worker is gone, whose end is reported separately."""
         worker = self._worker(rank)
@@ -144,6 +150,7 @@ class WorkerSet:
         if not worker.link:
             raise ProtocolError(f"rank worker {message.rank} says ready without having said hello; it is ignored")
         worker.state, worker.description, worker.error = WorkerState.READY, message.description, ""
+        worker.epoch = message.epoch
         log.info("worker_ready", rank=str(message.rank), pid=message.pid)
 
     def failed(self, message: WorkerFailed) -> None:

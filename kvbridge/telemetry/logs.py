@@ -109,4 +109,5 @@ def _bind(names: dict[str, str]) -> Processor:
 def _renderers(form: LogFormat, target: TextIO) -> list[Processor]:
     if form == "json":
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
-    return [structlog.dev.ConsoleRenderer(colors=target.isatty())]
+    # Its usual tracebacks show local variables, and so every secret that a failing call holds.
+    return [structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback)]

@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.process_collector import ProcessCollector
 
 from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Amounts
 
@@ -30,6 +31,7 @@ TABLE_PATH = Path(__file__).with_name("METRICS.md")
 
 _OPERATION_BUCKETS_BYTES = tuple(float(1 << power) for power in range(10, 27, 2))
 _PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class Direction(StrEnum):
@@ -93,8 +95,47 @@ POOL = MetricSpec(
     ("space", "state"),
     "Pages of each index space; over all states they sum to the pool.",
 )
+QUARANTINED = MetricSpec(
+    "kvbridge_rooms_quarantined",
+    _GAUGE,
+    ("reason",),
+    "Rooms whose pages nobody may use yet, by what is not proved: a transport of ours is quiet, a writer is shut out, "
+    "an engine has let go.",
+)
+EPOCH = MetricSpec(
+    "kvbridge_endpoint_epoch",
+    _GAUGE,
+    (),
+    "Epoch of the endpoints that rank workers give out; it rises each time that writers had to be shut out.",
+)
 REFUSED = MetricSpec(
-    "kvbridge_admissions_refused_total", _COUNTER, ("code",), "Requests that were not admitted, by stable error code."
+    "kvbridge_admissions_refused_total",
+    _COUNTER,
+    ("code",),
+    "Requests that were not admitted, by stable error code; `wait_timeout` and `queue_full` are kinds of `capacity`.",
+)
+WAIT = MetricSpec(
+    "kvbridge_admission_wait_seconds",
+    _HISTOGRAM,
+    ("outcome",),
+    "How long requests waited for pages: until admitted, refused, their timeout, or their client left.",
+    _WAIT_BUCKETS_S,
+)
+WAITING = MetricSpec("kvbridge_admission_waiting_requests", _GAUGE, (), "Requests that wait for pages now.")
+OLDEST_WAIT = MetricSpec(
+    "kvbridge_admission_oldest_wait_seconds", _GAUGE, (), "How long the request has waited that waits longest now."
+)
+STARVED = MetricSpec(
+    "kvbridge_admission_starved_seconds",
+    _GAUGE,
+    (),
+    "For how long not even the smallest request would have fitted; 0 while one fits.",
+)
+DIGEST_MISMATCHES = MetricSpec(
+    "kvbridge_digest_mismatches_total",
+    _COUNTER,
+    ("component",),
+    "Pages that arrived with other bytes than were sent; each failed its room.",
 )
 FRAMES_REFUSED = MetricSpec(
     "kvbridge_control_frames_refused_total",
@@ -111,6 +152,18 @@ WORKER_RESTARTS = MetricSpec("kvbridge_worker_restarts_total", _COUNTER, ("reaso
 REGISTRATION = MetricSpec(
     "kvbridge_registration_progress_ratio", _GAUGE, (), "Pool memory registered with the transport: 1 when all is."
 )
+STORE_REFUSED = MetricSpec(
+    "kvbridge_store_values_refused_total",
+    _COUNTER,
+    ("reason",),
+    "Values in the directory's store that were malformed and treated as absent: node or room.",
+)
+STORE_FAILED = MetricSpec(
+    "kvbridge_store_failures_total",
+    _COUNTER,
+    ("reason",),
+    "Calls to the directory's store that failed: timeout, connection or refused.",
+)
 READY = MetricSpec("kvbridge_ready", _GAUGE, (), "1 while new rooms can be admitted.")
 
 METRICS: tuple[MetricSpec, ...] = (
@@ -122,14 +175,23 @@ METRICS: tuple[MetricSpec, ...] = (
     PHASE,
     ROOMS,
     ROOMS_ENDED,
+    DIGEST_MISMATCHES,
     POOL,
+    QUARANTINED,
+    EPOCH,
     REFUSED,
+    WAIT,
+    WAITING,
+    OLDEST_WAIT,
+    STARVED,
     PEERS,
     FRAMES_REFUSED,
     RESENT,
     UNDELIVERED,
     WORKER_RESTARTS,
     REGISTRATION,
+    STORE_REFUSED,
+    STORE_FAILED,
 )
 
 
@@ -199,6 +261,7 @@ class Metrics:
         self._counters = {spec: self._counter(spec) for spec in METRICS if spec.kind is MetricKind.COUNTER}
         self._gauges = {spec: self._gauge(spec) for spec in METRICS if spec.kind is MetricKind.GAUGE}
         self._phases = Histogram(PHASE.name, PHASE.help, PHASE.labels, buckets=PHASE.buckets, registry=self.registry)
+        self._waits = Histogram(WAIT.name, WAIT.help, WAIT.labels, buckets=WAIT.buckets, registry=self.registry)
         self._operations = _SizeHistogram(OPERATION)
         self.registry.register(self._operations)
         self._busy: dict[tuple[str, str], BusyTime] = {}
@@ -247,6 +310,14 @@ class Metrics:
         """Set how many pages of a space are in each state; states that are left out have none."""
         self._replace(POOL, (space.value,), by_state)
 
+    def quarantined(self, by_reason: Mapping[str, int]) -> None:
+        """Set how many rooms have quarantined pages, by cause; causes that are left out have none."""
+        self._replace(QUARANTINED, (), by_reason)
+
+    def epoch(self, epoch: int) -> None:
+        """Set the epoch of the node's endpoints."""
+        self._gauges[EPOCH].set(epoch)
+
     def peers(self, by_state: Mapping[str, int]) -> None:
         """Set how many peers are in each state; states that are left out have none."""
         self._replace(PEERS, (), by_state)
@@ -254,6 +325,20 @@ class Metrics:
     def admission_refused(self, code: str) -> None:
         """Count a request that was not admitted, by the code of its error."""
         self._counters[REFUSED].labels(self._known(REFUSED, code)).inc()
+
+    def admission_waited(self, outcome: str, seconds: float) -> None:
+        """Observe a request that waited for pages and waits no more."""
+        self._waits.labels(self._known(WAIT, outcome)).observe(seconds)
+
+    def admission(self, *, waiting: int, oldest_wait_s: float, starved_s: float) -> None:
+        """Set how many requests wait, how long the oldest does, and for how long nothing fitted."""
+        self._gauges[WAITING].set(waiting)
+        self._gauges[OLDEST_WAIT].set(oldest_wait_s)
+        self._gauges[STARVED].set(starved_s)
+
+    def digest_mismatches(self, component: ComponentKind, pages: int) -> None:
+        """Count pages whose digests differ from those of the pages that were sent."""
+        self._counters[DIGEST_MISMATCHES].labels(component.value).inc(pages)
 
     def frame_refused(self, reason: str) -> None:
         """Count a control frame or connection that was refused."""
@@ -274,6 +359,14 @@ class Metrics:
     def registration(self, done_bytes: int, total_bytes: int) -> None:
         """Set how much of the pools is registered."""
         self._gauges[REGISTRATION].set(done_bytes / total_bytes if total_bytes else 1.0)
+
+    def store_value_refused(self, reason: str) -> None:
+        """Count a malformed value in the directory's store."""
+        self._counters[STORE_REFUSED].labels(self._known(STORE_REFUSED, reason)).inc()
+
+    def store_failed(self, reason: str) -> None:
+        """Count a call to the directory's store that failed."""
+        self._counters[STORE_FAILED].labels(self._known(STORE_FAILED, reason)).inc()
 
     def ready(self, ready: bool) -> None:
         """Set whether new rooms can be admitted."""

@@ -4,9 +4,14 @@ Owns: the interface, its vocabulary, and the contract that `tests/contract` hold
 Must not know: models, rooms, roles, pages. A backend moves bytes.
 
 The promise. Neither transfer library stops a transfer that it has reported as failed. So a backend says one of two
-things of a failure: `FAILED_QUIET` (no operation of this transfer can read its source or write its destination any
-more) or `FAILED_NOT_QUIET` (some still may). After the second the only cure is `close()` of the whole transport, and pages
+things of a failure: `FAILED_QUIET` (no operation of this transfer reads its source any more, nor sends anything) or
+`FAILED_NOT_QUIET` (some still may). After the second the only cure is `close()` of the whole transport, and pages
 on both sides must not be used again before that. A transfer is never simply dropped: it is polled until it is terminal.
+
+Quiet is the writer's half. What was sent and never confirmed may lie in buffers on the way, the receiver's own kernel
+included, and arrive when nobody expects it (`TransferStatus.in_transit`). The receiver's half is to close the transport
+that it would arrive through: peers reach the next one by another endpoint, of a later *epoch*, and `revoked` says when
+none of them can use an earlier one any more.
 """
 
 from __future__ import annotations
@@ -78,6 +83,8 @@ class TransferStatus:
 
     state: TransferState
     error: str = ""
+    in_transit: bool = False
+    """After a failure: something was sent whose arrival was never confirmed, so it may still arrive."""
 
 
 class Transfer(ABC):
@@ -151,4 +158,16 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Tear the agent down. Afterwards nothing of it moves a byte, whatever state its transfers were in."""
+        """Tear the agent down. Afterwards nothing of it moves a byte, whatever state its transfers were in.
+
+        Nor does anything arrive through it any more, except by peers that need no help of ours: see `revoked`.
+        """
+
+    def revoked(self, before_epoch: int) -> bool:
+        """Whether no peer can write any more by means of an endpoint of an epoch earlier than `before_epoch`.
+
+        The transports that gave out those endpoints have been closed, in this process or by the end of an earlier one.
+        For a backend whose bytes arrive through its agent nothing else is needed.
+        """
+        del before_epoch
+        return True

@@ -9,6 +9,8 @@ by later calls into the same transport, so a caller that goes on without `close`
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +70,8 @@ class FaultyTransport(Transport):
         self._random = np.random.default_rng(settings.seed)
         self._handed_over = 0
         self._late: list[_LateDelivery] = []
+        self._scratch: mmap.mmap | None = None
+        """Holds the operation of which a bit was flipped, for as long as the inner transport may read it."""
 
     def __repr__(self) -> str:
         return (
@@ -107,6 +111,7 @@ class FaultyTransport(Transport):
         if self._settings.reorder:
             operations = self._shuffled(operations)
         kept, fate = self._cut(operations)
+        kept = self._with_flipped_bit(kept)
         late_s = self._settings.late_delivery_s
         given = Operations.empty() if late_s is not None else kept
         transfer = self._inner.submit(peer, given, deadline_s=deadline_s)
@@ -119,6 +124,10 @@ class FaultyTransport(Transport):
         """See `Transport.close`; what was to be delivered late is not delivered."""
         self._late.clear()
         self._inner.close()
+
+    def revoked(self, before_epoch: int) -> bool:
+        """See `Transport.revoked`."""
+        return self._inner.revoked(before_epoch)
 
     def deliver_late(self) -> None:
         """Push late deliveries forward; called by everything that a live transport does."""
@@ -146,6 +155,22 @@ class FaultyTransport(Transport):
             if limit is not None and self._handed_over + len(operations) > limit:
                 return operations[: max(0, limit - self._handed_over)], fate
         return operations, Fate.SILENCE if settings.drop_completion else Fate.DONE
+
+
+    def _with_flipped_bit(self, operations: Operations) -> Operations:
+        """Let one operation be read from a copy with a flipped bit; its source stays as it is."""
+        chosen = (self._settings.flip_bit_in_operation or 0) - 1 - self._handed_over
+        if self._settings.flip_bit_in_operation is None or not 0 <= chosen < len(operations):
+            return operations
+        length_bytes = int(operations.length[chosen])
+        self._scratch = mmap.mmap(-1, length_bytes)
+        self._scratch.write(ctypes.string_at(int(operations.source[chosen]), length_bytes))
+        self._scratch[0] ^= 1
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
+        self._inner.register([Memory(address=address, length_bytes=length_bytes, label="flipped bit")])
+        source = operations.source.copy()
+        source[chosen] = address
+        return Operations(source, operations.destination, operations.length)
 
 
 class _FaultyTransfer(Transfer):

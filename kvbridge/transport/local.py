@@ -32,10 +32,12 @@ from kvbridge.transport.local_host import (
     FileIdentity,
     HostClaim,
     MappedFiles,
+    Presence,
     Proof,
     SharedExtent,
     identify,
     require_same_host,
+    writers_before,
 )
 
 NAME = "local"
@@ -48,6 +50,7 @@ class LocalEndpoint(FrozenModel):
     """None as long as no shared memory is registered."""
     files: tuple[FileIdentity, ...]
     extents: tuple[SharedExtent, ...]
+    epoch: Annotated[int, Field(ge=0, lt=1 << 60)]
     private: tuple[Annotated[str, Field(max_length=200)], ...]
     """Labels of registered memory that is not shared."""
 
@@ -67,8 +70,10 @@ class LocalTransport(Transport):
 
     name: ClassVar[str] = NAME
 
-    def __init__(self, settings: LocalSettings, *, clock: Clock = monotonic) -> None:
+    def __init__(self, settings: LocalSettings, *, epoch: int = 0, clock: Clock = monotonic) -> None:
+        """`epoch`: that of the endpoints which this transport gives out."""
         self._settings = settings
+        self._epoch = epoch
         self._clock = clock
         self._memory = extents.Extents("this process")
         self._registered: dict[int, tuple[Memory, FileIdentity | None]] = {}
@@ -127,7 +132,11 @@ class LocalTransport(Transport):
                 )
             )
         content = LocalEndpoint(
-            claim=self._claim(files), files=tuple(files), extents=tuple(shared), private=tuple(private)
+            claim=self._claim(files),
+            files=tuple(files),
+            extents=tuple(shared),
+            epoch=self._epoch,
+            private=tuple(private),
         )
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
@@ -139,6 +148,7 @@ class LocalTransport(Transport):
             raise TransportError(
                 "the peer has registered no shared memory, so the local transport cannot reach any of it"
             )
+        presence = Presence(content.claim, content.files[0], content.epoch) if content.files else None
         require_same_host(content.claim)
         label = f"process {content.claim.pid}"
         if content.private:
@@ -147,7 +157,7 @@ class LocalTransport(Transport):
                 "which the local "
                 "transport cannot write; use another transport for this pair"
             )
-        files = MappedFiles(content.claim, content.files, content.extents)
+        files = MappedFiles(content.claim, content.files, content.extents, presence=presence)
         pairs = [(extent.address, extent.length_bytes) for extent in content.extents]
         peer = LocalPeer(label, extents.Extents(label, pairs), files)
         self._peers.add(peer)
@@ -186,6 +196,11 @@ class LocalTransport(Transport):
         if self._proof is not None:
             self._proof.close()
             self._proof = None
+
+    def revoked(self, before_epoch: int) -> bool:
+        """See `Transport.revoked`. Writers hold mappings of their own, so they have to let go of them or to end."""
+        paths = {identity.path for _, identity in self._registered.values() if identity is not None}
+        return not writers_before(sorted(paths), before_epoch)
 
     def _claim(self, files: dict[FileIdentity, int]) -> HostClaim | None:
         if self._proof is None and files:

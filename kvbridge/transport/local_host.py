@@ -8,6 +8,10 @@ kernel's boot id is the same, a secret that the peer wrote beside its shared mem
 holds the lock on that file (so it lives), and each shared file has the device, the inode and the owner that the
 peer saw. The owner must be that of the proof, so nobody can have this process write into files that are not his
 own.
+
+A writer needs no help of the process that it writes to, so that process cannot shut it out. What it can do is know:
+whoever maps a file under an endpoint of some epoch holds a shared lock on that epoch's byte of it, far behind its end,
+and the kernel takes the lock away when the process ends, after its last store.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import mmap
 import os
 import secrets
 import stat
+import struct
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +40,11 @@ from kvbridge.transport.base import Memory
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SECRET_BYTES = 32
+
+EPOCH_BYTES_START = 1 << 61
+"""Where the bytes lie whose locks say under which epochs a file is mapped."""
+_FLOCK = struct.Struct("hhqqi4x")
+"""`struct flock`: type, whence, start, length, process (0, as open-file-description locks want it)."""
 
 FilePath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
 
@@ -120,8 +131,17 @@ def require_same_host(told: HostClaim) -> None:
 class MappedFiles:
     """A peer's files, mapped here, and where each of its addresses is here. Unmapped when the last reference goes."""
 
-    def __init__(self, told: HostClaim, files: Sequence[FileIdentity], extents: Sequence[SharedExtent]) -> None:
+    def __init__(
+        self,
+        told: HostClaim,
+        files: Sequence[FileIdentity],
+        extents: Sequence[SharedExtent],
+        *,
+        presence: Presence | None = None,
+    ) -> None:
+        """`presence` is kept for as long as the files are mapped."""
         who = f"process {told.pid}"
+        self._presence = presence
         self._maps = [_map(who, told, identity) for identity in files]
         bases = [ctypes.addressof(ctypes.c_char.from_buffer(mapped)) for mapped in self._maps]
         ordered = sorted(extents, key=lambda extent: extent.address)
@@ -143,6 +163,43 @@ class MappedFiles:
         if not len(addresses):
             return addresses
         return addresses + self._shift[np.searchsorted(self._starts, addresses, side="right") - 1]
+
+
+class Presence:
+    """The lock by which a peer sees that its files are mapped here under an endpoint of some epoch.
+
+    One file stands for all of an endpoint, since `writers_before` looks at each. It is taken before the peer's proof is
+    looked at: a peer that revokes an endpoint first closes its transport, and with it the proof, and then looks for
+    locks, so it finds either the lock or nobody. Let go with the last reference.
+    """
+
+    def __init__(self, told: HostClaim, identity: FileIdentity, epoch: int) -> None:
+        who = f"process {told.pid}"
+        with _opened(who, identity, os.O_RDONLY) as descriptor:
+            kept = os.dup(descriptor)
+        weakref.finalize(self, os.close, kept)
+        if not _lock(kept, fcntl.F_RDLCK, EPOCH_BYTES_START + epoch, 1):
+            raise TransportError(f"{who} has just revoked the endpoint that it gave out; ask it for its present one")
+
+
+def writers_before(paths: Sequence[str], epoch: int) -> bool:
+    """Whether some process may have one of these files mapped under an endpoint of an epoch earlier than `epoch`."""
+    for path in paths:
+        with Path(path).open("r+b") as file:
+            if not _lock(file.fileno(), fcntl.F_WRLCK, EPOCH_BYTES_START, epoch):
+                return True  # and whoever opens the file for less than a moment has taken no lock that lasts
+    return False
+
+
+def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
+    """Take an open-file-description lock (Linux, fcntl(2)) without waiting; whether it was free."""
+    if not length:
+        return True
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def identify(memory: Memory) -> FileIdentity | None:

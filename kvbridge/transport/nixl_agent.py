@@ -103,7 +103,7 @@ class NixlAgent:
         """Take in a peer's metadata and return the name that it carries."""
         with self._translated("read a peer's metadata; both sides must run the same NIXL release"):
             name = self._alive().loadRemoteMD(metadata)
-        return name.decode() if isinstance(name, bytes) else str(name)
+        return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
     def forget_peer(self, name: str) -> None:
         """Disconnect from a peer. Harmless when the library has dropped it by itself, as it does when a peer dies."""

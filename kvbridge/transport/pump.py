@@ -61,7 +61,7 @@ class PumpedTransfer(Transfer):
     def end(self, state: TransferState, error: str) -> None:
         """Become terminal, unless it is. Called when the pump has ended."""
         if not self._status.state.terminal:
-            self._status = TransferStatus(state, error)
+            self._status = TransferStatus(state, error, in_transit=True)  # who would confirm it is gone
         self._inner = None
 
 

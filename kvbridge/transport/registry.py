@@ -12,8 +12,8 @@ from kvbridge.core.errors import UnsupportedError
 from kvbridge.transport.base import Transport
 
 
-def create_transport(name: str, settings: TransportSettings) -> Transport:
-    """Build the transport `name` from its section of `settings`.
+def create_transport(name: str, settings: TransportSettings, *, epoch: int = 0) -> Transport:
+    """Build the transport `name` from its section of `settings`; its endpoints are of `epoch` (`Transport.revoked`).
 
     Raises UnsupportedError for an unknown name, TransportError with cause and fix when the backend cannot run here.
     """
@@ -29,11 +29,11 @@ def create_transport(name: str, settings: TransportSettings) -> Transport:
         case TransportName.LOCAL:
             from kvbridge.transport.local import LocalTransport  # noqa: PLC0415
 
-            return LocalTransport(settings.local)
+            return LocalTransport(settings.local, epoch=epoch)
         case TransportName.FAULTY:
             from kvbridge.transport.faulty import FaultyTransport  # noqa: PLC0415
 
-            return FaultyTransport(create_transport(settings.faulty.inner, settings), settings.faulty)
+            return FaultyTransport(create_transport(settings.faulty.inner, settings, epoch=epoch), settings.faulty)
         case _:
             known = ", ".join(TransportName)
             raise UnsupportedError(f"there is no transport '{name}'; `transports.order` may name {known}")

@@ -151,6 +151,8 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._held_operations = 0
         self._held_bytes = 0
         self._error = ""
+        self._unconfirmed = False
+        """A batch was started and its arrival never confirmed."""
         self._quiet_by_s = 0.0
         self._status = TransferStatus(TransferState.ACTIVE)
         window.transfers += 1
@@ -183,6 +185,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         """The library's agent has been destroyed, so nothing is in flight any more. Terminal states stay."""
         if self._status.state is TransferState.ACTIVE:
             self._error = self._error or self._told("the transport was closed")
+            self._unconfirmed = self._unconfirmed or bool(self._in_flight)
             self._end(TransferState.FAILED_QUIET, self._error)
 
     def _collect(self, submitter: Submitter[HandleT]) -> None:
@@ -193,8 +196,10 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
             if progress is Progress.PENDING:
                 pending.append(batch)
                 continue
-            if progress is not Progress.DONE and not self._error:
-                self._fail(reason)
+            if progress is not Progress.DONE:
+                self._unconfirmed = True
+                if not self._error:
+                    self._fail(reason)
             if progress is Progress.STALLED:
                 pending.append(batch)
                 continue
@@ -263,7 +268,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
 
     def _end(self, state: TransferState, error: str = "") -> None:
         """Become terminal; drop what refers to the library, so that a kept transfer does not keep an agent alive."""
-        self._status = TransferStatus(state, error)
+        self._status = TransferStatus(state, error, in_transit=self._unconfirmed or bool(self._in_flight))
         self._submitter = None
         self._in_flight = []
         self._window.transfers -= 1

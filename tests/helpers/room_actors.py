@@ -5,13 +5,15 @@ A worker is a queue of orders that end well, badly or with it; engines use pages
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvbridge.core.errors import CapacityError
+from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
+from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
@@ -19,13 +21,16 @@ from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import (
     CloseRoom,
     ConnectPeer,
+    Digested,
     DisconnectPeer,
     NodeToWorker,
     OpenRoom,
     PeerConnected,
     RoomClosed,
+    RoomMessage,
     Send,
     Sent,
+    Verify,
     WorkerToNode,
     from_wire,
 )
@@ -61,6 +66,8 @@ class Worker:
     rooms: dict[Owner, OpenRoom] = field(default_factory=dict)
     orders: list[Send] = field(default_factory=list)
     closing: set[Owner] = field(default_factory=set)
+    arrived: Counter[Owner] = field(default_factory=Counter)
+    """The digest of what it has sent of each room that asks for one, as far as it has arrived."""
 
     def writes(self) -> set[Owner]:
         """Rooms whose pages this worker may touch, now or when it reads its messages."""
@@ -91,6 +98,9 @@ class Worker:
             source, destination = from_wire(room.source), from_wire(room.destination)
             planned = plan(PAIRINGS[self.rank], order.section, source, destination, max_operation_bytes=1 << 30)
             amounts = add_amounts(amounts, planned.amounts)
+            if room.digest is not DigestKind.NONE:
+                self.arrived[owner] ^= order.order
+                self.outbox.append(digested(order, self.rank, order.order, order=order.order))
         error = {} if well else {"error_code": "transport_failed", "error": "cable"}
         self.outbox.append(
             Sent(
@@ -110,6 +120,38 @@ class Worker:
             self.closing.discard(owner)
             self.rooms.pop(owner, None)
             self.outbox.append(RoomClosed(room=owner.room, generation=owner.generation, rank=self.rank, quiet=True))
+
+
+def digested(about: RoomMessage, rank: Rank, value: int, *, order: int = 0) -> Digested:
+    """The digest of the first page of the first layer, and of nothing else."""
+    component = GEOMETRY.components[0]
+    one = PageDigests(
+        component=component.kind,
+        lane_start=0,
+        lane_stop=component.lanes,
+        layers=component.layers[:1],
+        first_page=0,
+        values=value.to_bytes(4, "little"),
+    )
+    return Digested(room=about.room, generation=about.generation, rank=rank, order=order, digests=(one,))
+
+
+class DecodeRanks:
+    """The one rank worker of the decode node: what it is to verify, in the order in which it was told."""
+
+    def __init__(self) -> None:
+        self.orders: list[Verify] = []
+
+    def missing(self) -> str:
+        return ""
+
+    def manifests(self) -> tuple[RankManifest, ...]:
+        return (DESTINATION,)
+
+    def send(self, rank: Rank, message: NodeToWorker) -> None:
+        assert rank == R0
+        if isinstance(message, Verify):
+            self.orders.append(message)
 
 
 class Engines:

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
+from operator import xor
 
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.wire.messages import (
     Abort,
+    Digested,
+    Digests,
     Done,
     Drained,
     Failed,
@@ -31,6 +35,8 @@ from kvbridge.core.wire.messages import (
     RoomClosed,
     Send,
     Sent,
+    Verified,
+    Verify,
     Welcome,
 )
 from kvbridge.pool.book import Owner, PageBook, PageState
@@ -38,7 +44,7 @@ from kvbridge.service.meeting import DecodeNodes, PrefillNodes, Self
 from kvbridge.service.ports import AdmissionRequest
 from kvbridge.service.receiver import ReceiverLimits, ReceiverRoom, ReceiverService
 from kvbridge.service.sender import SenderLimits, SenderRoom, SenderService
-from tests.helpers.room_actors import DESTINATION, PAGES, RANKS, Engines, Worker, cover
+from tests.helpers.room_actors import DESTINATION, PAGES, RANKS, DecodeRanks, Engines, Worker, cover, digested
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -46,7 +52,6 @@ from tests.helpers.rooms import (
     R0,
     R1,
     CountingObserver,
-    FakeRanks,
     pages_in,
 )
 
@@ -116,6 +121,8 @@ class PrefillNode:
         match message:
             case PeerConnected():
                 self.nodes.worker_connected(message)
+            case Digested():
+                self.service.digested(message)
             case Sent():
                 if not message.error_code:
                     self.succeeded.add(message.order)
@@ -141,8 +148,12 @@ class WorkersOf:
 class World:
     """Both nodes and what lies between them."""
 
-    def __init__(self, *, adopted: bool) -> None:
+    def __init__(self, *, adopted: bool, digest: DigestKind = DigestKind.NONE) -> None:
         self.adopted = adopted
+        self.digest = digest
+        self.ranks = DecodeRanks()
+        self.verified: set[Owner] = set()
+        """Rooms of which our rank found what was sent."""
         self.clock = ManualClock()
         self.lives = 0
         self.forgotten = False
@@ -164,13 +175,14 @@ class World:
             geometry=GEOMETRY,
             host=frozenset(),
             book=self.book,
-            ranks=FakeRanks(),
+            ranks=self.ranks,
             nodes=self.decode_nodes,
             engines=self.engines,
             observer=CountingObserver(),
-            limits=ReceiverLimits(pages_s=10, meet_s=20, room_s=600, claim_s=120, drain_s=50),
+            limits=ReceiverLimits(pages_s=10, meet_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50),
             keep_s=300,
             adopted=adopted,
+            digest=digest,
             clock=self.clock,
         )
         self.prefill = self.new_life()
@@ -211,12 +223,28 @@ class World:
                 self.decode_nodes.welcome(ADDRESS, message)
             case Rejected():
                 self.decode_nodes.rejected(ADDRESS, message)
+            case Digests():
+                self.receiver.digests.expect(peer, message)
             case Done():
                 self.receiver.done(peer, message)
             case Failed():
                 self.receiver.failed(peer, message)
             case Drained():
                 self.receiver.drained(peer, message)
+
+    def verify(self, order: Verify, *, changed: bool = False, error: str = "") -> None:
+        """Our rank looks at what has arrived: as it was sent, or `changed`, or it cannot look."""
+        self.ranks.orders.remove(order)
+        owner = Owner(order.room, order.generation)
+        value = reduce(xor, (worker.arrived[owner] for worker in self.prefill.workers.values()), int(changed))
+        if not changed and not error:
+            self.verified.add(owner)
+        if not error:
+            self.receiver.digests.find(digested(order, R0, value))
+        code = "unsupported" if error else ""
+        self.receiver.digests.verified(
+            Verified(room=order.room, generation=order.generation, rank=R0, error_code=code, error=error)
+        )
 
     def prefill_forgets_decode(self) -> None:
         self.prefill.nodes.gone(DECODE, "silent")
@@ -364,6 +392,7 @@ class World:
         assert room.owner not in self.prefill.in_flight()
         assert self.prefill.ordered[room.owner] <= self.prefill.succeeded
         assert set(room.metadata) == {str(rank) for rank in RANKS}
+        assert self.digest is DigestKind.NONE or room.owner in self.verified
 
     # ------------------------------------------------------------------ coming to rest
 
@@ -374,6 +403,8 @@ class World:
                 self.deliver_to_decode()
             elif self.towards_prefill:
                 self.deliver_to_prefill()
+            elif self.ranks.orders and orders:
+                self.verify(self.ranks.orders[0])
             elif not self._work(orders=orders):
                 return
             self.check()

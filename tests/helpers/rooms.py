@@ -13,10 +13,11 @@ from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, l
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Role
 from kvbridge.core.plan.accounting import expected_amounts
+from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount, Amounts
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import NodeToWorker, PeerMessage
-from kvbridge.pool.book import PageBook, PageState
+from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.ports import PeerAddress, RoomState
 from kvbridge.service.receiver import MetNode, ReceiverLimits, ReceiverService
 from kvbridge.service.sender import SenderLimits, SenderService
@@ -86,6 +87,11 @@ class CountingObserver:
         self.codes: list[str] = []
         self.sent_amounts: list[Amounts] = []
         self.received_amounts: list[Amounts] = []
+        self.mismatches: Counter[ComponentKind] = Counter()
+        self.waits: list[tuple[str, float]] = []
+
+    def waited(self, outcome: str, seconds: float) -> None:
+        self.waits.append((outcome, seconds))
 
     def refused(self, reason: str) -> None:
         self.refusals[reason] += 1
@@ -96,6 +102,9 @@ class CountingObserver:
 
     def sent(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
         self.sent_amounts.append(amounts)
+
+    def mismatched(self, component: ComponentKind, pages: int) -> None:
+        self.mismatches[component] += pages
 
     def received(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
         self.received_amounts.append(amounts)
@@ -142,12 +151,10 @@ class FakeNodes:
     def __init__(self) -> None:
         self.answers: dict[PeerAddress, MetNode | BridgeError] = {}
         self.asked: list[PeerAddress] = []
-        self.living: set[str] = set()
         self.messages: list[tuple[object, object]] = []
 
     def know(self, address: PeerAddress = ADDRESS, peer: str = PREFILL, ranks: tuple[Rank, ...] = (R0,)) -> None:
         self.answers[address] = MetNode(peer, f"prefill/{peer[:4]}", ranks)
-        self.living.add(peer)
 
     def met(self, address: PeerAddress) -> MetNode | None:
         self.asked.append(address)
@@ -159,19 +166,29 @@ class FakeNodes:
     def send(self, peer: str, message: PeerMessage) -> None:
         self.messages.append((peer, message))
 
-    def alive(self, peer: str) -> bool:
-        return peer in self.living
+
+class FakeFence:
+    def __init__(self) -> None:
+        self.asked: list[Owner] = []
+
+    def ask(self, owner: Owner) -> None:
+        if owner not in self.asked:
+            self.asked.append(owner)
 
 
 class FakeRanks:
     def __init__(self) -> None:
         self.lacking = ""
+        self.messages: list[tuple[object, object]] = []
 
     def missing(self) -> str:
         return self.lacking
 
     def manifests(self) -> tuple[RankManifest, ...]:
         return (manifest(),)
+
+    def send(self, rank: Rank, message: NodeToWorker) -> None:
+        self.messages.append((rank, message))
 
 
 def pages_in(book: PageBook, state: PageState) -> int:
@@ -217,9 +234,11 @@ class ReceiverBench:
     """A receiving service and all that surrounds it."""
 
     adopted: bool = False
+    digest: DigestKind = DigestKind.NONE
     pages: int = 16
     clock: ManualClock = field(default_factory=ManualClock)
     nodes: FakeNodes = field(default_factory=FakeNodes)
+    fence: FakeFence = field(default_factory=FakeFence)
     ranks: FakeRanks = field(default_factory=FakeRanks)
     engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
     observer: CountingObserver = field(default_factory=CountingObserver)
@@ -233,11 +252,13 @@ class ReceiverBench:
             book=self.book,
             ranks=self.ranks,
             nodes=self.nodes,
+            fence=self.fence,
             engines=self.engines,
             observer=self.observer,
-            limits=ReceiverLimits(pages_s=10, meet_s=20, room_s=600, claim_s=120, drain_s=50),
+            limits=ReceiverLimits(pages_s=10, meet_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50),
             keep_s=300,
             adopted=self.adopted,
+            digest=self.digest,
             clock=self.clock,
         )
 

@@ -15,6 +15,7 @@ from kvbridge.core.errors import (
     StaleError,
     UnknownRoomError,
 )
+from kvbridge.core.plan.digests import DigestKind
 from kvbridge.pool.book import Owner, PageState
 from tests.helpers.room_actors import PAGES, RANKS
 from tests.helpers.room_world import STAGES, World
@@ -32,10 +33,11 @@ REFUSALS = (ConflictError, StaleError, CapacityError, UnknownRoomError, InvalidI
 
 class RoomsMachine(RuleBasedStateMachine):
     adopted = False
+    digest = DigestKind.NONE
 
     @initialize(disasters=st.integers(0, 6))
     def begin_world(self, disasters):
-        self.world = World(adopted=self.adopted)
+        self.world = World(adopted=self.adopted, digest=self.digest)
         self.disasters = disasters
         """How often somebody may still die or be taken for dead; each ends most of what is under way."""
 
@@ -194,6 +196,12 @@ class RoomsMachine(RuleBasedStateMachine):
         self.disasters -= 1
         self.world.receiver.worker_gone(rank, "killed")
 
+    @precondition(lambda self: self.world.ranks.orders)
+    @rule(which=st.integers(0, 3), ending=st.sampled_from([{}, {}, {"changed": True}, {"error": "no kernel for it"}]))
+    def decode_rank_verifies(self, which, ending):
+        orders = self.world.ranks.orders
+        self.world.verify(orders[which % len(orders)], **ending)
+
     @rule()
     def things_run_well_for_a_while(self):
         self.world.settle()
@@ -248,6 +256,10 @@ class AdoptedRoomsMachine(RoomsMachine):
     adopted = True
 
 
+class VerifiedRoomsMachine(RoomsMachine):
+    digest = DigestKind.CRC32C
+
+
 LIMITS = settings(
     max_examples=120,
     stateful_step_count=50,
@@ -259,11 +271,14 @@ TestRooms = RoomsMachine.TestCase
 TestRooms.settings = LIMITS
 TestAdoptedRooms = AdoptedRoomsMachine.TestCase
 TestAdoptedRooms.settings = LIMITS
+TestVerifiedRooms = VerifiedRoomsMachine.TestCase
+TestVerifiedRooms.settings = LIMITS
 
 
 @pytest.mark.parametrize("adopted", [False, True])
-def test_a_room_that_nobody_disturbs_is_committed_and_comes_to_an_end(adopted):
-    world = World(adopted=adopted)
+@pytest.mark.parametrize("digest", list(DigestKind))
+def test_a_room_that_nobody_disturbs_is_committed_and_comes_to_an_end(adopted, digest):
+    world = World(adopted=adopted, digest=digest)
     for stage in STAGES:
         for call in world.calls(stage, Owner(1, 1), 2 * PAGE + 5):
             call()

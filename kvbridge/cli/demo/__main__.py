@@ -10,7 +10,8 @@ import importlib
 import sys
 from pathlib import Path
 
-from kvbridge.cli.demo.job import Channel, Failed, Job
+from kvbridge.cli.demo.job import Job, open_channel
+from kvbridge.cli.engines.channel import Failed
 from kvbridge.core.errors import BridgeError, UnsupportedError
 
 EXIT_FAILED = 1
@@ -21,7 +22,7 @@ def main(part: str, job_file: Path) -> int:
     """Run a part to its end and return the exit code; its last word is an event."""
     if part not in PARTS:
         raise UnsupportedError(f"the demo has the parts {', '.join(PARTS)}, got '{part}'")
-    channel = Channel()
+    channel = open_channel()
     try:
         module = importlib.import_module(f"kvbridge.cli.demo.{part}_process")
         module.serve(Job.model_validate_json(job_file.read_text()), channel)

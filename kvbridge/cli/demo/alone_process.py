@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from kvbridge.cli.demo.job import Channel, Decoded, Job, Prompt, Stepped
+from kvbridge.cli.demo.job import Decoded, DemoChannel, Job, Prompt, Stepped
 from kvbridge.cli.demo.model import DemoModel, load_and_tell, save_logits
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.engine.adapters.deepseek_v4 import reencoded
@@ -18,7 +18,7 @@ from kvbridge.engine.adapters.transformers import divergence, follow, generate
 NICENESS = 10
 
 
-def serve(job: Job, channel: Channel) -> None:
+def serve(job: Job, channel: DemoChannel) -> None:
     """Compute every prompt and generate, then wait for the end."""
     os.nice(NICENESS)
     loaded = load_and_tell(job, channel)
@@ -28,7 +28,7 @@ def serve(job: Job, channel: Channel) -> None:
         pass
 
 
-def _compute(job: Job, channel: Channel, loaded: DemoModel, prompt: Prompt) -> Decoded:
+def _compute(job: Job, channel: DemoChannel, loaded: DemoModel, prompt: Prompt) -> Decoded:
     """Compute one request; a quantised cache is encoded and decoded once, as pages do it, and compared with itself."""
     result = loaded.prefill(job, prompt, on_chunk=lambda _cache, _tokens: None, tell=channel.tell)
     exact = job.encoding is Encoding.NATIVE

@@ -6,10 +6,6 @@ Owns: the command, its options and exit codes. Must not know: how it is done.
 from __future__ import annotations
 
 import importlib.util
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -21,13 +17,13 @@ from kvbridge.cli.config import EXIT_CONFIG
 from kvbridge.cli.daemons import EXIT_FAILED
 from kvbridge.cli.demo.lengths import DEFAULT_PROMPTS
 from kvbridge.cli.demo.plan import DemoOptions
-from kvbridge.cli.demo.progress import DemoProgress, demo_progress
 from kvbridge.cli.demo.report import DemoReport, print_report
 from kvbridge.cli.demo.run import Demo
+from kvbridge.cli.progress import ShownProgress, shown_progress
+from kvbridge.cli.signals import EXIT_INTERRUPTED, terminated_like_interrupted
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.components import Encoding
 
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 SYSTEM_LIBRARIES = {
     "libibverbs.so": "libibverbs1",
     "librdmacm.so": "librdmacm1",
@@ -129,8 +125,8 @@ def _run(options: DemoOptions, errors: Console) -> DemoReport:
         raise typer.Exit(EXIT_FAILED)
     try:
         with (
-            _terminated_like_interrupted(),
-            demo_progress(errors) as progress,
+            terminated_like_interrupted(),
+            shown_progress(errors) as progress,
             _prepared(options, progress) as prepared,
         ):
             return prepared.run()
@@ -147,7 +143,7 @@ def _run(options: DemoOptions, errors: Console) -> DemoReport:
         raise typer.Exit(EXIT_FAILED) from error
 
 
-def _prepared(options: DemoOptions, progress: DemoProgress) -> Demo:
+def _prepared(options: DemoOptions, progress: ShownProgress) -> Demo:
     """Return the demo, or end with the exit code for wrong options."""
     kept = options.keep_logs
     if kept is not None and kept.exists() and not (kept.is_dir() and not any(kept.iterdir())):
@@ -164,21 +160,6 @@ def system_library_hint(text: str) -> str:
     """Return what to install when a message is about a missing system library, else nothing."""
     packages = [package for library, package in SYSTEM_LIBRARIES.items() if library in text]
     return f" (on Debian and Ubuntu: apt install {' '.join(packages)})" if packages else ""
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP take the way of Ctrl-C, with their own exit codes."""
-
-    def end(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _complain(text: str) -> None:

@@ -13,9 +13,9 @@ import torch
 
 from kvbridge.cli.demo.job import (
     Attached,
-    Channel,
     Claimed,
     Decoded,
+    DemoChannel,
     FirstToken,
     Job,
     RoomEnded,
@@ -48,7 +48,7 @@ class _Request:
         self.tokens.append(int(self.logits[-1].argmax()))
 
 
-def serve(job: Job, channel: Channel) -> None:
+def serve(job: Job, channel: DemoChannel) -> None:
     """Serve the job's requests, whichever room they come in, then wait for the end."""
     loaded = load_and_tell(job, channel)
     if channel.next_order() is None:
@@ -63,7 +63,7 @@ def serve(job: Job, channel: Channel) -> None:
 class _Decoding:
     """The engine's loop: claim what has arrived, take a step for every request, release what is through."""
 
-    def __init__(self, job: Job, channel: Channel, loaded: DemoModel, engine: DecodeEngine) -> None:
+    def __init__(self, job: Job, channel: DemoChannel, loaded: DemoModel, engine: DecodeEngine) -> None:
         self._job = job
         self._channel = channel
         self._loaded = loaded

@@ -1,18 +1,17 @@
 """What the demo and its engine processes say to one another.
 
-Owns: the job that all of them read, the orders that they take, the events that they report, and how these travel (JSON
-lines over standard input and output). Must not know: what an engine does with them.
+Owns: the job that all of them read, the orders that they take, the events that they report. Must not know: how these
+travel, what an engine does with them.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
+from kvbridge.cli.engines.channel import Channel, Failed
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Tables, Uint64
 from kvbridge.core.plan.operations import Amounts
@@ -166,13 +165,6 @@ class RoomEnded(FrozenModel):
     reason: str
 
 
-class Failed(FrozenModel):
-    """The process cannot go on and ends."""
-
-    type: Literal["failed"] = "failed"
-    message: str
-
-
 Event = (
     Loaded | Attached | Began | Computed | Finished | Claimed | Stepped | Decoded | RoomEnded | Failed
 )  # fmt: skip
@@ -180,23 +172,9 @@ ORDERS: TypeAdapter[Attach | Serve] = TypeAdapter(Order)
 EVENTS: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
 
 
-class Channel:
-    """An engine process's end: orders come on standard input, events go to standard output.
+DemoChannel: TypeAlias = Channel[Attach | Serve]
 
-    The descriptor of standard output is taken over, and what libraries print goes to standard error, which is the log.
-    """
 
-    def __init__(self) -> None:
-        sys.stdout.flush()
-        self._out: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)
-
-    def tell(self, event: FrozenModel) -> None:
-        """Report an event."""
-        self._out.write(event.model_dump_json() + "\n")
-        self._out.flush()
-
-    def next_order(self) -> Attach | Serve | None:
-        """Wait for an order, for as long as the demo lives; None: there will be no more."""
-        line = sys.stdin.readline()
-        return ORDERS.validate_json(line) if line else None
+def open_channel() -> DemoChannel:
+    """Take this process's standard input and output for orders and events."""
+    return Channel(ORDERS)

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from kvbridge.cli.demo.job import Channel, Computed, Job, Loaded, Prompt
+from kvbridge.cli.demo.job import Computed, DemoChannel, Job, Loaded, Prompt
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.huggingface import geometry_from_config
@@ -78,7 +78,7 @@ class DemoModel:
         return prefill_chunks(self.model, tokens, chunk_tokens=job.chunk_tokens, on_chunk=after)
 
 
-def load_and_tell(job: Job, channel: Channel) -> DemoModel:
+def load_and_tell(job: Job, channel: DemoChannel) -> DemoModel:
     """Load the model and report it."""
     loaded = DemoModel.load(job)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}

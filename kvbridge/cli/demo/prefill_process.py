@@ -11,7 +11,7 @@ from typing import Any
 from kvbridge.cli.demo.job import (
     Attached,
     Began,
-    Channel,
+    DemoChannel,
     Finished,
     FirstToken,
     Job,
@@ -24,7 +24,7 @@ from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillP
 from kvbridge.engine.prefill import PrefillEngine
 
 
-def serve(job: Job, channel: Channel) -> None:
+def serve(job: Job, channel: DemoChannel) -> None:
     """Compute every request that is ordered, until there are no more orders."""
     loaded = load_and_tell(job, channel)
     if channel.next_order() is None:
@@ -40,7 +40,7 @@ def serve(job: Job, channel: Channel) -> None:
 
 
 def _prefill(
-    job: Job, channel: Channel, loaded: DemoModel, *, engine: PrefillEngine, codec: CacheCodec, order: Serve
+    job: Job, channel: DemoChannel, loaded: DemoModel, *, engine: PrefillEngine, codec: CacheCodec, order: Serve
 ) -> None:
     prompt = job.prompts[order.number - 1]
     begun = engine.begin(order.room, prompt_tokens=prompt.tokens)

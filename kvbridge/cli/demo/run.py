@@ -12,9 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-import signal
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,15 +22,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvbridge.cli.demo.engines import SCRATCH, EngineProcess, Reports
 from kvbridge.cli.demo.job import (
+    EVENTS,
     Attach,
     Attached,
     Began,
     Claimed,
     Computed,
     Decoded,
-    Event,
     Finished,
     Loaded,
     Pages,
@@ -42,7 +39,6 @@ from kvbridge.cli.demo.job import (
     Stepped,
 )
 from kvbridge.cli.demo.plan import DemoOptions, DemoPlan
-from kvbridge.cli.demo.progress import DemoProgress
 from kvbridge.cli.demo.report import (
     DemoReport,
     Divergence,
@@ -51,12 +47,18 @@ from kvbridge.cli.demo.report import (
     is_scattered,
 )
 from kvbridge.cli.demo.verdict import compare, read_logits, verdict_line
+from kvbridge.cli.engines.processes import SCRATCH, EngineProcess, Reports
+from kvbridge.cli.progress import ShownProgress
+from kvbridge.cli.signals import interrupts_ignored
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, DeadlineError, PeerError, RoomFailedError
+from kvbridge.core.ids import FrozenModel
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.daemon.children import stop_all
 from kvbridge.daemon.cluster import Cluster, ask, first_worker_error, plan_cluster, wait_ended
 from kvbridge.service.ports import AdmissionRequest, PairRequest, RoomReport
 
+MODULE = "kvbridge.cli.demo"
+"""What engine processes run."""
 START_S = 120.0
 PAIR_S, PAIR_PAUSE_S = 15.0, 0.1
 """A pair is found within this time when nothing else is running; asked for at this pace."""
@@ -104,7 +106,7 @@ class _Request:
 class Demo:
     """Use as a context; leaving it ends every process and removes the folder."""
 
-    def __init__(self, options: DemoOptions, progress: DemoProgress) -> None:
+    def __init__(self, options: DemoOptions, progress: ShownProgress) -> None:
         """Raises ConfigError or InvalidInputError for options that do not fit the model."""
         self._options = options
         self._progress = progress
@@ -158,8 +160,7 @@ class Demo:
     def close(self, *, in_order: bool) -> None:
         """End every process, keep the logs if that was asked, remove the folder. Ctrl-C has to wait for it (seconds)."""
         with ExitStack() as last:
-            if threading.current_thread() is threading.main_thread():
-                last.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+            last.enter_context(interrupts_ignored())
             last.callback(shutil.rmtree, self._folder, ignore_errors=True)
             if self._options.keep_logs is not None:
                 last.callback(self._keep_logs, self._options.keep_logs)
@@ -196,7 +197,9 @@ class Demo:
             ("decode", "the decode engine"),
             ("alone", "the model alone"),
         ):
-            self._engines[part] = engine = EngineProcess(part, name, self._folder, self._reports.queue)
+            self._engines[part] = engine = EngineProcess(
+                MODULE, part, name, self._folder, events=EVENTS, reports=self._reports.queue
+            )
             engine.start(job_file)
         cluster.start()
         self._progress.bars(
@@ -294,7 +297,7 @@ class Demo:
         """Wait for the next report and take it in."""
         self._handle(*self._reports.next(self._engines.values(), check=check))
 
-    def _handle(self, engine: EngineProcess, event: Event) -> None:
+    def _handle(self, engine: EngineProcess, event: FrozenModel) -> None:
         match event:
             case Loaded():
                 self._loaded[engine.part] = event

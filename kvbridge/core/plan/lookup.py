@@ -94,6 +94,10 @@ class PageLookup:
         source, destination = self._ids(group, range(page, page + 1))
         return int(source[0]), int(destination[0])
 
+    def sources(self, group: LayerGroup, pages: range) -> IndexArray:
+        """Return the source's page ids of all these logical pages, whoever sends them."""
+        return self._source.ids(group.source.space, pages)
+
     def runs(self, group: LayerGroup, band: Band, pages: range) -> Runs:
         """Return the group's share of these logical pages as runs; where pages do not touch, each is its own run."""
         borders = (group.source.border_pages, group.destination.border_pages) if band.joins_pages else None

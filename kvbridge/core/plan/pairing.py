@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, lane_interval
-from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.plan.operations import AddressArray
 from kvbridge.core.plan.pieces import Places
 from kvbridge.core.plan.runs import NO_BORDERS, IndexArray
@@ -74,6 +74,9 @@ class Side:
     """Shape (layers, extents), or (layers, 1) where the extents of each layer follow each other without a gap."""
     lane_offset_bytes: int
     """Where the first lane that is copied begins in a page."""
+    lanes: tuple[int, int]
+    """The lanes [start, stop) that a page holds, whichever of them are copied."""
+    memory: MemoryKind
 
     @classmethod
     def create(cls, name: str, regions: list[Region], *, lane_offset_bytes: int) -> Self:
@@ -91,6 +94,8 @@ class Side:
             pages_per_extent=form.pages_per_extent,
             bases=bases,
             lane_offset_bytes=lane_offset_bytes,
+            lanes=(form.lane_start, form.lane_stop),
+            memory=form.memory,
         )
 
     @property
@@ -289,6 +294,23 @@ def destination_regions(manifest: RankManifest) -> RegionsByLayer:
     return source_regions(manifest) | host
 
 
+def held_groups(geometry: ModelGeometry, manifest: RankManifest, *, host_share: Stripe) -> tuple[LayerGroup, ...]:
+    """Return what a rank has received once a request is complete, each group with the same regions on both sides.
+
+    The node's host pool is listed by each of its ranks; `host_share` is the part of its pages that is this one's. Raises
+    as `Pairing.create` does.
+    """
+    held = destination_regions(manifest)
+    name = f"rank {manifest.rank}"
+    groups = []
+    for component in geometry.components:
+        regions = [held[component.kind, layer] for layer in component.layers if (component.kind, layer) in held]
+        for alike in _alike([(region, region) for region in regions]):
+            stripe = host_share if alike[0][0].space is IndexSpace.HOST else UNSHARED
+            groups.append(LayerGroup.create(component, alike, names=(name, name), stripe=stripe))
+    return tuple(groups)
+
+
 def _stripe(component: Component, source: RankManifest) -> Stripe:
     """Return this rank's share among the ranks of its stage that hold the same lanes; they are neighbours."""
     start, stop = lane_interval(component, source.rank.tp, source.tp_size)
@@ -327,6 +349,7 @@ def _alike(pairs: list[tuple[Region, Region]]) -> list[list[tuple[Region, Region
 def _form(region: Region) -> tuple[object, ...]:
     return (
         region.space,
+        region.memory,
         region.page_count,
         region.pages_per_extent,
         region.page_stride_bytes,

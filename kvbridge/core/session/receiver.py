@@ -27,6 +27,8 @@ class ReceiverState(StrEnum):
     """All pages are there; meeting the prefill nodes."""
     OFFERED = "offered"
     """The prefill nodes may write."""
+    VERIFYING = "verifying"
+    """Every writer is done, so nobody writes any more; our ranks compute the digests of what has arrived."""
     ABORTING = "aborting"
     """Somebody wants it stopped; waiting until no prefill node writes."""
     FAILING = "failing"
@@ -53,9 +55,13 @@ class ReceiverEvent(StrEnum):
     """Every prefill node is known and ready to write."""
     ALL_DONE = "all_done"
     """Every writer reported Done and the sums are right."""
+    ARRIVED = "arrived"
+    """The same, of a room whose digests are to be compared before it is readable."""
+    VERIFIED = "verified"
+    """Every digest is the writers'."""
     ABORT = "abort"
     FAULT = "fault"
-    """A writer failed, a sum is wrong, a deadline passed, a worker or a peer died."""
+    """A writer failed, a sum or a digest is wrong, a deadline passed, a worker or a peer died."""
     DRAINED = "drained"
     """Every prefill node proved that it does not write."""
     CLAIM = "claim"
@@ -72,6 +78,10 @@ class ReceiverAction(StrEnum):
     """Lease the pages and offer them to every prefill node."""
     TELL_ABORT = "tell_abort"
     """Ask every prefill node to stop and to prove it."""
+    VERIFY = "verify"
+    """Have our ranks compute the digests."""
+    REJECT = "reject"
+    """Tell every prefill node that the room has failed although everything was sent, and why."""
     HOLD = "hold"
     """The lease has ended by proof: the pages belong to the room alone."""
     FREE = "free"
@@ -97,8 +107,14 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
         },
         _S.OFFERED: {
             _E.ALL_DONE: (_S.COMMITTED, (_A.HOLD, _A.TELL_ENGINE)),
+            _E.ARRIVED: (_S.VERIFYING, (_A.HOLD, _A.VERIFY)),
             _E.ABORT: (_S.ABORTING, (_A.TELL_ABORT,)),
             _E.FAULT: (_S.FAILING, (_A.TELL_ABORT,)),
+        },
+        _S.VERIFYING: {
+            _E.VERIFIED: (_S.COMMITTED, (_A.TELL_ENGINE,)),
+            _E.ABORT: (_S.ABORTED, _ENDED),
+            _E.FAULT: (_S.FAILED, (_A.REJECT, *_ENDED)),
         },
         _S.ABORTING: {
             _E.DRAINED: (_S.ABORTED, _ENDED),

@@ -33,6 +33,8 @@ class DeliverySettings:
     give_up_s: float = 30.0
     window: int = 512
     """Messages that may be on their way at once; further ones wait in the outbox."""
+    early_bytes: int = 16 << 20
+    """Bytes of messages that came before their turn and are held for it; more of them are dropped, and sent again."""
     max_held: int = 8_192
     """Messages, on their way or waiting, that an outbox holds before `post` refuses."""
 
@@ -43,6 +45,8 @@ class DeliverySettings:
             )
         if self.give_up_s <= 0:
             raise ConfigError(f"give_up_s must be positive, got {self.give_up_s}")
+        if self.early_bytes < 1:
+            raise ConfigError(f"early_bytes must be positive, got {self.early_bytes}")
         if not 1 <= self.window <= self.max_held:
             raise ConfigError(f"need 1 <= window <= max_held, got {self.window} and {self.max_held}")
 
@@ -243,7 +247,10 @@ class Inbox(Generic[T]):
 
     def __init__(self, settings: DeliverySettings) -> None:
         self._window = settings.window
-        self._early: dict[int, T] = {}
+        self._early_limit_bytes = settings.early_bytes
+        self._early: dict[int, tuple[T, int]] = {}
+        """Messages that came before their turn, and their sizes."""
+        self._early_bytes = 0
         self._next = 1
         self._owed = 0
 
@@ -258,23 +265,26 @@ class Inbox(Generic[T]):
         """Arrivals since the last `acks`; nonzero means that the peer waits for an acknowledgement."""
         return self._owed
 
-    def accept(self, sequence: int, message: T, *, floor: int) -> Receipt[T]:
+    def accept(self, sequence: int, message: T, *, floor: int, size_bytes: int = 0) -> Receipt[T]:
         """Take an arrival; `ready` are the messages that can be handed on now, in order, each exactly once.
 
-        What lies beyond the window is dropped unacknowledged: the sender will come back with it.
+        What lies beyond the window, or came early when too much has, is dropped unacknowledged: the sender will come
+        back with it. What is due is always taken, so that holds nothing up for ever.
         """
         ready = self._raise_floor(min(floor, sequence))
         if sequence < self._next or sequence in self._early:
             self._owed += 1
             return Receipt("duplicate", ready)
-        if sequence >= self._next + self._window:
+        too_much = sequence > self._next and self._early_bytes + size_bytes > self._early_limit_bytes
+        if sequence >= self._next + self._window or too_much:
             return Receipt("beyond_window", ready)
         self._owed += 1
         if sequence == self._next and not self._early:
             self._next += 1
             ready.append(message)
             return Receipt("new", ready)
-        self._early[sequence] = message
+        self._early[sequence] = message, size_bytes
+        self._early_bytes += size_bytes
         ready += self._take_consecutive()
         return Receipt("new", ready)
 
@@ -289,18 +299,23 @@ class Inbox(Generic[T]):
         """Raise IntegrityError when the inbox contradicts itself."""
         if any(not self._next < sequence < self._next + self._window for sequence in self._early):
             raise IntegrityError(f"{self!r}: holds a message outside of its window")
+        if self._early_bytes != sum(size for _, size in self._early.values()):
+            raise IntegrityError(f"{self!r}: has lost count of the bytes that it holds")
 
     def _raise_floor(self, floor: int) -> list[T]:
         if floor <= self._next:
             return []
         # What came early and lies below was given up, and reported so, by its sender: too late to hand it on.
-        self._early = {sequence: message for sequence, message in self._early.items() if sequence >= floor}
+        for sequence in [sequence for sequence in self._early if sequence < floor]:
+            self._early_bytes -= self._early.pop(sequence)[1]
         self._next = floor
         return self._take_consecutive()
 
     def _take_consecutive(self) -> list[T]:
         ready = []
         while self._next in self._early:
-            ready.append(self._early.pop(self._next))
+            message, size_bytes = self._early.pop(self._next)
+            self._early_bytes -= size_bytes
+            ready.append(message)
             self._next += 1
         return ready

@@ -14,20 +14,42 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, PageTable, Positive, Rank, Role, Tables, Uint64
+from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, Section
 
 PROTOCOL_VERSION = 1
 MAX_METADATA_BYTES = 64 * 1024
 MAX_TABLE_BYTES = 4 * 65_536
+MAX_NODE_RANKS = 256
+"""Ranks of one node; each costs whoever meets the node a look at its manifest, so a peer may not name any number."""
+MAX_ENDPOINTS = 16
+MAX_PHASES = 64
+MAX_DIGESTS = 1_024
+"""Components, lanes and groups of layers that one message carries digests of."""
+MAX_AMOUNT = 2**50
+"""Rows, bytes or operations of a component that one message may report; sums of a room's messages stay in bounds."""
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Text = Annotated[str, Field(max_length=4_000)]
 Metadata = Annotated[bytes, Field(max_length=MAX_METADATA_BYTES)]
+Phases = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[float, Field(allow_inf_nan=False)]],
+    Field(max_length=MAX_PHASES),
+]
+
+
+def _check_amounts(amounts: Amounts) -> Amounts:
+    if any(max(amount.lane_rows, amount.bytes, amount.operations) > MAX_AMOUNT for amount in amounts.values()):
+        raise ValueError(f"an amount is larger than {MAX_AMOUNT}")
+    return amounts
+
+
+ReportedAmounts = Annotated[Amounts, AfterValidator(_check_amounts)]
 
 
 class WireTable(FrozenModel):
@@ -73,7 +95,7 @@ class RankDescription(FrozenModel):
     """All that a peer needs in order to write to a rank, or to expect writes from it."""
 
     manifest: RankManifest
-    endpoints: tuple[TransportEndpoint, ...]
+    endpoints: Annotated[tuple[TransportEndpoint, ...], Field(max_length=MAX_ENDPOINTS)]
 
 
 class NodeDescription(FrozenModel):
@@ -84,7 +106,7 @@ class NodeDescription(FrozenModel):
     role: Role
     incarnation: Name
     geometry: ModelGeometry
-    ranks: tuple[RankDescription, ...]
+    ranks: Annotated[tuple[RankDescription, ...], Field(max_length=MAX_NODE_RANKS)]
 
 
 # ---------------------------------------------------------------------------------------------- peers
@@ -104,7 +126,7 @@ class Welcome(FrozenModel):
     instance: Name
     node: Name
     incarnation: Name
-    ranks: tuple[Rank, ...]
+    ranks: Annotated[tuple[Rank, ...], Field(max_length=MAX_NODE_RANKS)]
 
 
 class Rejected(FrozenModel):
@@ -121,7 +143,9 @@ class Offer(RoomMessage):
     type: Literal["offer"] = "offer"
     prompt_tokens: Positive
     prefix_tokens: NonNegative = 0
-    tables: tuple[WireTable, ...]
+    tables: Annotated[tuple[WireTable, ...], Field(max_length=len(IndexSpace))]
+    digest: DigestKind = DigestKind.NONE
+    """What the writers are to compute over the pages that they fill."""
 
 
 class Abort(RoomMessage):
@@ -132,14 +156,26 @@ class Abort(RoomMessage):
     message: Text
 
 
+class Digests(RoomMessage):
+    """Prefill to decode, ahead of a writer's Done: digests of what it has sent, in as many parts as they take."""
+
+    type: Literal["digests"] = "digests"
+    writer: Rank
+    part: Annotated[int, Field(ge=0, lt=MAX_AMOUNT)]
+    """From 0."""
+    digests: Annotated[tuple[PageDigests, ...], Field(max_length=MAX_DIGESTS)]
+
+
 class Done(RoomMessage):
     """Prefill to decode: this writer has sent everything that was its to send, and it has arrived."""
 
     type: Literal["done"] = "done"
     writer: Rank
-    amounts: Amounts
-    phases_s: dict[str, float]
+    amounts: ReportedAmounts
+    phases_s: Phases
     metadata: Metadata = b""
+    digest_parts: NonNegative = 0
+    """How many Digests of this writer there were."""
 
 
 class Failed(RoomMessage):
@@ -151,9 +187,14 @@ class Failed(RoomMessage):
 
 
 class Drained(RoomMessage):
-    """Prefill to decode: nothing of this room is in flight on this node, nor ever will be."""
+    """Prefill to decode: this node sends nothing of the room any more, nor ever will.
+
+    `in_transit`: it has sent something whose arrival was never confirmed, so it may still arrive; the receiver has to
+    shut that way before it uses the pages again.
+    """
 
     type: Literal["drained"] = "drained"
+    in_transit: bool = False
 
 
 class Heartbeat(FrozenModel):
@@ -163,7 +204,7 @@ class Heartbeat(FrozenModel):
 
 
 PeerMessage = Annotated[
-    Hello | Welcome | Rejected | Offer | Abort | Done | Failed | Drained | Heartbeat, Field(discriminator="type")
+    Hello | Welcome | Rejected | Offer | Abort | Digests | Done | Failed | Drained | Heartbeat, Field(discriminator="type")
 ]
 
 
@@ -206,15 +247,22 @@ class WorkerSetup(FrozenModel):
     transports: Annotated[str, Field(max_length=100_000)]
     transfer_timeout_s: Annotated[float, Field(gt=0)]
     """`timeouts.transfer_s`."""
+    epoch: NonNegative = 0
+    """Of the endpoints that the worker is to give out."""
 
 
 class WorkerReady(FrozenModel):
-    """Worker to node: memory is created and registered; this is how peers reach me."""
+    """Worker to node: memory is created and registered; this is how peers reach me.
+
+    Said again with other endpoints, after RenewEndpoints or when a transport had to be replaced.
+    """
 
     type: Literal["worker_ready"] = "worker_ready"
     rank: Rank
     pid: Positive
     description: RankDescription
+    epoch: NonNegative = 0
+    """Of the endpoints in the description."""
 
 
 class WorkerProgress(FrozenModel):
@@ -271,6 +319,8 @@ class OpenRoom(RoomMessage):
     prefix_tokens: NonNegative
     source: tuple[WireTable, ...]
     destination: tuple[WireTable, ...]
+    digest: DigestKind = DigestKind.NONE
+    """What is computed over each order's pages and reported before it ends."""
 
 
 class Send(RoomMessage):
@@ -293,6 +343,41 @@ class Sent(RoomMessage):
     error_code: str = ""
     error: Text = ""
     quiet: bool = True
+    in_transit: bool = False
+    """Something was sent whose arrival was never confirmed."""
+
+
+class Verify(RoomMessage):
+    """Node to worker, on decode: compute the digests of what has arrived for a room, in your own memory."""
+
+    type: Literal["verify"] = "verify"
+    prompt_tokens: Positive
+    prefix_tokens: NonNegative
+    tables: tuple[WireTable, ...]
+    host_index: NonNegative
+    """Which share of the host pool's pages is this rank's to look at."""
+    host_count: Positive
+
+
+class Digested(RoomMessage):
+    """Worker to node: digests that an order has led to, ahead of its Sent; or Verify, ahead of its Verified."""
+
+    type: Literal["digested"] = "digested"
+    rank: Rank
+    order: NonNegative = 0
+    """0 for Verify."""
+    digests: Annotated[tuple[PageDigests, ...], Field(max_length=MAX_DIGESTS)]
+
+
+class Verified(RoomMessage):
+    """Worker to node: all digests that Verify asked for have been reported, or why they could not be computed."""
+
+    type: Literal["verified"] = "verified"
+    rank: Rank
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """`verify`: from the order to its end; `verify_busy`: computing."""
+    error_code: str = ""
+    error: Text = ""
 
 
 class CloseRoom(RoomMessage):
@@ -302,11 +387,38 @@ class CloseRoom(RoomMessage):
 
 
 class RoomClosed(RoomMessage):
-    """Worker to node: nothing of the room is in flight (`quiet`), or something may be until the transport is rebuilt."""
+    """Worker to node: the room is forgotten and nothing of it is being read or sent (`quiet`).
+
+    Or something may be until a transport that would not become quiet has been torn down (`reason` says which); it is said
+    again then, with `quiet`.
+    """
 
     type: Literal["room_closed"] = "room_closed"
     rank: Rank
     quiet: bool
+    reason: Text = ""
+
+
+class RenewEndpoints(FrozenModel):
+    """Node to worker: give out new endpoints, of this epoch. Those of earlier epochs still work until RevokeEndpoints."""
+
+    type: Literal["renew_endpoints"] = "renew_endpoints"
+    epoch: Positive
+
+
+class RevokeEndpoints(FrozenModel):
+    """Node to worker: let nobody write any more by means of an endpoint of an epoch earlier than this one."""
+
+    type: Literal["revoke_endpoints"] = "revoke_endpoints"
+    before_epoch: Positive
+
+
+class EndpointsRevoked(FrozenModel):
+    """Worker to node: nobody can write to this rank by means of an endpoint of an epoch earlier than this one."""
+
+    type: Literal["endpoints_revoked"] = "endpoints_revoked"
+    rank: Rank
+    before_epoch: Positive
 
 
 class Shutdown(FrozenModel):
@@ -316,10 +428,30 @@ class Shutdown(FrozenModel):
 
 
 NodeToWorker = Annotated[
-    WorkerSetup | ConnectPeer | DisconnectPeer | OpenRoom | Send | CloseRoom | Heartbeat | Shutdown,
+    WorkerSetup
+    | ConnectPeer
+    | DisconnectPeer
+    | OpenRoom
+    | Send
+    | Verify
+    | CloseRoom
+    | RenewEndpoints
+    | RevokeEndpoints
+    | Heartbeat
+    | Shutdown,
     Field(discriminator="type"),
 ]
 WorkerToNode = Annotated[
-    WorkerHello | WorkerReady | WorkerFailed | WorkerProgress | PeerConnected | Sent | RoomClosed | Heartbeat,
+    WorkerHello
+    | WorkerReady
+    | WorkerFailed
+    | WorkerProgress
+    | PeerConnected
+    | Digested
+    | Sent
+    | Verified
+    | RoomClosed
+    | EndpointsRevoked
+    | Heartbeat,
     Field(discriminator="type"),
 ]

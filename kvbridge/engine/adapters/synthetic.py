@@ -11,7 +11,9 @@ the row, mixed once more, so that a block of rows costs a few passes over memory
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +22,13 @@ import torch
 from kvbridge.core.geometry.components import Component, ComponentKind
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.rows import place_rows, section_rows
+from kvbridge.engine.rows import RowPlaces, place_rows, section_rows
 from kvbridge.engine.views import PoolViews, RegionView
 
 BLOCK_BYTES = 256 * 1024
 """Rows are made and compared in blocks of about this size, which stay in a core's cache."""
 _WORD_BYTES = 8
+_WORD_MASK = (1 << 64) - 1
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(ComponentKind, start=1)}
 
 Words = npt.NDArray[np.uint64]
@@ -50,12 +53,26 @@ class Mismatch:
     wrong_bytes: int
     """How many bytes of this row and lane are wrong."""
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return every fact by its name."""
+        return asdict(self)
+
     def __str__(self) -> str:
         return (
             f"{self.component} layer {self.layer} lane {self.lane} row {self.row} (page {self.page_id} slot "
             f"{self.slot}): {self.wrong_bytes} wrong bytes, the first at {self.first_byte}: expected "
             f"{self.expected:#04x}, found {self.found:#04x}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a request's pages hold against what belongs there."""
+
+    checked_bytes: int
+    wrong_bytes: int
+    mismatches: tuple[Mismatch, ...]
+    """The first wrong rows."""
 
 
 def expected_rows(
@@ -66,7 +83,7 @@ def expected_rows(
     words = -(-component.row_bytes // _WORD_BYTES)
     numbers = np.arange(start_row, stop_row, dtype=np.uint64)
     rows = np.empty((count, lanes[1] - lanes[0], component.row_bytes), dtype=np.uint8)
-    place_keys = _mixed(np.arange(words, dtype=np.uint64))
+    place_keys = _place_keys(words)
     for position, lane in enumerate(range(*lanes)):
         row_keys = _mixed(numbers + _stream(room, component.kind, layer, lane))
         mixed = row_keys[:, None] ^ place_keys[None, :]
@@ -108,19 +125,74 @@ def check(
     comparison stops there.
     """
     found: list[Mismatch] = []
+    for block in _compared(views, room=room, tables=tables, tokens=tokens, prefix_tokens=prefix_tokens):
+        if not block.equal:
+            found += block.mismatches(most_mismatches - len(found))
+        if len(found) >= most_mismatches:
+            break
+    return found
+
+
+def compare(views: PoolViews, *, room: int, tables: Tables, tokens: int, most_named: int = 20) -> Comparison:
+    """Compare every live row of a request of `tokens` tokens to its end: all wrong bytes are counted, few are named."""
+    checked = wrong = 0
+    named: list[Mismatch] = []
+    for block in _compared(views, room=room, tables=tables, tokens=tokens, prefix_tokens=0):
+        checked += block.held.size
+        if not block.equal:
+            wrong += int((block.wanted != block.held).sum())
+            named += block.mismatches(most_named - len(named))
+    return Comparison(checked, wrong, tuple(named))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Consecutive rows of one layer, as they are and as they should be: both uint8 [rows, lanes * row_bytes]."""
+
+    view: RegionView
+    start_row: int
+    places: RowPlaces
+    wanted: Rows
+    held: Rows
+
+    @property
+    def equal(self) -> bool:
+        return np.array_equal(self.wanted, self.held)
+
+    def mismatches(self, most: int) -> list[Mismatch]:
+        """Describe the first wrong rows."""
+        component, region = self.view.component, self.view.region
+        shape = (len(self.wanted), region.lanes, component.row_bytes)
+        wanted, held = self.wanted.reshape(shape), self.held.reshape(shape)
+        wrong = wanted != held
+        found = []
+        for row, lane in np.argwhere(wrong.any(axis=2))[:most]:
+            byte = int(wrong[row, lane].argmax())
+            found.append(
+                Mismatch(
+                    component=region.component,
+                    layer=region.layer,
+                    lane=region.lane_start + int(lane),
+                    row=self.start_row + int(row),
+                    page_id=int(self.places.page_ids[row]),
+                    slot=int(self.places.slots[row]),
+                    first_byte=byte,
+                    expected=int(wanted[row, lane, byte]),
+                    found=int(held[row, lane, byte]),
+                    wrong_bytes=int(wrong[row, lane].sum()),
+                )
+            )
+        return found
+
+
+def _compared(views: PoolViews, *, room: int, tables: Tables, tokens: int, prefix_tokens: int) -> Iterator[_Block]:
     for view in _views(views, tables, None):
         table = view.table(tables)
         rows = view.component.live_rows(tokens, prefix_tokens)
         for start, stop in _blocks(view, rows.start, rows.stop):
             places = place_rows(view.component, table, start, stop)
             held = view.read(places).cpu().numpy()
-            wanted = _expected(view, room, start, stop)
-            if np.array_equal(wanted, held):
-                continue
-            found += _mismatches(view, wanted, held, start, list(zip(places.page_ids, places.slots, strict=True)))
-            if len(found) >= most_mismatches:
-                return found[:most_mismatches]
-    return found
+            yield _Block(view, start, places, _expected(view, room, start, stop), held)
 
 
 def _views(views: PoolViews, tables: Tables, layers: Sequence[int] | None) -> Iterator[RegionView]:
@@ -143,39 +215,18 @@ def _expected(view: RegionView, room: int, start: int, stop: int) -> Rows:
     )
 
 
-def _mismatches(
-    view: RegionView, wanted: Rows, held: Rows, start: int, places: list[tuple[np.int64, np.int64]]
-) -> list[Mismatch]:
-    shape = (len(wanted), view.region.lanes, view.component.row_bytes)
-    wanted, held = wanted.reshape(shape), held.reshape(shape)
-    wrong = wanted != held
-    found = []
-    for row, lane in np.argwhere(wrong.any(axis=2)):
-        byte = int(wrong[row, lane].argmax())
-        page_id, slot = places[row]
-        found.append(
-            Mismatch(
-                component=view.region.component,
-                layer=view.region.layer,
-                lane=view.region.lane_start + int(lane),
-                row=start + int(row),
-                page_id=int(page_id),
-                slot=int(slot),
-                first_byte=byte,
-                expected=int(wanted[row, lane, byte]),
-                found=int(held[row, lane, byte]),
-                wrong_bytes=int(wrong[row, lane].sum()),
-            )
-        )
-    return found
+@cache
+def _place_keys(words: int) -> Words:
+    """A key for each word of a row; not written after that."""
+    return _mixed(np.arange(words, dtype=np.uint64))
 
 
 def _stream(room: int, kind: ComponentKind, layer: int, lane: int) -> np.uint64:
     """A key for one lane of one layer of one component of one room; rows are counted on from it."""
-    key = np.zeros(1, dtype=np.uint64)
+    key = 0
     for number in (room, _KIND_NUMBERS[kind], layer, lane):
-        key = _mixed(key ^ np.uint64(number))
-    return np.uint64(key[0])
+        key = _mixed_number(key ^ number)
+    return np.uint64(key)
 
 
 def _mixed(numbers: Words) -> Words:
@@ -184,3 +235,11 @@ def _mixed(numbers: Words) -> Words:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+def _mixed_number(number: int) -> int:
+    """`_mixed` of a single number, which is not worth an array."""
+    mixed = (number + 0x9E3779B97F4A7C15) & _WORD_MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD_MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD_MASK
+    return mixed ^ (mixed >> 31)

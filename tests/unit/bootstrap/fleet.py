@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from dataclasses import replace
+from typing import Self
 
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import BridgeError, StaleError, UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
-from kvbridge.service.directory import Directory, MemoryStore
-from kvbridge.service.pairing import PairingLimits
+from kvbridge.service.directory import Directory
+from kvbridge.service.nodes import Instance, NodeEntry, NodeRecord, by_instance
+from kvbridge.service.pairing import PairingLimits, PairingService
 from kvbridge.service.ports import AdmissionRequest, Load, NodeRegistration, PeerAddress, RoomReport, RoomState
+from kvbridge.service.stores.base import RoomTimes
+from kvbridge.service.stores.memory import MemoryStore
+from kvbridge.service.stores.redis import RedisSettings, RedisStore
+from tests.helpers.redis_server import RedisServer, let_time_pass
 
 EXPIRE_AFTER_S = 8.0
+TIMES = RoomTimes(claim_s=30.0, keep_s=600.0, max_rooms=100)
 LIMITS = PairingLimits(
     reserve_s=5.0, cancel_s=5.0, report_s=5.0, pair_s=20.0, ticket_s=60.0, room_keep_s=600.0, retry_after_s=2.0
 )
@@ -53,11 +62,92 @@ def half(name: str, role: Role, number: int, **changes) -> NodeRegistration:
     return node(name, role, **{**own, **changes})
 
 
-def directory_of(*registrations: NodeRegistration, clock: ManualClock | None = None) -> Directory:
-    directory = Directory(MemoryStore(), expire_after_s=EXPIRE_AFTER_S, clock=clock or ManualClock())
-    for registration in registrations:
-        directory.register(registration)
-    return directory
+def instances_of(*registrations: NodeRegistration) -> tuple[Instance, ...]:
+    """The instances that nodes make up, without a store."""
+    records = (NodeRecord(NodeEntry(registration=each), each.ready, each.load, 0.0) for each in registrations)
+    return by_instance(records)
+
+
+FLEET = (
+    node("p1", Role.PREFILL, free=90),
+    node("p2", Role.PREFILL, free=80),
+    node("d1", Role.DECODE, free=90),
+    node("d2", Role.DECODE, free=80),
+)
+
+
+class World:
+    """A store, and what it takes to make time pass in it. `replica` is another user of the same store."""
+
+    store: MemoryStore | RedisStore
+
+    async def directory(self, *registrations: NodeRegistration) -> Directory:
+        directory = Directory(self.store)
+        for registration in registrations:
+            await directory.register(registration)
+        return directory
+
+    async def pairing(self, port: FakeDaemons, *fleet: NodeRegistration, **limits: float) -> PairingService:
+        return PairingService(
+            await self.directory(*(fleet or FLEET)), self.store, port, limits=replace(LIMITS, **limits)
+        )
+
+    def advance(self, seconds: float) -> None:
+        raise NotImplementedError
+
+
+class MemoryWorld(World):
+    """The default: the store of one process, on a clock of the test's own."""
+
+    def __init__(self, times: RoomTimes = TIMES) -> None:
+        self.clock = ManualClock()
+        self.store = MemoryStore(expire_after_s=EXPIRE_AFTER_S, rooms=times, clock=self.clock)
+
+    def limit(self, times: RoomTimes) -> None:
+        self.store = MemoryStore(expire_after_s=EXPIRE_AFTER_S, rooms=times, clock=self.clock)
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+
+class RedisWorld(World):
+    """A namespace of a real Redis, and any number of replicas over it."""
+
+    def __init__(self, server: RedisServer, namespace: str) -> None:
+        self.server = server
+        self.namespace = namespace
+        self.counted: Counter[str] = Counter()
+        self.times = TIMES
+        self._opened: list[RedisStore] = []
+        self.store = self.replica()
+
+    def replica(self, *, timeout_s: float = 5.0) -> RedisStore:
+        """Another store over the same keys, as another process would have it."""
+        settings = RedisSettings(url=self.server.url, password="", namespace=self.namespace, timeout_s=timeout_s)
+        store = RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=self.times, observer=self)
+        self._opened.append(store)
+        return store
+
+    def limit(self, times: RoomTimes) -> None:
+        self.times = times
+        self.store = self.replica()
+
+    def advance(self, seconds: float) -> None:
+        with self.server.client() as client:
+            let_time_pass(client, self.namespace, seconds)
+
+    def store_value_refused(self, reason: str) -> None:
+        self.counted[f"value {reason}"] += 1
+
+    def store_failed(self, reason: str) -> None:
+        self.counted[f"call {reason}"] += 1
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for store in self._opened:
+            await store.close()
 
 
 class FakeDaemons:
@@ -73,6 +163,8 @@ class FakeDaemons:
         self.cancel_gate: asyncio.Event | None = None
         """Cancels wait for it."""
         self.cancel_errors: dict[str, BridgeError] = {}
+        self.pauses: dict[str, asyncio.Event] = {}
+        """Admissions by these daemons wait before they answer."""
         self.stuck = asyncio.Event()
         """Set once a call hangs."""
 
@@ -85,7 +177,11 @@ class FakeDaemons:
         if url in self.hang or url in self.late:
             self.stuck.set()
             await asyncio.Event().wait()
-        return self._report(url, request.room)
+        report = self._report(url, request.room)
+        if url in self.pauses:
+            self.stuck.set()
+            await self.pauses[url].wait()
+        return report
 
     async def report(self, url: str, room: int) -> RoomReport:
         return self._report(url, room)
@@ -106,6 +202,10 @@ class FakeDaemons:
     def rooms(self) -> dict[str, list[int]]:
         """What is reserved, by daemon."""
         return {url: list(rooms) for url, rooms in self.admitted.items() if rooms}
+
+    def generations(self) -> set[tuple[str, int, int]]:
+        """What is reserved: daemon, room, generation."""
+        return {(url, room, one.generation) for url, rooms in self.admitted.items() for room, one in rooms.items()}
 
     def _report(self, url: str, room: int) -> RoomReport:
         request = self.admitted.get(url, {}).get(room)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import (
     CapacityError,
+    ClientLimitError,
     ConflictError,
     DeadlineError,
     InvalidInputError,
@@ -18,30 +18,18 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.ids import Role
-from kvbridge.service.pairing import PairingService
 from kvbridge.service.ports import AdmissionRequest, PairRequest, RoomState
-from tests.unit.bootstrap.fleet import LIMITS, FakeDaemons, directory_of, half, node
+from kvbridge.service.stores.base import Claim, PairingState
+from tests.unit.bootstrap.fleet import FLEET, TIMES, FakeDaemons, half, node
 
 pytestmark = pytest.mark.asyncio
 
 REQUEST = PairRequest(room=7, prompt_tokens=1000, max_new_tokens=100, prefix_tokens=256, client="c")
-FLEET = (
-    node("p1", Role.PREFILL, free=90),
-    node("p2", Role.PREFILL, free=80),
-    node("d1", Role.DECODE, free=90),
-    node("d2", Role.DECODE, free=80),
-)
 
 
-def service(port: FakeDaemons, *fleet, clock: ManualClock | None = None, **limits) -> PairingService:
-    clock = clock or ManualClock()
-    directory = directory_of(*(fleet or FLEET), clock=clock)
-    return PairingService(directory, port, limits=replace(LIMITS, **limits), clock=clock)
-
-
-async def test_both_ends_are_reserved_prefill_first():
+async def test_both_ends_are_reserved_prefill_first(world):
     port = FakeDaemons()
-    ticket = await service(port).pair(REQUEST)
+    ticket = await (await world.pairing(port)).pair(REQUEST)
     assert port.calls == [("admit", "http://p1", 1), ("admit", "http://d1", 1)]
     assert (ticket.room, ticket.generation, ticket.expires_in_s) == (7, 1, 60.0)
     assert (ticket.prefill.http_urls, ticket.decode.http_urls) == (("http://p1",), ("http://d1",))
@@ -51,7 +39,7 @@ async def test_both_ends_are_reserved_prefill_first():
     assert (decode.prefix_tokens, decode.max_new_tokens, decode.client) == (256, 100, "c")
 
 
-async def test_every_node_of_both_instances_is_reserved():
+async def test_every_node_of_both_instances_is_reserved(world):
     port = FakeDaemons()
     fleet = (
         half("p", Role.PREFILL, 0),
@@ -59,23 +47,23 @@ async def test_every_node_of_both_instances_is_reserved():
         half("d", Role.DECODE, 0),
         half("d", Role.DECODE, 1),
     )
-    ticket = await service(port, *fleet).pair(REQUEST)
+    ticket = await (await world.pairing(port, *fleet)).pair(REQUEST)
     assert [url for _, url, _ in port.calls] == ["http://p-0", "http://p-1", "http://d-0", "http://d-1"]
     assert ticket.decode.http_urls == ("http://d-0", "http://d-1")
     endpoints = [peer.endpoint for peer in port.admitted["http://d-1"][7].prefill]
     assert endpoints == ["tcp://p-0:1", "tcp://p-1:1"]
 
 
-async def test_a_room_is_drawn_when_none_is_given():
-    pairing = service(FakeDaemons())
+async def test_a_room_is_drawn_when_none_is_given(world):
+    pairing = await world.pairing(FakeDaemons())
     first, second = [await pairing.pair(PairRequest(prompt_tokens=10)) for _ in range(2)]
     assert first.room != second.room
 
 
-async def test_a_refusing_instance_is_avoided_and_its_partner_given_back():
+async def test_a_refusing_instance_is_avoided_and_its_partner_given_back(world):
     port = FakeDaemons()
     port.refuse["http://d1"] = CapacityError("full", retry_after_s=9.0)
-    ticket = await service(port).pair(REQUEST)
+    ticket = await (await world.pairing(port)).pair(REQUEST)
     assert (ticket.decode.instance, ticket.generation) == ("d2", 2)
     assert port.rooms() == {"http://p1": [7], "http://d2": [7]}
     assert [call for call in port.calls if call[0] == "admit"] == [
@@ -86,72 +74,72 @@ async def test_a_refusing_instance_is_avoided_and_its_partner_given_back():
     ]
 
 
-async def test_when_nobody_has_room_nothing_stays_reserved():
+async def test_when_nobody_has_room_nothing_stays_reserved(world):
     port = FakeDaemons()
     for url in ("http://d1", "http://d2"):
         port.refuse[url] = CapacityError("full", retry_after_s=9.0)
     with pytest.raises(CapacityError, match="'d1': full; 'd2': full") as raised:
-        await service(port).pair(REQUEST)
+        await (await world.pairing(port)).pair(REQUEST)
     assert (raised.value.code, raised.value.retry_after_s) == ("capacity", 9.0)
     assert port.rooms() == {}
 
 
-async def test_unreachable_daemons_are_not_called_full():
+async def test_unreachable_daemons_are_not_called_full(world):
     port = FakeDaemons()
     for url in ("http://p1", "http://p2"):
         port.refuse[url] = PeerError("no route")
     with pytest.raises(NotReadyError, match="no route"):
-        await service(port).pair(REQUEST)
+        await (await world.pairing(port)).pair(REQUEST)
 
 
-async def test_attempts_are_bounded():
+async def test_attempts_are_bounded(world):
     port = FakeDaemons()
     for url in ("http://d1", "http://d2"):
         port.refuse[url] = CapacityError("full")
     with pytest.raises(CapacityError):
-        await service(port, attempts=1).pair(REQUEST)
+        await (await world.pairing(port, attempts=1)).pair(REQUEST)
     assert len([call for call in port.calls if call[0] == "admit"]) == 2
 
 
 @pytest.mark.parametrize("error", [InvalidInputError("bad prefix"), ConflictError("room in use there")])
-async def test_a_refusal_of_the_request_itself_ends_the_pairing(error):
+async def test_a_refusal_of_the_request_itself_ends_the_pairing(world, error):
     port = FakeDaemons()
     port.refuse["http://d1"] = error
     with pytest.raises(type(error), match=str(error)):
-        await service(port).pair(REQUEST)
+        await (await world.pairing(port)).pair(REQUEST)
     assert port.rooms() == {}
 
 
-async def test_a_daemon_that_refused_is_not_robbed_of_another_room_of_that_id():
+async def test_a_daemon_that_refused_is_not_robbed_of_another_room_of_that_id(world):
     port = FakeDaemons()
     elsewhere = REQUEST.model_dump(exclude={"fingerprint"}) | {"generation": 5, "prefix_tokens": 0}
     await port.admit("http://p1", AdmissionRequest(**elsewhere))
     port.refuse["http://p1"] = ConflictError("room in use there")
     with pytest.raises(ConflictError):
-        await service(port).pair(REQUEST)
+        await (await world.pairing(port)).pair(REQUEST)
     assert port.rooms() == {"http://p1": [7]}
 
 
-async def test_a_daemon_that_answers_too_late_is_given_back():
+async def test_a_daemon_that_answers_too_late_is_given_back(world):
     port = FakeDaemons()
     port.late.add("http://d1")
-    ticket = await service(port, reserve_s=0.02).pair(REQUEST)
+    ticket = await (await world.pairing(port, reserve_s=0.02)).pair(REQUEST)
     assert ticket.decode.instance == "d2"
     assert port.rooms() == {"http://p1": [7], "http://d2": [7]}
 
 
-async def test_pairing_as_a_whole_has_a_deadline():
+async def test_pairing_as_a_whole_has_a_deadline(world):
     port = FakeDaemons()
     port.late.add("http://d1")
     with pytest.raises(DeadlineError, match=r"timeouts\.pair_s"):
-        await service(port, pair_s=0.02).pair(REQUEST)
+        await (await world.pairing(port, pair_s=0.02)).pair(REQUEST)
     assert port.rooms() == {}
 
 
-async def test_a_cancelled_pairing_leaves_nothing_behind():
+async def test_a_cancelled_pairing_leaves_nothing_behind(world):
     port = FakeDaemons()
     port.late.add("http://d1")
-    pairing = service(port)
+    pairing = await world.pairing(port)
     task = asyncio.create_task(pairing.pair(REQUEST))
     await asyncio.wait_for(port.stuck.wait(), 5)
     task.cancel()
@@ -162,11 +150,11 @@ async def test_a_cancelled_pairing_leaves_nothing_behind():
     assert (await pairing.pair(REQUEST)).generation == 2
 
 
-async def test_a_pairing_that_is_cancelled_while_it_gives_back_still_gives_back():
+async def test_a_pairing_that_is_cancelled_while_it_gives_back_still_gives_back(world):
     port = FakeDaemons()
     port.refuse["http://d1"] = InvalidInputError("bad prefix")
     port.cancel_gate = asyncio.Event()
-    task = asyncio.create_task(service(port).pair(REQUEST))
+    task = asyncio.create_task((await world.pairing(port)).pair(REQUEST))
     await asyncio.wait_for(port.stuck.wait(), 5)
     task.cancel()
     await asyncio.sleep(0)
@@ -176,48 +164,52 @@ async def test_a_pairing_that_is_cancelled_while_it_gives_back_still_gives_back(
     assert port.rooms() == {}
 
 
-async def test_a_cancel_that_fails_does_not_hide_the_cause():
+async def test_a_cancel_that_fails_does_not_hide_the_cause(world):
     port = FakeDaemons()
     port.refuse["http://d1"] = InvalidInputError("bad prefix")
     port.cancel_errors["http://p1"] = PeerError("gone")
     with pytest.raises(InvalidInputError, match="bad prefix"):
-        await service(port).pair(REQUEST)
+        await (await world.pairing(port)).pair(REQUEST)
 
 
-async def test_a_room_in_use_cannot_be_paired_again():
-    pairing = service(FakeDaemons())
+async def test_a_room_in_use_cannot_be_paired_again(world):
+    pairing = await world.pairing(FakeDaemons())
     await pairing.pair(REQUEST)
     with pytest.raises(ConflictError, match="room 7 is in use"):
         await pairing.pair(REQUEST)
 
 
-async def test_a_room_that_is_being_paired_cannot_be_paired_again():
+async def test_a_room_that_is_being_paired_cannot_be_paired_again(world):
     port = FakeDaemons()
     port.hang.add("http://p1")
-    pairing = service(port)
+    pairing = await world.pairing(port)
     task = asyncio.create_task(pairing.pair(REQUEST))
     await asyncio.wait_for(port.stuck.wait(), 5)
     with pytest.raises(ConflictError):
         await pairing.pair(REQUEST)
-    assert pairing.counts() == {"pairing": 1, "paired": 0, "cancelled": 0}
+    assert await world.store.room_counts() == {
+        PairingState.PAIRING: 1,
+        PairingState.PAIRED: 0,
+        PairingState.CANCELLED: 0,
+    }
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
-async def test_a_failed_room_can_be_paired_again_in_a_later_generation():
+async def test_a_failed_room_can_be_paired_again_in_a_later_generation(world):
     port = FakeDaemons()
     port.refuse["http://p1"] = port.refuse["http://p2"] = CapacityError("full")
-    pairing = service(port)
+    pairing = await world.pairing(port)
     with pytest.raises(CapacityError):
         await pairing.pair(REQUEST)
     port.refuse.clear()
     assert (await pairing.pair(REQUEST)).generation == 3
 
 
-async def test_cancel_reaches_both_ends_and_frees_the_id():
+async def test_cancel_reaches_both_ends_and_frees_the_id(world):
     port = FakeDaemons()
-    pairing = service(port)
+    pairing = await world.pairing(port)
     await pairing.pair(REQUEST)
     report = await pairing.cancel(7, "user left")
     assert report.state is RoomState.ABORTED
@@ -226,9 +218,9 @@ async def test_cancel_reaches_both_ends_and_frees_the_id():
     assert (await pairing.pair(REQUEST)).generation == 2
 
 
-async def test_a_room_that_could_not_be_cancelled_stays_in_use():
+async def test_a_room_that_could_not_be_cancelled_stays_in_use(world):
     port = FakeDaemons()
-    pairing = service(port)
+    pairing = await world.pairing(port)
     await pairing.pair(REQUEST)
     port.cancel_errors["http://d1"] = PeerError("gone")
     report = await pairing.cancel(7, "x")
@@ -237,9 +229,9 @@ async def test_a_room_that_could_not_be_cancelled_stays_in_use():
         await pairing.pair(REQUEST)
 
 
-async def test_a_report_asks_both_ends():
+async def test_a_report_asks_both_ends(world):
     port = FakeDaemons()
-    pairing = service(port)
+    pairing = await world.pairing(port)
     await pairing.pair(REQUEST)
     report = await pairing.report(7)
     assert (report.decode[0].report.role, report.prefill[0].report.role) == (Role.DECODE, Role.PREFILL)
@@ -249,36 +241,97 @@ async def test_a_report_asks_both_ends():
         await pairing.report(8)
 
 
-async def test_rooms_are_forgotten_by_age_and_by_number():
-    clock = ManualClock()
-    pairing = service(FakeDaemons(), *(node("p", Role.PREFILL), node("d", Role.DECODE)), clock=clock, max_rooms=2)
+async def test_rooms_are_forgotten_by_age_and_by_number(world):
+    world.limit(replace(TIMES, max_rooms=2))
+    pairing = await world.pairing(FakeDaemons())
     for room in (1, 2, 3):
         await pairing.pair(REQUEST.model_copy(update={"room": room}))
-    assert pairing.sweep() == 1
+        world.advance(0.01)
+    assert (await world.store.room_counts())[PairingState.PAIRED] == 2
     with pytest.raises(UnknownRoomError):
         await pairing.report(1)
-    clock.advance(LIMITS.room_keep_s)
-    assert pairing.sweep() == 2
-    assert repr(pairing) == "PairingService(0 rooms remembered, 0 being paired)"
+    assert (await pairing.report(2)).room == 2
+    world.advance(TIMES.keep_s)
+    with pytest.raises(UnknownRoomError):
+        await pairing.report(3)
+    assert await world.store.forget_rooms() in {0, 2}  # a store may have forgotten them when it was asked
+    assert set((await world.store.room_counts()).values()) == {0}
 
 
-async def test_a_room_that_is_paired_again_is_young_again():
-    clock = ManualClock()
-    pairing = service(FakeDaemons(), clock=clock, room_keep_s=10_000.0)
-    directory = pairing._directory
-    directory._expire_after_s = 1e9
+async def test_a_room_that_is_paired_again_is_young_again(world):
+    pairing = await world.pairing(FakeDaemons())
     await pairing.pair(REQUEST)
     await pairing.cancel(7, "x")
-    clock.advance(100)
+    world.advance(1)
     await pairing.pair(REQUEST.model_copy(update={"room": 8}))
-    clock.advance(400)
+    world.advance(1)
     await pairing.pair(REQUEST)
-    clock.advance(9_700)
-    assert pairing.sweep() == 1
+    world.advance(TIMES.keep_s - 0.5)
     assert (await pairing.report(7)).generation == 2
+    with pytest.raises(UnknownRoomError):
+        await pairing.report(8)
 
 
-async def test_requests_between_two_heartbeats_are_spread():
-    pairing = service(FakeDaemons(), node("p", Role.PREFILL), node("d1", Role.DECODE), node("d2", Role.DECODE))
+async def test_a_claim_whose_replica_died_ends_by_its_age(world):
+    """Its generations stay used: an answer to the dead replica's calls is recognised as stale."""
+    pairing = await world.pairing(FakeDaemons())
+    assert isinstance(await world.store.claim(7, generations=3), Claim)
+    world.advance(TIMES.claim_s - 1)
+    with pytest.raises(ConflictError, match="room 7 is in use"):
+        await pairing.pair(REQUEST)
+    world.advance(1.1)
+    await world.directory(*FLEET)
+    assert (await pairing.pair(REQUEST)).generation == 4
+
+
+async def test_a_pairing_whose_claim_was_taken_over_reserves_nothing(world):
+    port = FakeDaemons()
+    port.pauses["http://d1"] = asyncio.Event()
+    pairing = await world.pairing(port)
+    slow = asyncio.create_task(pairing.pair(REQUEST))
+    await asyncio.wait_for(port.stuck.wait(), 5)
+    world.advance(TIMES.claim_s + 0.1)
+    await world.directory(*FLEET)  # the nodes' heartbeats have gone on meanwhile
+    answer = port.pauses.pop("http://d1")
+    second = await pairing.pair(REQUEST)
+    answer.set()
+    with pytest.raises(NotReadyError, match="nothing is reserved"):
+        await asyncio.wait_for(slow, 5)
+    assert second.generation == 4
+    assert port.generations() == {("http://p1", 7, 4), ("http://d1", 7, 4)}
+    assert (await pairing.report(7)).generation == 4
+
+
+async def test_a_full_looking_pair_is_tried_once_and_the_daemon_decides(world):
+    port = FakeDaemons()
+    fleet = (node("p1", Role.PREFILL), node("d1", Role.DECODE, free=0), node("d2", Role.DECODE, free=1))
+    pairing = await world.pairing(port, *fleet)
+    assert (await pairing.pair(REQUEST)).decode.instance == "d2"
+    port.refuse["http://d1"] = port.refuse["http://d2"] = CapacityError("2 of 5 host pages are free", retry_after_s=3.5)
+    before = len(port.calls)
+    with pytest.raises(CapacityError, match="2 of 5 host pages") as raised:
+        await pairing.pair(REQUEST.model_copy(update={"room": 8}))
+    assert raised.value.retry_after_s == 3.5
+    assert len([call for call in port.calls[before:] if call[0] == "admit"]) == 2
+
+
+async def test_a_clients_limit_is_passed_on(world):
+    port = FakeDaemons()
+    pairing = await world.pairing(port)
+    for url in ("http://p1", "http://p2"):
+        port.refuse[url] = ClientLimitError("client 'c' has 4 rooms here", retry_after_s=6.0)
+    with pytest.raises(ClientLimitError, match="client 'c' has 4 rooms") as raised:
+        await pairing.pair(REQUEST)
+    assert (raised.value.http_status, raised.value.retry_after_s) == (429, 6.0)
+    port.refuse["http://p2"] = CapacityError("full", retry_after_s=1.0)
+    with pytest.raises(CapacityError) as raised:
+        await pairing.pair(REQUEST)
+    assert raised.value.code == "capacity"
+
+
+async def test_requests_between_two_heartbeats_are_spread(world):
+    pairing = await world.pairing(
+        FakeDaemons(), node("p", Role.PREFILL), node("d1", Role.DECODE), node("d2", Role.DECODE)
+    )
     chosen = [(await pairing.pair(PairRequest(prompt_tokens=5000))).decode.instance for _ in range(4)]
     assert chosen == ["d1", "d2", "d1", "d2"]

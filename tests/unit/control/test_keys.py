@@ -1,9 +1,26 @@
-"""CURVE keys and their files."""
+"""CURVE keys, their files, and the list of those who are allowed."""
+
+from __future__ import annotations
+
+import os
 
 import pytest
 
-from kvbridge.control.keys import CurveKeys, check_key, generate_keys, load_keys, write_keys
+from kvbridge.control.authentication import Gate
+from kvbridge.control.keys import (
+    AllowedKeys,
+    CurveKeys,
+    check_key,
+    generate_keys,
+    load_keys,
+    public_key_beside,
+    read_allowed,
+    write_keys,
+    write_secret,
+)
 from kvbridge.core.errors import ConfigError, ConflictError
+
+ONE, TWO, THREE = (generate_keys().public for _ in range(3))
 
 
 def test_a_secret_is_never_printed():
@@ -14,19 +31,38 @@ def test_a_secret_is_never_printed():
 
 
 def test_keys_survive_their_files(tmp_path):
-    friend, keys = generate_keys().public, generate_keys()
+    keys, friend = generate_keys(), generate_keys().public
     public_path = write_keys(keys, tmp_path / "node.key")
     assert public_path.read_text().strip() == keys.public
     assert (tmp_path / "node.key").stat().st_mode & 0o777 == 0o600
-    allowed = tmp_path / "allowed"
-    allowed.write_text(f"# friends\n#\n\n{friend}\n")
-    loaded = load_keys(tmp_path / "node.key", allowed)
+    loaded = load_keys(tmp_path / "node.key", allowed=read_allowed([friend], None))
     assert (loaded.public, loaded.secret) == (keys.public, keys.secret)
     assert loaded.allows(friend)
     assert loaded.allows(keys.public)
     assert not loaded.allows(generate_keys().public)
+    assert public_key_beside(tmp_path / "node.key") == keys.public
+
+
+@pytest.mark.parametrize("taken", ["node.key", "node.pub"])
+def test_no_file_is_overwritten(tmp_path, taken):
+    (tmp_path / taken).write_text("what is there")
     with pytest.raises(ConflictError, match="exists"):
-        write_keys(keys, tmp_path / "node.key")
+        write_keys(generate_keys(), tmp_path / "node.key")
+    assert [path.name for path in tmp_path.iterdir()] == [taken]
+    assert (tmp_path / taken).read_text() == "what is there"
+
+
+def test_a_link_is_not_followed(tmp_path):
+    (tmp_path / "node.key").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConflictError):
+        write_secret("s", tmp_path / "node.key")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_secret_does_not_go_into_the_file_of_the_public_key(tmp_path):
+    with pytest.raises(ConfigError, match="name it otherwise"):
+        write_keys(generate_keys(), tmp_path / "node.pub")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_secret_that_others_can_read_is_refused(tmp_path):
@@ -50,20 +86,103 @@ def test_what_is_no_key_is_refused_without_showing_it(tmp_path, content):
     assert "xxx" not in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_what_is_no_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"absent.*cannot be read"):
         load_keys(tmp_path / "absent")
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ConfigError, match=r"no regular file|cannot be read"):
+            load_keys(path)
 
 
-def test_a_wrong_line_of_the_allowed_is_named(tmp_path):
-    write_keys(generate_keys(), tmp_path / "node.key")
-    (tmp_path / "allowed").write_text("# comment\nnonsense\n")
-    with pytest.raises(ConfigError, match="allowed line 2"):
-        load_keys(tmp_path / "node.key", tmp_path / "allowed")
-
-
-def test_halves_of_two_pairs_do_not_fit():
+def test_halves_of_two_pairs_do_not_fit(tmp_path):
     with pytest.raises(ConfigError, match="give both of one pair"):
         CurveKeys(generate_keys().public, generate_keys().secret)
+    write_keys(generate_keys(), tmp_path / "node.key")
+    with pytest.raises(ConfigError, match="give both of one pair"):
+        load_keys(tmp_path / "node.key", public=generate_keys().public)
     with pytest.raises(ConfigError, match="40 characters"):
         check_key("x", "key")
+
+
+def test_a_secret_key_among_the_public_ones_is_noticed_and_not_shown(tmp_path):
+    keys = generate_keys()
+    write_keys(keys, tmp_path / "node.key")
+    with pytest.raises(ConfigError, match="own secret key") as caught:
+        load_keys(tmp_path / "node.key", allowed=read_allowed([keys.secret], None))
+    assert keys.secret not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------- who is allowed
+
+
+def test_entries_of_both_places_add_up(tmp_path):
+    file = tmp_path / "allowed"
+    file.write_text(f"# friends\n#\n\n{ONE}\n {TWO}  decode-0  # the first\n{TWO} decode-1\n")
+    assert read_allowed([f"{THREE} decode-0"], file) == {
+        ONE: frozenset(),
+        TWO: frozenset({"decode-0", "decode-1"}),
+        THREE: frozenset({"decode-0"}),
+    }
+    assert read_allowed([], None) == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("nonsense", "40 characters of Z85"),
+        ("#comment", "40 characters of Z85"),
+        (f"{ONE} decode 0", "at most one instance name"),
+        (f"{ONE} ../x", "at most one instance name"),
+        (f"{TWO}", "keep one"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, line, text):
+    file = tmp_path / "allowed"
+    file.write_text(f"{TWO} decode-0\n{line}\n")
+    with pytest.raises(ConfigError, match=text) as caught:
+        read_allowed([], file)
+    assert f"{file} line 2" in str(caught.value)
+
+
+def test_a_list_that_others_can_write_is_refused(tmp_path):
+    file = tmp_path / "allowed"
+    file.write_text(ONE)
+    file.chmod(0o664)
+    with pytest.raises(ConfigError, match="decides who gets in"):
+        read_allowed([], file)
+
+
+def test_a_running_list_follows_its_file(tmp_path):
+    file = tmp_path / "allowed"
+    file.write_text(ONE)
+    allowed = AllowedKeys([TWO], file)
+    assert not allowed.refresh()
+    file.write_text(f"{ONE}\n{THREE}\n")
+    assert allowed.refresh()
+    assert set(allowed.current) == {ONE, TWO, THREE}
+    file.write_text("nonsense")
+    with pytest.raises(ConfigError, match="line 1"):
+        allowed.refresh()
+    assert not allowed.refresh(), "told once"
+    assert set(allowed.current) == {ONE, TWO, THREE}, "a list that cannot be read changes nothing"
+    file.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        allowed.refresh()
+    file.write_text(f"{THREE} x\n")
+    assert allowed.refresh()
+    assert allowed.current == {TWO: frozenset(), THREE: frozenset({"x"})}
+
+
+def test_a_gate_lets_in_its_own_pair_and_those_on_the_list():
+    keys = generate_keys([ONE])
+    gate = Gate(keys)
+    assert gate.allows(keys.public)
+    assert gate.allows(ONE)
+    assert not gate.allows("")
+    gate.replace({TWO: frozenset({"decode-0"})})
+    assert not gate.allows(ONE)
+    assert gate.names_of(TWO) == {"decode-0"}
+    assert gate.names_of(keys.public) == frozenset()
+    assert Gate(None).allows("")
+    assert not Gate(None).allows(ONE)

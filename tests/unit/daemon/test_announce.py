@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -10,7 +11,7 @@ from kvbridge.config import PrefillConfig
 from kvbridge.core.errors import BridgeError, NotFoundError, NotReadyError, PeerError, StaleError
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank
-from kvbridge.daemon.announce import Announcer
+from kvbridge.daemon.announce import Announcer, is_news
 from kvbridge.daemon.prefill import PrefillNode
 from kvbridge.service.ports import Load, NodeRegistration, PeerAddress, Readiness
 
@@ -51,7 +52,9 @@ class FakeDirectory:
                 await self._changed.wait()
 
 
-def announcer(directory: FakeDirectory, interval_s: float = INTERVAL_S) -> Announcer:
+def announcer(
+    directory: FakeDirectory, interval_s: float = INTERVAL_S, load: Callable[[], Load] = Load, pause_s: float = 0.001
+) -> Announcer:
     def registration() -> NodeRegistration:
         return NodeRegistration(
             instance="i",
@@ -71,8 +74,9 @@ def announcer(directory: FakeDirectory, interval_s: float = INTERVAL_S) -> Annou
         directory,  # type: ignore[arg-type]
         registration=registration,
         readiness=lambda: Readiness(ready=True),
-        load=Load,
+        load=load,
         interval_s=interval_s,
+        pause_s=pause_s,
     )
 
 
@@ -133,6 +137,63 @@ async def test_who_has_left_does_not_come_back() -> None:
         await task
     assert directory.calls[-1] == "deregister"
     assert directory.calls.count("register") == 1
+
+
+def pages(**free: int) -> Load:
+    return Load(free_pages=free, total_pages=dict.fromkeys(free, 1000))
+
+
+@pytest.mark.parametrize(
+    ("told", "now", "expected"),
+    [
+        (pages(full=800), pages(full=790), False),
+        (pages(full=800), pages(full=600), True),
+        (pages(full=600), pages(full=800), True),
+        (pages(full=800, host=0), pages(full=800, host=1), True),  # the fuller a pool, the sooner
+        (pages(full=800, host=1), pages(full=800, host=0), True),
+        (pages(full=8), pages(full=7), True),
+        (pages(full=9), pages(full=8), False),
+        (pages(full=0), pages(full=0), False),
+        (Load(), Load(rooms=9), False),
+    ],
+)
+def test_what_is_news(told: Load, now: Load, expected: bool) -> None:
+    assert is_news(told, now) is expected
+
+
+@pytest.mark.asyncio
+async def test_free_pages_are_told_before_the_next_interval_and_not_without_pause() -> None:
+    directory, free = FakeDirectory(), [100]
+    announced = announcer(directory, interval_s=60, load=lambda: pages(full=free[0]))
+    task = asyncio.create_task(announced.run())
+    await directory.until(1)
+    announced.look()
+    free[0] = 0
+    announced.look()
+    await directory.until(2)
+    for free[0] in range(1, 50):
+        announced.look()
+    await directory.until(3)
+    task.cancel()
+    assert directory.calls == ["register", "heartbeat", "heartbeat"]
+
+
+@pytest.mark.asyncio
+async def test_news_waits_for_a_directory_that_is_away() -> None:
+    """It is asked again at the interval; a busy node must not make that a storm."""
+    directory, free = FakeDirectory(), [100]
+    announced = announcer(directory, interval_s=60, load=lambda: pages(full=free[0]))
+    await announced.beat()
+    directory.problem = NotReadyError("the directory's Redis is away")
+    await announced.beat()
+    free[0] = 0
+    announced.look()
+    assert not announced._changed.is_set()
+    directory.problem = None
+    await announced.beat()
+    free[0] = 50
+    announced.look()
+    assert announced._changed.is_set()
 
 
 def test_an_engine_cannot_attach_to_memory_that_is_not_there_yet() -> None:

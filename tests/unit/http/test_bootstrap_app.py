@@ -18,10 +18,11 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Role
 from kvbridge.http import DirectoryClient, create_bootstrap_app
-from kvbridge.service.directory import Directory, MemoryStore
+from kvbridge.service.directory import Directory
 from kvbridge.service.pairing import PairingService
 from kvbridge.service.ports import Load, NodeHeartbeat, PairRequest, RoomState
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, FakeDaemons, half, node
+from kvbridge.service.stores.memory import MemoryStore
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, TIMES, FakeDaemons, half, node
 from tests.unit.http.services import FakeStatus, metrics, settings
 from tests.unit.http.test_daemon_app import check_description
 
@@ -34,8 +35,9 @@ class Setup:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.daemons = FakeDaemons()
-        self.directory = Directory(MemoryStore(), expire_after_s=EXPIRE_AFTER_S, clock=self.clock)
-        pairing = PairingService(self.directory, self.daemons, limits=LIMITS, clock=self.clock)
+        store = MemoryStore(expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, clock=self.clock)
+        self.directory = Directory(store)
+        pairing = PairingService(self.directory, store, self.daemons, limits=LIMITS)
         app = create_bootstrap_app(
             directory=self.directory,
             pairing=pairing,

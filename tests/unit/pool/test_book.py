@@ -49,7 +49,7 @@ def test_reserving_is_all_or_nothing_over_spaces_and_names_what_lacks(book):
     with pytest.raises(CapacityError) as caught:
         book.reserve(B, {FULL: 6, SWA: 2})
     assert "room 8 generation 1" in str(caught.value)
-    assert "space 'swa' lacks 1 pages (2 wanted, 1 of 4 free, 3 being released)" in str(caught.value)
+    assert "space 'swa' lacks 1 pages (2 wanted, 1 of 4 free, 0 being released, 3 quarantined)" in str(caught.value)
     assert "full" not in str(caught.value)
     assert B not in book
     assert book.counts()[FULL][FREE] == 6
@@ -129,7 +129,7 @@ def test_quarantine_lasts_until_every_reason_is_lifted(book):
     book.quarantine(A, "worker 1")
     book.quarantine(B, "worker 0")
     assert book.quarantine_reasons() == {"worker 0": (A, B), "worker 1": (A,)}
-    assert book.pages_being_released()[FULL] == 5
+    assert book.pages_being_released()[FULL] == 0
     assert book.release_quarantined("nobody") == ()
     assert book.release_quarantined("worker 0") == (B,)
     assert book.counts()[FULL][QUARANTINED] == 3
@@ -153,6 +153,47 @@ def test_ending_owners_count_as_being_released(book):
     assert book.pages_being_released() == {FULL: 3, SWA: 1}
     book.free(A)
     assert book.pages_being_released() == {FULL: 0, SWA: 0}
+
+
+def test_a_quarantined_owner_is_not_being_released(book):
+    book.reserve(A, {FULL: 3})
+    book.expect_free(A)
+    book.quarantine(A, "worker 0")
+    assert book.pages_being_released()[FULL] == 0
+    book.expect_free(A)
+    assert book.pages_being_released()[FULL] == 0
+
+
+def test_a_watcher_hears_what_becomes_of_pages(book):
+    heard = []
+
+    class Watcher:
+        def ending(self, owner):
+            heard.append(("ending", owner))
+
+        def quarantined(self, owner):
+            heard.append(("quarantined", owner))
+
+        def freed(self, pages):
+            heard.append(("freed", dict(pages), book.free_pages()[FULL]))
+
+        def gone(self, owner):
+            heard.append(("gone", owner))
+
+    book.watch(Watcher())
+    book.reserve(A, {FULL: 3, SWA: 1})
+    book.expect_free(A)
+    book.expect_free(A)
+    book.free(A)
+    assert heard == [("ending", A), ("freed", {FULL: 3, SWA: 1}, 16), ("gone", A)]
+    heard.clear()
+    book.reserve(B, {FULL: 2})
+    book.quarantine(B, "x")
+    book.quarantine(B, "y")
+    book.release_quarantined("x")
+    assert heard == [("quarantined", B)]
+    book.release_quarantined("y")
+    assert heard[1:] == [("freed", {FULL: 2}, 16), ("gone", B)]
 
 
 def test_window_pages_can_be_given_back_one_by_one(book):

@@ -23,6 +23,7 @@ from kvbridge.core.wire.engine_messages import (
     RoomEvent,
 )
 from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
+from kvbridge.service.admission import AdmissionDesk, AdmissionLimits
 from kvbridge.service.engine_door import DecodeDoor, PrefillDoor
 from kvbridge.service.ports import AdmissionRequest, RoomState
 from tests.helpers.rooms import (
@@ -49,8 +50,10 @@ class Door:
         self.bench = bench
         self.messages: list[tuple[str, object]] = []
         self.ready = True
+        desk = AdmissionDesk(bench.service, bench.book, limits=AdmissionLimits(), observer=bench.observer)
         self.door = kind(
             lambda: bench.service,
+            lambda: desk,
             send=lambda engine, message: self.messages.append((engine, message)),
             describe=self.describe,
             ranks=ranks,

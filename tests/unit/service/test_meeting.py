@@ -17,6 +17,7 @@ from kvbridge.core.wire.messages import (
     TransportEndpoint,
     Welcome,
 )
+from kvbridge.service import meeting
 from kvbridge.service.meeting import DecodeNodes, PrefillNodes, Self
 from tests.helpers.rooms import ADDRESS, DECODE, GEOMETRY, OTHER_ADDRESS, PREFILL, R0, R1, FakeWorkers, manifest, pick
 
@@ -179,6 +180,17 @@ def test_a_lost_node_is_forgotten_once_and_strangers_are_ignored():
     assert len(pick(side.messages, Welcome)) == 1
 
 
+def test_nobody_takes_a_name_over_from_another_key():
+    side = PrefillSide()
+    side.nodes.hello(DECODE, Hello(node=description()), key="its key")
+    side.nodes.hello(NEXT_LIFE, Hello(node=description(NEXT_LIFE)), key="another key")
+    [rejected] = pick(side.messages, Rejected, NEXT_LIFE)
+    assert rejected.code == "unauthorized"
+    assert (side.nodes.known(), side.gone) == ([DECODE], [])
+    side.nodes.hello(NEXT_LIFE, Hello(node=description(NEXT_LIFE)), key="its key")
+    assert side.nodes.known() == [NEXT_LIFE]
+
+
 # ------------------------------------------------------------------------------------------- decode side
 
 
@@ -187,14 +199,14 @@ class DecodeSide:
         self.opened: list[object] = []
         self.messages: list[tuple[object, object]] = []
         self.changes = 0
-        self.gone: list[tuple[str, bool]] = []
+        self.gone: list[str] = []
         self.error: BridgeError | None = None
         self.nodes = PrefillNodes(
             describe=description,
             open_link=self.open_link,
             send_to=lambda address, message: self.messages.append((address, message)),
             on_changed=self.changed,
-            on_gone=lambda peer, reason, proof: self.gone.append((peer, proof)),
+            on_gone=lambda peer, reason: self.gone.append(peer),
         )
         self.met_at_change: list[object] = []
 
@@ -232,7 +244,6 @@ def test_a_node_is_greeted_once_and_then_known():
     assert met is not None
     assert (met.peer, met.name, met.ranks) == (PREFILL, "prefill/p0", (R0,))
     assert side.changes == 1
-    assert side.nodes.alive(PREFILL)
     side.nodes.send(PREFILL, Heartbeat())
     side.nodes.send("nobody", Heartbeat())
     assert len(pick(side.messages, Heartbeat, ADDRESS)) == 1
@@ -264,7 +275,7 @@ def test_a_rejection_reaches_every_waiting_room_and_the_next_one_greets_anew(cod
 
 
 @pytest.mark.parametrize("how", ["lost", "rejected", "restarted"])
-def test_a_known_node_that_is_out_of_reach_is_gone_without_proof(how):
+def test_a_known_node_that_is_out_of_reach_is_gone(how):
     side = DecodeSide()
     side.meet()
     if how == "lost":
@@ -273,72 +284,49 @@ def test_a_known_node_that_is_out_of_reach_is_gone_without_proof(how):
         side.nodes.rejected(ADDRESS, Rejected(code="transport_failed", message="cannot reach you any more"))
     else:
         side.nodes.restarted(ADDRESS)
-    assert side.gone == [(PREFILL, False)]
-    assert not side.nodes.alive(PREFILL)
+    assert side.gone == [PREFILL]
     side.nodes.send(PREFILL, Heartbeat())
     assert pick(side.messages, Heartbeat) == []
     assert side.hellos == (2 if how == "restarted" else 1)
-
-
-@pytest.mark.parametrize("how", ["lost", "restarted"])
-@pytest.mark.parametrize(
-    ("incarnation", "node", "proof"),
-    [(NEXT_LIFE, "p0", [(PREFILL, True)]), (NEXT_LIFE, "p9", []), (PREFILL, "p0", [])],
-    ids=["successor", "other node", "same life"],
-)
-def test_only_a_successor_of_the_same_name_proves_the_end(how, incarnation, node, proof):
-    side = DecodeSide()
-    side.meet()
-    if how == "lost":
-        side.nodes.lost(ADDRESS, "silent")
-        side.nodes.seek_lost({PREFILL})
-        side.nodes.seek_lost({PREFILL})
-    else:
-        side.nodes.restarted(ADDRESS)
-    assert side.hellos == 2
-    side.gone.clear()
-    side.welcome(incarnation, node)
-    assert side.gone == proof
-    assert side.nodes.alive(incarnation)
-    side.gone.clear()
-    side.welcome(incarnation, node)
-    assert side.gone == []
 
 
 def test_a_welcome_of_another_life_ends_the_one_before():
     side = DecodeSide()
     side.meet()
     side.welcome(NEXT_LIFE)
-    assert side.gone == [(PREFILL, False), (PREFILL, True)]
-    assert not side.nodes.alive(PREFILL)
-
-
-def test_a_node_that_is_never_found_again_is_sought_for_as_long_as_it_takes():
-    side = DecodeSide()
-    side.meet()
-    for round_number in range(2, 5):
-        side.nodes.lost(ADDRESS, "silent")
-        side.nodes.seek_lost({PREFILL})
-        assert side.hellos == round_number
-    side.welcome()
-    side.nodes.lost(ADDRESS, "silent")
-    side.nodes.restarted(ADDRESS)
-    assert side.hellos == 5
+    assert side.gone == [PREFILL]
     side.welcome(NEXT_LIFE)
-    assert side.gone[-1] == (PREFILL, True)
+    assert side.gone == [PREFILL]
+
+
+def test_nobody_speaks_in_the_name_of_a_node_behind_another_key():
+    side = DecodeSide()
+    side.meet()
+    assert side.nodes.speaks(ADDRESS, PREFILL)
+    stranger = ADDRESS.model_copy(update={"endpoint": "tcp://10.0.0.9:1", "public_key": "k" * 40})
+    same = ADDRESS.model_copy(update={"endpoint": "tcp://10.0.0.9:2"})
+    for address in (stranger, same):
+        assert side.nodes.met(address) is None
+        assert not side.nodes.speaks(address, PREFILL)
+    side.welcome(address=stranger)
+    assert isinstance(side.met_at_change[-1], BridgeError) or stranger not in side.nodes.addresses()
+    assert not side.nodes.speaks(stranger, PREFILL)
+    side.welcome(address=same)
+    assert side.nodes.speaks(same, PREFILL), "one node may have two addresses"
     side.nodes.lost(ADDRESS, "silent")
-    assert side.nodes._lost == {ADDRESS: {NEXT_LIFE: "prefill/p0"}}
+    assert side.nodes.speaks(ADDRESS, PREFILL), "the proof that it is quiet may still come"
 
 
-def test_a_lost_node_that_no_room_waits_for_is_forgotten():
+def test_few_of_those_who_were_met_once_are_remembered(monkeypatch):
+    monkeypatch.setattr(meeting, "FORMER_KEPT", 1)
     side = DecodeSide()
     side.meet()
     side.nodes.lost(ADDRESS, "silent")
-    side.nodes.seek_lost(set())
-    assert side.hellos == 1
-    assert side.nodes._lost == {}
-    side.nodes.seek_lost({PREFILL})
-    assert side.hellos == 1
+    assert side.nodes.met(OTHER_ADDRESS) is None
+    side.welcome(NEXT_LIFE, address=OTHER_ADDRESS)
+    side.nodes.lost(OTHER_ADDRESS, "silent")
+    assert not side.nodes.speaks(ADDRESS, PREFILL)
+    assert side.nodes.speaks(OTHER_ADDRESS, NEXT_LIFE)
 
 
 def test_nothing_is_said_to_addresses_that_nobody_knows():
@@ -347,7 +335,6 @@ def test_nothing_is_said_to_addresses_that_nobody_knows():
     side.nodes.rejected(OTHER_ADDRESS, Rejected(code="x", message="y"))
     side.nodes.lost(OTHER_ADDRESS, "silent")
     side.nodes.restarted(OTHER_ADDRESS)
-    side.nodes.seek_lost({PREFILL})
     assert (side.messages, side.changes, side.gone) == ([], 0, [])
 
 

@@ -81,6 +81,17 @@ def test_the_oldest_makes_room(monkeypatch):
     assert len(early) == 2
 
 
+def test_nobody_crowds_the_others_out(monkeypatch):
+    monkeypatch.setattr(offers, "MOST_BYTES", 20 * offers.OFFER_BYTES)
+    early = EarlyOffers(wait_s=10, clock=ManualClock())
+    assert early.put("modest", offer(1)) is None
+    turned_away = [early.put("greedy", offer(room)) for room in range(2, 100)]
+    assert {late.peer for late in turned_away if late} == {"greedy"}
+    assert len(early) <= 20
+    assert early.take(1, 1) is not None
+    assert sum(late is not None for late in turned_away) + len(early) == 98, "each is kept or turned away"
+
+
 def test_a_lost_peer_takes_its_offers_along():
     early = EarlyOffers(wait_s=10, clock=ManualClock())
     early.put("a", offer(1))

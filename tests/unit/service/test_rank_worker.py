@@ -13,10 +13,13 @@ from kvbridge.core.wire.messages import (
     CloseRoom,
     ConnectPeer,
     DisconnectPeer,
+    EndpointsRevoked,
     Heartbeat,
     OpenRoom,
     PeerConnected,
     RankDescription,
+    RenewEndpoints,
+    RevokeEndpoints,
     RoomClosed,
     Send,
     Sent,
@@ -64,18 +67,22 @@ class FakeTransfer(Transfer):
         self.operations = operations
         self.state = ACTIVE
         self.aborted = ""
+        self.in_transit = False
 
     def poll(self) -> TransferStatus:
-        return TransferStatus(self.state, "" if self.state in {ACTIVE, DONE} else "cable")
+        return TransferStatus(self.state, "" if self.state in {ACTIVE, DONE} else "cable", in_transit=self.in_transit)
 
     def abort(self, reason: str) -> None:
         self.aborted = self.aborted or reason
 
 
 class FakeTransport(Transport):
-    def __init__(self, name: str, log: list[str]) -> None:
+    def __init__(self, name: str, log: list[str], epoch: int = 0) -> None:
         self.name = name
         self.log = log
+        self.epoch = epoch
+        self.writers_before = 0
+        """Endpoints of epochs before this one are in use by somebody."""
         self.peers: list[FakePeer] = []
         self.transfers: list[FakeTransfer] = []
         self.refuse: Exception | None = None
@@ -93,7 +100,7 @@ class FakeTransport(Transport):
         raise AssertionError("a worker never unregisters")
 
     def endpoint(self) -> Endpoint:
-        return Endpoint(transport=self.name, data=b"me")
+        return Endpoint(transport=self.name, data=b"me" if self.epoch == 0 else b"me, epoch %d" % self.epoch)
 
     def connect(self, endpoint: Endpoint) -> Peer:
         if self.refuse is not None:
@@ -120,8 +127,13 @@ class FakeTransport(Transport):
         self.transfers.append(transfer)
         return transfer
 
+    def revoked(self, before_epoch: int) -> bool:
+        return before_epoch > self.writers_before
+
     def close(self) -> None:
         assert not self.closed, "closed twice"
+        for peer in self.peers:
+            assert not any(transfer.state is ACTIVE for transfer in peer.transfers), "closed under an active transfer"
         self.closed = True
         self.log.append(f"close {self.name}")
 
@@ -182,10 +194,10 @@ class Bench:
             self.worker._transports.build(name)
         self.orders = 0
 
-    def create(self, name: str) -> FakeTransport:
+    def create(self, name: str, epoch: int = 0) -> FakeTransport:
         if self.refuse_build is not None:
             raise self.refuse_build
-        transport = FakeTransport(name, self.log)
+        transport = FakeTransport(name, self.log, epoch)
         self.built.setdefault(name, []).append(transport)
         return transport
 
@@ -524,46 +536,51 @@ def test_a_peer_is_disconnected_only_when_nothing_is_in_flight_to_it():
     assert bench.transport().peers == []
 
 
-def test_a_peer_that_has_changed_is_connected_after_its_old_orders_have_ended(monkeypatch):
-    monkeypatch.setattr(rank_worker, "ACTIVE_ORDERS", 1)
+def test_a_peer_that_has_changed_is_reached_anew_and_what_is_under_way_ends_in_peace():
     bench = ready_bench()
     bench.order()
-    bench.order()
     bench.connect(ranks=node_ranks(data=b"moved"))
-    assert bench.link.take(PeerConnected) == []
-    assert [sent.order for sent in bench.sent()] == [2]
-    bench.open(room=2)
-    bench.order(room=2)
-    assert len(bench.transport().transfers) == 1
-    bench.end(QUIET)
+    assert len(bench.link.take(PeerConnected)) == 1
+    assert [peer.data for peer in bench.transport().peers] == [b"peer0", b"moved0"]
+    assert bench.transport().transfers[0].aborted == ""
+    bench.order()
+    assert bench.transport().peers[1].transfers == [bench.transport().transfers[1]]
+    bench.end(DONE, which=0)
     bench.worker.step()
     assert [peer.data for peer in bench.transport().peers] == [b"moved0"]
-    assert len(bench.link.take(PeerConnected)) == 1
-    assert len(bench.transport().transfers) == 2
     bench.end(DONE)
-    assert [(sent.order, sent.error_code) for sent in bench.sent()] == [(1, "peer_failed"), (3, "")]
+    assert [(sent.order, sent.error_code) for sent in bench.sent()] == [(1, ""), (2, "")]
 
 
-def test_orders_for_a_peer_wait_until_it_is_connected_again():
-    bench = ready_bench()
+def test_ranks_that_have_not_changed_are_not_connected_again():
+    bench = Bench()
+    before = (*node_ranks(data=b"first"), *node_ranks(data=b"second"))
+    bench.connect(ranks=before)
+    bench.open()
     bench.order()
-    bench.connect(ranks=node_ranks(data=b"moved"))
-    bench.open(room=2)
-    bench.order(room=2)
-    assert bench.sent() == []
-    bench.end(QUIET)
-    bench.worker.step()
+    first = bench.transport().peers[0]
+    bench.connect(ranks=(before[0], *node_ranks(data=b"moved")))
+    assert [peer.data for peer in bench.transport().peers] == [b"first0", b"second0", b"moved0"]
+    bench.transport().transfers[0].state = DONE
     bench.end(DONE)
-    assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(1, "peer_failed"), (2, "")]
+    bench.worker.step()
+    assert [peer.data for peer in bench.transport().peers] == [b"first0", b"moved0"]
+    assert bench.transport().peers[0] is first
+    bench.say(DisconnectPeer(peer=DECODE), steps=2)
+    assert bench.transport().peers == []
+
+
+def test_orders_wait_until_their_peer_is_connected():
+    bench = ready_bench()
+    section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
+    moved = ConnectPeer(peer=DECODE, ranks=node_ranks(data=b"moved"))
+    bench.say(moved, Send(room=1, generation=1, order=1, section=section))
+    assert [peer.data for peer in bench.transport().peers if peer.transfers] == [b"moved0"]
 
 
 def test_every_order_to_connect_is_answered_and_the_last_one_counts():
     bench = ready_bench()
-    bench.order()
-    bench.connect(ranks=node_ranks(data=b"second"))
-    bench.connect(ranks=node_ranks(data=b"third"))
-    bench.end(QUIET)
-    bench.worker.step()
+    bench.say(*(ConnectPeer(peer=DECODE, ranks=node_ranks(data=data)) for data in (b"second", b"third")), steps=2)
     first, last = bench.link.take(PeerConnected)
     assert (first.error_code, last.error_code) == ("peer_failed", "")
     assert [peer.data for peer in bench.transport().peers] == [b"third0"]
@@ -571,41 +588,75 @@ def test_every_order_to_connect_is_answered_and_the_last_one_counts():
 
 def test_a_disconnect_takes_back_a_connect_that_waits():
     bench = ready_bench()
+    bench.say(ConnectPeer(peer=DECODE, ranks=node_ranks(data=b"second")), DisconnectPeer(peer=DECODE), steps=2)
+    assert bench.transport().peers == []
+    assert bench.link.take(PeerConnected) == []
+
+
+def test_a_disconnect_ends_what_is_under_way_by_the_former_ways_too():
+    bench = ready_bench()
     bench.order()
-    bench.connect(ranks=node_ranks(data=b"second"))
+    bench.connect(ranks=node_ranks(data=b"moved"))
     bench.say(DisconnectPeer(peer=DECODE))
+    assert bench.transport().transfers[0].aborted == "the peer was disconnected"
     bench.end(QUIET)
     bench.worker.step()
     assert bench.transport().peers == []
-    assert bench.link.take(PeerConnected) == []
 
 
 # ------------------------------------------------------------------------------------------- not quiet
 
 
-def test_a_transfer_that_is_not_quiet_is_reported_after_its_transport_is_gone():
+def test_a_transfer_that_is_not_quiet_is_told_at_once_and_its_room_closed_after_its_transport():
     bench = ready_bench()
     bench.order()
     old = bench.transport()
-    bench.open(room=2)
+    bench.open(room=2, peer=OTHER)
+    bench.connect(OTHER, node_ranks(data=b"other"))
     bench.order(room=2)
-    bench.say(CloseRoom(room=1, generation=1))
     bench.link.said.clear()
     bench.log.clear()
     bench.end(LOUD, which=0)
-    assert old.closed
-    assert bench.log[0] == "close one"
-    assert [sent.error_code for sent in bench.link.take(Sent)] == ["aborted", "transport_failed"]
-    assert bench.closed == [1]
-    assert bench.link.take(PeerConnected)[0].transports == ("one",)
+    [sent] = bench.sent()
+    assert (sent.room, sent.error_code, sent.quiet, sent.in_transit) == (1, "transport_failed", False, True)
+    assert not old.closed, "another peer's transfer is under way"
+    bench.say(CloseRoom(room=1, generation=1))
+    [closed] = bench.link.take(RoomClosed)
+    assert (closed.quiet, "would not become quiet" in closed.reason) == (False, True)
+    assert [answer.transports for answer in bench.link.take(PeerConnected)] == [("one",), ("one",)]
     assert len(bench.link.take(WorkerReady)) == 1
     assert bench.transport() is not old
     bench.order(room=2)
+    assert len(bench.transport().transfers) == 1, "what is new goes through the successor"
+    assert old.transfers[1].aborted == ""
+    old.transfers[1].state = DONE
+    bench.worker.step()
+    assert old.closed
+    [closed] = bench.link.take(RoomClosed)
+    assert (closed.room, closed.quiet) == (1, True)
     bench.end(DONE)
-    assert bench.sent()[0].error_code == ""
+    assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(2, ""), (2, "")]
 
 
-def test_a_rebuild_leaves_other_transports_and_peers_alone():
+def test_a_room_that_is_being_closed_waits_for_its_loud_transport():
+    bench = ready_bench()
+    bench.order()
+    bench.say(CloseRoom(room=1, generation=1))
+    bench.link.said.clear()
+    bench.end(LOUD)
+    assert [(message.quiet, message.room) for message in bench.link.take(RoomClosed)] == [(False, 1), (True, 1)]
+
+
+def test_a_failure_says_whether_something_may_still_arrive():
+    bench = ready_bench()
+    bench.order()
+    bench.transport().transfers[0].in_transit = True
+    bench.end(QUIET)
+    [sent] = bench.sent()
+    assert (sent.quiet, sent.in_transit) == (True, True)
+
+
+def test_a_replacement_leaves_other_transports_and_peers_alone():
     bench = Bench("one", "two")
     bench.connect(ranks=node_ranks("one"))
     bench.connect(OTHER, node_ranks("two", data=b"second"))
@@ -636,7 +687,7 @@ def test_an_order_over_two_transports_waits_for_the_one_that_lives():
     assert [len(bench.transport(name).transfers) for name in ("one", "two")] == [1, 2]
 
 
-def test_a_rebuild_keeps_the_order_of_a_peer_s_ranks():
+def test_a_replacement_keeps_the_order_of_a_peer_s_ranks():
     bench = Bench("one", "two")
     bench.connect(ranks=(*node_ranks("two"), *node_ranks("one", data=b"second")))
     bench.open()
@@ -647,7 +698,7 @@ def test_a_rebuild_keeps_the_order_of_a_peer_s_ranks():
     assert bench.link.take(PeerConnected)[0].transports == ("two", "one")
 
 
-def test_a_peer_that_cannot_be_reached_after_a_rebuild_is_given_up():
+def test_a_peer_that_cannot_be_reached_by_the_successor_is_given_up():
     bench = Bench("one", "two")
     bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"second")))
     bench.link.said.clear()
@@ -656,8 +707,8 @@ def test_a_peer_that_cannot_be_reached_after_a_rebuild_is_given_up():
     bench.transport("two").transfers[0].state = DONE
     original = bench.create
 
-    def create(name: str) -> FakeTransport:
-        transport = original(name)
+    def create(name: str, epoch: int) -> FakeTransport:
+        transport = original(name, epoch)
         transport.refuse = TransportError("no route")
         return transport
 
@@ -681,15 +732,47 @@ def test_a_retired_peer_does_not_outlive_its_transport():
     assert bench.transport().peers == []
 
 
-def test_a_transport_that_cannot_be_rebuilt_ends_the_worker():
+def test_a_transport_that_cannot_be_replaced_ends_the_worker():
     bench = ready_bench()
     bench.order()
     old = bench.transport()
     bench.refuse_build = TransportError("no device")
     with pytest.raises(TransportError):
         bench.end(LOUD)
+    old.peers.clear()
     bench.worker.close()
     assert old.closed
+
+
+# ------------------------------------------------------------------------------------------- epochs
+
+
+def test_earlier_endpoints_work_until_they_are_revoked():
+    bench = Bench()
+    old = bench.transport()
+    bench.say(RenewEndpoints(epoch=1))
+    [ready] = bench.link.take(WorkerReady)
+    assert (ready.epoch, ready.description.endpoints[0].data) == (1, b"me, epoch 1")
+    bench.worker.step()
+    assert not old.closed
+    bench.transport().writers_before = 1  # a process of this host has not let go
+    bench.say(RevokeEndpoints(before_epoch=1))
+    assert old.closed
+    assert bench.link.take(EndpointsRevoked) == []
+    bench.transport().writers_before = 0
+    bench.worker.step()
+    [revoked] = bench.link.take(EndpointsRevoked)
+    assert revoked.before_epoch == 1
+    bench.worker.step()
+    assert bench.link.take(EndpointsRevoked) == []
+
+
+def test_a_worker_that_began_in_an_epoch_has_nothing_to_renew_and_revokes_the_earlier_ones():
+    bench = Bench()
+    bench.worker._transports.epoch = 2
+    bench.say(RenewEndpoints(epoch=2), RevokeEndpoints(before_epoch=2))
+    assert bench.link.take(WorkerReady) == []
+    assert [message.before_epoch for message in bench.link.take(EndpointsRevoked)] == [2]
 
 
 def test_a_node_that_is_gone_ends_the_worker():

@@ -9,7 +9,7 @@ from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.ports import RoomState
-from kvbridge.service.rooms import REASON_CHARS, Room, RoomBook, give_back
+from kvbridge.service.rooms import REASON_CHARS, Quarantine, Room, RoomBook, give_back, quarantine
 
 OWNER = Owner(1, 1)
 
@@ -177,8 +177,27 @@ def test_give_back_frees_from_every_state_and_touches_nobody_else(state):
     if state is PageState.QUARANTINED:
         book.quarantine(OWNER, f"{OWNER}: lost")
         book.quarantine(OWNER, f"{OWNER}: late")
-    give_back(book, OWNER)
-    give_back(book, OWNER)
+    room = make_room()
+    give_back(book, room)
+    give_back(book, room)
     assert book.owners() == (other,)
     assert book.counts()[IndexSpace.FULL][PageState.FREE] == 6
     book.check_integrity()
+
+
+def test_a_quarantine_is_said_once_and_counted_by_its_cause_until_the_pages_are_given_back():
+    pages, rooms = PageBook({IndexSpace.FULL: 8}), make_book()
+    room = make_room()
+    quarantine(pages, room, Quarantine.NOT_QUIET, "it has no pages")
+    assert room.quarantine is None
+    pages.reserve(OWNER, {IndexSpace.FULL: 3})
+    pages.move(OWNER, PageState.HELD, PageState.LEASED)
+    rooms.add(room)
+    for _ in range(2):
+        quarantine(pages, room, Quarantine.NOT_RELEASED, "late")
+    quarantine(pages, room, Quarantine.WRITER_SHUT_OUT, "gone")
+    assert set(pages.quarantine_reasons()) == {f"{OWNER}: late", f"{OWNER}: gone"}
+    assert rooms.quarantined() == dict.fromkeys(map(str, Quarantine), 0) | {"writer_being_shut_out": 1}
+    give_back(pages, room)
+    assert sum(rooms.quarantined().values()) == 0
+    assert pages.quarantine_reasons() == {}

@@ -47,6 +47,7 @@ def test_the_table_is_up_to_date():
 
 def test_names_have_base_units_and_labels_are_few():
     labels = {"role", "version", "component", "direction", "transport", "space", "state", "phase", "reason", "code"}
+    labels |= {"outcome"}
     assert len({spec.name for spec in METRICS}) == len(METRICS)
     for spec in METRICS:
         assert re.fullmatch(r"kvbridge_[a-z_]+", spec.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -114,3 +116,57 @@ def test_unregistered_memory_leaves_the_endpoint(reader, tmp_path: Path) -> None
     reader.unregister(halves[:1])
     assert str(halves[0].address) in with_both.decode()
     assert str(halves[0].address) not in reader.endpoint().data.decode()
+
+
+def test_an_endpoint_is_revoked_once_nobody_has_it_mapped(writer, tmp_path: Path) -> None:
+    buffer, source = SharedBuffer(tmp_path / "pool", SIZE), np.full(4096, 9, np.uint8)
+    writer.register([private(source)])
+    old = LocalTransport(LocalSettings(), epoch=3)
+    old.register([buffer.memory(0, 65536)])
+    peer, stale = writer.connect(old.endpoint()), old.endpoint()
+    new = LocalTransport(LocalSettings(), epoch=4)
+    new.register([buffer.memory(0, 65536)])
+    old.close()
+    assert new.revoked(3)
+    assert not new.revoked(4)  # closing the reader's side stops no writer
+    with pytest.raises(TransportError, match="has ended"):
+        writer.connect(stale)
+    again = writer.connect(new.endpoint())
+    assert not new.revoked(4)
+    writer.disconnect(peer)
+    del peer
+    assert new.revoked(4)
+    assert not new.revoked(5)
+    writer.disconnect(again)
+    new.close()
+
+
+def test_an_endpoint_is_revoked_by_the_end_of_the_writers_process(tmp_path: Path) -> None:
+    buffer = SharedBuffer(tmp_path / "pool", SIZE)
+    reader = LocalTransport(LocalSettings(), epoch=0)
+    reader.register([buffer.memory(0, 65536)])
+    code = (
+        "import sys\n"
+        "from kvbridge.config.transports import LocalSettings\n"
+        "from kvbridge.transport.base import Endpoint\n"
+        "from kvbridge.transport.local import LocalTransport\n"
+        "made = LocalTransport(LocalSettings())\n"
+        "made.connect(Endpoint(transport='local', data=sys.stdin.readline().encode()))\n"
+        "print('connected', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(reader.endpoint().data.decode() + "\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "connected\n"
+        assert not reader.revoked(1)
+        child.kill()
+        child.wait(10)
+        assert reader.revoked(1)
+    finally:
+        child.kill()
+        child.communicate()
+        reader.close()

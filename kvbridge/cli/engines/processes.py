@@ -1,4 +1,4 @@
-"""The engine processes of the demo, seen from outside.
+"""The engine processes of a command, seen from outside.
 
 Owns: their pipes, and the one queue of what they report. Must not know: what an event means, daemons.
 """
@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from kvbridge.cli.demo.job import EVENTS, Attach, Event, Failed, Serve
+from kvbridge.cli.engines.channel import Failed
 from kvbridge.core.errors import DeadlineError, PeerError
+from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.children import ChildProcess
 
 LOOK_S = 0.1
@@ -27,27 +28,39 @@ SCRATCH = "tmp"
 LAST_WORDS_S = 2.0
 """A process that has ended has had its last line read within this time."""
 
-Reported: TypeAlias = "tuple[EngineProcess, Event]"
+Reported: TypeAlias = "tuple[EngineProcess, FrozenModel]"
 
 
 class EngineProcess(ChildProcess):
-    """One engine process. What it reports appears in `reports`, which all of them share."""
+    """One engine process: `python -m MODULE PART JOB_FILE`. What it reports appears in `reports`, which all of them share."""
 
-    def __init__(self, part: str, name: str, folder: Path, reports: queue.SimpleQueue[Reported]) -> None:
+    def __init__(
+        self,
+        module: str,
+        part: str,
+        name: str,
+        folder: Path,
+        *,
+        events: TypeAdapter[Any],
+        reports: queue.SimpleQueue[Reported],
+    ) -> None:
+        """`events` validates what it reports; `name` is for messages."""
         super().__init__(name, folder / f"{part}-engine.log", ends_with_us=True)
         self.part = part
+        self._module = module
+        self._events = events
         self._reports = reports
         self._reader = threading.Thread(target=self._read, name=f"reports of {name}", daemon=True)
 
     def start(self, job_file: Path) -> None:
-        """Start it; it loads its model at once."""
+        """Start it; it reads the job at once."""
         scratch = job_file.parent / SCRATCH
         scratch.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "kvbridge.cli.demo", self.part, str(job_file)]
+        command = [sys.executable, "-m", self._module, self.part, str(job_file)]
         self.launch(command, piped=True, environment={"TMPDIR": str(scratch)})
         self._reader.start()
 
-    def order(self, order: Attach | Serve) -> None:
+    def order(self, order: FrozenModel) -> None:
         """Hand it an order. Raises PeerError when it has ended."""
         try:
             self._write(order.model_dump_json().encode() + b"\n")
@@ -76,7 +89,7 @@ class EngineProcess(ChildProcess):
             return
         for line in self.process.stdout:
             try:
-                event = EVENTS.validate_json(line)
+                event = self._events.validate_json(line)
             except ValidationError as error:
                 event = Failed(
                     message=f"it reported something that is no event ({error.errors()[0]['msg']}): {line[:200]!r}"
@@ -100,21 +113,34 @@ class Reports:
         """
         engines = tuple(engines)
         deadline_s = time.monotonic() + self.silence_s
-        while True:
-            reported = self._take(LOOK_S)
-            if reported is None:
-                for engine in engines:
-                    if not engine.running:
-                        engine.wait_last_words()
-                reported = self._take(0.0)
-            if reported is not None:
-                return _not_failed(reported)
-            for engine in engines:
-                engine.check_running()
+        while (reported := self.take(engines, LOOK_S)) is None:
             check()
             if time.monotonic() > deadline_s:
-                logs = "\n".join(f"{engine.name}: {engine.log(5) or 'nothing in its log'}" for engine in engines)
-                raise DeadlineError(f"no engine said anything for {self.silence_s:g} s (--patience); {logs}")
+                raise self.silent(engines)
+        return reported
+
+    def take(self, engines: Iterable[EngineProcess], timeout_s: float) -> Reported | None:
+        """Return the next report of any of the processes, None when there is none within `timeout_s`.
+
+        Raises PeerError when a process has ended or says that it failed.
+        """
+        engines = tuple(engines)
+        reported = self._take(timeout_s)
+        if reported is None:
+            for engine in engines:
+                if not engine.running:
+                    engine.wait_last_words()
+            reported = self._take(0.0)
+        if reported is not None:
+            return _not_failed(reported)
+        for engine in engines:
+            engine.check_running()
+        return None
+
+    def silent(self, engines: Iterable[EngineProcess]) -> DeadlineError:
+        """Return the error of a process that has said nothing for `silence_s`."""
+        logs = "\n".join(f"{engine.name}: {engine.log(5) or 'nothing in its log'}" for engine in engines)
+        return DeadlineError(f"no engine said anything for {self.silence_s:g} s (--patience); {logs}")
 
     def _take(self, timeout_s: float) -> Reported | None:
         try:

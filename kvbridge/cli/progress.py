@@ -1,4 +1,4 @@
-"""What a demo shows while it runs, on standard error: bars on a terminal, else lines.
+"""What a long command shows while it runs, on standard error: bars on a terminal, else lines.
 
 Owns: both forms. Must not know: what is being run.
 """
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 
-class DemoProgress(Protocol):
-    """How far a demo is."""
+class ShownProgress(Protocol):
+    """How far a command is."""
 
     def stage(self, text: str) -> None:
         """Say that something begins, or has been reached."""
@@ -76,7 +76,7 @@ class Bars:
 
 
 @contextmanager
-def demo_progress(console: Console) -> Iterator[DemoProgress]:
+def shown_progress(console: Console) -> Iterator[ShownProgress]:
     """Show progress on `console` in the form that suits it."""
     if not console.is_terminal:
         yield Lines(console)

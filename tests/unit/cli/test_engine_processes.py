@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from kvbridge.cli.demo.engines import EngineProcess, Reports
-from kvbridge.cli.demo.job import Attach, Attached
+from kvbridge.cli.demo.job import EVENTS, Attach, Attached
+from kvbridge.cli.engines.processes import EngineProcess, Reports
 from kvbridge.core.errors import DeadlineError, PeerError
 
 
@@ -19,7 +19,9 @@ def started(tmp_path):
 
     def start(code: str, *, silence_s: float = 20.0) -> tuple[EngineProcess, Reports]:
         reports = Reports(silence_s=silence_s)
-        engine = EngineProcess("decode", "the decode engine", tmp_path, reports.queue)
+        engine = EngineProcess(
+            "kvbridge.cli.demo", "decode", "the decode engine", tmp_path, events=EVENTS, reports=reports.queue
+        )
         engines.append(engine)
         engine.launch([sys.executable, "-c", code], piped=True)
         engine._reader.start()

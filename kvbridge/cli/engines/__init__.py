@@ -1,0 +1,1 @@
+"""Engines as child processes of a command: how they are started, what they are told, what they report."""

@@ -1,0 +1,180 @@
+"""`kvbridge keys`: make keys and tokens, and look whether a configuration's are in order.
+
+Owns: the sub-commands, what is printed, exit codes. Must not know: how keys are used.
+
+No command prints a secret, and none overwrites a file.
+"""
+
+from __future__ import annotations
+
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NamedTuple, NoReturn
+
+import typer
+from pydantic import SecretStr
+
+from kvbridge.cli.config import EXIT_CONFIG, DaemonRole, FileOption, RoleOption, SetOption
+from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
+from kvbridge.config.doors import CurveConfig, HttpConfig
+from kvbridge.config.loading import read_secret
+from kvbridge.control.keys import generate_keys, load_keys, public_key_beside, read_allowed, write_keys, write_secret
+from kvbridge.core.errors import BridgeError
+
+TOKEN_BYTES = 32
+SHORTEST_TOKEN = 16
+"""Characters; a shorter token can be guessed by trying."""
+_OTHERS = 0o077
+
+app = typer.Typer(name="keys", help="Make and check keys and tokens.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Make and check keys and tokens."""
+
+
+@app.command()
+def generate(
+    file: Annotated[Path, typer.Argument(help="Where to write the secret key; the public one goes beside it as .pub.")],
+    instance: Annotated[
+        str, typer.Option("--instance", help="The instance that the key is for: written into the entry to copy.")
+    ] = "",
+) -> None:
+    """Draw a CURVE key pair, and say what to put where. Never overwrites a file."""
+    keys = generate_keys()
+    try:
+        public_file = write_keys(keys, file)
+    except BridgeError as error:
+        _fail(error)
+    entry = f"{keys.public} {instance}".strip()
+    typer.echo(f"""secret key: {file.absolute()} (mode 0600; it stays on this machine)
+public key: {keys.public} (also in {public_file.absolute()})
+
+In this node's configuration:
+
+control:
+  curve:
+    secret_key_file: {file.absolute()}
+
+A decode node connects to prefill nodes. For a decode node's key, one line in the file that each prefill node names as
+control.curve.allowed_keys_file (running daemons notice it):
+
+{entry}
+
+A prefill node's public key needs no list: bootstrap hands it out with each request.""")
+
+
+@app.command()
+def token(
+    file: Annotated[Path, typer.Argument(help="Where to write the token.")],
+) -> None:
+    """Draw a bearer token for the HTTP doors. Never overwrites a file, and does not print the token."""
+    try:
+        write_secret(secrets.token_urlsafe(TOKEN_BYTES), file)
+    except BridgeError as error:
+        _fail(error)
+    typer.echo(f"""token: {file.absolute()} (mode 0600)
+
+The daemons that ask for it: http.token_file. Bootstrap, when it is the token of its daemons: daemons.token_file.
+Daemons, when it is the token of their bootstrap: bootstrap.token_file.""")
+
+
+class Finding(NamedTuple):
+    """One line of `check`."""
+
+    good: bool
+    text: str
+
+
+@app.command()
+def check(role: RoleOption, config: FileOption = None, overrides: SetOption = None) -> None:
+    """Look at the keys and tokens that a daemon would use; exit with 2 when something is wrong with them."""
+    try:
+        loaded = load_config(role.schema, file=config, overrides=overrides or ())
+    except BridgeError as error:
+        _fail(error)
+    findings = []
+    if isinstance(loaded, PrefillConfig | DecodeConfig):
+        findings += _curve(loaded.control.curve, role)
+        findings += _token("bootstrap", loaded.bootstrap.token, loaded.bootstrap.token_file)
+        findings += _http(loaded.http)
+    elif isinstance(loaded, BootstrapConfig):
+        findings += _http(loaded.http)
+        findings += _token("daemons", loaded.daemons.token, loaded.daemons.token_file)
+    for good, text in findings:
+        typer.echo(f"{'ok     ' if good else 'PROBLEM'} {text}")
+    if not all(finding.good for finding in findings):
+        raise typer.Exit(EXIT_CONFIG)
+
+
+def _curve(curve: CurveConfig, role: DaemonRole) -> Iterator[Finding]:
+    path = curve.secret_key_file
+    if path is None:
+        yield Finding(True, "control.curve: no keys; the control socket speaks in the clear, on loopback only")
+        return
+    try:
+        allowed = read_allowed(curve.allowed_public_keys, curve.allowed_keys_file)
+        keys = load_keys(path, public=curve.public_key or "", allowed=allowed)
+    except BridgeError as error:
+        yield Finding(False, f"control.curve: {error}")
+        return
+    yield Finding(True, f"control.curve.secret_key_file: {path}, public key {keys.public}")
+    beside = public_key_beside(path)
+    if beside not in {"", keys.public}:
+        yield Finding(
+            False, f"control.curve: {path.with_suffix('.pub')} holds another pair's public key: {beside[:40]}"
+        )
+    if role is not DaemonRole.PREFILL:
+        return
+    yield Finding(True, f"may connect: {keys.public} (this node's own pair), as any instance")
+    for key, instances in sorted(allowed.items()):
+        yield Finding(True, f"may connect: {key} as {', '.join(sorted(instances)) or 'any instance'}")
+
+
+def _http(http: HttpConfig) -> Iterator[Finding]:
+    if not http.has_token:
+        yield Finding(True, "http: no token; the door is open to whoever reaches it, on loopback only")
+    yield from _token("http", http.token, http.token_file)
+    if http.tls_key_file is not None:
+        yield from _private("http.tls_key_file", http.tls_key_file)
+    elif http.has_token:
+        yield Finding(True, "http: no TLS; the token travels in the clear, so the network must be trusted")
+
+
+def _token(section: str, inline: SecretStr | None, file: Path | None) -> Iterator[Finding]:
+    try:
+        found = read_secret(inline, file, key=f"{section}.token_file")
+    except BridgeError as error:
+        yield Finding(False, str(error))
+        return
+    if not found:
+        return
+    if file is None:
+        yield Finding(True, f"{section}.token: given in the configuration itself; a file of mode 0600 keeps it better")
+    else:
+        yield from _private(f"{section}.token_file", file)
+    if len(found) < SHORTEST_TOKEN:
+        yield Finding(
+            False,
+            f"{section}: the token has {len(found)} characters and can be guessed; `kvbridge keys token` draws one",
+        )
+
+
+def _private(key: str, file: Path) -> Iterator[Finding]:
+    try:
+        mode = stat.S_IMODE(file.stat().st_mode)
+    except OSError as error:
+        yield Finding(False, f"{key}: cannot read {file}: {error.strerror}")
+        return
+    if mode & _OTHERS:
+        yield Finding(False, f"{key}: {file} has mode {mode:04o}, others can read it; run: chmod 600 {file}")
+    else:
+        yield Finding(True, f"{key}: {file}")
+
+
+def _fail(error: BridgeError) -> NoReturn:
+    typer.echo(str(error), err=True)
+    raise typer.Exit(EXIT_CONFIG) from error

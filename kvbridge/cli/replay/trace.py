@@ -1,0 +1,86 @@
+"""Request traces: one JSON object a line, as Mooncake's FAST'25 traces have them.
+
+Owns: reading and validating a trace file. Must not know: what is done with its requests.
+
+A line is {"timestamp": milliseconds since the trace began, "input_length": tokens, "output_length": tokens, "hash_ids": one
+number for each block of the prompt, equal where prompts share a prefix}. Other keys are ignored, `hash_ids` may be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.ids import NonNegative
+
+MOST_TOKENS = 1 << 24
+"""No request of any trace is as long; a larger number is a mistake in the file."""
+
+
+class TraceRequest(BaseModel):
+    """One request of a trace."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    timestamp: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """When it arrives, in milliseconds since the trace began."""
+    input_length: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+    """Tokens of its prompt."""
+    output_length: Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+    """Tokens that are generated for it."""
+    hash_ids: tuple[NonNegative, ...] = ()
+
+
+def read_trace(path: Path, *, start: int = 0, count: int = 0) -> tuple[TraceRequest, ...]:
+    """Return `count` requests (0: all) after the first `start`, in the order of the file.
+
+    Lines behind the last one wanted are not looked at. Raises InvalidInputError naming the file and the line that is wrong, or a
+    file that has too few requests.
+    """
+    stop = start + count if count else None
+    try:
+        with path.open(encoding="utf-8") as file:
+            requests = tuple(islice(_requests(path, file), start, stop))
+    except OSError as error:
+        raise InvalidInputError(f"--trace {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"--trace {path}: not a text file ({error.reason} at byte {error.start})") from error
+    if not requests:
+        raise InvalidInputError(f"--trace {path}: no request after the first {start}")
+    if count and len(requests) < count:
+        raise InvalidInputError(
+            f"--trace {path}: has {len(requests)} requests after the first {start}, --count asks for {count}"
+        )
+    return requests
+
+
+def _requests(path: Path, lines: Iterator[str]) -> Iterator[TraceRequest]:
+    latest = 0.0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            request = TraceRequest.model_validate_json(line)
+        except ValidationError as error:
+            raise InvalidInputError(f"--trace {path}, line {number}: {_fault(error)}") from error
+        if request.timestamp < latest:
+            raise InvalidInputError(
+                f"--trace {path}, line {number}: timestamp {request.timestamp:g} comes after {latest:g}; "
+                "requests have to be in the order of their arrival"
+            )
+        latest = request.timestamp
+        yield request
+
+
+def _fault(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"has no '{where}'"
+    got = f", got {first['input']!r}" if where and len(repr(first["input"])) <= 80 else ""
+    return f"{where + ': ' if where else ''}{first['msg']}{got}"

@@ -1,0 +1,175 @@
+"""Which bytes of a page its digest is about, and where they lie on the side that computes it.
+
+Owns: what a digest is, the pieces of memory that it is computed from, its form on the wire. Must not know: how bytes
+are read, who compares.
+
+The digest of a page is the raw CRC-32C of the page as the destination keeps it, without its padding and with zeros
+where the request has no live row. The checksum is linear, so a page that several writers fill (stripes, chunks,
+lanes) has the exclusive or of what each of them computes from its own rows, and the receiver finds the same in its
+memory, however the request was cut.
+
+A digest is known by component, destination lanes, layer and logical page, and not by the destination rank: ranks that
+keep the same lanes keep the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive, Tables
+from kvbridge.core.plan.lookup import PageLookup
+from kvbridge.core.plan.operations import AddressArray, Section
+from kvbridge.core.plan.pairing import LayerGroup, Pairing
+from kvbridge.core.plan.planner import rows_to_send
+from kvbridge.core.plan.runs import IndexArray, PageSplit, PartialPage, byte_intervals, split_rows
+
+MAX_PART_BYTES = 512 * 1024
+"""Digests that one message carries. More pages than that of one layer do not fit into a page table."""
+PIECES_AT_ONCE = 4_096
+"""About how many pieces of several layers are found together."""
+
+
+class DigestKind(StrEnum):
+    """What is computed over the pages of a request."""
+
+    NONE = "none"
+    CRC32C = "crc32c"
+
+
+class DigestKey(NamedTuple):
+    """Pages that are alike on every destination rank that has them: a component and the lanes that a page holds."""
+
+    component: ComponentKind
+    lane_start: int
+    lane_stop: int
+
+
+class PageDigests(FrozenModel):
+    """Digests of consecutive logical pages of some layers, on the wire."""
+
+    component: ComponentKind
+    lane_start: NonNegative
+    lane_stop: Positive
+    """The lanes of a destination page."""
+    layers: Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=4_096)]
+    first_page: NonNegative
+    values: Annotated[bytes, Field(max_length=MAX_PART_BYTES)]
+    """uint32, little-endian, layer by layer; as many pages for each."""
+
+    @property
+    def key(self) -> DigestKey:
+        """What the pages are."""
+        return DigestKey(self.component, self.lane_start, self.lane_stop)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DigestPieces:
+    """Contiguous stretches of memory, each inside one page of one layer; int64 arrays of equal length but for the first."""
+
+    key: DigestKey
+    memory: MemoryKind
+    layer: IndexArray
+    """Global layer ids."""
+    page: IndexArray
+    """Logical pages; a page has several pieces where its rows are not contiguous."""
+    address: AddressArray
+    """Virtual addresses in the computing process, uint64."""
+    length: IndexArray
+    """Bytes, at least 1."""
+    behind: IndexArray
+    """Bytes of the destination's page that follow the piece, without padding."""
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+
+def sent_groups(pairings: Iterable[Pairing], layers: tuple[int, ...] | None) -> list[LayerGroup]:
+    """Return what a source rank sends of some layers to all ranks of a peer, what several of them get alike only once."""
+    seen: set[tuple[DigestKey, int]] = set()
+    groups = []
+    for pairing in pairings:
+        found = list(pairing.groups_of(layers))
+        for group in found:
+            fresh = group.only(frozenset(layer for layer in group.layers if (key_of(group), layer) not in seen))
+            if fresh is not None:
+                groups.append(fresh)
+        seen |= {(key_of(group), layer) for group in found for layer in group.layers}
+    return groups
+
+
+def key_of(group: LayerGroup) -> DigestKey:
+    """Return under which key the digests of a group are known."""
+    return DigestKey(group.component.kind, *group.destination.lanes)
+
+
+def digest_pieces(
+    groups: Sequence[LayerGroup], section: Section, source: Tables, destination: Tables
+) -> Iterator[DigestPieces]:
+    """Yield every piece of memory on the source's side that holds live rows of a section, a few thousand at once.
+
+    The source is the side that computes: what a receiver holds has it as both sides (`held_groups`). Raises what
+    `plan` raises for tables that do not fit.
+    """
+    lookup = PageLookup(source, destination)
+    for group in groups:
+        rows = rows_to_send(group.component, section)
+        if not rows.count:
+            continue
+        split = split_rows(group.component, rows)
+        lookup.check(group, split.touched)
+        page, offset, length = _layer_pieces(group, split)
+        if len(page):
+            yield from _all_layers(group, lookup, split, (page, offset, length))
+
+
+def _layer_pieces(group: LayerGroup, split: PageSplit) -> tuple[IndexArray, IndexArray, IndexArray]:
+    """Return the logical page, the offset behind the first copied lane, and the length of each piece of one layer."""
+    full = np.arange(split.full.start, split.full.stop)
+    mine = group.stripe.pages(split.full)
+    full = full if mine is None else full[mine]
+    partial = [
+        (page.page, offset, length)
+        for page in split.partial
+        if group.stripe.owns_page(page.page)
+        for offset, length in _intervals(group, page)
+    ]
+    page, offset, length = np.array(partial, dtype=np.int64).reshape(-1, 3).T
+    whole = np.full(len(full), group.lanes * group.component.lane_block_bytes)
+    return np.append(full, page), np.append(np.zeros(len(full), dtype=np.int64), offset), np.append(whole, length)
+
+
+def _intervals(group: LayerGroup, page: PartialPage) -> list[tuple[int, int]]:
+    return byte_intervals(group.component, group.lanes, page.slots)
+
+
+def _all_layers(
+    group: LayerGroup, lookup: PageLookup, split: PageSplit, pieces: tuple[IndexArray, IndexArray, IndexArray]
+) -> Iterator[DigestPieces]:
+    page, offset, length = pieces
+    places = group.source.places(lookup.sources(group, split.touched)[page - split.touched.start])
+    places = places.shifted(np.arange(len(page)), offset)
+    lanes = group.destination.lanes[1] - group.destination.lanes[0]
+    image_bytes = lanes * group.component.lane_block_bytes
+    behind = image_bytes - group.destination.lane_offset_bytes - offset - length
+    layers = np.array(group.layers, dtype=np.int64)
+    step = max(1, PIECES_AT_ONCE // len(page))
+    for first in range(0, len(layers), step):
+        chosen = layers[first : first + step]
+        address = np.empty((len(chosen), len(page)), dtype=np.uint64)
+        places.write(group.source.bases[first : first + step], address)
+        yield DigestPieces(
+            key=key_of(group),
+            memory=group.source.memory,
+            layer=np.repeat(chosen, len(page)),
+            page=np.tile(page, len(chosen)),
+            address=address.reshape(-1),
+            length=np.tile(length, len(chosen)),
+            behind=np.tile(behind, len(chosen)),
+        )

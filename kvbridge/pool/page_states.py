@@ -1,0 +1,77 @@
+"""The words of the page book: what may happen to a page, to whom it belongs, and who is told of it.
+
+Owns: the states and which of them can follow one another. Must not know: how many pages there are, who has which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from kvbridge.core.ids import IndexSpace
+
+
+class PageState(StrEnum):
+    """What may happen to a page."""
+
+    FREE = "free"
+    HELD = "held"
+    """The owner alone uses it: an engine, or a room before and after its transfer."""
+    LEASED = "leased"
+    """A transfer may read it (prefill) or a peer may write it (decode)."""
+    QUARANTINED = "quarantined"
+    """A transfer that ended badly may still touch it."""
+
+
+_F, _H, _L, _Q = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED
+
+TRANSITIONS: Mapping[PageState, frozenset[PageState]] = {
+    _F: frozenset({_H, _L}),
+    _H: frozenset({_F, _L, _Q}),
+    _L: frozenset({_H, _Q}),
+    _Q: frozenset({_F}),
+}
+"""What each state can become. Quarantine ends by `release_quarantined` only."""
+
+
+class Owner(NamedTuple):
+    """One attempt at one request: a room with its generation."""
+
+    room: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"room {self.room} generation {self.generation}"
+
+
+class PageWatcher(Protocol):
+    """Told what becomes of pages, in the middle of the call that does it: takes note, and calls nothing back."""
+
+    def ending(self, owner: Owner) -> None:
+        """The owner's pages are expected to become free without anybody's asking."""
+
+    def quarantined(self, owner: Owner) -> None:
+        """When the owner's pages become free is not known (any more)."""
+
+    def freed(self, pages: Mapping[IndexSpace, int]) -> None:
+        """So many pages of each space have become free."""
+
+    def gone(self, owner: Owner) -> None:
+        """The owner has no pages any more; `freed` has been told how many they were."""
+
+
+class Nobody:
+    """Watches nothing."""
+
+    def ending(self, owner: Owner) -> None:
+        """See PageWatcher."""
+
+    def quarantined(self, owner: Owner) -> None:
+        """See PageWatcher."""
+
+    def freed(self, pages: Mapping[IndexSpace, int]) -> None:
+        """See PageWatcher."""
+
+    def gone(self, owner: Owner) -> None:
+        """See PageWatcher."""

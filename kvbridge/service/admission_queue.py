@@ -1,0 +1,153 @@
+"""Who of those that wait for pages comes next: a pure policy.
+
+Owns: the requests that wait, their order, the bounds on their number. Must not know: time, loops, who asked and how;
+whether a request fits is arithmetic on the free pages that it is told.
+
+The rule. Every client waits in a line of its own, first in, first out. The first of each line is a *head*; its *turn*
+began when it became one. Of the heads that fit, the one whose client has the fewest rooms in use is admitted; of
+equals the one whose turn began first, so that equals go round in a ring.
+
+Small requests may therefore pass a large head that does not fit, but not for ever. A head during whose turn
+`max_overtakes` others were admitted is *firm*: firm heads are looked at first, by the beginning of their turns, and one
+that does not fit claims what it needs. Whoever comes after it gets only what its claim leaves:
+`free - claim`, never less than nothing, in each space. So what becomes free stays for it, and it is admitted once
+enough has been released.
+
+What follows: while a request is at the head of its line, at most `max_overtakes` others are admitted from the pages that
+it needs, and then at most one for each other client that was firm before it. Requests that do not wait (`open_to`) get
+only what nobody who waits needs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvbridge.core.errors import CapacityError
+from kvbridge.core.ids import IndexSpace
+
+Pages = Mapping[IndexSpace, int]
+
+
+@dataclass(eq=False)
+class Waiting:
+    """One request that waits. Its fields are facts; its place is the queue's affair."""
+
+    client: str
+    demand: Pages
+    """Pages that it needs of each space, all at once."""
+    since_s: float
+    turn: int = field(default=-1, init=False)
+    """When it came to the head of its line, counted in turns of the queue; -1 before."""
+    granted_before: int = field(default=0, init=False)
+    """How many had been admitted from the queue by then."""
+
+
+EntryT = TypeVar("EntryT", bound=Waiting)
+
+
+class AdmissionQueue(Generic[EntryT]):
+    """Requests that wait, by client. `next` decides; the caller admits and says so with `granted`."""
+
+    def __init__(self, *, max_waiting: int, max_overtakes: int) -> None:
+        self._max_waiting = max_waiting
+        self._max_overtakes = max_overtakes
+        self._lines: dict[str, deque[EntryT]] = {}
+        self._demand: dict[IndexSpace, int] = {}
+        self._count = 0
+        self._turns = 0
+        self._granted = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[EntryT]:
+        return iter([entry for line in self._lines.values() for entry in line])
+
+    def join(self, entry: EntryT, free: Pages) -> None:
+        """Put a request at the end of its client's line. Raises CapacityError when too many wait already."""
+        if self._count >= self._max_waiting:
+            raise CapacityError(
+                f"{self._count} requests wait for pages already, as many as may (admission.max_waiting)",
+                lacking=self.lacking(entry.demand, free),
+            )
+        line = self._lines.setdefault(entry.client, deque())
+        line.append(entry)
+        self._add(entry, 1)
+        if len(line) == 1:
+            self._begin_turn(entry)
+
+    def leave(self, entry: EntryT) -> None:
+        """Take a request out, wherever it stands; harmless when it waits no more."""
+        line = self._lines.get(entry.client)
+        if line is None or entry not in line:
+            return
+        was_head = line[0] is entry
+        line.remove(entry)
+        self._add(entry, -1)
+        if not line:
+            del self._lines[entry.client]
+        elif was_head:
+            self._begin_turn(line[0])
+
+    def granted(self, entry: EntryT) -> None:
+        """A request that `next` named has its pages: it leaves, and the turns of others count it."""
+        self._granted += 1
+        self.leave(entry)
+
+    def next(self, free: Pages, in_use: Mapping[str, int]) -> EntryT | None:
+        """Return the request to admit now, None when there is none. `in_use`: rooms that a client has."""
+        left = dict(free)
+        others = []
+        for head in sorted((line[0] for line in self._lines.values()), key=lambda head: head.turn):
+            if not self.is_firm(head):
+                others.append(head)
+            elif _fits(head.demand, left):
+                return head
+            else:
+                for space, count in head.demand.items():
+                    left[space] = max(0, left.get(space, 0) - count)
+        fitting = [head for head in others if _fits(head.demand, left)]
+        return min(fitting, key=lambda head: (in_use.get(head.client, 0), head.turn), default=None)
+
+    def is_firm(self, head: EntryT) -> bool:
+        """Whether so many have been admitted during a head's turn that it is nobody's turn before its own."""
+        return head.turn >= 0 and self._granted - head.granted_before >= self._max_overtakes
+
+    def lacking(self, demand: Pages, free: Pages) -> dict[IndexSpace, int]:
+        """Return the pages that are missing until everybody who waits, and then `demand`, fits; empty when none are."""
+        missing = {
+            space: count + self._demand.get(space, 0) - free.get(space, 0) for space, count in demand.items() if count
+        }
+        return {space: count for space, count in missing.items() if count > 0}
+
+    def waiting_of(self, client: str) -> int:
+        """How many requests of a client wait."""
+        return len(self._lines.get(client, ()))
+
+    def by_client(self) -> dict[str, tuple[int, float]]:
+        """How many requests of each client wait, and since when its head does."""
+        return {client: (len(line), line[0].since_s) for client, line in self._lines.items()}
+
+    def oldest_since_s(self) -> float | None:
+        """Since when the request waits that has waited longest; None when nobody does."""
+        return min((line[0].since_s for line in self._lines.values()), default=None)
+
+    def _begin_turn(self, head: EntryT) -> None:
+        self._turns += 1
+        head.turn, head.granted_before = self._turns, self._granted
+
+    def _add(self, entry: EntryT, sign: int) -> None:
+        self._count += sign
+        for space, count in entry.demand.items():
+            self._demand[space] = self._demand.get(space, 0) + sign * count
+
+    def __repr__(self) -> str:
+        firm = sum(self.is_firm(line[0]) for line in self._lines.values())
+        return f"<admission queue: {self._count} waiting of {len(self._lines)} clients, {firm} heads firm>"
+
+
+def _fits(demand: Pages, left: Pages) -> bool:
+    return all(count <= left.get(space, 0) for space, count in demand.items())

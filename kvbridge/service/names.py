@@ -1,0 +1,43 @@
+"""In whose name the holder of a key may speak.
+
+Owns: the two rules about names: a key that is bound to instances speaks for these, and nobody takes a name over from
+the holder of another key. Must not know: how a key was proved, what a node is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvbridge.core.errors import UnauthorizedError
+
+
+@dataclass(frozen=True, slots=True)
+class Bearer:
+    """A node's name, and the public key that it was proved with (empty without keys)."""
+
+    instance: str
+    node: str
+    key: str
+
+
+def check_name(claim: Bearer, *, bound_to: frozenset[str], present: Iterable[Bearer]) -> None:
+    """Raise UnauthorizedError unless the holder of a key may use a name.
+
+    `bound_to`: the instances that the key is bound to; empty: any. `present`: the names in use by other lives. A new
+    life of a node ends its old one with all its rooms, so it must be proved by the same key, or by one that is bound to
+    the instance expressly.
+    """
+    if bound_to and claim.instance not in bound_to:
+        raise UnauthorizedError(
+            f"the key {claim.key} speaks for instance {', '.join(sorted(bound_to))}, not for {claim.instance}: correct "
+            "`instance` there, or the key's entry in control.curve.allowed_keys_file here"
+        )
+    for other in present:
+        same_name = (other.instance, other.node) == (claim.instance, claim.node)
+        if same_name and other.key != claim.key and not bound_to:
+            raise UnauthorizedError(
+                f"node {claim.instance}/{claim.node} is known here under another key than {claim.key}: two nodes use "
+                "one name, or its key was changed; then bind the new key to the instance in "
+                "control.curve.allowed_keys_file here, or wait until the old life is lost (timeouts.peer_silence_s)"
+            )

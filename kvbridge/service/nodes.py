@@ -1,0 +1,262 @@
+"""What the directory knows of a node and of an instance, and when a registration contradicts itself or its neighbours.
+
+Owns: records, views and those checks; all of it is pure. Must not know: where records are kept, time, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvbridge.core.errors import ConflictError, FingerprintMismatchError, InvalidInputError, StaleError
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.manifest import fingerprint, first_difference
+from kvbridge.core.ids import FrozenModel, Positive, Rank, Role
+from kvbridge.service.ports import Load, Name, NodeHeartbeat, NodeRegistration
+
+REPLACED_KEPT = 16
+"""Former incarnations of a node that are remembered, so that they are refused when they come back."""
+
+NodeKey = tuple[str, str]
+"""(instance, node)."""
+
+
+class NodeEntry(FrozenModel):
+    """The large part of a record, which changes only when the node registers."""
+
+    registration: NodeRegistration
+    epoch: Positive = 1
+    """Counts the incarnations seen under this name."""
+    replaced: tuple[Name, ...] = ()
+    """Former incarnations, oldest first."""
+
+    @property
+    def key(self) -> NodeKey:
+        """What the entry is stored under."""
+        return self.registration.instance, self.registration.node
+
+    @property
+    def beat(self) -> NodeHeartbeat:
+        """What the node said of itself when it registered."""
+        registration = self.registration
+        return NodeHeartbeat(incarnation=registration.incarnation, ready=registration.ready, load=registration.load)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """One node as a store knows it at the moment of the call."""
+
+    entry: NodeEntry
+    ready: bool
+    load: Load
+    """As last announced, less what has been charged since."""
+    silent_s: float
+    """Seconds since the node was last heard of, on the store's clock."""
+
+    @property
+    def key(self) -> NodeKey:
+        """(instance, node)."""
+        return self.entry.key
+
+    @property
+    def registration(self) -> NodeRegistration:
+        """What the node registered; its `ready` and `load` are old, the record's own are not."""
+        return self.entry.registration
+
+    @property
+    def incarnation(self) -> str:
+        """The life of the node that holds the name."""
+        return self.entry.registration.incarnation
+
+
+class NodeView(FrozenModel):
+    """One node in a listing."""
+
+    node: str
+    http_url: str
+    control_endpoint: str
+    incarnation: str
+    epoch: Positive
+    ranks: tuple[Rank, ...]
+    ready: bool
+    load: Load
+    silent_s: float
+    """Seconds since it was last heard of."""
+
+
+class InstanceView(FrozenModel):
+    """One instance in a listing."""
+
+    instance: str
+    role: Role
+    model: str
+    fingerprint: str
+    pp_size: Positive
+    tp_size: Positive
+    complete: bool
+    """Whether all pp x tp ranks are there."""
+    ready: bool
+    """Whether it is complete and every node is ready."""
+    reasons: tuple[str, ...] = ()
+    """Why it is not ready."""
+    nodes: tuple[NodeView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """The live nodes of one instance, at least one, ordered by name; they agree on role, sizes and geometry."""
+
+    name: str
+    nodes: tuple[NodeRecord, ...]
+
+    @property
+    def first(self) -> NodeRegistration:
+        """A node that speaks for all in what all agree on."""
+        return self.nodes[0].registration
+
+    @property
+    def role(self) -> Role:
+        """What the instance does."""
+        return self.first.role
+
+    @property
+    def fingerprint(self) -> str:
+        """What must be equal on both sides of a pair."""
+        return self.first.fingerprint
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """The model's geometry."""
+        return self.first.geometry
+
+    @property
+    def keys(self) -> tuple[NodeKey, ...]:
+        """The keys of all nodes, in the order of their names."""
+        return tuple(record.key for record in self.nodes)
+
+    @property
+    def rooms(self) -> int:
+        """Rooms on the busiest node."""
+        return max(record.load.rooms for record in self.nodes)
+
+    @property
+    def http_urls(self) -> tuple[str, ...]:
+        """The doors of all nodes, in the order of their names."""
+        return tuple(record.registration.http_url for record in self.nodes)
+
+    def missing(self) -> tuple[Rank, ...]:
+        """Return the ranks that no live node has."""
+        here = {(rank.pp, rank.tp) for record in self.nodes for rank in record.registration.ranks}
+        first = self.first
+        wanted = ((pp, tp) for pp in range(first.pp_size) for tp in range(first.tp_size))
+        return tuple(Rank(pp=pp, tp=tp) for pp, tp in wanted if (pp, tp) not in here)
+
+    def reasons(self) -> tuple[str, ...]:
+        """Return why no request may be sent here now; empty when it is ready."""
+        found = []
+        if missing := self.missing():
+            found.append(f"{len(missing)} of its ranks are missing, first {missing[0]}")
+        found += [f"node '{record.registration.node}' is not ready" for record in self.nodes if not record.ready]
+        return tuple(found)
+
+    def view(self) -> InstanceView:
+        """Return what operators see."""
+        reasons = self.reasons()
+        return InstanceView(
+            instance=self.name,
+            role=self.role,
+            model=self.geometry.name,
+            fingerprint=self.fingerprint,
+            pp_size=self.first.pp_size,
+            tp_size=self.first.tp_size,
+            complete=not self.missing(),
+            ready=not reasons,
+            reasons=reasons,
+            nodes=tuple(node_view(record) for record in self.nodes),
+        )
+
+
+def by_instance(records: Iterable[NodeRecord]) -> tuple[Instance, ...]:
+    """Return the instances that the records make up, ordered by name, their nodes too."""
+    grouped: dict[str, list[NodeRecord]] = {}
+    for record in sorted(records, key=lambda record: record.key):
+        grouped.setdefault(record.registration.instance, []).append(record)
+    return tuple(Instance(name, tuple(nodes)) for name, nodes in grouped.items())
+
+
+def node_view(record: NodeRecord) -> NodeView:
+    """Return what operators, and the node itself, see of a node."""
+    registration = record.registration
+    return NodeView(
+        node=registration.node,
+        http_url=registration.http_url,
+        control_endpoint=registration.control.endpoint if registration.control else "",
+        incarnation=registration.incarnation,
+        epoch=record.entry.epoch,
+        ranks=registration.ranks,
+        ready=record.ready,
+        load=record.load,
+        silent_s=record.silent_s,
+    )
+
+
+def succeed(known: NodeEntry | None, registration: NodeRegistration) -> NodeEntry:
+    """Return the entry once `registration` stands in the place of `known`. Raises StaleError for a former incarnation."""
+    if known is None:
+        return NodeEntry(registration=registration)
+    present = known.registration.incarnation
+    if registration.incarnation == present:
+        return known.model_copy(update={"registration": registration})
+    if registration.incarnation in known.replaced:
+        raise StaleError(
+            f"incarnation {registration.incarnation} of node '{registration.node}' was replaced by {present} at "
+            f"{known.registration.http_url}: two processes use one name, or this one should have ended"
+        )
+    replaced = (*known.replaced, present)[-REPLACED_KEPT:]
+    return NodeEntry(registration=registration, epoch=known.epoch + 1, replaced=replaced)
+
+
+def check_registration(registration: NodeRegistration) -> None:
+    """Raise InvalidInputError for a registration that contradicts itself."""
+    who = f"node '{registration.node}' of instance '{registration.instance}'"
+    expected = fingerprint(registration.geometry)
+    if registration.fingerprint != expected:
+        raise InvalidInputError(
+            f"{who}: the fingerprint {registration.fingerprint} is not that of its geometry ({expected}): "
+            "the node runs another version of kvbridge"
+        )
+    for kind in registration.host:
+        if not registration.geometry.component(kind).host_capable:
+            raise InvalidInputError(f"{who}: component '{kind}' cannot live in its host pool")
+    if not registration.ranks:
+        raise InvalidInputError(f"{who} has no rank")
+    seen: set[tuple[int, int]] = set()
+    for rank in registration.ranks:
+        if rank.pp >= registration.pp_size or rank.tp >= registration.tp_size:
+            raise InvalidInputError(
+                f"{who}: rank {rank} does not exist in {registration.pp_size} stages x {registration.tp_size}"
+            )
+        if (rank.pp, rank.tp) in seen:
+            raise InvalidInputError(f"{who}: rank {rank} is listed twice")
+        seen.add((rank.pp, rank.tp))
+
+
+def check_agreement(new: NodeRegistration, other: NodeRegistration) -> None:
+    """Refuse a node that cannot belong to the same copy of a model as another one.
+
+    Raises ConflictError, FingerprintMismatchError.
+    """
+    where = f"node '{new.node}' cannot join instance '{new.instance}'"
+    for name in ("role", "pp_size", "tp_size"):
+        ours, theirs = getattr(new, name), getattr(other, name)
+        if ours != theirs:
+            raise ConflictError(f"{where}: its {name} is {ours}, that of node '{other.node}' is {theirs}")
+    if difference := first_difference(new.geometry, other.geometry):
+        raise FingerprintMismatchError(
+            f"{where}: {difference} (here: node '{new.node}', peer: node '{other.node}'); "
+            "give both the same model and encoding"
+        )
+    taken = {(rank.pp, rank.tp) for rank in other.ranks}
+    for rank in new.ranks:
+        if (rank.pp, rank.tp) in taken:
+            raise ConflictError(f"{where}: rank {rank} already lives on node '{other.node}' at {other.http_url}")

@@ -1,0 +1,247 @@
+"""The steps that Redis takes as one, in Lua: each script reads, decides and writes without anybody in between.
+
+Owns: the layout of the keys and every change of them. Must not know: what the values mean.
+
+Keys, each behind the namespace (`member` is the JSON list of instance and node):
+
+    nodes               sorted set: member, by the time at which it expires
+    node:<member>       hash: incarnation, digest (of the entry), beat, seen_ms; expires with the node
+    entry:<member>      the large part of the record; expires with the node
+    charge:<member>     hash: pages by space, and `rooms`; expires with the node, gone with its next heartbeat
+    version:<instance>  drawn anew with each registration of one of the instance's nodes
+    room:<id>           hash: state, generation, owner, claimed_ms, ticket; expires when the room is forgotten
+    pairing, paired, cancelled   sorted sets: rooms in that state, by the time at which they are forgotten
+
+All times are Redis's own, in milliseconds. What somebody else left under one of our names is read as absent, and
+replaced when we write there.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_COMMON: Final = """
+local function clock_ms()
+  local now = redis.call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+local function read(...)  -- nil for a key of another type
+  local found = redis.pcall(...)
+  if type(found) == 'table' and found.err then return nil end
+  return found
+end
+local function own(key, kind)  -- 1 when a key of another type had to go
+  local found = redis.call('TYPE', key).ok
+  if found == kind or found == 'none' then return 0 end
+  redis.call('DEL', key)
+  return 1
+end
+local function row(node, charge)
+  local fields = read('HMGET', node, 'digest', 'beat', 'seen_ms')
+  if not fields or not fields[1] then return nil end
+  return {fields[1], fields[2], fields[3], read('HGETALL', charge) or {}}
+end
+"""
+
+NODES: Final = (
+    _COMMON
+    + """
+-- KEYS: nodes. ARGV: namespace.
+-- Returns msgpack: [now_ms, [[member, [digest, beat, seen_ms, charges]], ...]], charges a flat list.
+local now_ms, found = clock_ms(), {}
+for _, member in ipairs(read('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf') or {}) do
+  local node = row(ARGV[1] .. 'node:' .. member, ARGV[1] .. 'charge:' .. member)
+  if node then found[#found + 1] = {member, node} end
+end
+return cmsgpack.pack({now_ms, found})
+"""
+)
+
+PUT: Final = (
+    _COMMON
+    + """
+-- KEYS: nodes, node, entry, charge, version.
+-- ARGV: version, next version, member, incarnation, digest, beat, entry, expire_ms, version_keep_ms.
+own(KEYS[5], 'string')
+if (redis.call('GET', KEYS[5]) or '') ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[5], ARGV[2], 'PX', ARGV[9])
+local now_ms = clock_ms()
+redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
+redis.call('HSET', KEYS[2], 'incarnation', ARGV[4], 'digest', ARGV[5], 'beat', ARGV[6], 'seen_ms', now_ms)
+redis.call('PEXPIRE', KEYS[2], ARGV[8])
+redis.call('SET', KEYS[3], ARGV[7], 'PX', ARGV[8])
+own(KEYS[1], 'zset')
+redis.call('ZADD', KEYS[1], now_ms + ARGV[8], ARGV[3])
+return 1
+"""
+)
+
+BEAT: Final = (
+    _COMMON
+    + """
+-- KEYS: nodes, node, entry, charge. ARGV: member, incarnation, beat, expire_ms.
+-- Returns msgpack: [now_ms, [digest, beat, seen_ms, charges]] as it is afterwards; nil when the node is not there.
+local holder = read('HGET', KEYS[2], 'incarnation')
+if not holder or redis.call('EXISTS', KEYS[3]) == 0 then return nil end
+local now_ms = clock_ms()
+if holder == ARGV[2] then
+  redis.call('HSET', KEYS[2], 'beat', ARGV[3], 'seen_ms', now_ms)
+  redis.call('PEXPIRE', KEYS[2], ARGV[4])
+  redis.call('PEXPIRE', KEYS[3], ARGV[4])
+  redis.call('DEL', KEYS[4])
+  own(KEYS[1], 'zset')
+  redis.call('ZADD', KEYS[1], now_ms + ARGV[4], ARGV[1])
+end
+return cmsgpack.pack({now_ms, row(KEYS[2], KEYS[4])})
+"""
+)
+
+REMOVE: Final = (
+    _COMMON
+    + """
+-- KEYS: nodes, node, entry, charge. ARGV: member, incarnation.
+-- Returns msgpack: [now_ms, [digest, beat, seen_ms, charges], entry] as it was before; nil when the node is not there.
+local holder, entry = read('HGET', KEYS[2], 'incarnation'), read('GET', KEYS[3])
+if not holder or not entry then return nil end
+local before = cmsgpack.pack({clock_ms(), row(KEYS[2], KEYS[4]), entry})
+if holder == ARGV[2] then
+  redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
+  own(KEYS[1], 'zset')
+  redis.call('ZREM', KEYS[1], ARGV[1])
+end
+return before
+"""
+)
+
+CHARGE: Final = (
+    _COMMON
+    + """
+-- KEYS: node, charge, node, charge, ... ARGV: field, amount, field, amount, ...
+for at = 1, #KEYS, 2 do
+  local left_ms = redis.call('PTTL', KEYS[at])
+  if left_ms > 0 then
+    own(KEYS[at + 1], 'hash')
+    for field = 1, #ARGV, 2 do redis.call('HINCRBY', KEYS[at + 1], ARGV[field], ARGV[field + 1]) end
+    redis.call('PEXPIRE', KEYS[at + 1], left_ms)
+  end
+end
+"""
+)
+
+EXPIRE: Final = (
+    _COMMON
+    + """
+-- KEYS: nodes. Returns the members that were silent for too long; each to one caller.
+own(KEYS[1], 'zset')
+local gone = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', clock_ms())
+for _, member in ipairs(gone) do redis.call('ZREM', KEYS[1], member) end
+return gone
+"""
+)
+
+_ROOMS: Final = (
+    _COMMON
+    + """
+-- KEYS of every script below: room, pairing, paired, cancelled (scripts on all rooms: the last three alone).
+local function move(room, id, to, state, keep_ms)
+  for at = 2, 4 do
+    if at ~= to then redis.call('ZREM', KEYS[at], id) end
+  end
+  redis.call('HSET', room, 'state', state)
+  if keep_ms then redis.call('ZADD', KEYS[to], keep_ms, id) end
+end
+local function forgotten_ms(room)
+  return clock_ms() + math.max(redis.call('PTTL', room), 0)
+end
+"""
+)
+
+ROOM: Final = (
+    _COMMON
+    + """
+-- KEYS: room. Returns [state, generation, ticket], each nil when it is not there.
+local fields = read('HMGET', KEYS[1], 'state', 'generation', 'ticket')
+return fields and {fields[1], fields[2], fields[3]} or nil
+"""
+)
+
+CLAIM: Final = (
+    _ROOMS
+    + """
+-- ARGV: namespace, id, owner, generations, claim_ms, keep_ms, max_rooms.
+-- Returns {1, base, malformed} when the room is claimed, {0, age_ms, 0} when it is in use.
+for at = 2, 4 do own(KEYS[at], 'zset') end
+local malformed = own(KEYS[1], 'hash')
+local now_ms = clock_ms()
+local known = redis.call('HMGET', KEYS[1], 'state', 'generation', 'claimed_ms')
+local age_ms = math.max(0, now_ms - (tonumber(known[3]) or 0))
+if known[1] == 'paired' or (known[1] == 'pairing' and age_ms < tonumber(ARGV[5])) then return {0, age_ms, 0} end
+local base = 0
+if known[2] then
+  local found = tonumber(known[2])
+  if found and found >= 0 and found < 2^53 then base = math.floor(found) else malformed = 1 end
+end
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], 'generation', base + ARGV[4], 'owner', ARGV[3], 'claimed_ms', now_ms)
+redis.call('PEXPIRE', KEYS[1], ARGV[6])
+move(KEYS[1], ARGV[2], 2, 'pairing', now_ms + ARGV[6])
+local settled = redis.call('ZCARD', KEYS[3]) + redis.call('ZCARD', KEYS[4])
+if settled + redis.call('ZCARD', KEYS[2]) > tonumber(ARGV[7]) and settled > 0 then
+  local paired = redis.call('ZRANGE', KEYS[3], 0, 0, 'WITHSCORES')
+  local cancelled = redis.call('ZRANGE', KEYS[4], 0, 0, 'WITHSCORES')
+  local oldest, from = paired, KEYS[3]
+  if #paired == 0 or (#cancelled > 0 and tonumber(cancelled[2]) < tonumber(paired[2])) then
+    oldest, from = cancelled, KEYS[4]
+  end
+  redis.call('ZREM', from, oldest[1])
+  redis.call('DEL', ARGV[1] .. 'room:' .. oldest[1])
+end
+return {1, base, malformed}
+"""
+)
+
+SETTLE: Final = (
+    _ROOMS
+    + """
+-- ARGV: id, owner, generation, ticket. Returns 1 when the ticket is kept.
+if read('HGET', KEYS[1], 'owner') ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], 'generation', ARGV[3], 'ticket', ARGV[4])
+move(KEYS[1], ARGV[1], 3, 'paired', forgotten_ms(KEYS[1]))
+return 1
+"""
+)
+
+GIVE_UP: Final = (
+    _ROOMS
+    + """
+-- ARGV: id, owner, generation.
+if read('HGET', KEYS[1], 'owner') ~= ARGV[2] then return end
+redis.call('HSET', KEYS[1], 'generation', ARGV[3])
+move(KEYS[1], ARGV[1], 4, 'cancelled', forgotten_ms(KEYS[1]))
+"""
+)
+
+CANCELLED: Final = (
+    _ROOMS
+    + """
+-- ARGV: id, generation.
+local known = read('HMGET', KEYS[1], 'state', 'generation')
+if not known or known[1] ~= 'paired' or known[2] ~= ARGV[2] then return end
+move(KEYS[1], ARGV[1], 4, 'cancelled', forgotten_ms(KEYS[1]))
+"""
+)
+
+COUNTS: Final = (
+    _COMMON
+    + """
+-- KEYS: pairing, paired, cancelled. Returns how many rooms are in each state, and how many were forgotten just now.
+local now_ms, forgotten, counts = clock_ms(), 0, {}
+for at, key in ipairs(KEYS) do
+  own(key, 'zset')
+  forgotten = forgotten + redis.call('ZREMRANGEBYSCORE', key, '-inf', now_ms)
+  counts[at] = redis.call('ZCARD', key)
+end
+counts[4] = forgotten
+return counts
+"""
+)

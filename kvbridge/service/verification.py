@@ -1,0 +1,155 @@
+"""One room's digests on a decode node: what the writers say that they sent, what our ranks find, and the difference.
+
+Owns: both sums, which ranks are still to answer, the sentence about what differs. Must not know: the states of a room,
+how messages travel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from kvbridge.core.errors import ProtocolError
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.manifest import RankManifest
+from kvbridge.core.ids import IndexSpace, Rank, Tables
+from kvbridge.core.plan.digest_sums import DigestSums, Mismatch
+from kvbridge.core.plan.digests import DigestKey
+from kvbridge.core.plan.pairing import destination_regions
+from kvbridge.core.wire.messages import Digested, Digests, Done, Verify, to_wire
+
+_REMEDY = (
+    "bytes changed on their way or in memory: admit the request again, and when it recurs look at the network between "
+    "the nodes and the memory of both"
+)
+
+Holdings = dict[DigestKey, list[int]]
+"""Which layers of what somebody keeps."""
+
+
+class Difference:
+    """Pages that are not as they were sent; never empty. `where` says whose memory the first one lies in."""
+
+    def __init__(self, where: str, first: Mismatch, space: IndexSpace) -> None:
+        self._where = where
+        self._first = first
+        self._space = space
+        self.pages: Counter[ComponentKind] = Counter()
+        """How many pages of all layers differ, by component."""
+
+    def describe(self, tables: Tables) -> str:
+        """Return one sentence for whoever has to find the cause; `tables` are the room's."""
+        first, table = self._first, tables[self._space]
+        text = (
+            f"{first.key.component} of layer {first.layer}, logical page {first.page}: page "
+            f"{int(table.ids[first.page - table.first_page])} of space '{self._space}' in {self._where} has the digest "
+            f"{first.found:08x}, the prefill node read {first.expected:08x}"
+        )
+        if self.pages.total() > 1:
+            counts = ", ".join(f"{count} of {kind}" for kind, count in self.pages.items())
+            text += f"; {self.pages.total()} pages differ ({counts})"
+        return f"{text}; {_REMEDY}"
+
+
+class Verification:
+    """The digests of one room. Made when it is offered, used until it is committed or fails."""
+
+    def __init__(
+        self, geometry: ModelGeometry, manifests: Sequence[RankManifest], *, prompt_tokens: int, prefix_tokens: int
+    ) -> None:
+        """`manifests`: of all ranks of this node, in the order in which they are introduced to peers."""
+        self._geometry = geometry
+        self._prompt_tokens = prompt_tokens
+        self._prefix_tokens = prefix_tokens
+        self._held: dict[Rank, Holdings] = {}
+        self._host: Holdings = {}
+        for manifest in manifests:
+            mine = self._held[manifest.rank] = {}
+            for (kind, layer), region in destination_regions(manifest).items():
+                holdings = self._host if region.space is IndexSpace.HOST else mine
+                layers = holdings.setdefault(DigestKey(kind, region.lane_start, region.lane_stop), [])
+                if layer not in layers:
+                    layers.append(layer)
+        keys = (*self._host, *(key for held in self._held.values() for key in held))
+        self._allowed = frozenset(keys)
+        self._expected = self._sums()
+        self._parts: Counter[Rank] = Counter()
+        self._found = {rank: self._sums() for rank in self._held}
+        self._found_host = self._sums()
+        self._waiting = set(self._held)
+
+    def _sums(self) -> DigestSums:
+        return DigestSums.of_room(
+            self._geometry,
+            prompt_tokens=self._prompt_tokens,
+            prefix_tokens=self._prefix_tokens,
+            allowed=self._allowed,
+        )
+
+    # ------------------------------------------------------------------ what was sent
+
+    def expect(self, message: Digests) -> None:
+        """A writer says what it has sent. Raises ProtocolError for a part out of turn, InvalidInputError."""
+        if message.part != self._parts[message.writer]:
+            raise ProtocolError(
+                f"rank {message.writer} of the prefill node sent part {message.part} of its digests where part "
+                f"{self._parts[message.writer]} was due"
+            )
+        self._expected.merge(message.digests)
+        self._parts[message.writer] += 1
+
+    def require_all(self, done: Done) -> None:
+        """A writer says that it has said everything. Raises ProtocolError when a part of that has not come."""
+        if done.digest_parts != self._parts[done.writer]:
+            raise ProtocolError(
+                f"rank {done.writer} of the prefill node has sent {done.digest_parts} parts of digests, but "
+                f"{self._parts[done.writer]} have come"
+            )
+
+    # ------------------------------------------------------------------ what has arrived
+
+    def orders(self, room: int, generation: int, tables: Tables) -> Iterator[tuple[Rank, Verify]]:
+        """Yield what each rank of this node is told; each looks at its own memory and a share of the host pool."""
+        for index, rank in enumerate(self._held):
+            yield (
+                rank,
+                Verify(
+                    room=room,
+                    generation=generation,
+                    prompt_tokens=self._prompt_tokens,
+                    prefix_tokens=self._prefix_tokens,
+                    tables=to_wire(tables),
+                    host_index=index,
+                    host_count=len(self._held),
+                ),
+            )
+
+    def find(self, message: Digested) -> None:
+        """A rank has found this in its memory. Raises InvalidInputError."""
+        in_host = [entry for entry in message.digests if entry.key in self._host]
+        self._found_host.merge(in_host)
+        self._found[message.rank].merge(entry for entry in message.digests if entry.key not in self._host)
+
+    def answered(self, rank: Rank) -> bool:
+        """A rank has said everything; whether all have."""
+        self._waiting.discard(rank)
+        return not self._waiting
+
+    def difference(self) -> Difference | None:
+        """Return how what has arrived differs from what was sent, or None."""
+        found: Difference | None = None
+        for where, space, wrong in self._mismatches():
+            if found is None:
+                found = Difference(where, wrong, space)
+            found.pages[wrong.key.component] += 1
+        return found
+
+    def _mismatches(self) -> Iterator[tuple[str, IndexSpace, Mismatch]]:
+        """Yield where, in which space, and what."""
+        for key, layers in self._host.items():
+            for wrong in self._expected.mismatches(self._found_host, key, layers):
+                yield "the host pool", IndexSpace.HOST, wrong
+        for rank, held in self._held.items():
+            for key, layers in held.items():
+                for wrong in self._expected.mismatches(self._found[rank], key, layers):
+                    yield f"rank {rank}", self._geometry.component(key.component).space, wrong

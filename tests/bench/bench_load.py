@@ -1,0 +1,252 @@
+"""Rooms a second through one pair of real daemons without payload, at rising concurrency and past saturation.
+
+Every room lives its whole life: admission on both sides, offer, begin, publish, orders to the rank workers, Done, commit,
+claim, release. Nothing has to move, because decode already holds the whole prompt (prefix_tokens == prompt_tokens, in a model
+all of whose components grow), so it is the control path alone that is measured. Generator, engines, bootstrap, daemons and
+rank workers share the machine's cores, and the figures are of all of them together; `cpu` says how much each process used.
+
+Closed loop: so many rooms at once, each followed by the next. Open loop: rooms arrive at twice the best rate, whether or not
+earlier ones are through; a refused room is not tried again.
+
+Run as `python -m tests.bench.bench_load [--seconds 5] [--ways bootstrap daemons engine] [--json]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from kvbridge.cli.replay.report import percentile
+from tests.bench.load import WAYS, Life, Load, RefusedError, RoomLostError, Shape, load
+from tests.helpers.cluster import Cluster, cluster
+
+MODEL = "tiny-gqa"
+TOKENS = 256
+PAGES = 512
+"""Rooms that fit a pool at once: more than the closed loop ever has, fewer than the open loop would like."""
+LEVELS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+OVERLOAD = 2.0
+MOST_OUTSTANDING = 4096
+"""Rooms that the open loop has under way at most; what is beyond is counted as dropped by the generator."""
+BUDGET_ROOMS_S = 1000.0
+
+
+@dataclass
+class Tally:
+    """What came of the rooms of one measurement."""
+
+    lives: list[Life] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+    dropped: int = 0
+    offered: int = 0
+
+    async def take(self, running: Load, way: str, number: int) -> bool:
+        """Take one room through its life and count what came of it; False when it was not admitted."""
+        self.offered += 1
+        try:
+            self.lives.append(await running.room(way, number))
+        except RefusedError as error:
+            self.refused[f"{error.status} {error.code}"] += 1
+            return False
+        except (RoomLostError, OSError, asyncio.IncompleteReadError) as error:
+            self.lost[str(error)[:200]] += 1
+        return True
+
+    def summary(self, seconds: float) -> dict[str, Any]:
+        phases = sorted({name for life in self.lives for name in life.all_phases_s})
+        return {
+            "seconds": seconds,
+            "offered_s": self.offered / seconds,
+            "rooms_s": len(self.lives) / seconds,
+            "refused": dict(self.refused),
+            "refused_share": self.refused.total() / max(1, self.offered),
+            "dropped": self.dropped,
+            "lost": dict(self.lost.most_common(5)),
+            "payload_bytes": sum(life.payload_bytes for life in self.lives),
+            "phases_ms": {
+                name: _milliseconds([life.all_phases_s[name] for life in self.lives if name in life.all_phases_s])
+                for name in phases
+            },
+        }
+
+
+def run(
+    *, seconds: float = 5.0, ways: Sequence[str] = WAYS, levels: Sequence[int] = LEVELS, transport: str = "local"
+) -> dict[str, Any]:
+    """Measure each way of admission: {"cores", "ways": {way: {"levels": [...], "best_rooms_s", "overload": {...}}}}."""
+    found = {}
+    for way in ways:
+        # A pair of its own for each: receipts of earlier rooms would weigh on later ones.
+        pools = {"full": PAGES, "swa": 1, "request": 1}
+        host = {"pools": {"device": pools, "host": {"components": []}}}
+        with cluster({"preset": MODEL}, transport=transport, pages=pools, decode=host) as running:
+            found[way] = asyncio.run(_measure(running, way, seconds, levels))
+    return {"cores": len(os.sched_getaffinity(0)), "model": MODEL, "tokens": TOKENS, "pages": PAGES, "ways": found}
+
+
+async def _measure(running: Cluster, way: str, seconds: float, levels: Sequence[int]) -> dict[str, Any]:
+    numbers = itertools.count(1)
+    async with load(running, Shape(TOKENS, prefix_tokens=TOKENS)) as generator:
+        await _closed(
+            generator, way, 4, min(2.0, seconds), numbers
+        )  # connections, first meetings, code that runs first
+        measured = [
+            {"concurrency": level, **await _closed(generator, way, level, seconds, numbers)} for level in levels
+        ]
+        best = max(case["rooms_s"] for case in measured)
+        overload = await _open(generator, way, OVERLOAD * best, seconds, numbers)
+        after = await _closed(generator, way, 16, min(2.0, seconds), numbers)
+    return {"levels": measured, "best_rooms_s": best, "overload": overload, "after_overload": after}
+
+
+async def _closed(
+    generator: Load, way: str, level: int, seconds: float, numbers: itertools.count[int]
+) -> dict[str, Any]:
+    tally = Tally()
+    usage = _Usage(generator)
+    begun_s = time.perf_counter()
+
+    async def slot() -> None:
+        while time.perf_counter() - begun_s < seconds:
+            if not await tally.take(generator, way, next(numbers)):
+                await asyncio.sleep(0.01)
+
+    await asyncio.gather(*(slot() for _ in range(level)))
+    took_s = time.perf_counter() - begun_s
+    return tally.summary(took_s) | {"cpu": usage.shares(took_s)}
+
+
+async def _open(
+    generator: Load, way: str, rate_s: float, seconds: float, numbers: itertools.count[int]
+) -> dict[str, Any]:
+    tally = Tally()
+    usage = _Usage(generator)
+    outstanding: set[asyncio.Task[bool]] = set()
+    begun_s = time.perf_counter()
+    sent = 0
+    while (now_s := time.perf_counter() - begun_s) < seconds:
+        while sent < rate_s * now_s:
+            sent += 1
+            if len(outstanding) >= MOST_OUTSTANDING:
+                tally.dropped += 1
+                continue
+            task = asyncio.create_task(tally.take(generator, way, next(numbers)))
+            outstanding.add(task)
+            task.add_done_callback(outstanding.discard)
+        await asyncio.sleep(0.001)
+    completed = len(tally.lives)  # in the time of the measurement: the backlog does not count as throughput
+    answered = completed + tally.refused.total() + tally.lost.total()
+    shares = usage.shares(time.perf_counter() - begun_s)
+    if outstanding:
+        await asyncio.wait(outstanding)
+    drained_s = time.perf_counter() - begun_s - seconds
+    summary = tally.summary(seconds) | {"rooms_s": completed / seconds, "answered_s": answered / seconds, "cpu": shares}
+    return summary | {"target_s": rate_s, "backlog_drained_s": drained_s}
+
+
+class _Usage:
+    """Processor time of every process that takes part, as shares of one core."""
+
+    def __init__(self, generator: Load) -> None:
+        self._processes = dict(_processes(generator))
+        self._before = {name: _cpu_s(process) for name, process in self._processes.items()}
+
+    def shares(self, seconds: float) -> dict[str, float]:
+        return {
+            name: round((_cpu_s(process) - self._before[name]) / seconds, 3)
+            for name, process in self._processes.items()
+        }
+
+
+def _processes(generator: Load) -> list[tuple[str, psutil.Process]]:
+    found = [("generator", psutil.Process())]
+    for name, engine in zip(("prefill engine", "decode engine"), generator.engines, strict=True):
+        found.append((name, psutil.Process(engine.pid)))
+    for name, daemon in (
+        ("bootstrap", generator.cluster.bootstrap),
+        ("prefill node", generator.cluster.prefill),
+        ("decode node", generator.cluster.decode),
+    ):
+        assert daemon.process is not None
+        process = psutil.Process(daemon.process.pid)
+        found.append((name, process))
+        found += [(f"{name.split()[0]} worker {number}", child) for number, child in enumerate(process.children())]
+    return found
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _milliseconds(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {"p50": percentile(ordered, 50) * 1e3, "p99": percentile(ordered, 99) * 1e3, "max": ordered[-1] * 1e3}
+
+
+def table(found: dict[str, Any]) -> str:
+    """The figures for a reader."""
+    lines = []
+    for way, measured in found["ways"].items():
+        lines.append(f"admission by {way}: rooms/s, then median / 99th percentile in ms")
+        lines.append(
+            f"{'at once':>16} {'rooms/s':>8} {'refused':>8} {'admission':>15} {'offer_to_commit':>17} {'total':>17}"
+        )
+        lines += [_row(str(case["concurrency"]), case) for case in measured["levels"]]
+        overload = measured["overload"]
+        lines.append(_row(f"open {overload['target_s']:.0f}/s", overload))
+        lines.append(_row("16 afterwards", measured["after_overload"]))
+        busiest = max(measured["levels"], key=lambda case: float(case["rooms_s"]))
+        shares = ", ".join(f"{name} {share:.2f}" for name, share in busiest["cpu"].items())
+        lines.append(
+            f"best {measured['best_rooms_s']:.0f} rooms/s (budget {BUDGET_ROOMS_S:.0f}); cores used there: {shares}"
+        )
+        answers = (
+            ", ".join(f"{count} x {answer}" for answer, count in sorted(overload["refused"].items())) or "no refusal"
+        )
+        lines.append(
+            f"overload: {overload['rooms_s']:.0f} rooms/s served, {answers}, {overload['dropped']} dropped by the generator, "
+            f"{sum(overload['lost'].values())} lost, backlog gone after {overload['backlog_drained_s']:.1f} s"
+        )
+        lines += [f"  lost: {count} x {why}" for why, count in overload["lost"].items()]
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _row(label: str, case: dict[str, Any]) -> str:
+    def cell(name: str) -> str:
+        phase = case["phases_ms"].get(name)
+        return f"{phase['p50']:.1f} / {phase['p99']:.1f}" if phase else "-"
+
+    return (
+        f"{label:>16} {case['rooms_s']:>8.0f} {case['refused_share']:>8.1%} {cell('admission'):>15} "
+        f"{cell('offer_to_commit'):>17} {cell('total'):>17}"
+    )
+
+
+def main() -> None:
+    """Print a table, or with --json the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each level")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--levels", nargs="+", type=int, default=list(LEVELS))
+    parser.add_argument("--transport", default="local")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    given = parser.parse_args()
+    found = run(seconds=given.seconds, ways=given.ways, levels=given.levels, transport=given.transport)
+    print(json.dumps(found, indent=1) if given.json else table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Many rooms through one pair of real daemons: the load generator of the load benchmark and the soak.
+
+Owns: a lean HTTP client, the two engine processes, the life of a room as a router and two engines see it. Must not know: how many
+rooms, how fast, what is made of the figures.
+
+A room may be admitted in three ways: `bootstrap` (one POST there, a ticket back, as most routers do it), `daemons` (the router
+knows the pair and names the same room to both), `engine` (prefill's engine admits from its own process, decode by HTTP).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvbridge.daemon.children import clean_environment
+from tests.helpers.cluster import Cluster
+
+WAYS = ("bootstrap", "daemons", "engine")
+ROOM_LIMIT_S = 30.0
+PIPE_BYTES = 1 << 20
+
+
+class RefusedError(Exception):
+    """An answer other than 201."""
+
+    def __init__(self, status: int, code: str, retry_after_s: float) -> None:
+        super().__init__(f"{status} {code}")
+        self.status, self.code, self.retry_after_s = status, code, retry_after_s
+
+
+class RoomLostError(Exception):
+    """A room that was admitted did not come through."""
+
+
+class Door:
+    """HTTP/1.1 over kept connections, as little of it as POST with JSON needs: the generator shares cores with what it measures."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port or 0
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of a 201. Raises RefusedError, OSError."""
+        content = json.dumps(body).encode()
+        connection = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
+        reader, writer = connection
+        try:
+            head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            headers = {key.lower(): value.strip() for key, _, value in (line.partition(":") for line in lines[1:])}
+            answer = await reader.readexactly(int(headers.get("content-length", 0)))
+        except BaseException:
+            writer.close()
+            raise
+        if headers.get("connection", "").lower() == "close":
+            writer.close()
+        else:
+            self._idle.append(connection)
+        status = int(lines[0].split()[1])
+        if status != 201:
+            problem = json.loads(answer) if answer.startswith(b"{") else {}
+            raise RefusedError(status, str(problem.get("code", "")), float(problem.get("retry_after_s") or 1.0))
+        return dict(json.loads(answer))
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+        self._idle.clear()
+
+
+@dataclass
+class Life:
+    """What is known of one room that came through. Seconds."""
+
+    admission_s: float
+    total_s: float
+    phases_s: dict[str, float]
+    payload_bytes: int
+    checked: bool
+
+    @property
+    def all_phases_s(self) -> dict[str, float]:
+        return {"admission": self.admission_s, **self.phases_s, "total": self.total_s}
+
+
+@dataclass
+class Shape:
+    """What every room asks for."""
+
+    tokens: int
+    prefix_tokens: int = 0
+    sample_every: int = 0
+
+
+@dataclass
+class Load:
+    """A running pair with engines attached. Rooms are independent tasks."""
+
+    cluster: Cluster
+    shape: Shape
+    bootstrap: Door
+    prefill: Door
+    decode: Door
+    control: dict[str, Any]
+    engines: list[asyncio.subprocess.Process] = field(default_factory=list)
+    _waiting: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
+
+    async def room(self, way: str, number: int) -> Life:
+        """Take one room through its life. Raises RefusedError when it is not admitted, RoomLostError when it fails afterwards."""
+        shape, begun_s = self.shape, time.perf_counter()
+        body: dict[str, Any] = {"prompt_tokens": shape.tokens, "prefix_tokens": shape.prefix_tokens}
+        if way == "bootstrap":
+            room = int((await self.bootstrap.post("/v1/requests", body))["room"])
+        else:
+            room = (secrets.randbits(40) << 20) + number
+            if way == "daemons":
+                await self.prefill.post("/v1/requests", {"room": room, "prompt_tokens": shape.tokens})
+            else:
+                self._order(room, admit=True)
+            await self.decode.post("/v1/requests", {**body, "room": room, "prefill": [self.control]})
+        admitted_s = time.perf_counter()
+        ended = self._expect(room)
+        if way != "engine":
+            self._order(room, admit=False)
+        try:
+            fact = await asyncio.wait_for(ended, ROOM_LIMIT_S)
+        except TimeoutError:
+            raise RoomLostError(f"room {room} was not released within {ROOM_LIMIT_S:g} s") from None
+        finally:
+            self._waiting.pop(room, None)
+        if "error" in fact:
+            raise RoomLostError(f"room {room}: {fact['error']}")
+        total_s = time.perf_counter() - begun_s
+        return Life(admitted_s - begun_s, total_s, fact["phases_s"], fact["bytes"], fact["checked"])
+
+    def _expect(self, room: int) -> asyncio.Future[dict[str, Any]]:
+        return self._waiting.setdefault(room, asyncio.get_running_loop().create_future())
+
+    def _order(self, room: int, *, admit: bool) -> None:
+        if admit:
+            self._expect(room)
+        stdin = self.engines[0].stdin
+        assert stdin is not None
+        stdin.write(f"{room} {self.shape.tokens} {int(admit)}\n".encode())
+
+    async def _listen(self, engine: asyncio.subprocess.Process) -> None:
+        assert engine.stdout is not None
+        async for line in engine.stdout:
+            fact = json.loads(line)
+            waiting = self._waiting.get(fact.get("room", 0))
+            if waiting is not None and not waiting.done():
+                waiting.set_result(fact)
+
+
+@asynccontextmanager
+async def load(cluster: Cluster, shape: Shape) -> AsyncIterator[Load]:
+    """Attach engines to a running pair; they end with the context."""
+    control = cluster.prefill.endpoint().control
+    assert control is not None
+    doors = [Door(daemon.url) for daemon in (cluster.bootstrap, cluster.prefill, cluster.decode)]
+    running = Load(cluster, shape, *doors, control=control.model_dump())
+    async with AsyncExitStack() as stack:
+        for door in doors:
+            stack.callback(door.close)
+        for role, daemon in (("prefill", cluster.prefill), ("decode", cluster.decode)):
+            engine = await _start(role, str(daemon.runtime_dir), shape.sample_every)
+            stack.push_async_callback(_end, engine)
+            running.engines.append(engine)
+        for engine in running.engines:
+            assert engine.stdout is not None
+            assert json.loads(await engine.stdout.readline()) == {"ready": True}
+            listener = asyncio.create_task(running._listen(engine))
+            stack.callback(listener.cancel)
+        yield running
+
+
+async def _start(role: str, runtime_dir: str, sample_every: int) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    command = [sys.executable, "-m", "tests.bench.load_engine", role, runtime_dir, str(sample_every)]
+    return await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, env=clean_environment(), limit=PIPE_BYTES
+    )
+
+
+async def _end(engine: asyncio.subprocess.Process) -> None:
+    assert engine.stdin is not None
+    engine.stdin.close()
+    try:
+        await asyncio.wait_for(engine.wait(), 5.0)
+    except TimeoutError:
+        engine.kill()
+        await engine.wait()

@@ -1,0 +1,219 @@
+"""A decode daemon whose pages run short, a prefill daemon that will write late, and another that fills what becomes free.
+
+Owns: the three daemons, the filling of every free page by rooms of their own pattern, and the look into the decode daemon's memory
+from outside. Must not know: why a writer is late (the tests).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import Role
+from kvbridge.daemon.cluster import ClusterSpec, DaemonProcess, NodeSpec, daemon_config, plan_cluster, transport_section
+from kvbridge.daemon.memory import file_prefix
+from kvbridge.engine.adapters.synthetic import expected_rows
+from tests.faults.mutations import MutatedDaemon
+from tests.faults.scene import TIMEOUTS, Scene, Settings
+from tests.helpers.cluster import eventually
+from tests.helpers.live_rooms import all_free, http, status
+from tests.helpers.obedient_engines import ObedientEngine
+
+MODEL = "tiny-gqa"
+PAGES = 192
+"""Of every pool: 36 MiB."""
+LATE_TOKENS = 128 * 256
+"""Of the late room: 24 MiB, which is more than sockets hold."""
+FILL_TOKENS = 32 * 256
+NEEDLE_BYTES = 32
+"""A piece of a row that no other row of any room has."""
+ROWS_LOOKED_FOR = 64
+
+
+@dataclass
+class CanaryScene(Scene):
+    """See the module. `late` is the prefill daemon of the base class."""
+
+    second: DaemonProcess = field(kw_only=True)
+    _filler: ObedientEngine | None = None
+    filled: list[int] = field(default_factory=list)
+
+    @property
+    def filler(self) -> ObedientEngine:
+        """The prefill engine that fills pages."""
+        if self._filler is None:
+            self._filler = ObedientEngine(Role.PREFILL, self.second.runtime_dir)
+        return self._filler
+
+    def close(self) -> None:
+        if self._filler is not None:
+            self._filler.close()
+        super().close()
+
+    def begin_late(self) -> int:
+        """A room that is begun and filled, and of which nothing has been published."""
+        room = self.pair(LATE_TOKENS)
+        self.sender.call("begin", room, LATE_TOKENS)
+        self.sender.call("fill", room, LATE_TOKENS, 0, LATE_TOKENS)
+        self.taken([room])
+        return room
+
+    def meet(self) -> None:
+        """Let the filler and the decode daemon meet, and every connection be made that rooms will need."""
+        self._fill_one()
+        self._empty()
+
+    def fill_free_pages(self) -> int:
+        """Give every free page of the decode daemon to rooms with bytes of their own; returns how many rooms there are."""
+        while self._fill_one():
+            pass
+        return len(self.filled)
+
+    def _fill_one(self) -> bool:
+        """One more room, committed and claimed; whether there was space."""
+        body = {"prompt_tokens": FILL_TOKENS}
+        found = self.second.endpoint().control
+        assert found is not None
+        admitted = http("POST", self.second, "/v1/requests", json=body)
+        assert admitted.status_code == 201, admitted.text
+        room = int(admitted.json()["room"])
+        answer = http("POST", self.decode, "/v1/requests", json=body | {"room": room, "prefill": [found.model_dump()]})
+        if answer.status_code == 503:
+            self.cancel(self.second, room)
+            return False
+        assert answer.status_code == 201, answer.text
+        self.filler.call("begin", room, FILL_TOKENS)
+        self.filler.call("write", room, FILL_TOKENS, 0, FILL_TOKENS)
+        self.filler.call("finish", room)
+        self.reader.call("claim", room, FILL_TOKENS)
+        self.filled.append(room)
+        return True
+
+    def check_filled(self) -> None:
+        """Every byte of every room that was given pages is its own."""
+        for room in self.filled:
+            self.reader.call("check", room, FILL_TOKENS)
+
+    def _empty(self) -> None:
+        for room in self.filled:
+            self.reader.call("release", room)
+        self.filled.clear()
+
+    def everything_given_back(self) -> None:
+        """The filling rooms end, and every page of everybody is free."""
+        self._empty()
+        for daemon in (self.prefill, self.decode, self.second):
+            all_free(daemon)
+        assert not status(self.decode)["quarantine"]
+
+    def rows_landed(self, room: int) -> int:
+        """How many of some rows of a room are anywhere in the decode daemon's memory."""
+        component = preset(MODEL).components[0]
+        rows = range(0, LATE_TOKENS, LATE_TOKENS // ROWS_LOOKED_FOR)
+        needles = [
+            expected_rows(component, room=room, layer=component.layers[-1], lanes=(0, 1), start_row=row, stop_row=row + 1)
+            .tobytes()[:NEEDLE_BYTES]
+            for row in rows
+        ]
+        prefix = file_prefix(str(self.decode.config["instance"]), "decode-node-0")
+        found = 0
+        for path in Path("/dev/shm").iterdir():
+            if path.name.startswith(prefix):
+                with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+                    found += sum(memory.find(needle) >= 0 for needle in needles)
+        return found
+
+    def unread_bytes(self, pid: int) -> int:
+        """Bytes that lie in the TCP sockets of a process, come and not yet read."""
+        inodes = {os.readlink(entry)[8:-1] for entry in Path(f"/proc/{pid}/fd").iterdir() if _is_socket(entry)}
+        rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").open()]
+        return sum(int(row[4].partition(":")[2], 16) for row in rows if row[9] in inodes)
+
+    def freeze(self, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        eventually("frozen", lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+    def resume(self, pid: int) -> None:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _is_socket(entry: Path) -> bool:
+    try:
+        return os.readlink(entry).startswith("socket:[")
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def canary_scene(
+    transport: str,
+    *,
+    prefill: Settings | None = None,
+    decode: Settings | None = None,
+    transports: Settings | None = None,
+    daemon_mistake: str = "",
+    worker_mistake: str = "",
+) -> Iterator[CanaryScene]:
+    """`transport` leads from the late prefill daemon to decode, `local` from the filling one.
+
+    `transports` are more settings of that section for both ends; the mistakes are put into the decode daemon and into the late
+    prefill daemon's workers.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
+    waits = {"timeouts": TIMEOUTS | {"worker_silence_s": 60.0, "control_delivery_s": 60.0}}
+    section = transport_section(transport) | dict(transports or {})
+    both = {"transports": section | {"order": list(dict.fromkeys([transport, "local"]))}}
+    pools = {"device": {"full": PAGES}}
+    model = {"preset": MODEL}
+    spec = ClusterSpec(
+        model=model,
+        transport=transport,
+        prefill=NodeSpec(
+            instance=f"late-{folder.name}",
+            pools=pools,
+            more={"transports": section, "timeouts": waits["timeouts"] | dict(prefill or {})},
+        ),
+        decode=NodeSpec(
+            instance=f"decode-{folder.name}",
+            pools=pools | {"host": {"components": []}},
+            more=both | {"timeouts": waits["timeouts"] | dict(decode or {})},
+        ),
+    )
+    cluster = plan_cluster(folder, spec)
+    cluster.prefill = _mistaken(cluster.prefill, worker_code=worker_mistake)
+    cluster.decode = _mistaken(cluster.decode, daemon_code=daemon_mistake)
+    second = DaemonProcess("prefill", "the filling daemon", folder / "q")
+    second.config = (
+        daemon_config(
+            model, instance=f"fill-{folder.name}", runtime_dir=second.runtime_dir, transport="local", pools=pools
+        )
+        | waits
+    )
+    cluster.others.append(second)
+    stage = CanaryScene(cluster, second=second)
+    try:
+        cluster.start()
+        stage.wait_ready()
+        assert stage.ports
+        stage.meet()
+        yield stage
+    finally:
+        stage.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mistaken(daemon: DaemonProcess, *, daemon_code: str = "", worker_code: str = "") -> DaemonProcess:
+    """The same daemon with a mistake in it, or the same daemon."""
+    if not daemon_code and not worker_code:
+        return daemon
+    mutated = MutatedDaemon(daemon.role, daemon.name, daemon.folder, daemon.config)
+    mutated.daemon_code, mutated.worker_code = daemon_code, worker_code
+    return mutated

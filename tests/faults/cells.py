@@ -1,0 +1,153 @@
+"""What is struck, how, in which state of a room, and what must become of the room: literal tables.
+
+Owns: the words of the fault matrix and every expected outcome. Must not know: how anything is done.
+
+One strike meets a room in every state at once. An outcome names the end of the room on the prefill and on the decode side:
+
+    C  completed: its bytes were checked and it was released     A  aborted, as it was before the strike
+    L  failed, `peer_failed`: somebody was lost                   W  failed, `worker_gone`
+    w  aborted, `worker_gone`: by the decode side, whose worker it was
+    T  failed, `transport_failed`: the library noticed first
+    -  not known there: never admitted, or forgotten with the process that died
+
+Several letters on one side are several ways in which a race may go.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """How far a room has come when the strike comes."""
+
+    ADMITTED = "admitted"
+    """On prefill only."""
+    OFFERED = "offered"
+    """Decode's pages are leased, no engine has begun."""
+    BEGUN = "begun"
+    PARTIAL = "partial"
+    """Half of it has been published and sent."""
+    MOVING = "moving"
+    """Half of it has been published and is with the rank worker, which is held up."""
+    DRAINING = "draining"
+    """Cancelled while the rank worker is held up: nothing proves yet that it is quiet."""
+    COMMITTED = "committed"
+    CLAIMED = "claimed"
+    CANCELLED = "cancelled"
+    """Cancelled while the decode engine reads it."""
+    COMPLETED = "completed"
+
+
+class Victim(StrEnum):
+    """Who is struck."""
+
+    PREFILL = "prefill daemon"
+    PREFILL_WORKER = "prefill rank worker"
+    PREFILL_ENGINE = "prefill engine"
+    DECODE = "decode daemon"
+    DECODE_WORKER = "decode rank worker"
+    DECODE_ENGINE = "decode engine"
+    BOOTSTRAP = "bootstrap"
+
+
+class Fault(StrEnum):
+    """What happens to it."""
+
+    KILL = "kill -9"
+    FREEZE = "short freeze"
+    """SIGSTOP and SIGCONT within every limit of silence."""
+    LONG_FREEZE = "long freeze"
+    """SIGSTOP until everybody has given it up who ever will, then SIGCONT."""
+
+
+BEGUN_HERE = frozenset({State.BEGUN, State.PARTIAL, State.MOVING, State.DRAINING})
+"""A prefill engine has begun these and not finished them."""
+
+ENDS = {
+    "C": ("completed", ""),
+    "A": ("aborted", "aborted"),
+    "L": ("failed", "peer_failed"),
+    "W": ("failed", "worker_gone"),
+    "w": ("aborted", "worker_gone"),
+    "T": ("failed", "transport_failed"),
+    "-": ("", ""),
+}
+
+_UNHARMED = "C/C C/C C/C C/C C/C A/A C/C C/C C/A C/C"
+_PREFILL_WORKER_DIES = "W/- W/W W/W W/W W/W A/A C/C C/C C/A C/C"
+_DECODE_WORKER_DIES = "C/C w/W w/W w/W w/W A/A C/C C/C C/A C/C"
+_PARTED = "C/C L/L L/L L/L L/L A/A C/C C/C C/A C/C"
+
+_OUTCOMES: dict[tuple[Victim, Fault], str] = {
+    # in the order of State:               adm off beg par mov dra com cla can com
+    (Victim.PREFILL, Fault.KILL): "-/- -/L -/L -/L -/L -/A -/C -/C -/A -/C",
+    (Victim.PREFILL, Fault.FREEZE): _UNHARMED,
+    (Victim.PREFILL, Fault.LONG_FREEZE): _PARTED,
+    (Victim.PREFILL_WORKER, Fault.KILL): _PREFILL_WORKER_DIES,
+    (Victim.PREFILL_WORKER, Fault.FREEZE): _UNHARMED,
+    (Victim.PREFILL_WORKER, Fault.LONG_FREEZE): _PREFILL_WORKER_DIES,
+    (Victim.PREFILL_ENGINE, Fault.KILL): "C/C C/C L/L L/L L/L A/A C/C C/C C/A C/C",
+    (Victim.PREFILL_ENGINE, Fault.FREEZE): _UNHARMED,
+    (Victim.PREFILL_ENGINE, Fault.LONG_FREEZE): _UNHARMED,
+    (Victim.DECODE, Fault.KILL): "C/C L/- L/- L/- L/- A/- C/- C/- C/- C/-",
+    (Victim.DECODE, Fault.FREEZE): _UNHARMED,
+    (Victim.DECODE, Fault.LONG_FREEZE): _PARTED,
+    (Victim.DECODE_WORKER, Fault.KILL): _DECODE_WORKER_DIES,
+    (Victim.DECODE_WORKER, Fault.FREEZE): _UNHARMED,
+    (Victim.DECODE_WORKER, Fault.LONG_FREEZE): _DECODE_WORKER_DIES,
+    (Victim.DECODE_ENGINE, Fault.KILL): "C/C C/C C/C C/C C/C A/A C/C C/L C/A C/C",
+    (Victim.DECODE_ENGINE, Fault.FREEZE): _UNHARMED,
+    (Victim.DECODE_ENGINE, Fault.LONG_FREEZE): _UNHARMED,
+    (Victim.BOOTSTRAP, Fault.KILL): _UNHARMED,
+    (Victim.BOOTSTRAP, Fault.FREEZE): _UNHARMED,
+    (Victim.BOOTSTRAP, Fault.LONG_FREEZE): _UNHARMED,
+}
+
+_BY_A_LIBRARY: dict[tuple[Victim, Fault], str] = {
+    # What is under way when the receiving process ends: a connection tells the sender as well, perhaps first.
+    (Victim.DECODE, Fault.KILL): "TL/-",
+    (Victim.DECODE_WORKER, Fault.KILL): "Tw/TW",
+    (Victim.DECODE_WORKER, Fault.LONG_FREEZE): "Tw/TW",
+}
+
+
+def outcomes(transport: str, victim: Victim, fault: Fault) -> dict[State, str]:
+    """What must become of the room in each state."""
+    found = dict(zip(State, _OUTCOMES[victim, fault].split(), strict=True))
+    if transport != "local" and (victim, fault) in _BY_A_LIBRARY:
+        found[State.MOVING] = _BY_A_LIBRARY[victim, fault]
+    return found
+
+
+STRIKES = tuple(_OUTCOMES)
+LOST = frozenset("LWwT")
+"""Ends that a strike brings about."""
+
+SHORT = ((Victim.PREFILL, Fault.KILL), (Victim.DECODE, Fault.KILL), (Victim.PREFILL_WORKER, Fault.KILL))
+"""Strikes of the short form."""
+
+HEARTBEAT_S = 0.25
+PEER_SILENCE_S = 2.5
+WORKER_SILENCE_S = 2.5
+FREEZE_S = 1.0
+"""A short freeze: several heartbeats, and far from every limit of silence."""
+LONG_FREEZE_S = 1.2 * max(PEER_SILENCE_S, WORKER_SILENCE_S)
+"""How long those are frozen whom nobody ever gives up."""
+SLACK_S = 1.2
+"""A machine of two cores with other work takes so long to do what takes no time."""
+
+NOTICED_WITHIN_S: dict[tuple[Victim, Fault], float] = {
+    # From the strike until rooms in flight have failed on both sides. A connection that is gone is given two heartbeats.
+    (Victim.PREFILL, Fault.KILL): 2 * HEARTBEAT_S + SLACK_S,
+    (Victim.DECODE, Fault.KILL): 2 * HEARTBEAT_S + SLACK_S,
+    (Victim.PREFILL_WORKER, Fault.KILL): SLACK_S,
+    (Victim.DECODE_WORKER, Fault.KILL): SLACK_S,
+    (Victim.PREFILL_ENGINE, Fault.KILL): SLACK_S,
+    (Victim.DECODE_ENGINE, Fault.KILL): SLACK_S,
+    (Victim.PREFILL, Fault.LONG_FREEZE): PEER_SILENCE_S + HEARTBEAT_S + SLACK_S,
+    (Victim.DECODE, Fault.LONG_FREEZE): PEER_SILENCE_S + HEARTBEAT_S + SLACK_S,
+    # The last sign of life of a worker may be a second old already; it is killed, which takes no time.
+    (Victim.PREFILL_WORKER, Fault.LONG_FREEZE): WORKER_SILENCE_S + HEARTBEAT_S + SLACK_S,
+    (Victim.DECODE_WORKER, Fault.LONG_FREEZE): WORKER_SILENCE_S + HEARTBEAT_S + SLACK_S,
+}

@@ -1,0 +1,377 @@
+"""The stage of the fault suite: three daemons, an engine on each side, rooms in every state, and the look afterwards.
+
+Owns: the processes, how a room is brought into a state and to its end, and what "recovered" means. Must not know: which strike is
+made or what it should lead to (`cells`).
+
+Everything is a process of its own, so that each can be killed and frozen; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import Role
+from kvbridge.daemon.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
+from kvbridge.daemon.memory import file_prefix
+from tests.faults.cells import ENDS, HEARTBEAT_S, LOST, PEER_SILENCE_S, WORKER_SILENCE_S, State
+from tests.helpers.cluster import eventually
+from tests.helpers.live_rooms import all_free, busy_pages, http, status
+from tests.helpers.obedient_engines import ObedientEngine
+
+TOKENS = 768
+"""Of every room: three whole pages, so that each row of a growing component is live."""
+HALF = 400
+TIMEOUTS = {
+    "control_heartbeat_s": HEARTBEAT_S,
+    "control_resend_s": 0.1,
+    "peer_silence_s": PEER_SILENCE_S,
+    "worker_silence_s": WORKER_SILENCE_S,
+    "drain_s": 1.0,
+    "shutdown_s": 4.0,
+}
+EXPIRE_S = 2.0
+"""Bootstrap forgets a silent daemon after this."""
+DEVICE_PAGES = {"full": 96, "swa": 96, "request": 24}
+HOST_PAGES = 96
+FDS_MORE = 12
+"""What a survivor may hold open beyond what it held before: connections that are about to be closed."""
+
+Settings = Mapping[str, Any]
+
+
+@dataclass
+class Facts:
+    """What must not change about a daemon that is not struck."""
+
+    pid: int
+    incarnation: str
+    worker_pid: int
+    descriptors: int
+
+
+@dataclass
+class Scene:
+    """The daemons and the engines. `close` ends all of them."""
+
+    cluster: Cluster
+    engines: dict[Role, ObedientEngine] = field(default_factory=dict)
+
+    @property
+    def prefill(self) -> DaemonProcess:
+        return self.cluster.prefill
+
+    @property
+    def decode(self) -> DaemonProcess:
+        return self.cluster.decode
+
+    @property
+    def bootstrap(self) -> DaemonProcess:
+        return self.cluster.bootstrap
+
+    @property
+    def nodes(self) -> tuple[DaemonProcess, DaemonProcess]:
+        return self.prefill, self.decode
+
+    @property
+    def sender(self) -> ObedientEngine:
+        return self._engine(Role.PREFILL)
+
+    @property
+    def reader(self) -> ObedientEngine:
+        return self._engine(Role.DECODE)
+
+    def _engine(self, role: Role) -> ObedientEngine:
+        if role not in self.engines:
+            daemon = self.prefill if role is Role.PREFILL else self.decode
+            self.engines[role] = ObedientEngine(role, daemon.runtime_dir)
+        return self.engines[role]
+
+    def detach(self, *roles: Role) -> None:
+        """End engines (all, unless named); they attach anew when they are asked for."""
+        for role in roles or tuple(self.engines):
+            engine = self.engines.pop(role, None)
+            if engine is not None:
+                engine.close()
+
+    def close(self) -> None:
+        self.detach()
+        self.cluster.stop(timeout_s=8, hurry_after_s=0.2)
+        shutil.rmtree(self.cluster.folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------ processes
+
+    def pid(self, daemon: DaemonProcess) -> int:
+        assert daemon.process is not None
+        return daemon.process.pid
+
+    def worker_pid(self, daemon: DaemonProcess) -> int:
+        return int(status(daemon)["ranks"][0]["pid"])
+
+    def facts(self, daemon: DaemonProcess) -> Facts:
+        """What a survivor must still be after a strike."""
+        shown, pid = status(daemon), self.pid(daemon)
+        return Facts(pid, shown["incarnation"], shown["ranks"][0]["pid"], psutil.Process(pid).num_fds())
+
+    def restart(self, daemon: DaemonProcess, *, other_port: bool = False) -> None:
+        """Start a killed daemon again, with the same configuration and, unless told otherwise, at the same addresses."""
+        if daemon is self.bootstrap:
+            daemon.config = daemon.config | {"http": {"port": int(self.ports[daemon.name].rpartition(":")[2])}}
+        elif daemon is self.prefill:
+            daemon.config = daemon.config | {
+                "control": {"bind": "tcp://127.0.0.1:0" if other_port else self.ports[daemon.name]}
+            }
+        daemon.start()
+        self.wait_ready()
+
+    @property
+    def ports(self) -> dict[str, str]:
+        """Where bootstrap and the prefill daemon have been since they first started."""
+        if not hasattr(self, "_ports"):
+            self._ports = {self.bootstrap.name: self.bootstrap.url, self.prefill.name: self.address["endpoint"]}
+        return self._ports
+
+    @property
+    def address(self) -> dict[str, str]:
+        """The prefill daemon's control door as requests name it."""
+        found = self.prefill.endpoint().control
+        assert found is not None
+        return found.model_dump()
+
+    def wait_ready(self) -> None:
+        """Every daemon is ready and bootstrap has something to pair."""
+        self.cluster.wait_ready()
+
+    # ------------------------------------------------------------------ rooms
+
+    def admit_on_prefill(self, tokens: int = TOKENS) -> int:
+        answer = http("POST", self.prefill, "/v1/requests", json={"prompt_tokens": tokens})
+        assert answer.status_code == 201, answer.text
+        return int(answer.json()["room"])
+
+    def admit_on_decode(self, room: int, tokens: int = TOKENS) -> int:
+        body = {"room": room, "prompt_tokens": tokens, "prefill": [self.address]}
+        answer = http("POST", self.decode, "/v1/requests", json=body)
+        assert answer.status_code == 201, answer.text
+        return room
+
+    def pair(self, tokens: int = TOKENS) -> int:
+        return self.admit_on_decode(self.admit_on_prefill(tokens), tokens)
+
+    def ticket(self) -> int:
+        """Ask bootstrap for a pair, again while its knowledge of the daemons is behind; returns the room."""
+
+        def look() -> int:
+            answer = http("POST", self.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS})
+            assert answer.status_code in {201, 503}, answer.text
+            return int(answer.json()["room"]) if answer.is_success else 0
+
+        return int(eventually("a ticket", look))
+
+    def state(self, daemon: DaemonProcess, room: int) -> str:
+        answer = http("GET", daemon, f"/v1/requests/{room}")
+        return "" if answer.status_code == 404 else str(answer.json()["state"])
+
+    def end(self, daemon: DaemonProcess, room: int, wait_s: float = 15.0) -> tuple[str, str, str]:
+        """State, code and reason of a room once it is over; three empty texts when it is not known."""
+        answer = http("GET", daemon, f"/v1/requests/{room}?wait={wait_s}")
+        if answer.status_code == 404:
+            return "", "", ""
+        found = answer.json()
+        return found["state"], found["reason_code"], found["reason"]
+
+    def letter(self, daemon: DaemonProcess, room: int, allowed: str, wait_s: float = 15.0) -> str:
+        """How a room ended, as `cells` writes it. Fails unless it is one of `allowed`."""
+        found = self.end(daemon, room, wait_s)
+        letters = [letter for letter, end in ENDS.items() if end == found[:2]]
+        assert letters, f"{daemon.name}: an end that no cell knows: {found}"
+        assert letters[0] in allowed, f"{daemon.name}: {found}, expected one of '{allowed}'"
+        return letters[0]
+
+    def cancel(self, daemon: DaemonProcess, room: int) -> None:
+        answer = http("DELETE", daemon, f"/v1/requests/{room}?reason=told+so")
+        assert answer.is_success, answer.text
+
+    def taken(self, rooms: Iterable[int]) -> None:
+        """Wait until prefill has decode's offers of these rooms."""
+        for room in rooms:
+            eventually("the offer taken", lambda room=room: self.state(self.prefill, room) == "transferring")
+
+    def cross(self, room: int = 0) -> int:
+        """Take a room through its whole life, byte for byte."""
+        room = room or self.pair()
+        assert self.reader  # attached before the commit is told
+        self.sender.call("begin", room, TOKENS)
+        self.sender.call("write", room, TOKENS, 0, TOKENS)
+        self.sender.call("finish", room)
+        self.reader.call("claim", room, TOKENS)
+        self.reader.call("release", room)
+        return room
+
+    def furnish(self) -> dict[State, int]:
+        """Bring a room into every state. The prefill rank worker is frozen then: resume it once the strike is made."""
+        sender, reader = self.sender, self.reader
+        rooms = {state: self.admit_on_prefill() for state in State}
+        offered = [rooms[state] for state in State if state is not State.ADMITTED]
+        for room in offered:
+            self.admit_on_decode(room)
+        self.taken(offered)
+        for room in offered[1:]:
+            sender.call("begin", room, TOKENS)
+        sender.call("write", rooms[State.PARTIAL], TOKENS, 0, HALF)
+        committed = [rooms[state] for state in list(State)[list(State).index(State.COMMITTED) :]]
+        for room in committed:
+            sender.call("write", room, TOKENS, 0, TOKENS)
+            sender.call("finish", room)
+        for room in committed[1:]:
+            reader.call("claim", room, TOKENS)
+        reader.call("release", rooms[State.COMPLETED])
+        self.cancel(self.decode, rooms[State.CANCELLED])
+        eventually("committed", lambda: self.state(self.decode, rooms[State.COMMITTED]) == "committed")
+        os.kill(self.worker_pid(self.prefill), signal.SIGSTOP)
+        sender.call("write", rooms[State.MOVING], TOKENS, 0, HALF)
+        self.cancel(self.decode, rooms[State.DRAINING])
+        eventually("aborting", lambda: self.state(self.prefill, rooms[State.DRAINING]) == "aborting")
+        return rooms
+
+    def conclude(self, state: State, room: int, outcome: str, *, begun_by: int) -> None:
+        """Bring a room of `furnish` to the end that it still can have; `begun_by` is the prefill engine that began it."""
+        sender, reader = self.sender, self.reader
+        prefill_end, _, decode_end = outcome.partition("/")
+        unfinished = list(State).index(state) < list(State).index(State.DRAINING)
+        if unfinished and prefill_end == "C":
+            if state is State.ADMITTED:
+                self.admit_on_decode(room)
+            if state in {State.ADMITTED, State.OFFERED}:
+                sender.call("begin", room, TOKENS)
+            start = HALF if state in {State.PARTIAL, State.MOVING} else 0
+            sender.call("write", room, TOKENS, start, TOKENS)
+            sender.call("finish", room)
+        elif set(prefill_end) & (LOST | {"A"}) and begun_by == sender.pid:
+            sender.call("abort", room)
+        if decode_end == "C" and state is not State.COMPLETED:
+            reader.call("check" if state is State.CLAIMED else "claim", room, TOKENS)
+        if (decode_end == "C" and state is not State.COMPLETED) or (
+            state is State.CANCELLED and self.state(self.decode, room) == "aborting"
+        ):
+            reader.call("release", room)
+
+    # ------------------------------------------------------------------ the look afterwards
+
+    def recovered(self, before: Mapping[str, Facts], *, struck: DaemonProcess | None, worker_struck: bool) -> None:
+        """Survivors are who they were, everybody is ready, all pages are free, a new room crosses, nothing is left over."""
+        self.wait_ready()
+        for daemon in self.nodes:
+            assert not http("GET", daemon, "/ready").json()["reasons"]
+            all_free(daemon)
+            shown = status(daemon)
+            assert not shown["quarantine"], shown["quarantine"]
+        self.cross(self.ticket())
+        for daemon in self.nodes:
+            all_free(daemon)
+            self._same(daemon, before[daemon.name], struck=struck, worker_struck=worker_struck)
+            self.check_files(daemon)
+            assert "Traceback" not in daemon.log_path.read_text(), daemon.log()
+        for role, daemon in zip((Role.PREFILL, Role.DECODE), self.nodes, strict=True):
+            shown = status(daemon)
+            assert [engine["pid"] for engine in shown["engines"]] == [self.engines[role].pid]
+            assert len(shown["peers"]) == 1, shown["peers"]
+
+    def _same(self, daemon: DaemonProcess, was: Facts, *, struck: DaemonProcess | None, worker_struck: bool) -> None:
+        found = self.facts(daemon)
+        if daemon is not struck:
+            assert (found.pid, found.incarnation, found.worker_pid) == (was.pid, was.incarnation, was.worker_pid)
+            assert found.descriptors <= was.descriptors + FDS_MORE, (daemon.name, was.descriptors, found.descriptors)
+        else:
+            assert not psutil.pid_exists(was.worker_pid)
+            assert found.worker_pid != was.worker_pid
+            assert (found.pid == was.pid) == worker_struck
+            assert (found.incarnation == was.incarnation) == worker_struck
+
+    def check_files(self, daemon: DaemonProcess) -> None:
+        """Files in shared memory are those of this life, and no other."""
+        prefix = file_prefix(str(daemon.config["instance"]), f"{daemon.role}-node-0")
+        names = [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
+        incarnation = status(daemon)["incarnation"]
+        assert names
+        assert all(incarnation in name for name in names), names
+
+    def accounted(self, daemon: DaemonProcess) -> None:
+        """Free, leased, held and quarantined pages are all pages; what is quarantined is explained."""
+        shown = status(daemon)
+        total = dict(DEVICE_PAGES) | ({"host": HOST_PAGES} if daemon is self.decode else {})
+        assert {space: sum(states.values()) for space, states in shown["pools"].items()} == total
+        quarantined = any(states.get("quarantined") for states in shown["pools"].values())
+        assert quarantined == bool(shown["quarantine"]), shown["quarantine"]
+
+    def describe(self) -> str:
+        """What everybody says, for the message of a failure."""
+        lines = []
+        for daemon in self.nodes:
+            try:
+                lines.append(f"{daemon.name}: {busy_pages(daemon)} {status(daemon)['quarantine']}")
+            except Exception as error:  # noqa: BLE001 - it may be the one that does not answer
+                lines.append(f"{daemon.name}: {error!r}")
+            lines.append(daemon.log(12))
+        return "\n".join(lines)
+
+
+@contextmanager
+def scene(
+    *,
+    model: Settings | None = None,
+    transport: str = "local",
+    prefill: Settings | None = None,
+    decode: Settings | None = None,
+    timeouts: Settings | None = None,
+) -> Iterator[Scene]:
+    """A stage of its own; ended, with all that it left, at exit."""
+    folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
+    waits = {"timeouts": TIMEOUTS | dict(timeouts or {})}
+    # Names that no other run on this machine has: each start sweeps what is left of its own name.
+    spec = ClusterSpec(
+        model=dict(model or {"preset": "tiny-v4"}),
+        transport=transport,
+        prefill=NodeSpec(
+            instance=f"prefill-{folder.name}", pools={"device": DEVICE_PAGES}, more=waits | dict(prefill or {})
+        ),
+        decode=NodeSpec(
+            instance=f"decode-{folder.name}",
+            pools={"device": DEVICE_PAGES, "host": {"pages": HOST_PAGES}},
+            more=waits | dict(decode or {}),
+        ),
+    )
+    cluster = plan_cluster(folder, spec)
+    cluster.bootstrap.config = cluster.bootstrap.config | {"directory": {"expire_after_s": EXPIRE_S}}
+    stage = Scene(cluster)
+    try:
+        cluster.start()
+        stage.wait_ready()
+        assert stage.ports
+        yield stage
+    finally:
+        stage.close()
+
+
+def refused(call: Any, *arguments: Any) -> str:
+    """The code of the error that a call raises."""
+    try:
+        call(*arguments)
+    except BridgeError as error:
+        return error.code
+    raise AssertionError("it was not refused")
+
+
+def seconds_since(moment_s: float) -> float:
+    return round(time.monotonic() - moment_s, 2)

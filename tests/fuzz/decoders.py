@@ -1,0 +1,303 @@
+"""Every decoder that reads what another process has sent, as one table for all who feed it nonsense.
+
+Owns: for each decoder the call, the errors that it may answer with, and real messages to start from. The property tests
+(`tests/property/test_decoders.py`) and the coverage-guided targets (`make fuzz`) walk this table, so a decoder that
+faces a socket is added here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgpack
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from kvbridge.control.keys import generate_keys, parse_entry
+from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError, TransportError
+from kvbridge.core.geometry.checks import check_manifest
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.plan.operations import Amount, Section
+from kvbridge.core.wire import engine_messages as engine
+from kvbridge.core.wire import messages as wire
+from kvbridge.core.wire.codec import (
+    ENGINE_TO_NODE,
+    NODE_TO_ENGINE,
+    NODE_TO_WORKER,
+    PEER,
+    WORKER_TO_NODE,
+    Acks,
+    Envelope,
+    FrameError,
+    MessageCodec,
+)
+from kvbridge.http.problems import Problem, error_of, make_problem
+from kvbridge.service import ports
+from kvbridge.service.offers import check_offer
+from kvbridge.service.tables import tables_from_wire
+from kvbridge.transport.base import Endpoint
+from kvbridge.transport.endpoints import read_endpoint
+from kvbridge.transport.extents import Extents
+from kvbridge.transport.local import LocalEndpoint
+from kvbridge.transport.mooncake import MooncakeEndpoint
+from kvbridge.transport.nixl import NixlEndpoint
+from tests.helpers.rooms import manifest
+
+GEOMETRY = preset("tiny-v4")
+RANK = Rank(pp=0, tp=0)
+ME, YOU = "a" * 16, "b" * 16
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """`decode` returns, or raises one of `errors`, whatever it is given."""
+
+    name: str
+    family: str
+    decode: Callable[[bytes], object]
+    errors: tuple[type[Exception], ...]
+    seeds: tuple[bytes, ...]
+
+    def feed(self, data: bytes) -> object:
+        """Decode; a documented error is an answer like any other, and has a text that a log can hold."""
+        try:
+            return self.decode(data)
+        except self.errors as error:
+            text = str(error)
+            assert text, "an error says what is wrong"
+            return error
+
+
+def frame(codec: MessageCodec, body: object, sequence: int = 1) -> bytes:
+    """A frame as its real sender makes it."""
+    return codec.encode(Envelope(ME, YOU, 7, sequence, 1, Acks(3, (5, 6)), body))
+
+
+def _table(space: IndexSpace, *ids: int) -> wire.WireTable:
+    return wire.WireTable(space=space, ids=np.array(ids, dtype="<i4").tobytes())
+
+
+TABLES = (_table(IndexSpace.FULL, 1, 2, 3), _table(IndexSpace.SWA, 1, 2), _table(IndexSpace.REQUEST, 0))
+ROOM = {"room": 2**63 + 5, "generation": 2}
+ENDPOINTS = (wire.TransportEndpoint(transport="local", data=b"{}"), wire.TransportEndpoint(transport="nixl", data=b"x"))
+DESCRIPTION = wire.RankDescription(manifest=manifest(GEOMETRY), endpoints=ENDPOINTS)
+NODE = wire.NodeDescription(
+    instance="decode-0", node="node-0", role=Role.DECODE, incarnation=ME, geometry=GEOMETRY, ranks=(DESCRIPTION,)
+)
+AMOUNTS = {"c4_kv": Amount(lane_rows=64, bytes=37_440, operations=1)}
+REGION = wire.SharedRegion(region=manifest(GEOMETRY).regions[0], paths=("/dev/shm/x",))
+SECTION = Section(prompt_tokens=600, start_token=0, stop_token=512, layers=(0, 1))
+
+MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
+    PEER: (
+        wire.Hello(node=NODE),
+        wire.Welcome(instance="p", node="n", incarnation=ME, ranks=(RANK,)),
+        wire.Rejected(code="conflict", message="no"),
+        wire.Offer(**ROOM, prompt_tokens=600, prefix_tokens=256, tables=TABLES),
+        wire.Abort(**ROOM, code="aborted", message="enough"),
+        wire.Done(**ROOM, writer=RANK, amounts=AMOUNTS, phases_s={"move": 0.25}, metadata=b"first token"),
+        wire.Failed(**ROOM, code="conflict", message="no"),
+        wire.Drained(**ROOM),
+        wire.Heartbeat(),
+    ),
+    NODE_TO_WORKER: (
+        wire.ConnectPeer(peer=ME, ranks=(DESCRIPTION,)),
+        wire.OpenRoom(**ROOM, peer=ME, prompt_tokens=600, prefix_tokens=0, source=TABLES, destination=TABLES),
+        wire.Send(**ROOM, order=1, section=SECTION),
+        wire.CloseRoom(**ROOM),
+        wire.Shutdown(),
+    ),
+    WORKER_TO_NODE: (
+        wire.WorkerHello(rank=RANK, pid=1),
+        wire.WorkerReady(rank=RANK, pid=1, description=DESCRIPTION),
+        wire.PeerConnected(rank=RANK, peer=ME, transports=("local",)),
+        wire.Sent(**ROOM, rank=RANK, order=1, amounts=AMOUNTS, seconds={"move": 0.1}),
+        wire.RoomClosed(**ROOM, rank=RANK, quiet=True),
+    ),
+    ENGINE_TO_NODE: (
+        engine.Attach(call=1, role=Role.PREFILL, ranks=(RANK,), pid=1),
+        engine.Begin(call=2, room=5, prompt_tokens=600, tables=TABLES),
+        engine.Publish(call=3, room=5, upto_token=512, layers=(0, 1)),
+        engine.Finish(call=4, room=5, metadata=b"first token"),
+        engine.AbortRoom(call=5, room=5, reason="enough"),
+    ),
+    NODE_TO_ENGINE: (
+        engine.Attached(
+            call=1,
+            instance="p",
+            incarnation=ME,
+            geometry=GEOMETRY,
+            ranks=(RANK,),
+            layers={"pp0.tp0": (0, 1)},
+            pp_size=1,
+            tp_size=1,
+            device={"pp0.tp0": (REGION,)},
+        ),
+        engine.Pages(call=2, room=5, generation=1, prompt_tokens=600, tables=TABLES, amounts=AMOUNTS),
+        engine.RoomEvent(room=5, generation=1, kind="committed"),
+    ),
+}
+
+
+def _frames(codec: MessageCodec) -> Decoder:
+    def decode(data: bytes) -> object:
+        envelope = codec.decode(data)
+        _use(envelope.body)
+        return envelope
+
+    return Decoder(
+        codec.name,
+        "frames",
+        decode,
+        (FrameError, BridgeError),
+        tuple(frame(codec, body, number) for number, body in enumerate(MESSAGES[codec], start=1)),
+    )
+
+
+def _use(body: object) -> None:
+    """What a daemon does with a message before it believes it."""
+    match body:
+        case wire.Hello():
+            for rank in body.node.ranks:
+                check_manifest(rank.manifest, GEOMETRY)
+        case wire.Offer():
+            check_offer(body, GEOMETRY, prompt_tokens=body.prompt_tokens)
+        case engine.Begin():
+            tables_from_wire(body.tables)
+
+
+def _endpoint(name: str, content: type, seed: dict[str, object]) -> Decoder:
+    def decode(data: bytes) -> object:
+        found = read_endpoint(Endpoint(transport=name, data=data), name, content)
+        pairs = [
+            extent if isinstance(extent, tuple) else (extent.address, extent.length_bytes) for extent in found.extents
+        ]
+        return Extents("peer", pairs)
+
+    return Decoder(
+        f"{name}-endpoint", "endpoints", decode, (TransportError, InvalidInputError), (json.dumps(seed).encode(),)
+    )
+
+
+FILE = {"path": "/dev/shm/x", "device": 3, "inode": 4, "owner": 1000}
+ENDPOINT_SEEDS = (
+    (
+        "mooncake",
+        MooncakeEndpoint,
+        {"session": "10.0.0.7:15001", "protocol": "tcp", "extents": [[4096, 100], [8192, 5]]},
+    ),
+    (
+        "nixl",
+        NixlEndpoint,
+        {
+            "agent": "kvbridge-0123",
+            "metadata": "AAAA",
+            "extents": [{"address": 4096, "length_bytes": 9, "kind": "dram", "device": 0}],
+        },
+    ),
+    (
+        "local",
+        LocalEndpoint,
+        {
+            "claim": {"pid": 1, "boot_id": "x", "file": FILE, "secret": "0" * 64},
+            "files": [FILE],
+            "extents": [{"address": 4096, "length_bytes": 9, "file": 0, "offset_bytes": 0}],
+            "epoch": 0,
+            "private": [],
+        },
+    ),
+)
+
+
+def _json(name: str, kind: object, *seeds: dict[str, object]) -> Decoder:
+    adapter = TypeAdapter(kind)
+    return Decoder(
+        name, "bodies", adapter.validate_json, (ValidationError,), tuple(json.dumps(seed).encode() for seed in seeds)
+    )
+
+
+REGISTRATION = {
+    "instance": "decode-0",
+    "node": "node-0",
+    "role": "decode",
+    "incarnation": ME,
+    "http_url": "http://127.0.0.1:1",
+    "pp_size": 1,
+    "tp_size": 1,
+    "ranks": [{"pp": 0, "tp": 0}],
+    "fingerprint": "0" * 32,
+    "geometry": GEOMETRY.model_dump(mode="json"),
+}
+REPORT = {"room": 5, "generation": 1, "role": "decode", "state": "committed", "prompt_tokens": 600, "reason": "x"}
+
+
+def _problem(data: bytes) -> object:
+    error = error_of(503, data, source="http://10.0.0.7:7900")
+    assert isinstance(error, BridgeError)
+    # Whoever passes it on makes a problem of it again.
+    retry_after_s = getattr(error, "retry_after_s", None)
+    problem = make_problem(error.code, error.http_status, str(error), path="/", retry_after_s=retry_after_s)
+    return Problem.model_validate_json(problem.model_dump_json())
+
+
+def _key_lines(data: bytes) -> object:
+    lines = data.decode(errors="surrogateescape").splitlines()
+    return [parse_entry(line, f"line {number}") for number, line in enumerate(lines, start=1)]
+
+
+DECODERS: tuple[Decoder, ...] = (
+    *(_frames(codec) for codec in MESSAGES),
+    *(_endpoint(*seed) for seed in ENDPOINT_SEEDS),
+    _json("registration", ports.NodeRegistration, REGISTRATION),
+    _json("heartbeat", ports.NodeHeartbeat, {"incarnation": ME, "ready": True, "load": {"rooms": 3}}),
+    _json("admission", ports.AdmissionRequest, {"prompt_tokens": 600, "prefill": [{"endpoint": "tcp://10.0.0.7:1"}]}),
+    _json("pair-request", ports.PairRequest, {"prompt_tokens": 600, "client": "router"}),
+    _json("room-report", ports.RoomReport, REPORT),
+    Decoder(
+        "problem",
+        "bodies",
+        _problem,
+        (),
+        (
+            make_problem("capacity", 503, "full", path="/v1/requests", retry_after_s=2.5).model_dump_json().encode(),
+            make_problem("stale", 409, "too late", path="/").model_dump_json().encode(),
+        ),
+    ),
+    Decoder(
+        "allowed-keys",
+        "keys",
+        _key_lines,
+        (ConfigError,),
+        (f"# friends\n{generate_keys().public} decode-0  # the first\n".encode(),),
+    ),
+)
+
+
+def family(name: str) -> tuple[Decoder, ...]:
+    """The decoders of one family: frames, endpoints, bodies or keys."""
+    return tuple(decoder for decoder in DECODERS if decoder.family == name)
+
+
+def hostile_frames(codec: MessageCodec) -> Iterable[bytes]:
+    """Short frames that ask for much memory or much time, and long ones that are nothing but."""
+    head = msgpack.packb([1, ME, YOU, 7, 1, 1, [0, []]])[1:]
+    limits = codec.limits
+    for body in (
+        b"\xdd\xff\xff\xff\xff",  # an array of 2**32 - 1 items
+        b"\xdf\xff\xff\xff\xff",  # a map of as many
+        b"\xdb\xff\xff\xff\xff",  # a text of 4 GiB
+        b"\xc6\xff\xff\xff\xff",  # bytes of 4 GiB
+        b"\xc9\xff\xff\xff\xff\x01",  # an extension of 4 GiB
+        b"\x91" * 100_000,  # 100,000 arrays in each other
+        b"\x81\xa1x" * 100_000,
+        b"\xdc\x3f\xff" + b"\xc0" * 0x3FFF,
+    ):
+        yield b"\x98" + head + body
+        yield body
+    yield bytes(limits.max_frame_bytes)
+    yield bytes(limits.max_frame_bytes + 1)
+    yield b"\x98" + head + msgpack.packb({"type": "abort", "code": "x" * 65_000, "message": "y" * 65_000})
+    yield b"\x98" + head + msgpack.packb({"type": "hello", "node": [[[0] * 1_000] * 1_000] * 1})

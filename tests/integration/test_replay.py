@@ -1,0 +1,114 @@
+"""`kvbridge replay` as a user runs it: real daemons, real engines, every byte compared; and its sudden end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.traces import write_trace
+from tests.integration.test_demo import shared_memory_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+TIMEOUT_S = 90
+SPOILER = """
+import sys
+if sys.argv[:1] and "kvbridge.cli.replay" in " ".join(sys.orig_argv) and "prefill" in sys.orig_argv:
+    from kvbridge.core.geometry.components import ComponentKind
+    from kvbridge.engine.adapters import synthetic
+    filled = synthetic.fill
+    def fill(views, *, room, tables, section):
+        written = filled(views, room=room, tables=tables, section=section)
+        if section.start_token == 0 and section.prompt_tokens == 1000:
+            view = views.home(ComponentKind.C4_KV, 2, tables=tables)
+            view.page(int(view.table(tables).ids[0]))[0] ^= 0x40
+        return written
+    synthetic.fill = fill
+"""
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    """Where the replay's folder is made, so that what it leaves can be seen. Short: sockets live below it."""
+    with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as short:
+        monkeypatch.setenv("TMPDIR", short)
+        yield Path(short)
+
+
+@pytest.fixture(autouse=True)
+def interrupts_heeded():
+    """A shell that runs tests in the background has them ignore Ctrl-C, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def replay(trace: Path, *arguments: object) -> subprocess.Popen:
+    given = ("--trace", trace, "--model", "tiny-v4", "--transport", "local", *arguments)
+    command = [sys.executable, "-m", "kvbridge", "replay", *map(str, given)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_trace_crosses_whole(scratch, tmp_path):
+    """Unequal ranks, a pool so small that requests are sent away, and decode holding rooms for a while."""
+    logs, picture = tmp_path / "logs", tmp_path / "p.png"
+    trace = write_trace(tmp_path / "trace.jsonl", 20)
+    with replay(
+        trace,
+        *("--speed", "4", "--max-in-flight", "6", "--pool-tokens", "2560", "--decode-ms-per-token", "20"),
+        *("--prefill-pp", "2", "--prefill-tp", "2", "--decode-tp", "2", "--chunk-tokens", "300"),
+        *("--json", "--report", tmp_path / "r.json", "--plot", picture, "--keep-logs", logs),
+    ) as process:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors + output
+    report = json.loads(output)
+    assert json.loads((tmp_path / "r.json").read_text()) == report
+    assert report["verdict"].startswith("GOOD: 20 of 20 requests served, 0 failed, 0 refused")
+    assert report["refusals"].keys() <= {"capacity"}
+    assert report["refusals"]["capacity"] > 0
+    assert report["mismatched_bytes"] == report["pages_left"] == 0
+    assert report["checked_bytes"] > 1_000_000
+    assert {"admission", "prefill", "move", "offer_to_commit", "check", "total"} <= report["phases"].keys()
+    assert all(phase["count"] == 20 for phase in report["phases"].values())
+    assert len(report["amounts"]) == 7
+    assert max(sample["in_flight"] for sample in report["occupancy"]) > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not list(scratch.iterdir())
+    assert not shared_memory_of((logs / "b" / "log.jsonl").read_text())
+
+
+def test_one_wrong_byte_is_found_and_named(scratch, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(SPOILER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with replay(write_trace(tmp_path / "trace.jsonl", 4), "--speed", "0") as process:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, errors + output
+    assert "BAD: 4 of 4 requests served" in output
+    assert "1 of them wrong" in output.replace("\n", " ")
+    assert "c4_kv layer 2 lane 0 row 0" in output
+
+
+def test_interrupting_leaves_a_report_and_nothing_else(scratch, tmp_path):
+    logs = tmp_path / "logs"
+    with replay(
+        write_trace(tmp_path / "trace.jsonl", 200), *("--report", tmp_path / "r.json", "--keep-logs", logs)
+    ) as process:
+        for line in process.stderr:
+            if "served" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "interrupted" in errors
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["ending"] == "interrupted"
+    assert 0 < report["completed"] < 200
+    assert "INTERRUPTED, this report is of a part" in output.replace("\n", " ")
+    assert not list(scratch.iterdir())
+    assert not shared_memory_of((logs / "b" / "log.jsonl").read_text())

@@ -1,0 +1,85 @@
+"""Every decoder that faces a socket, fed with nonsense: it answers with what it is documented to, soon, and in little memory."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.decoders import DECODERS, MESSAGES, Decoder, family, hostile_frames
+
+EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SECONDS_A_MEGABYTE = 3.0
+MEMORY_A_BYTE = 200
+"""Bytes of Python objects that one byte of a frame may become while it is decoded. Small numbers in lists cost most."""
+
+every = pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
+
+
+@every
+def test_the_seeds_are_real(decoder: Decoder):
+    for seed in decoder.seeds:
+        assert not isinstance(decoder.feed(seed), Exception), decoder.feed(seed)
+
+
+@every
+@EXAMPLES
+@given(data=st.binary(max_size=300) | st.text(max_size=100).map(str.encode))
+def test_any_bytes(decoder: Decoder, data: bytes):
+    decoder.feed(data)
+
+
+@every
+@EXAMPLES
+@given(data=st.data())
+def test_a_real_message_with_some_changed_bytes(decoder: Decoder, data: st.DataObject):
+    changed = bytearray(data.draw(st.sampled_from(decoder.seeds)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        place = data.draw(st.integers(0, len(changed) - 1))
+        match data.draw(st.sampled_from(("set", "insert", "cut", "double"))):
+            case "set":
+                changed[place] = data.draw(st.integers(0, 255))
+            case "insert":
+                changed[place:place] = data.draw(st.binary(min_size=1, max_size=8))
+            case "cut":
+                del changed[place : place + data.draw(st.integers(1, 16))]
+            case "double":
+                changed += changed[place : place + 64]
+        if not changed:
+            return
+    decoder.feed(bytes(changed))
+
+
+@every
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b'"' + b"x" * 500_000 + b'"'])
+def test_deep_and_long_texts(decoder: Decoder, data: bytes):
+    began_s = time.monotonic()
+    decoder.feed(data)
+    assert time.monotonic() - began_s < SECONDS_A_MEGABYTE
+
+
+@pytest.mark.parametrize("codec", MESSAGES, ids=lambda codec: codec.name)
+def test_a_frame_takes_no_more_memory_and_time_than_its_length_allows(codec):
+    [decoder] = [each for each in family("frames") if each.name == codec.name]
+    for data in hostile_frames(codec):
+        tracemalloc.start()
+        began_s = time.monotonic()
+        try:
+            answer = decoder.feed(data)
+            took_s, (_, peak_bytes) = time.monotonic() - began_s, tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert isinstance(answer, Exception)
+        assert took_s < SECONDS_A_MEGABYTE * (1 + len(data) / 1e6), data[:80]
+        assert peak_bytes < (1 << 20) + MEMORY_A_BYTE * len(data), data[:80]
+
+
+@pytest.mark.parametrize("retry_after_s", [b"1e999", b"-1", b"NaN", b"1e300", b'"x"'])
+def test_a_problem_of_a_hostile_server_is_still_one_of_ours(retry_after_s: bytes):
+    [problem] = [each for each in DECODERS if each.name == "problem"]
+    seed = problem.seeds[0]
+    assert b"2.5" in seed
+    problem.feed(seed.replace(b"2.5", retry_after_s))

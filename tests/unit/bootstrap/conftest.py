@@ -1,0 +1,34 @@
+"""Every test of the directory and of pairing runs over both stores; Redis is a real one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import pytest_asyncio
+
+from tests.helpers.redis_server import redis_server
+from tests.unit.bootstrap.fleet import MemoryWorld, RedisWorld
+
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def redis():
+    with redis_server() as server:
+        yield server
+
+
+@pytest_asyncio.fixture(params=["memory", "redis"])
+async def world(request):
+    if request.param == "memory":
+        yield MemoryWorld()
+        return
+    async with RedisWorld(request.getfixturevalue("redis"), f"test-{next(_NUMBERS)}") as world:
+        yield world
+
+
+@pytest_asyncio.fixture
+async def redis_world(redis):
+    async with RedisWorld(redis, f"test-{next(_NUMBERS)}") as world:
+        yield world

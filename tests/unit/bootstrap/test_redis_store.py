@@ -1,0 +1,371 @@
+"""What only a shared store has to get right: replicas, a Redis that goes away, values that are not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, NotReadyError, StaleError
+from kvbridge.core.ids import Rank, Role
+from kvbridge.service.directory import Directory
+from kvbridge.service.pairing import PairingService
+from kvbridge.service.ports import Load, NodeHeartbeat, PairRequest
+from kvbridge.service.stores.base import Claim, RoomInUse
+from kvbridge.service.stores.redis import RedisSettings, RedisStore
+from tests.helpers.redis_server import redis_server
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FLEET, LIMITS, TIMES, FakeDaemons, RedisWorld, half, node
+
+pytestmark = pytest.mark.asyncio
+
+REQUEST = PairRequest(room=7, prompt_tokens=1000)
+
+
+def replicas(world: RedisWorld, port: FakeDaemons) -> list[PairingService]:
+    """Two bootstraps over one Redis."""
+    stores = [world.store, world.replica()]
+    return [PairingService(Directory(store), store, port, limits=LIMITS) for store in stores]
+
+
+async def outcomes(*calls):
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def beat(incarnation: str, **changes) -> NodeHeartbeat:
+    return NodeHeartbeat(**{"incarnation": incarnation, "ready": True, **changes})
+
+
+# ------------------------------------------------------------------------------------------ replicas
+
+
+async def test_one_room_given_to_two_replicas_at_once_is_paired_once(redis_world):
+    port = FakeDaemons()
+    await redis_world.directory(*FLEET)
+    one, other = replicas(redis_world, port)
+    for room in range(20):
+        request = REQUEST.model_copy(update={"room": room})
+        found = await outcomes(one.pair(request), other.pair(request))
+        assert sorted(type(each).__name__ for each in found) == ["ConflictError", "Ticket"]
+        assert len({reserved for reserved in port.generations() if reserved[1] == room}) == 2
+
+
+async def test_a_room_paired_by_one_replica_is_reported_and_cancelled_by_the_other(redis_world):
+    port = FakeDaemons()
+    await redis_world.directory(*FLEET)
+    one, other = replicas(redis_world, port)
+    ticket = await one.pair(REQUEST)
+    assert (await other.report(7)).ticket == ticket
+    with pytest.raises(ConflictError, match="room 7 is in use"):
+        await other.pair(REQUEST)
+    await other.cancel(7, "left")
+    assert port.rooms() == {}
+    assert (await other.pair(REQUEST)).generation == 2
+    await one.cancel(7, "left")
+    assert (await one.pair(REQUEST)).generation == 3
+
+
+async def test_two_claims_never_share_a_generation(redis_world):
+    stores = [redis_world.store, redis_world.replica()]
+    claims = []
+    for _ in range(5):
+        found = await outcomes(*(store.claim(7, generations=3) for store in stores))
+        (claim,) = [each for each in found if isinstance(each, Claim)]
+        (refused,) = [each for each in found if isinstance(each, RoomInUse)]
+        assert refused.age_s < 5
+        claims.append(claim.base)
+        redis_world.advance(TIMES.claim_s + 1)
+    assert claims == [0, 3, 6, 9, 12]
+
+
+async def test_two_incarnations_that_register_at_once_follow_one_another(redis_world):
+    one, other = Directory(redis_world.store), Directory(redis_world.replica())
+    for number in range(10):
+        lives = [node("p", Role.PREFILL, incarnation=f"life-{number}-{side}") for side in "ab"]
+        views = await asyncio.gather(one.register(lives[0]), other.register(lives[1]))
+        assert sorted(view.epoch for view in views) == [2 * number + 1, 2 * number + 2]
+        (instance,) = await one.instances()
+        winner = max(views, key=lambda view: view.epoch)
+        assert instance.nodes[0].incarnation == winner.incarnation
+        loser = min(views, key=lambda view: view.epoch)
+        for directory in (one, other):
+            with pytest.raises(StaleError, match=f"now incarnation {winner.incarnation}"):
+                await directory.heartbeat("p", "node-0", beat(loser.incarnation))
+        assert (await other.instances())[0].nodes[0].incarnation == winner.incarnation
+
+
+async def test_two_nodes_that_want_one_rank_at_once_do_not_both_get_it(redis_world):
+    one, other = Directory(redis_world.store), Directory(redis_world.replica())
+    for number in range(10):
+        name = f"p{number}"
+        wanted = half(name, Role.PREFILL, 0), half(name, Role.PREFILL, 1, ranks=(Rank(pp=0, tp=0),))
+        found = await outcomes(one.register(wanted[0]), other.register(wanted[1]))
+        assert sorted(type(each).__name__ for each in found) == ["ConflictError", "NodeView"]
+
+
+async def test_a_fleet_that_registers_all_at_once_over_two_replicas_is_all_there(redis_world):
+    directories = [Directory(redis_world.store), Directory(redis_world.replica())]
+    nodes = [half("p", Role.PREFILL, number, tp_size=8, ranks=(Rank(pp=0, tp=number),)) for number in range(8)]
+    await asyncio.gather(*(directories[number % 2].register(each) for number, each in enumerate(nodes)))
+    (view,) = await directories[0].listing()
+    assert (view.ready, len(view.nodes)) == (True, 8)
+
+
+async def test_a_charge_counts_on_all_replicas(redis_world):
+    port = FakeDaemons()
+    fleet = (node("p", Role.PREFILL), node("d1", Role.DECODE), node("d2", Role.DECODE))
+    await redis_world.directory(*fleet)
+    pairing = replicas(redis_world, port)
+    tickets = [await pairing[number % 2].pair(PairRequest(prompt_tokens=5000)) for number in range(4)]
+    assert [ticket.decode.instance for ticket in tickets] == ["d1", "d2", "d1", "d2"]
+
+
+async def test_namespaces_do_not_see_each_other(redis_world):
+    await redis_world.directory(*FLEET)
+    stranger = RedisWorld(redis_world.server, f"{redis_world.namespace}-other")
+    async with stranger:
+        assert await stranger.store.nodes() == ()
+
+
+async def test_everything_expires_by_itself(redis_world):
+    """Nothing stays in Redis for ever: not even the counters, and not when no replica is left to sweep."""
+    await redis_world.directory(*FLEET)
+    one, _ = replicas(redis_world, FakeDaemons())
+    await one.pair(REQUEST)
+    with redis_world.server.client() as client:
+        lasting = {key for key in client.keys(f"{redis_world.namespace}:*") if client.ttl(key) < 0}
+    names = {key.decode().partition(":")[2] for key in lasting}
+    assert names <= {"nodes", "pairing", "paired", "cancelled"}  # sorted sets, pruned by whoever sweeps next
+
+
+# ------------------------------------------------------------------------------- a Redis that goes away
+
+
+async def test_a_redis_that_hangs_is_told_within_the_deadline_and_works_again_afterwards(redis_world):
+    with redis_server() as server:
+        async with RedisWorld(server, "hangs") as world:
+            store = world.replica(timeout_s=0.2)
+            directory = Directory(store)
+            await directory.register(node("p", Role.PREFILL))
+            server.halt()
+            begun_s = time.monotonic()
+            with pytest.raises(NotReadyError, match=r"did not answer within 0\.2 s \(timeouts\.store_s\)"):
+                await directory.instances()
+            assert time.monotonic() - begun_s < 2
+            with pytest.raises(NotReadyError):
+                await store.claim(7, generations=3)
+            server.go_on()
+            assert len(await directory.instances()) == 1
+            assert world.counted["call timeout"] == 2
+
+
+async def test_a_redis_that_died_comes_back_empty_and_is_filled_by_heartbeats():
+    with redis_server() as server:
+        async with RedisWorld(server, "dies") as world:
+            port = FakeDaemons()
+            directory = await world.directory(*FLEET)
+            pairing = PairingService(directory, world.store, port, limits=LIMITS)
+            await pairing.pair(REQUEST)
+            server.kill()
+            for call in (
+                pairing.pair(REQUEST.model_copy(update={"room": 8})),
+                pairing.report(7),
+                directory.heartbeat("p1", "node-0", beat("p1-life-1")),
+                directory.register(node("p3", Role.PREFILL)),
+            ):
+                with pytest.raises(NotReadyError, match=r"Redis at .*redis\.sock .*directory\.redis_url"):
+                    await call
+            assert port.rooms() == {"http://p1": [7], "http://d1": [7]}
+            server.start()
+            with pytest.raises(NotFoundError, match="register again"):
+                await directory.heartbeat("p1", "node-0", beat("p1-life-1"))
+            with pytest.raises(NotReadyError, match="no prefill instance"):
+                await pairing.pair(REQUEST.model_copy(update={"room": 8}))
+            for each in FLEET:
+                await directory.register(each)
+            assert (await pairing.pair(REQUEST.model_copy(update={"room": 8}))).generation == 1
+            assert world.counted["call connection"] == 4
+
+
+async def test_a_ticket_that_cannot_be_kept_is_given_back():
+    """Redis dies between the reservations and the ticket: nothing stays reserved, and the caller may try again."""
+    with redis_server() as server:
+        async with RedisWorld(server, "dies") as world:
+            port = FakeDaemons()
+            port.pauses["http://d1"] = asyncio.Event()
+            pairing = await world.pairing(port)
+            task = asyncio.create_task(pairing.pair(REQUEST))
+            await asyncio.wait_for(port.stuck.wait(), 5)
+            server.kill()
+            port.pauses["http://d1"].set()
+            with pytest.raises(NotReadyError, match="cannot be reached"):
+                await asyncio.wait_for(task, 5)
+            assert port.rooms() == {}
+
+
+async def test_a_password_is_used_and_never_shown():
+    with redis_server(password="hush-hush") as server:
+        async with RedisWorld(server, "secret") as world:
+            with pytest.raises(NotReadyError, match=r"refused|cannot be reached") as raised:
+                await world.store.nodes()
+            assert "hush" not in str(raised.value)
+            settings = RedisSettings(url=server.url, password="hush-hush", namespace="secret", timeout_s=5.0)
+            store = RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, observer=world)
+            try:
+                assert await store.nodes() == ()
+            finally:
+                await store.close()
+            assert "hush" not in f"{settings!r} {store!r}"
+
+
+async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration(redis_world):
+    settings = RedisSettings(url="gopher://u:hush@x", password="", namespace="x", timeout_s=1.0)
+    with pytest.raises(ConfigError, match=r"directory\.redis_url") as raised:
+        RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, observer=redis_world)
+    assert "hush" not in str(raised.value)
+
+
+# ------------------------------------------------------------------------------- values that are not ours
+
+MEMBER = '["p1","node-0"]'
+
+
+def entry_of(client, namespace) -> dict:
+    return json.loads(client.get(f"{namespace}:entry:{MEMBER}"))
+
+
+def write_entry(client, namespace, text: bytes) -> None:
+    """Another entry, which the record points to by its digest as it should."""
+    import hashlib
+
+    client.set(f"{namespace}:entry:{MEMBER}", text)
+    client.hset(f"{namespace}:node:{MEMBER}", "digest", hashlib.sha256(text).hexdigest())
+
+
+def another_url(client, namespace) -> None:
+    entry = entry_of(client, namespace)
+    entry["registration"]["http_url"] = "file:///etc/passwd"
+    write_entry(client, namespace, json.dumps(entry).encode())
+
+
+def another_geometry(client, namespace) -> None:
+    entry = entry_of(client, namespace)
+    entry["registration"]["fingerprint"] = "0" * 32
+    write_entry(client, namespace, json.dumps(entry).encode())
+
+
+def another_node(client, namespace) -> None:
+    entry = entry_of(client, namespace)
+    entry["registration"]["node"] = "node-9"
+    write_entry(client, namespace, json.dumps(entry).encode())
+
+
+MALFORMED = {
+    "an entry that is no JSON": lambda client, space: write_entry(client, space, b"\xff\x00{"),
+    "an entry that is a pickle": lambda client, space: write_entry(client, space, b"\x80\x04K\x01."),
+    "an entry with a file as its door": another_url,
+    "an entry whose fingerprint is not its own": another_geometry,
+    "an entry of another node": another_node,
+    "an entry that was exchanged": lambda client, space: client.set(f"{space}:entry:{MEMBER}", b"{}"),
+    "a list in the entry's place": lambda client, space: (
+        client.delete(f"{space}:entry:{MEMBER}"),
+        client.lpush(f"{space}:entry:{MEMBER}", "x"),
+    ),
+    "no entry": lambda client, space: client.delete(f"{space}:entry:{MEMBER}"),
+    "a beat that is no JSON": lambda client, space: client.hset(f"{space}:node:{MEMBER}", "beat", b"\xff"),
+    "a beat with less than no pages": lambda client, space: client.hset(
+        f"{space}:node:{MEMBER}", "beat", b'{"incarnation":"p1-life-1","ready":true,"load":{"free_pages":{"full":-1}}}'
+    ),
+    "no beat": lambda client, space: client.hdel(f"{space}:node:{MEMBER}", "beat"),
+    "a time that is none": lambda client, space: client.hset(f"{space}:node:{MEMBER}", "seen_ms", "soon"),
+    "charges that are none": lambda client, space: client.hset(f"{space}:charge:{MEMBER}", "rooms", "-5"),
+    "a list of charges": lambda client, space: client.lpush(f"{space}:charge:{MEMBER}", "x"),
+    "a string in the node's place": lambda client, space: client.set(f"{space}:node:{MEMBER}", "x"),
+    "a list in the index's place": lambda client, space: (
+        client.delete(f"{space}:nodes"),
+        client.lpush(f"{space}:nodes", 1),
+    ),
+    "a member that is no name": lambda client, space: client.zadd(f"{space}:nodes", {b"\xff\xfe": 1}),
+    "a version of another type": lambda client, space: (
+        client.delete(f"{space}:version:p1"),
+        client.hset(f"{space}:version:p1", "a", "b"),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", MALFORMED)
+async def test_a_malformed_node_harms_nobody_else_and_heals_with_its_heartbeats(redis_world, damage):
+    directory = await redis_world.directory(*FLEET)
+    for fresh in (redis_world.store, redis_world.replica()):  # with what it has parsed before, and without
+        with redis_world.server.client() as client:
+            MALFORMED[damage](client, redis_world.namespace)
+        seen = Directory(fresh)
+        others = {instance.name for instance in await seen.instances()} - {"p1"}
+        assert others in ({"p2", "d1", "d2"}, set())  # the index is everybody's
+        await seen.expire()
+        for each in FLEET:
+            try:
+                await seen.heartbeat(each.instance, each.node, beat(each.incarnation, load=each.load))
+            except NotFoundError:
+                await seen.register(each)
+        if damage == "a version of another type":  # met by the next registration only
+            await directory.register(FLEET[0])
+        assert {instance.name for instance in await seen.instances()} == {"p1", "p2", "d1", "d2"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"ticket": b"\x80\x04K\x01."},
+        {"ticket": b'{"room":7}'},
+        {"state": b"bewitched"},
+        {"generation": b"many"},
+        {"generation": b"1e300"},
+        {"ticket": None},
+    ],
+)
+async def test_a_malformed_room_is_as_good_as_forgotten(redis_world, damage):
+    port = FakeDaemons()
+    pairing = await redis_world.pairing(port)
+    await pairing.pair(REQUEST)
+    await pairing.pair(REQUEST.model_copy(update={"room": 8}))
+    key = f"{redis_world.namespace}:room:7"
+    with redis_world.server.client() as client:
+        for field, value in damage.items():
+            client.hset(key, field, value) if value is not None else client.hdel(key, field)
+    before = redis_world.counted["value room"]
+    with pytest.raises(NotFoundError):
+        await pairing.report(7)
+    assert redis_world.counted["value room"] == before + (damage != {"ticket": None})
+    assert (await pairing.report(8)).room == 8
+    await redis_world.store.room_counts()
+
+
+async def test_a_room_of_another_type_can_be_paired_all_the_same(redis_world):
+    pairing = await redis_world.pairing(FakeDaemons())
+    with redis_world.server.client() as client:
+        client.lpush(f"{redis_world.namespace}:room:7", "x")
+    with pytest.raises(NotFoundError):
+        await pairing.report(7)
+    assert (await pairing.pair(REQUEST)).generation == 1
+    assert redis_world.counted["value room"] == 1
+
+
+async def test_a_malformed_value_is_counted_each_time_and_logged_once(redis_world, capsys):
+    directory = await redis_world.directory(*FLEET)
+    with redis_world.server.client() as client:
+        client.hset(f"{redis_world.namespace}:node:{MEMBER}", "beat", b"\xff")
+    capsys.readouterr()
+    for _ in range(3):
+        await directory.instances()
+    assert redis_world.counted["value node"] == 3
+    assert capsys.readouterr().out.count("stored_value_refused") == 1
+
+
+async def test_a_load_from_redis_is_what_was_announced(redis_world):
+    directory = await redis_world.directory(node("p", Role.PREFILL))
+    load = Load(rooms=3, free_pages={"full": 5}, total_pages={"full": 9})
+    await directory.heartbeat("p", "node-0", beat("p-life-1", ready=False, load=load))
+    (record,) = await redis_world.replica().nodes()
+    assert (record.load, record.ready) == (load, False)

@@ -1,0 +1,149 @@
+"""The contract of a store, kept by the one in memory and the one in Redis alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvbridge.core.ids import Role
+from kvbridge.service.nodes import NodeEntry
+from kvbridge.service.ports import Load, NodeHeartbeat, Ticket, TicketEnd
+from kvbridge.service.stores.base import Claim, PairingState, RoomInUse
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, TIMES, half, node
+
+pytestmark = pytest.mark.asyncio
+
+
+def beat(incarnation: str, rooms: int = 0) -> NodeHeartbeat:
+    return NodeHeartbeat(incarnation=incarnation, ready=True, load=Load(rooms=rooms))
+
+
+def entry(registration) -> NodeEntry:
+    return NodeEntry(registration=registration)
+
+
+def ticket_for(claim: Claim, generation: int) -> Ticket:
+    end = TicketEnd(instance="i", http_urls=("http://i",))
+    return Ticket(room=claim.room, generation=generation, prefill=end, decode=end, expires_in_s=60.0)
+
+
+async def test_a_change_that_was_decided_on_old_knowledge_is_not_made(world):
+    store = world.store
+    version = (await store.of_instance("p")).version
+    assert await store.put(entry(half("p", Role.PREFILL, 0)), version=version)
+    assert not await store.put(entry(half("p", Role.PREFILL, 1)), version=version)
+    assert [record.key for record in await store.nodes()] == [("p", "node-0")]
+    assert await store.put(entry(half("p", Role.PREFILL, 1)), version=(await store.of_instance("p")).version)
+    assert {record.key for record in await store.nodes()} == {("p", "node-0"), ("p", "node-1")}
+
+
+async def test_a_heartbeat_of_another_life_changes_nothing(world):
+    store = world.store
+    await world.directory(node("p", Role.PREFILL))
+    world.advance(EXPIRE_AFTER_S - 1)
+    holder = await store.beat(("p", "node-0"), beat("another", rooms=9))
+    assert (holder.incarnation, holder.load.rooms) == ("p-life-1", 0)
+    assert holder.silent_s > EXPIRE_AFTER_S - 2
+    world.advance(2)
+    assert await store.beat(("p", "node-0"), beat("p-life-1")) is None
+    assert await store.nodes() == ()
+
+
+async def test_a_node_is_removed_by_its_own_life_only(world):
+    store = world.store
+    await world.directory(node("p", Role.PREFILL))
+    assert (await store.remove(("p", "node-0"), "another")).incarnation == "p-life-1"
+    assert len(await store.nodes()) == 1
+    assert (await store.remove(("p", "node-0"), "p-life-1")).incarnation == "p-life-1"
+    assert await store.remove(("p", "node-0"), "p-life-1") is None
+
+
+async def test_a_heartbeat_keeps_a_node_and_all_that_is_known_of_it(world):
+    await world.directory(node("p", Role.PREFILL))
+    for number in range(4):
+        world.advance(EXPIRE_AFTER_S - 1)
+        record = await world.store.beat(("p", "node-0"), beat("p-life-1", rooms=number))
+        assert (record.load.rooms, record.registration.http_url) == (number, "http://p")
+    assert await world.store.expire() == ()
+
+
+async def test_names_that_would_run_into_one_another_do_not(world):
+    names = ("a:b", 'a","b', "a b", "ä")
+    await world.directory(*(node(name, Role.PREFILL) for name in names))
+    assert {record.key[0] for record in await world.store.nodes()} == set(names)
+
+
+async def test_a_room_is_claimed_settled_and_freed(world):
+    store = world.store
+    claim = await store.claim(7, generations=3)
+    assert isinstance(claim, Claim)
+    assert isinstance(await store.claim(7, generations=3), RoomInUse)
+    assert (await store.room(7)).ticket is None
+    ticket = ticket_for(claim, claim.base + 2)
+    assert await store.settle(claim, ticket)
+    found = await store.room(7)
+    assert (found.state, found.generation, found.ticket) == (PairingState.PAIRED, 2, ticket)
+    assert isinstance(await store.claim(7, generations=3), RoomInUse)
+    await store.cancelled(7, 1)  # of an earlier pairing
+    assert (await store.room(7)).state is PairingState.PAIRED
+    await store.cancelled(7, 2)
+    assert (await store.room(7)).state is PairingState.CANCELLED
+    assert (await store.claim(7, generations=3)).base == 2
+
+
+async def test_a_claim_that_was_taken_over_has_no_say(world):
+    store = world.store
+    old = await store.claim(7, generations=3)
+    world.advance(TIMES.claim_s + 0.1)
+    new = await store.claim(7, generations=3)
+    assert (old.base, new.base) == (0, 3)
+    await store.give_up(old, 1)
+    assert isinstance(await store.claim(7, generations=3), RoomInUse)
+    assert not await store.settle(old, ticket_for(old, 1))
+    assert await store.settle(new, ticket_for(new, 4))
+    await store.give_up(old, 1)
+    assert (await store.room(7)).generation == 4
+
+
+async def test_a_claim_that_is_given_up_keeps_its_generations_used(world):
+    claim = await world.store.claim(7, generations=3)
+    await world.store.give_up(claim, claim.base + 2)
+    assert (await world.store.claim(7, generations=3)).base == 2
+
+
+async def test_ids_are_whole_to_the_last_bit(world):
+    """2**64 - 1 and its neighbour are one number to whoever counts in doubles."""
+    claims = [await world.store.claim(room, generations=1) for room in (2**64 - 1, 2**64 - 2)]
+    for claim in claims:
+        assert await world.store.settle(claim, ticket_for(claim, 1))
+    assert [(await world.store.room(claim.room)).ticket.room for claim in claims] == [2**64 - 1, 2**64 - 2]
+
+
+async def test_the_oldest_settled_room_makes_place_and_one_being_paired_does_not(world):
+    world.limit(replace(TIMES, max_rooms=2))
+    store = world.store
+    pairing = await store.claim(1, generations=1)
+    world.advance(0.01)
+    for room in (2, 3):
+        claim = await store.claim(room, generations=1)
+        assert await store.settle(claim, ticket_for(claim, 1))
+        world.advance(0.01)
+    assert [(await store.room(room)) is not None for room in (1, 2, 3)] == [True, False, True]
+    assert await store.settle(pairing, ticket_for(pairing, 1))
+
+
+async def test_rooms_are_counted_by_state_and_forgotten_by_age(world):
+    store = world.store
+    settled = await store.claim(1, generations=1)
+    await store.settle(settled, ticket_for(settled, 1))
+    await store.give_up(await store.claim(2, generations=1), 1)
+    await store.claim(3, generations=1)
+    expected = {PairingState.PAIRING: 1, PairingState.PAIRED: 1, PairingState.CANCELLED: 1}
+    assert await store.room_counts() == expected
+    world.advance(TIMES.keep_s - 1)
+    assert await store.forget_rooms() == 0
+    world.advance(1.1)
+    assert await store.forget_rooms() == 3
+    assert await store.room_counts() == dict.fromkeys(expected, 0)
+    assert await store.room(1) is None

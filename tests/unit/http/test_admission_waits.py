@@ -1,0 +1,132 @@
+"""Admission that waits, over a real socket: its answer, and a caller that does not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from kvbridge.core.errors import CapacityError, ClientLimitError
+from kvbridge.http import DaemonClient, HttpServer, create_daemon_app
+from kvbridge.service.ports import AdmissionRequest, RoomReport
+from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
+
+pytestmark = pytest.mark.asyncio
+
+WAIT_S = 5.0
+
+
+class SlowRooms(FakeRooms):
+    """Admits when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+        self.go = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.given_back = asyncio.Event()
+        self.cancelled = False
+        self.stubborn = False
+        """Admits all the same when it is cancelled, as it does when both happen at once."""
+
+    async def admit(self, request: AdmissionRequest) -> RoomReport:
+        self.asked.set()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            if not self.stubborn:
+                raise
+        finally:
+            self.ended.set()
+        return await super().admit(request)
+
+    async def cancel(self, room: int, reason: str) -> RoomReport:
+        report = await super().cancel(room, reason)
+        self.given_back.set()
+        return report
+
+
+@pytest.fixture
+def rooms() -> SlowRooms:
+    return SlowRooms()
+
+
+@pytest_asyncio.fixture
+async def server(rooms: SlowRooms) -> AsyncIterator[HttpServer]:
+    app = create_daemon_app(rooms=rooms, status=FakeStatus(), metrics_render=metrics, settings=settings())
+    started = await HttpServer.start(app, host="127.0.0.1", port=0, shutdown_s=5.0)
+    yield started
+    await started.stop()
+
+
+def post(body: dict[str, object]) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST /v1/requests HTTP/1.1\r\nHost: d\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+async def hang_up(server: HttpServer, rooms: SlowRooms) -> None:
+    """Ask for a room with a wait, and close the connection while it waits."""
+    host, port = server.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(post({"room": 7, "prompt_tokens": 5, "wait_s": 60}))
+    await asyncio.wait_for(rooms.asked.wait(), WAIT_S)
+    writer.close()
+    await asyncio.wait_for(rooms.ended.wait(), WAIT_S)
+
+
+async def test_the_client_waits_longer_than_its_own_limit(server, rooms):
+    async with DaemonClient(timeout_s=0.2) as client:
+        asked = asyncio.ensure_future(
+            client.admit(server.url, AdmissionRequest(room=7, prompt_tokens=5, wait_s=WAIT_S))
+        )
+        await asyncio.wait_for(rooms.asked.wait(), WAIT_S)
+        await asyncio.sleep(0.3)  # longer than the client's limit for calls that do not wait
+        rooms.go.set()
+        assert (await asked).room == 7
+
+
+async def test_a_refusal_after_a_wait_is_as_any_other(server, rooms):
+    rooms.go.set()
+    for error, status in (
+        (CapacityError("full", retry_after_s=1.25), 503),
+        (ClientLimitError("no", retry_after_s=3), 429),
+    ):
+        rooms.error = error
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(f"{server.url}/v1/requests", json={"prompt_tokens": 5, "wait_s": 1})
+        assert (answer.status_code, answer.json()["code"]) == (status, error.code)
+        assert answer.json()["retry_after_s"] == error.retry_after_s
+        assert answer.headers["Retry-After"] == {503: "2", 429: "3"}[status]
+        async with DaemonClient(timeout_s=WAIT_S) as client:
+            with pytest.raises(type(error)) as caught:
+                await client.admit(server.url, AdmissionRequest(prompt_tokens=5, wait_s=1))
+        assert caught.value.retry_after_s == error.retry_after_s
+
+
+async def test_a_caller_that_hangs_up_ends_its_wait(server, rooms):
+    await hang_up(server, rooms)
+    assert rooms.cancelled
+    assert rooms.rooms == {}
+
+
+async def test_a_room_admitted_for_a_caller_that_hung_up_is_given_back(server, rooms):
+    rooms.stubborn = True
+    await hang_up(server, rooms)
+    await asyncio.wait_for(rooms.given_back.wait(), WAIT_S)
+    assert "left before it was told" in rooms.rooms[7].reason
+
+
+@pytest.mark.parametrize("wait_s", [-1, "x", float("nan")])
+async def test_a_wait_that_is_none_is_refused(server, wait_s):
+    async with httpx.AsyncClient() as client:
+        content = json.dumps({"prompt_tokens": 5, "wait_s": wait_s})
+        answer = await client.post(
+            f"{server.url}/v1/requests", content=content, headers={"Content-Type": "application/json"}
+        )
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")

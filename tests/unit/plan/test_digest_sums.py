@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.plan.digest_sums import DigestSums, Mismatch
+from kvbridge.core.plan.digests import MAX_PART_BYTES, DigestKey, PageDigests
+from kvbridge.core.plan.operations import Section
+from tests.helpers.geometries import flash, gqa
+
+GEOMETRY = gqa(layers=3, heads=4, tokens_per_page=16)
+MHA = ComponentKind.MHA_KV
+ALL = DigestKey(MHA, 0, 4)
+
+
+def room(prompt: int = 40, prefix: int = 0, **fields) -> DigestSums:
+    return DigestSums.of_room(GEOMETRY, prompt_tokens=prompt, prefix_tokens=prefix, **fields)
+
+
+def entry(layers=(0,), first: int = 0, values=(1,), lanes=(0, 4), kind=MHA) -> PageDigests:
+    return PageDigests(
+        component=kind,
+        lane_start=lanes[0],
+        lane_stop=lanes[1],
+        layers=layers,
+        first_page=first,
+        values=np.array(values, dtype="<u4").tobytes(),
+    )
+
+
+def put(sums: DigestSums, layers, pages, values, key: DigestKey = ALL) -> None:
+    sums.add(key, np.array(layers), np.array(pages), np.array(values, dtype=np.uint32))
+
+
+def differ(left: DigestSums, right: DigestSums, layers=(0, 1, 2)) -> list[Mismatch]:
+    return list(left.mismatches(right, ALL, layers))
+
+
+def test_contributions_add_up_wherever_they_come_from():
+    whole, parts = room(), room()
+    put(whole, [0, 0, 2], [0, 2, 1], [5, 6, 7])
+    put(parts, [0, 2, 0, 0], [0, 1, 0, 2], [4, 7, 1, 6])
+    assert differ(whole, parts) == []
+    put(parts, [2], [1], [8])
+    assert differ(whole, parts) == [Mismatch(ALL, 2, 1, 7, 15)]
+
+
+def test_what_nobody_has_reported_counts_as_zero():
+    some = room()
+    assert differ(room(), room()) == []
+    put(some, [1], [2], [9])
+    assert differ(some, room()) == [Mismatch(ALL, 1, 2, 9, 0)]
+    assert differ(room(), some) == [Mismatch(ALL, 1, 2, 0, 9)]
+    assert differ(some, room(), layers=(0, 2)) == []
+
+
+def test_lanes_are_kept_apart():
+    left, right = room(), room()
+    put(left, [0], [0], [3], DigestKey(MHA, 0, 2))
+    put(right, [0], [0], [3], DigestKey(MHA, 2, 4))
+    assert len(list(left.mismatches(right, DigestKey(MHA, 0, 2), (0,)))) == 1
+
+
+def test_parts_carry_everything_and_only_the_layers_that_were_touched():
+    sums, other = room(), room()
+    put(sums, [2, 0], [1, 0], [7, 5])
+    [[one]] = sums.parts()
+    assert (one.layers, one.first_page) == ((0, 2), 0)
+    other.merge([one])
+    assert differ(sums, other) == []
+    assert list(room().parts()) == []
+
+
+def test_a_section_names_its_own_pages_only():
+    section = Section(prompt_tokens=200, start_token=40, stop_token=60)
+    sums = DigestSums.of_section(GEOMETRY, section)
+    put(sums, [0, 0], [2, 3], [5, 6])
+    [[one]] = sums.parts()
+    assert (one.first_page, len(one.values)) == (2, 2 * 4)
+    whole = room(200)
+    whole.merge([one])
+    expected = room(200)
+    put(expected, [0, 0], [2, 3], [5, 6])
+    assert differ(whole, expected) == []
+
+
+def test_a_million_tokens_of_a_large_model_go_into_several_messages():
+    geometry, tokens = flash(), 1 << 20
+    sums = DigestSums.of_room(geometry, prompt_tokens=tokens, prefix_tokens=0)
+    random = np.random.default_rng(1)
+    total = 0
+    for component in geometry.components:
+        rows = component.live_rows(tokens)
+        if not rows.count:
+            continue
+        pages = np.arange(rows.start, rows.stop, component.rows_per_logical_page) // component.rows_per_logical_page
+        layers = np.repeat(component.layers, len(pages))
+        values = random.integers(0, 2**32, len(layers), dtype=np.uint32)
+        put(sums, layers, np.tile(pages, len(component.layers)), values, DigestKey(component.kind, 0, 1))
+        total += 4 * len(values)
+    parts = list(sums.parts())
+    sizes = [sum(len(one.values) for one in part) for part in parts]
+    assert sum(sizes) == total > 1 << 20 > max(sizes)
+    assert max(sizes) <= MAX_PART_BYTES
+    again = DigestSums.of_room(geometry, prompt_tokens=tokens, prefix_tokens=0)
+    for part in parts:
+        again.merge(part)
+    for component in geometry.components:
+        assert not list(sums.mismatches(again, DigestKey(component.kind, 0, 1), component.layers))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (entry(kind=ComponentKind.C4_KV), "not this model's"),
+        (entry(lanes=(0, 5)), "not this model's"),
+        (entry(lanes=(2, 2)), "not this model's"),
+        (entry(lanes=(0, 2)), "no rank keeps"),
+        (entry(layers=(3,)), "layers that the component does not have"),
+        (entry(layers=(1, 1), values=(1, 2)), "one twice"),
+        (entry(values=(1, 2, 3, 4)), r"pages \[0, 3\)"),
+        (entry(first=3), r"pages \[0, 3\)"),
+        (entry(values=()), "0 bytes"),
+        (entry(layers=(0, 1), values=(1, 2, 3)), "12 bytes for 2 layers"),
+    ],
+)
+def test_what_cannot_be_of_the_request_is_refused_and_changes_nothing(wrong, text):
+    sums = room(allowed=frozenset({ALL}))
+    with pytest.raises(InvalidInputError, match=text):
+        sums.merge([wrong])
+    assert list(sums.parts()) == []
+
+
+def test_pages_of_the_prefix_are_not_the_request_s():
+    with pytest.raises(InvalidInputError, match=r"pages \[1, 3\)"):
+        room(prefix=16).merge([entry()])
+    room(prefix=16).merge([entry(first=1)])
