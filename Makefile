@@ -5,17 +5,19 @@ BIN := $(VENV)/bin
 # A build of torch without CUDA saves gigabytes; say TORCH= to take whatever pip chooses.
 TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready
+ROOMS ?= 100000
 SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
 # The tests of the shared directory run against a real server.
 TEST_SERVERS := redis-server
 
-.PHONY: help setup system servers demo test check format bench clean
+.PHONY: help setup system servers demo test check format bench soak clean
 
 help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine"
 	@echo "make test    run every test"
 	@echo "make check   format, lint, types, import layers"
-	@echo "make bench   measure planning, transports and overhead; results in out/bench/"
+	@echo "make bench   measure planning, transports, overhead and load; results in out/bench/"
+	@echo "make soak    100,000 rooms through one pair of daemons; red when memory or anything else grows"
 	@echo "make setup   only prepare the virtual environment"
 
 setup: $(READY)
@@ -55,6 +57,9 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m tests.bench --output out/bench
+
+soak: $(READY)
+	$(BIN)/python -m tests.bench.soak --rooms $(ROOMS) --output out/bench/soak.json
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

@@ -16,6 +16,8 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from kvbridge.config.documents import KeyPath
 
 LONGEST_VALUE = 80
+LONGEST_PLAIN = 24
+_ADDRESSES = ("/", "./", "tcp://", "ipc://", "http://", "https://")
 _SOUNDS_SECRET = re.compile(r"token|secret|key|passw|credential", re.IGNORECASE)
 """Keys whose value may be a secret, or one that was put into the wrong place: it is not shown."""
 _COUNTS_TOKENS = re.compile(r"tokens(_per_\w+)?$", re.IGNORECASE)
@@ -59,10 +61,19 @@ def _value(value: object, kind: type[BaseModel], path: KeyPath) -> str:
     """Show scalars only: a mapping can hold a secret, and is printed by nobody who looks for one wrong key."""
     if isinstance(value, (BaseModel, Mapping)) or not path:
         return ""
-    if _is_secret(kind, path):
+    if _is_secret(kind, path) or not _is_plain(value):
         return ", got a value that is not shown"
     text = repr(value)
     return f", got {text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + '...'}"
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is certainly no token or key that was put under the wrong name: these are long, addresses too."""
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return False
+    return not isinstance(value, str) or len(value) < LONGEST_PLAIN or value.startswith(_ADDRESSES)
 
 
 def _is_secret(kind: type[BaseModel], path: KeyPath) -> bool:

@@ -64,13 +64,13 @@ class DecodeNode(Node):
             open_link=self._open_link,
             send_to=self._send_to,
             on_changed=self._nodes_changed,
-            on_gone=lambda peer, reason: self._receiver.peer_gone(peer, reason),
+            on_gone=lambda peer, reason: self._receiver.peer_gone(peer, reason),  # noqa: PLW0108 - made below
         )
         self._fence = Fence(
             self.workers.layers,
             send=self.workers.send,
-            open_offers=lambda: self._receiver.open_offers(),
-            on_shut=lambda owners: self._receiver.shut(owners),
+            open_offers=lambda: self._receiver.open_offers(),  # noqa: PLW0108
+            on_shut=lambda owners: self._receiver.shut(owners),  # noqa: PLW0108
             fence_s=timeouts.fence_s,
         )
         self._receiver = ReceiverService(
@@ -235,13 +235,12 @@ class DecodeNode(Node):
 
     def open_rooms(self) -> int:
         """Rooms that have not ended."""
-        return sum(not self._receiver.rooms.report(room).state.final for room in self._receiver.rooms)
+        return len(self._receiver.rooms.open())
 
     async def end_rooms(self, reason: str) -> None:
         """Abort every room that has not ended."""
-        for room in self._receiver.rooms:
-            if not self._receiver.rooms.report(room).state.final:
-                await self._receiver.cancel(room.room, reason)
+        for room in self._receiver.rooms.open():
+            await self._receiver.cancel(room.room, reason)
 
     def quarantined_rooms(self) -> dict[str, int]:
         """Rooms whose pages are quarantined, by cause."""

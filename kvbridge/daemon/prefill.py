@@ -28,8 +28,8 @@ from kvbridge.core.wire.messages import (
     Sent,
 )
 from kvbridge.daemon.node import Node
-from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter
+from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.service.engine_door import PrefillDoor
 from kvbridge.service.meeting import DecodeNodes, Self
 from kvbridge.service.ports import PeerAddress
@@ -232,13 +232,12 @@ class PrefillNode(Node):
 
     def open_rooms(self) -> int:
         """Rooms that have not ended."""
-        return sum(not self._sender.rooms.report(room).state.final for room in self._sender.rooms)
+        return len(self._sender.rooms.open())
 
     async def end_rooms(self, reason: str) -> None:
         """Abort every room that has not ended."""
-        for room in self._sender.rooms:
-            if not self._sender.rooms.report(room).state.final:
-                await self._sender.cancel(room.room, reason)
+        for room in self._sender.rooms.open():
+            await self._sender.cancel(room.room, reason)
 
     def quarantined_rooms(self) -> dict[str, int]:
         """Rooms whose pages are quarantined, by cause."""

@@ -180,9 +180,7 @@ class AdmissionDesk:
         if not self._queue:
             try:
                 return self._admitted(request)
-            except NotReadyError:
-                raise
-            except CapacityError:
+            except CapacityError:  # `_seat` says what no wait would change
                 log.debug("admission_waits", client=request.client, wait_s=request.wait_s)
         return self._seat(request)
 

@@ -67,7 +67,7 @@ class Directory:
                         epoch=entry.epoch,
                         url=registration.http_url,
                     )
-                return node_view(NodeRecord(entry, registration.ready, registration.load, silent_s=0.0))
+                return node_view(NodeRecord(entry, entry.beat, silent_s=0.0))
         raise NotReadyError(
             f"node '{registration.node}' of instance '{registration.instance}' could not be registered: other nodes of "
             f"the instance came in between {REGISTER_ATTEMPTS} times; register again"

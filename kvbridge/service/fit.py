@@ -13,7 +13,7 @@ after all others: the daemons decide.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, NotReadyError
@@ -132,9 +132,10 @@ class _Demands:
         share = 1.0
         for record in instance.nodes:
             needed = self._of(record.registration)
-            if any(0 < record.load.total_pages.get(space, 0) < count for space, count in needed.items()):
+            total = record.beat.load.total_pages
+            if any(0 < total.get(space, 0) < count for space, count in needed.items()):
                 return None
-            share = min(share, free_share(record.load, needed))
+            share = min(share, free_share(record.beat.load, needed, record.charged_pages))
         return _Option(instance, needed, share)
 
     def _of(self, registration: NodeRegistration) -> Pages:
@@ -162,13 +163,13 @@ def demand(registration: NodeRegistration, request: PairRequest) -> Pages:
     return needed
 
 
-def free_share(load: Load, needed: Pages) -> float:
-    """Return the share of the scarcest pool that the request would leave; negative when it does not fit.
+def free_share(load: Load, needed: Pages, charged: Mapping[str, int]) -> float:
+    """Return the share of the scarcest pool that the request would leave, after what was `charged`; negative: it looks full.
 
     Pools that a node does not report, or reports as empty of pages altogether, set no limit here.
     """
     shares = [
-        (load.free_pages.get(space, 0) - count) / load.total_pages[space]
+        (load.free_pages.get(space, 0) - charged.get(space, 0) - count) / load.total_pages[space]
         for space, count in needed.items()
         if load.total_pages.get(space, 0)
     ]
@@ -181,7 +182,7 @@ def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest, re
         for instance in instances
         if instance.role is role and request.fingerprint in {"", instance.fingerprint}
     ]
-    ready = [instance for instance in of_role if not instance.reasons()]
+    ready = [instance for instance in of_role if instance.ready]
     if ready:
         return ready
     model = f" with fingerprint {request.fingerprint}" if request.fingerprint else ""

@@ -5,8 +5,8 @@ Owns: records, views and those checks; all of it is pure. Must not know: where r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from kvbridge.core.errors import ConflictError, FingerprintMismatchError, InvalidInputError, StaleError
 from kvbridge.core.geometry.components import ModelGeometry
@@ -47,11 +47,13 @@ class NodeRecord:
     """One node as a store knows it at the moment of the call."""
 
     entry: NodeEntry
-    ready: bool
-    load: Load
-    """As last announced, less what has been charged since."""
+    beat: NodeHeartbeat
+    """What it last said of itself."""
     silent_s: float
-    """Seconds since the node was last heard of, on the store's clock."""
+    """Seconds since then, on the store's clock."""
+    charged_pages: Mapping[str, int] = field(default_factory=dict)
+    """Pages by index space that were given to rooms since then."""
+    charged_rooms: int = 0
 
     @property
     def key(self) -> NodeKey:
@@ -62,6 +64,15 @@ class NodeRecord:
     def registration(self) -> NodeRegistration:
         """What the node registered; its `ready` and `load` are old, the record's own are not."""
         return self.entry.registration
+
+    @property
+    def load(self) -> Load:
+        """As it last said, less what was charged since."""
+        load = self.beat.load
+        if not self.charged_rooms:
+            return load
+        free = {space: max(0, count - self.charged_pages.get(space, 0)) for space, count in load.free_pages.items()}
+        return load.model_copy(update={"free_pages": free, "rooms": load.rooms + self.charged_rooms})
 
     @property
     def incarnation(self) -> str:
@@ -108,11 +119,8 @@ class Instance:
 
     name: str
     nodes: tuple[NodeRecord, ...]
-
-    @property
-    def first(self) -> NodeRegistration:
-        """A node that speaks for all in what all agree on."""
-        return self.nodes[0].registration
+    first: NodeRegistration
+    """A node that speaks for all in what all agree on."""
 
     @property
     def role(self) -> Role:
@@ -137,12 +145,18 @@ class Instance:
     @property
     def rooms(self) -> int:
         """Rooms on the busiest node."""
-        return max(record.load.rooms for record in self.nodes)
+        return max(record.beat.load.rooms + record.charged_rooms for record in self.nodes)
 
     @property
     def http_urls(self) -> tuple[str, ...]:
         """The doors of all nodes, in the order of their names."""
         return tuple(record.registration.http_url for record in self.nodes)
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests may be sent here now. All of a large fleet is asked for each request, so this is quick."""
+        ranks = sum(len(record.registration.ranks) for record in self.nodes)  # no two nodes have the same one
+        return ranks == self.first.pp_size * self.first.tp_size and all(record.beat.ready for record in self.nodes)
 
     def missing(self) -> tuple[Rank, ...]:
         """Return the ranks that no live node has."""
@@ -156,12 +170,11 @@ class Instance:
         found = []
         if missing := self.missing():
             found.append(f"{len(missing)} of its ranks are missing, first {missing[0]}")
-        found += [f"node '{record.registration.node}' is not ready" for record in self.nodes if not record.ready]
+        found += [f"node '{record.registration.node}' is not ready" for record in self.nodes if not record.beat.ready]
         return tuple(found)
 
     def view(self) -> InstanceView:
         """Return what operators see."""
-        reasons = self.reasons()
         return InstanceView(
             instance=self.name,
             role=self.role,
@@ -170,8 +183,8 @@ class Instance:
             pp_size=self.first.pp_size,
             tp_size=self.first.tp_size,
             complete=not self.missing(),
-            ready=not reasons,
-            reasons=reasons,
+            ready=self.ready,
+            reasons=self.reasons(),
             nodes=tuple(node_view(record) for record in self.nodes),
         )
 
@@ -181,7 +194,7 @@ def by_instance(records: Iterable[NodeRecord]) -> tuple[Instance, ...]:
     grouped: dict[str, list[NodeRecord]] = {}
     for record in sorted(records, key=lambda record: record.key):
         grouped.setdefault(record.registration.instance, []).append(record)
-    return tuple(Instance(name, tuple(nodes)) for name, nodes in grouped.items())
+    return tuple(Instance(name, tuple(nodes), nodes[0].registration) for name, nodes in grouped.items())
 
 
 def node_view(record: NodeRecord) -> NodeView:
@@ -194,7 +207,7 @@ def node_view(record: NodeRecord) -> NodeView:
         incarnation=registration.incarnation,
         epoch=record.entry.epoch,
         ranks=registration.ranks,
-        ready=record.ready,
+        ready=record.beat.ready,
         load=record.load,
         silent_s=record.silent_s,
     )

@@ -12,7 +12,6 @@ beside its successor until then.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from kvbridge.service.ports import RoomReport, RoomState
 log = structlog.get_logger(__name__)
 
 StateT = TypeVar("StateT", bound=StrEnum)
+
 
 class Quarantine(StrEnum):
     """Why a room's pages stay away from everybody, in one word."""
@@ -135,7 +135,11 @@ RoomT = TypeVar("RoomT", bound=Room)  # type: ignore[type-arg]
 
 
 class RoomBook(Generic[RoomT]):
-    """Every room of a daemon. Used from the event loop's thread only."""
+    """Every room of a daemon. Used from the event loop's thread only.
+
+    Iterating gives the rooms of which something is left to be done. Those that have ended are found by their id, and are not
+    looked at otherwise: there are thousands of them, and deadlines, engines and peers are looked through often.
+    """
 
     def __init__(
         self,
@@ -153,16 +157,22 @@ class RoomBook(Generic[RoomT]):
         self._keep_s = keep_s
         self._keep_rooms = keep_rooms
         self._attempts: dict[int, list[RoomT]] = {}
-        self._ended: deque[tuple[float, RoomT]] = deque()
+        self._live: dict[RoomT, None] = {}
+        self._ended: deque[tuple[float, RoomT, RoomState]] = deque()
+        self._ended_states: Counter[RoomState] = Counter()
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self.in_use: Counter[str] = Counter()
         """Rooms that have not ended, or have not given everything back, by client."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._attempts.values()))
+        return len(self._live) + len(self._ended)
 
     def __iter__(self) -> Iterator[RoomT]:
-        return iter(list(itertools.chain.from_iterable(self._attempts.values())))
+        return iter(tuple(self._live))
+
+    def open(self) -> list[RoomT]:
+        """Return the rooms that have not ended for users."""
+        return [room for room in self if not self._describe_state(room).final]
 
     def draw(self) -> int:
         """Return an id that no room of this daemon has; never 0."""
@@ -189,6 +199,7 @@ class RoomBook(Generic[RoomT]):
     def add(self, room: RoomT) -> None:
         """Take a room in; `check_free` has been called."""
         self._attempts.setdefault(room.room, []).append(room)
+        self._live[room] = None
         self.in_use[room.client] += 1
 
     def get(self, room: int) -> RoomT:
@@ -234,14 +245,18 @@ class RoomBook(Generic[RoomT]):
         self.in_use[room.client] -= 1
         if not self.in_use[room.client]:
             del self.in_use[room.client]
-        self._ended.append((self._clock() + self._keep_s, room))
+        state = self._describe_state(room)
+        del self._live[room]
+        self._ended.append((self._clock() + self._keep_s, room, state))
+        self._ended_states[state] += 1
         self.sweep()
 
     def sweep(self) -> None:
         """Forget receipts that have been kept long enough, and the oldest when there are too many."""
         now_s = self._clock()
         while self._ended and (self._ended[0][0] <= now_s or len(self._ended) > self._keep_rooms):
-            _, room = self._ended.popleft()
+            _, room, state = self._ended.popleft()
+            self._ended_states[state] -= 1
             attempts = self._attempts[room.room]
             attempts.remove(room)
             if not attempts:
@@ -301,8 +316,6 @@ class RoomBook(Generic[RoomT]):
 
     def states(self) -> dict[str, int]:
         """Count rooms by what users see."""
-        counts: dict[str, int] = {}
-        for room in self:
-            state = self._describe_state(room).value
-            counts[state] = counts.get(state, 0) + 1
-        return counts
+        counts = Counter(self._ended_states)
+        counts.update(map(self._describe_state, self))
+        return {state.value: count for state, count in counts.items() if count}

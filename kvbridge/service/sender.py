@@ -94,7 +94,7 @@ class SenderService:
         if request.room is not None:
             self.rooms.check_free(request.room, request.generation)
         if request.prefill:
-            raise InvalidInputError("`prefill` is for decode daemons; a prefill daemon sends to whoever offers the room")
+            raise InvalidInputError("`prefill` is for the decode daemon; a prefill daemon sends to whoever offers it")
         if self._adopted:
             return {}
         needed = pages_needed(self._geometry, tokens=request.prompt_tokens, prompt_tokens=request.prompt_tokens)

@@ -122,14 +122,9 @@ WAIT = MetricSpec(
     _WAIT_BUCKETS_S,
 )
 WAITING = MetricSpec("kvbridge_admission_waiting_requests", _GAUGE, (), "Requests that wait for pages now.")
-OLDEST_WAIT = MetricSpec(
-    "kvbridge_admission_oldest_wait_seconds", _GAUGE, (), "How long the request has waited that waits longest now."
-)
+OLDEST_WAIT = MetricSpec("kvbridge_admission_oldest_wait_seconds", _GAUGE, (), "How long the oldest of them waits.")
 STARVED = MetricSpec(
-    "kvbridge_admission_starved_seconds",
-    _GAUGE,
-    (),
-    "For how long not even the smallest request would have fitted; 0 while one fits.",
+    "kvbridge_admission_starved_seconds", _GAUGE, (), "For how long not even the smallest request fits; 0 if one does."
 )
 DIGEST_MISMATCHES = MetricSpec(
     "kvbridge_digest_mismatches_total",

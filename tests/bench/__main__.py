@@ -16,9 +16,15 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.bench import bench_overhead, bench_plan, bench_transport
+from tests.bench import bench_digest, bench_load, bench_overhead, bench_plan, bench_transport
 
-BENCHMARKS: dict[str, Any] = {"plan": bench_plan, "transport": bench_transport, "overhead": bench_overhead}
+BENCHMARKS: dict[str, Any] = {
+    "plan": bench_plan,
+    "transport": bench_transport,
+    "overhead": bench_overhead,
+    "digest": bench_digest,
+    "load": bench_load,
+}
 LIBRARIES = ("numpy", "torch", "pyzmq", "mooncake-transfer-engine-non-cuda", "nixl-cu12")
 
 

@@ -51,11 +51,22 @@ class Door:
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of a 201. Raises RefusedError, OSError."""
         content = json.dumps(body).encode()
-        connection = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+        while self._idle:
+            try:
+                return await self._exchange(self._idle.pop(), request)
+            except (asyncio.IncompleteReadError, ConnectionError) as error:
+                if getattr(error, "partial", b""):
+                    raise  # an answer had begun; else the server had closed a connection that was idle for too long
+        return await self._exchange(await asyncio.open_connection(self._host, self._port), request)
+
+    async def _exchange(
+        self, connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], request: bytes
+    ) -> dict[str, Any]:
         reader, writer = connection
         try:
-            head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            writer.write(request)
             lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             headers = {key.lower(): value.strip() for key, _, value in (line.partition(":") for line in lines[1:])}
             answer = await reader.readexactly(int(headers.get("content-length", 0)))
@@ -73,6 +84,7 @@ class Door:
         return dict(json.loads(answer))
 
     def close(self) -> None:
+        """Close every idle connection; the next call opens another."""
         for _, writer in self._idle:
             writer.close()
         self._idle.clear()
@@ -152,6 +164,11 @@ class Load:
         stdin = self.engines[0].stdin
         assert stdin is not None
         stdin.write(f"{room} {self.shape.tokens} {int(admit)}\n".encode())
+
+    def rest(self) -> None:
+        """Close idle connections, so that those who count sockets count none of ours."""
+        for door in (self.bootstrap, self.prefill, self.decode):
+            door.close()
 
     async def _listen(self, engine: asyncio.subprocess.Process) -> None:
         assert engine.stdout is not None

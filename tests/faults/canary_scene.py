@@ -38,11 +38,23 @@ NEEDLE_BYTES = 32
 ROWS_LOOKED_FOR = 64
 
 
+CANARY_TIMEOUTS = {
+    "worker_silence_s": 60.0,  # a frozen worker is to wake, not to be killed
+    "control_delivery_s": 60.0,
+    "transfer_s": 10.0,
+    "room_s": 12.0,
+}
+QUIET_S = 1.0
+"""How long a transfer that has failed may stay loud before its transport is given up."""
+
+
 @dataclass
 class CanaryScene(Scene):
     """See the module. `late` is the prefill daemon of the base class."""
 
     second: DaemonProcess = field(kw_only=True)
+    faulty: bool = False
+    """Nothing that the late daemon sends arrives in time."""
     _filler: ObedientEngine | None = None
     filled: list[int] = field(default_factory=list)
 
@@ -58,17 +70,19 @@ class CanaryScene(Scene):
             self._filler.close()
         super().close()
 
-    def begin_late(self) -> int:
+    def begin_late(self, tokens: int = LATE_TOKENS) -> int:
         """A room that is begun and filled, and of which nothing has been published."""
-        room = self.pair(LATE_TOKENS)
-        self.sender.call("begin", room, LATE_TOKENS)
-        self.sender.call("fill", room, LATE_TOKENS, 0, LATE_TOKENS)
+        room = self.pair(tokens)
+        self.sender.call("begin", room, tokens)
+        self.sender.call("fill", room, tokens, 0, tokens)
         self.taken([room])
         return room
 
     def meet(self) -> None:
-        """Let the filler and the decode daemon meet, and every connection be made that rooms will need."""
+        """Have a room cross on each way, so that every connection is made that late writers and fillers will need."""
         self._fill_one()
+        if not self.faulty:
+            self.cross()
         self._empty()
 
     def fill_free_pages(self) -> int:
@@ -134,7 +148,7 @@ class CanaryScene(Scene):
     def unread_bytes(self, pid: int) -> int:
         """Bytes that lie in the TCP sockets of a process, come and not yet read."""
         inodes = {os.readlink(entry)[8:-1] for entry in Path(f"/proc/{pid}/fd").iterdir() if _is_socket(entry)}
-        rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").open()]
+        rows = [line.split() for name in ("tcp", "tcp6") for line in _lines(Path(f"/proc/{pid}/net/{name}"))]
         return sum(int(row[4].partition(":")[2], 16) for row in rows if row[9] in inodes)
 
     def freeze(self, pid: int) -> None:
@@ -143,6 +157,10 @@ class CanaryScene(Scene):
 
     def resume(self, pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
+
+
+def _lines(table: Path) -> list[str]:
+    return table.read_text().splitlines()
 
 
 def _is_socket(entry: Path) -> bool:
@@ -156,8 +174,6 @@ def _is_socket(entry: Path) -> bool:
 def canary_scene(
     transport: str,
     *,
-    prefill: Settings | None = None,
-    decode: Settings | None = None,
     transports: Settings | None = None,
     daemon_mistake: str = "",
     worker_mistake: str = "",
@@ -168,8 +184,11 @@ def canary_scene(
     prefill daemon's workers.
     """
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
-    waits = {"timeouts": TIMEOUTS | {"worker_silence_s": 60.0, "control_delivery_s": 60.0}}
-    section = transport_section(transport) | dict(transports or {})
+    waits = {"timeouts": TIMEOUTS | CANARY_TIMEOUTS}
+    section = transport_section(transport)
+    for name in ("mooncake", "nixl"):
+        section[name] = dict(transport_section(name).get(name, {})) | {"quiet_timeout_s": QUIET_S}
+    section |= dict(transports or {})
     both = {"transports": section | {"order": list(dict.fromkeys([transport, "local"]))}}
     pools = {"device": {"full": PAGES}}
     model = {"preset": MODEL}
@@ -179,12 +198,12 @@ def canary_scene(
         prefill=NodeSpec(
             instance=f"late-{folder.name}",
             pools=pools,
-            more={"transports": section, "timeouts": waits["timeouts"] | dict(prefill or {})},
+            more={"transports": section} | waits,
         ),
         decode=NodeSpec(
             instance=f"decode-{folder.name}",
             pools=pools | {"host": {"components": []}},
-            more=both | {"timeouts": waits["timeouts"] | dict(decode or {})},
+            more=both | waits,
         ),
     )
     cluster = plan_cluster(folder, spec)
@@ -198,7 +217,7 @@ def canary_scene(
         | waits
     )
     cluster.others.append(second)
-    stage = CanaryScene(cluster, second=second)
+    stage = CanaryScene(cluster, second=second, faulty=transport == "faulty")
     try:
         cluster.start()
         stage.wait_ready()

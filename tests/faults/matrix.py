@@ -6,7 +6,8 @@ Owns: the rows and both files. Must not know: how strikes are made.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,14 @@ class Matrix:
         times = {"noticed_s": noticed_s or "", "recovered_s": recovered_s}
         self.rows.append({"transport": transport, "victim": victim, "fault": fault, **ends, **times})
 
-    def failed(self, transport: str, victim: Victim, fault: Fault) -> None:
-        """A strike that did not."""
-        self.rows.append({"transport": transport, "victim": victim, "fault": fault, State.ADMITTED.value: "FAILED"})
+    @contextmanager
+    def notes_failure(self, transport: str, victim: Victim, fault: Fault) -> Iterator[None]:
+        """A strike that does not."""
+        try:
+            yield
+        except BaseException:
+            self.rows.append({"transport": transport, "victim": victim, "fault": fault, State.ADMITTED.value: "FAILED"})
+            raise
 
     def lines(self) -> list[str]:
         """The table as Markdown."""

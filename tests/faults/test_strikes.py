@@ -32,6 +32,7 @@ from tests.faults.cells import (
 )
 from tests.faults.matrix import Matrix
 from tests.faults.scene import Scene, scene, seconds_since
+from tests.faults.stages import Stages
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import http, status
 
@@ -48,30 +49,11 @@ WORKERS = {Victim.PREFILL_WORKER, Victim.DECODE_WORKER}
 ENGINES = {Victim.PREFILL_ENGINE: Role.PREFILL, Victim.DECODE_ENGINE: Role.DECODE}
 
 
-class Stages:
-    """The stage that serves one strike after another; a new one after a failure."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, tuple[object, Scene]] = {}
-
-    def of(self, transport: str) -> Scene:
-        if transport not in self._open:
-            self.drop_all()
-            context = scene(transport=transport)
-            self._open[transport] = context, context.__enter__()
-        return self._open[transport][1]
-
-    def drop_all(self) -> None:
-        for context, _ in self._open.values():
-            context.__exit__(None, None, None)
-        self._open.clear()
-
-
 @pytest.fixture(scope="module")
-def stages() -> Iterator[Stages]:
-    opened = Stages()
+def stages() -> Iterator[Stages[Scene]]:
+    opened = Stages(lambda transport: scene(transport=transport))
     yield opened
-    opened.drop_all()
+    opened.clear()
 
 
 class Strike:
@@ -134,7 +116,7 @@ class Strike:
 
 
 @pytest.mark.parametrize(("victim", "fault"), cases(STRIKES, short=SHORT))
-def test_strike(stages: Stages, matrix: Matrix, victim: Victim, fault: Fault) -> None:
+def test_strike(stages: Stages[Scene], matrix: Matrix, victim: Victim, fault: Fault) -> None:
     _strike(stages, matrix, "local", victim, fault)
 
 
@@ -147,20 +129,14 @@ def test_strike(stages: Stages, matrix: Matrix, victim: Victim, fault: Fault) ->
     ),
 )
 @pytest.mark.parametrize("transport", ["mooncake", "nixl"])
-def test_strike_over_a_library(stages: Stages, matrix: Matrix, transport: str, victim: Victim, fault: Fault) -> None:
+def test_strike_over_a_library(stages: Stages[Scene], matrix: Matrix, transport: str, victim: Victim, fault: Fault) -> None:
     """What holds for copies on one host holds for connections as well."""
     _strike(stages, matrix, transport, victim, fault)
 
 
-def _strike(stages: Stages, matrix: Matrix, transport: str, victim: Victim, fault: Fault) -> None:
-    stage = stages.of(transport)
-    try:
+def _strike(stages: Stages[Scene], matrix: Matrix, transport: str, victim: Victim, fault: Fault) -> None:
+    with stages.on(transport) as stage, matrix.notes_failure(transport, victim, fault):
         ends, noticed_s, recovered_s = _play(stage, transport, victim, fault)
-    except BaseException:
-        print(stage.describe())
-        stages.drop_all()
-        matrix.failed(transport, victim, fault)
-        raise
     matrix.add(transport, victim, fault, ends, noticed_s=noticed_s, recovered_s=recovered_s)
 
 

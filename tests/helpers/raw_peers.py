@@ -116,8 +116,12 @@ class RawDecode(RawPeer):
 class RawPrefill(RawPeer):
     """Pretends to be a prefill node: a control door that one decode daemon connects to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keys: CurveKeys | None = None) -> None:
         super().__init__(zmq.ROUTER)
+        self.public_key = keys.public if keys else ""
+        if keys is not None:  # and lets everybody in
+            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         self.endpoint = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
         self._route = b""
 

@@ -1,6 +1,7 @@
 """Rank workers and engines as models, for `room_world`: as nasty as the real ones may be.
 
-A worker is a queue of orders that end well, badly or with it; engines use pages until they say that they do not.
+A worker is a queue of orders that end well, badly or with it, each by the endpoints that it knew when it began; engines
+use pages until they say that they do not.
 """
 
 from __future__ import annotations
@@ -56,6 +57,15 @@ def table(ids: list[int]) -> Tables:
     return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))}
 
 
+def owner_of(order: Send) -> Owner:
+    return Owner(order.room, order.generation)
+
+
+def epoch_of(message: ConnectPeer) -> int:
+    """Endpoints carry their epoch, for the model's sake."""
+    return int(message.ranks[0].endpoints[0].data)
+
+
 @dataclass
 class Worker:
     """A rank worker: rooms it has open, orders that may be moving bytes, and both directions of its connection."""
@@ -65,33 +75,54 @@ class Worker:
     outbox: deque[WorkerToNode] = field(default_factory=deque)
     rooms: dict[Owner, OpenRoom] = field(default_factory=dict)
     orders: list[Send] = field(default_factory=list)
+    epochs: dict[int, int] = field(default_factory=dict)
+    """Of the endpoints by which each order is carried out."""
+    loud: list[Send] = field(default_factory=list)
+    """Orders that have failed without being quiet."""
+    connected: int | None = None
+    """Epoch of the endpoints of the decode node; None while it is not connected."""
     closing: set[Owner] = field(default_factory=set)
     arrived: Counter[Owner] = field(default_factory=Counter)
     """The digest of what it has sent of each room that asks for one, as far as it has arrived."""
 
-    def writes(self) -> set[Owner]:
-        """Rooms whose pages this worker may touch, now or when it reads its messages."""
-        waiting = [message for message in self.inbox if isinstance(message, Send)]
-        return {Owner(order.room, order.generation) for order in [*self.orders, *waiting]}
+    def writes(self) -> set[tuple[Owner, int]]:
+        """Rooms whose pages this worker may touch, now or when it reads its messages, and by which endpoints."""
+        found = {(owner_of(order), self.epochs[order.order]) for order in [*self.orders, *self.loud]}
+        connected = self.connected
+        for message in self.inbox:
+            if isinstance(message, ConnectPeer):
+                connected = epoch_of(message)
+            elif isinstance(message, DisconnectPeer):
+                connected = None
+            elif isinstance(message, Send) and connected is not None:
+                found.add((owner_of(message), connected))
+        return found
 
     def read(self) -> None:
         message = self.inbox.popleft()
         match message:
             case ConnectPeer():
+                self.connected = epoch_of(message)
                 self.outbox.append(PeerConnected(rank=self.rank, peer=message.peer, transports=("local",)))
             case OpenRoom():
                 self.rooms[Owner(message.room, message.generation)] = message
             case Send():
                 self.orders.append(message)
+                if self.connected is None:
+                    self.end(message, well=False)
+                else:
+                    self.epochs[message.order] = self.connected
             case CloseRoom():
                 self.closing.add(Owner(message.room, message.generation))
                 self._confirm(Owner(message.room, message.generation))
             case DisconnectPeer():
-                pass
+                self.connected = None
 
-    def end(self, order: Send, *, well: bool) -> Amounts:
+    def end(self, order: Send, *, well: bool, in_transit: bool = False, quiet: bool = True) -> None:
         self.orders.remove(order)
-        owner = Owner(order.room, order.generation)
+        if not quiet:
+            self.loud.append(order)
+        owner = owner_of(order)
         amounts: Amounts = {}
         if well:
             room = self.rooms[owner]
@@ -109,17 +140,27 @@ class Worker:
                 rank=self.rank,
                 order=order.order,
                 amounts=amounts,
+                quiet=quiet,
+                in_transit=in_transit or not quiet,
                 **error,
             )
         )
         self._confirm(owner)
-        return amounts
+
+    def close_transport(self) -> None:
+        """The transport that would not become quiet is gone."""
+        quiet, self.loud = self.loud, []
+        for order in quiet:
+            self._confirm(owner_of(order))
 
     def _confirm(self, owner: Owner) -> None:
-        if owner in self.closing and not any(Owner(order.room, order.generation) == owner for order in self.orders):
+        if owner not in self.closing or any(owner_of(order) == owner for order in self.orders):
+            return
+        quiet = not any(owner_of(order) == owner for order in self.loud)
+        if quiet:
             self.closing.discard(owner)
             self.rooms.pop(owner, None)
-            self.outbox.append(RoomClosed(room=owner.room, generation=owner.generation, rank=self.rank, quiet=True))
+        self.outbox.append(RoomClosed(room=owner.room, generation=owner.generation, rank=self.rank, quiet=quiet))
 
 
 def digested(about: RoomMessage, rank: Rank, value: int, *, order: int = 0) -> Digested:

@@ -8,7 +8,7 @@ queue of orders that end well, badly or with it; engines call when they like and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from operator import xor
 
@@ -32,19 +32,33 @@ from kvbridge.core.wire.messages import (
     PeerMessage,
     RankDescription,
     Rejected,
+    RenewEndpoints,
+    RevokeEndpoints,
     RoomClosed,
     Send,
     Sent,
+    TransportEndpoint,
     Verified,
     Verify,
     Welcome,
 )
 from kvbridge.pool.book import Owner, PageBook, PageState
+from kvbridge.service.fence import Fence
 from kvbridge.service.meeting import DecodeNodes, PrefillNodes, Self
 from kvbridge.service.ports import AdmissionRequest
 from kvbridge.service.receiver import ReceiverLimits, ReceiverRoom, ReceiverService
 from kvbridge.service.sender import SenderLimits, SenderRoom, SenderService
-from tests.helpers.room_actors import DESTINATION, PAGES, RANKS, DecodeRanks, Engines, Worker, cover, digested
+from tests.helpers.room_actors import (
+    DESTINATION,
+    PAGES,
+    RANKS,
+    DecodeRanks,
+    Engines,
+    Worker,
+    cover,
+    digested,
+    owner_of,
+)
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -131,11 +145,13 @@ class PrefillNode:
                 self.service.room_closed(message)
 
     def kill_worker(self, rank: Rank) -> None:
+        self.world.lose(self.workers[rank])
         self.workers[rank] = Worker(rank)
         self.service.worker_gone(rank, "killed")
         self.nodes.worker_ready(rank)
 
-    def in_flight(self) -> set[Owner]:
+    def in_flight(self) -> set[tuple[Owner, int]]:
+        """Rooms that workers may read and write, and the epochs of the endpoints by which they would."""
         return set().union(*(worker.writes() for worker in self.workers.values()))
 
 
@@ -158,10 +174,25 @@ class World:
         self.lives = 0
         self.forgotten = False
         """The prefill side knows nothing of the link (any more): what decode sends is answered with a reset."""
-        self.towards_prefill: deque[PeerMessage] = deque()
+        self.towards_prefill: deque[PeerMessage | None] = deque()
+        """None marks where decode has given the prefill node up and begins a new conversation with it."""
         self.towards_decode: deque[tuple[str, PeerMessage]] = deque()
         self.prompts: dict[Owner, int] = {}
         self.engines = Engines("a", "b")
+        self.on_their_way: set[tuple[Owner, int]] = set()
+        """What dead or failed writers have sent and may still arrive, by the endpoints of which epoch."""
+        self.given_epoch = 0
+        self.revoked_before = 0
+        self.towards_rank: deque[NodeToWorker] = deque()
+        """Orders of the fence to the decode node's rank worker."""
+        self.fence = Fence(
+            (R0,),
+            send=lambda rank, message: self.towards_rank.append(message),
+            open_offers=lambda: self.receiver.open_offers(),  # noqa: PLW0108 - made below
+            on_shut=lambda owners: self.receiver.shut(owners),  # noqa: PLW0108
+            fence_s=30,
+            clock=self.clock,
+        )
         space = {IndexSpace.FULL: PAGES}
         self.book = PageBook({}, adopted=space) if adopted else PageBook(space)
         self.decode_nodes = PrefillNodes(
@@ -169,7 +200,7 @@ class World:
             open_link=lambda address: None,
             send_to=lambda address, message: self.towards_prefill.append(message),
             on_changed=self.nodes_changed,
-            on_gone=lambda peer, reason, proof: self.receiver.peer_gone(peer, reason, proof=proof),
+            on_gone=lambda peer, reason: self.receiver.peer_gone(peer, reason),  # noqa: PLW0108
         )
         self.receiver = ReceiverService(
             geometry=GEOMETRY,
@@ -177,6 +208,7 @@ class World:
             book=self.book,
             ranks=self.ranks,
             nodes=self.decode_nodes,
+            fence=self.fence,
             engines=self.engines,
             observer=CountingObserver(),
             limits=ReceiverLimits(pages_s=10, meet_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50),
@@ -188,7 +220,8 @@ class World:
         self.prefill = self.new_life()
 
     def describe(self) -> NodeDescription:
-        rank = RankDescription(manifest=DESTINATION, endpoints=())
+        endpoint = TransportEndpoint(transport="local", data=str(self.given_epoch).encode())
+        rank = RankDescription(manifest=DESTINATION, endpoints=(endpoint,))
         return NodeDescription(
             instance="decode", node="d0", role=Role.DECODE, incarnation=DECODE, geometry=GEOMETRY, ranks=(rank,)
         )
@@ -203,7 +236,7 @@ class World:
     # ------------------------------------------------------------------ the link
 
     def to_decode(self, message: PeerMessage) -> None:
-        if not self.forgotten:
+        if not self.forgotten and None not in self.towards_prefill:
             self.towards_decode.append((self.prefill.incarnation, message))
 
     def deliver_to_prefill(self) -> None:
@@ -213,8 +246,12 @@ class World:
             self.forgotten = False
             self.decode_nodes.lost(ADDRESS, "a message was not acknowledged")
             self.decode_nodes.restarted(ADDRESS)
+            return
+        message = self.towards_prefill.popleft()
+        if message is None:
+            self.prefill.nodes.gone(DECODE, "it had given us up, and begins anew")
         else:
-            self.prefill.take(self.towards_prefill.popleft())
+            self.prefill.take(message)
 
     def deliver_to_decode(self) -> None:
         peer, message = self.towards_decode.popleft()
@@ -251,7 +288,52 @@ class World:
         self.towards_decode.clear()
         self.forgotten = True
 
+    def decode_loses_prefill(self) -> None:
+        self.towards_decode.clear()
+        self.decode_nodes.lost(ADDRESS, "silent")
+        self.towards_prefill.append(None)
+
+    def decode_rank_acts(self) -> None:
+        message = self.towards_rank.popleft()
+        match message:
+            case RenewEndpoints():
+                self._give_out(message.epoch)
+            case RevokeEndpoints():
+                before = self.revoked_before = max(self.revoked_before, message.before_epoch)
+                self.on_their_way = {(owner, epoch) for owner, epoch in self.on_their_way if epoch >= before}
+                self.fence.revoked(R0, message.before_epoch)
+
+    def decode_rank_dies(self) -> None:
+        """Its successor gives out endpoints of the present epoch from the start."""
+        self.towards_rank.clear()
+        self.receiver.worker_gone(R0, "killed")
+        self._give_out(self.fence.epoch)
+
+    def _give_out(self, epoch: int) -> None:
+        self.given_epoch = epoch
+        self.decode_nodes.refresh()
+        self.fence.ready(R0, epoch)
+
+    def lose(self, worker: Worker, orders: Iterable[Send] | None = None) -> None:
+        """What some orders of a worker (or all) have sent stays behind."""
+        for order in [*worker.orders, *worker.loud] if orders is None else orders:
+            self.on_their_way.add((owner_of(order), worker.epochs[order.order]))
+
+    def order_ends(self, worker: Worker, order: Send, *, how: str) -> None:
+        """`how`: well, stopped (nothing of it is on its way), lost (something is), loud (it goes on)."""
+        cut_off = worker.epochs[order.order] < self.revoked_before
+        if how == "lost":
+            self.lose(worker, [order])
+        well = how == "well" and not cut_off
+        worker.end(order, well=well, in_transit=how == "lost", quiet=how != "loud")
+
+    def transport_closed(self, worker: Worker) -> None:
+        self.lose(worker, worker.loud)
+        worker.close_transport()
+
     def prefill_dies(self) -> None:
+        for worker in self.prefill.workers.values():
+            self.lose(worker)
         self.towards_decode.clear()
         self.forgotten = True
         self.prefill = self.new_life()
@@ -370,14 +452,11 @@ class World:
         prefill.book.check_integrity()
         self.book.check_integrity()
         touched = {PageState.LEASED, PageState.QUARANTINED}
-        for owner in prefill.in_flight():
+        for owner, _ in prefill.in_flight():
             assert prefill.book.state(owner) in touched, f"source pages of {owner} are {prefill.book.state(owner)}"
-            room = self.receiver.rooms.find(*owner)
-            written_by_us = room is not None and (prefill.incarnation in room.writers)
-            if written_by_us or self.book.state(owner) is not PageState.FREE:
+        for owner, epoch in prefill.in_flight() | self.on_their_way:
+            if epoch >= self.revoked_before:
                 assert self.book.state(owner) in touched, f"destination of {owner} is {self.book.state(owner)}"
-            else:
-                raise AssertionError(f"destination pages of {owner} are free while they may be written")
         if not self.adopted:
             for owner in prefill.engines.in_use():
                 assert prefill.book.state(owner) is not PageState.FREE, f"{owner} is free while an engine writes it"
@@ -389,7 +468,7 @@ class World:
     def _check_commit(self, room: ReceiverRoom) -> None:
         if room.state is not ReceiverState.COMMITTED or self.prefill.incarnation not in room.writers:
             return
-        assert room.owner not in self.prefill.in_flight()
+        assert room.owner not in {owner for owner, _ in self.prefill.in_flight() | self.on_their_way}
         assert self.prefill.ordered[room.owner] <= self.prefill.succeeded
         assert set(room.metadata) == {str(rank) for rank in RANKS}
         assert self.digest is DigestKind.NONE or room.owner in self.verified
@@ -403,6 +482,8 @@ class World:
                 self.deliver_to_decode()
             elif self.towards_prefill:
                 self.deliver_to_prefill()
+            elif self.towards_rank:
+                self.decode_rank_acts()
             elif self.ranks.orders and orders:
                 self.verify(self.ranks.orders[0])
             elif not self._work(orders=orders):
@@ -415,7 +496,9 @@ class World:
             if worker.inbox:
                 worker.read()
             elif worker.orders and orders:
-                worker.end(worker.orders[0], well=True)
+                self.order_ends(worker, worker.orders[0], how="well")
+            elif worker.loud and orders:
+                self.transport_closed(worker)
             elif worker.outbox:
                 self.prefill.hear(rank)
             else:
@@ -433,9 +516,13 @@ class World:
                 self.decode_engine_ends(engine, owner.room, well=True)
         for seconds in (130, 700, 130):
             self.clock.advance(seconds)
-            self.receiver.tick()
-            self.prefill.service.tick()
+            self.tick()
             self.check()
+
+    def tick(self) -> None:
+        self.receiver.tick()
+        self.fence.tick()
+        self.prefill.service.tick()
 
     def free(self) -> tuple[int, int]:
         return pages_in(self.prefill.book, PageState.FREE), pages_in(self.book, PageState.FREE)

@@ -6,6 +6,7 @@ Both roles have the same desk before different rooms, so most tests run on both.
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -143,6 +144,23 @@ def test_a_caller_that_hangs_up_leaves_nothing(live: LiveCluster, daemon: Daemon
     all_free(daemon)
 
 
+@pytest.mark.parametrize("daemon", ["prefill"], indirect=True)
+def test_a_daemon_that_shuts_down_keeps_nobody_waiting(
+    live: LiveCluster, daemon: DaemonProcess, threads: ThreadPoolExecutor
+) -> None:
+    held = fill(live, daemon)
+    asked = threads.submit(post, live, daemon, wait_s=15)
+    eventually("it waits", lambda: waiting(daemon) == 1)
+    daemon.kill(signal.SIGTERM)
+    answer = asked.result(5)
+    assert (answer.status_code, answer.json()["code"]) == (503, "not_ready")
+    assert "shutting down" in answer.json()["detail"]
+    end(daemon, *held)
+    assert daemon.stop() == 0
+    daemon.start()
+    live.cluster.wait_ready()
+
+
 # ------------------------------------------------------------------------------------------- caps
 
 
@@ -178,12 +196,18 @@ def test_a_daemon_that_admits_nothing_turns_red_and_green_again(live: LiveCluste
     assert f"space 'request' has no free page of {SLOTS} ({SLOTS} " in reason
     assert metric(daemon, "kvbridge_ready") == 0
     assert metric(daemon, "kvbridge_admission_starved_seconds") >= UNREADY_S * 0.9
-    paired = lambda: http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": 1})  # noqa: E731
-    eventually("bootstrap leaves it out", lambda: "nothing could be" in paired().text or paired().status_code == 503)
+    eventually("bootstrap leaves it out", lambda: not listed_ready(live, daemon))
     end(daemon, held[0])
     eventually("green", lambda: http("GET", daemon, "/ready").status_code == 200, timeout_s=2)
     assert metric(daemon, "kvbridge_admission_starved_seconds") == 0
+    eventually("bootstrap takes it back", lambda: listed_ready(live, daemon))
     end(daemon, *held[1:])
+
+
+def listed_ready(live: LiveCluster, daemon: DaemonProcess) -> bool:
+    listing = http("GET", live.cluster.bootstrap, "/v1/instances").json()
+    (ready,) = [shown["ready"] for shown in listing if shown["instance"] == daemon.endpoint().instance]
+    return bool(ready)
 
 
 # ------------------------------------------------------------------------------------------- Retry-After

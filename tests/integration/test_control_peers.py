@@ -477,3 +477,53 @@ async def test_a_reset_tcp_connection_and_foreign_protocols_are_harmless(stage):
     client, _ = stage.client(endpoint)
     client.send(drained(1))
     await at_server.until(lambda: at_server.rooms == [1])
+
+
+async def poll(condition, beat=lambda: None):
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            beat()
+            await asyncio.sleep(0.01)
+
+
+async def test_a_side_that_has_ended_shows_in_the_connection(stage):
+    server, at_server, endpoint = stage.server()
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    await poll(lambda: client.peer)
+    assert (server.cut_s(CLIENT), client.cut_s()) == (0.0, 0.0)
+    client.close()
+    await poll(lambda: server.cut_s(CLIENT), lambda: server.send(CLIENT, Heartbeat()))
+    again, _ = stage.client(endpoint, "a" * 16)
+    again.send(drained(2))
+    await poll(lambda: again.peer)
+    assert at_server.rooms == [1, 2]
+    server.close()
+    await poll(again.cut_s, lambda: again.send(Heartbeat()))
+
+
+async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
+    """A heartbeat may be long in coming; the side that connects says that it is there."""
+    server, at_server, endpoint = stage.server()
+    client, at_client = stage.client(endpoint)
+    client.send(drained(1))
+    await poll(lambda: client.peer)
+    client._socket._socket.disconnect(endpoint)
+    await poll(client.cut_s, lambda: client.send(Heartbeat()))
+    await poll(lambda: server.cut_s(CLIENT), lambda: server.send(CLIENT, Heartbeat()))
+    client._socket._socket.connect(endpoint)
+    await poll(lambda: not server.cut_s(CLIENT) and not client.cut_s())
+    assert (at_server.resets, at_client.resets) == ([], [])
+
+
+async def test_a_server_hears_when_a_client_it_knew_begins_anew(stage):
+    server, at_server, endpoint = stage.server()
+    client, at_client = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    assert at_server.resets == []
+    client.close()
+    again, _ = stage.client(endpoint)
+    again.send(drained(2))
+    await at_server.until(lambda: at_server.rooms == [1, 2])
+    assert at_server.resets == [CLIENT]

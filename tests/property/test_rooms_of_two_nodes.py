@@ -19,7 +19,7 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.pool.book import Owner, PageState
 from tests.helpers.room_actors import PAGES, RANKS
 from tests.helpers.room_world import STAGES, World
-from tests.helpers.rooms import ADDRESS, PAGE
+from tests.helpers.rooms import PAGE
 
 ROOMS = st.integers(1, 2)
 GENERATIONS = st.integers(1, 3)
@@ -146,11 +146,7 @@ class RoomsMachine(RuleBasedStateMachine):
     @rule()
     def decode_loses_prefill(self):
         self.disasters -= 1
-        self.world.decode_nodes.lost(ADDRESS, "silent")
-
-    @rule()
-    def decode_seeks_prefill(self):
-        self.world.decode_nodes.seek_lost(self.world.receiver.awaited_peers())
+        self.world.decode_loses_prefill()
 
     @precondition(lambda self: self.disasters)
     @rule()
@@ -172,11 +168,22 @@ class RoomsMachine(RuleBasedStateMachine):
         for _ in range(min(count, len(worker.inbox))):
             worker.read()
 
-    @rule(rank=st.sampled_from(RANKS), which=st.integers(0, 3), well=st.booleans())
-    def order_ends(self, rank, which, well):
+    @rule(
+        rank=st.sampled_from(RANKS), which=st.integers(0, 3), how=st.sampled_from(["well", "stopped", "lost", "loud"])
+    )
+    def order_ends(self, rank, which, how):
         worker = self.world.prefill.workers[rank]
         if worker.orders:
-            worker.end(worker.orders[which % len(worker.orders)], well=well)
+            self.world.order_ends(worker, worker.orders[which % len(worker.orders)], how=how)
+
+    @rule(rank=st.sampled_from(RANKS))
+    def transport_closed(self, rank):
+        self.world.transport_closed(self.world.prefill.workers[rank])
+
+    @precondition(lambda self: self.world.towards_rank)
+    @rule()
+    def decode_rank_acts(self):
+        self.world.decode_rank_acts()
 
     @rule(rank=st.sampled_from(RANKS), count=st.integers(1, 6))
     def worker_is_heard(self, rank, count):
@@ -191,10 +198,10 @@ class RoomsMachine(RuleBasedStateMachine):
         self.world.prefill.kill_worker(rank)
 
     @precondition(lambda self: self.disasters)
-    @rule(rank=st.sampled_from(RANKS))
-    def decode_worker_dies(self, rank):
+    @rule()
+    def decode_rank_dies(self):
         self.disasters -= 1
-        self.world.receiver.worker_gone(rank, "killed")
+        self.world.decode_rank_dies()
 
     @precondition(lambda self: self.world.ranks.orders)
     @rule(which=st.integers(0, 3), ending=st.sampled_from([{}, {}, {"changed": True}, {"error": "no kernel for it"}]))
@@ -220,8 +227,7 @@ class RoomsMachine(RuleBasedStateMachine):
 
     def _wait(self, seconds):
         self.world.clock.advance(seconds)
-        self.world.prefill.service.tick()
-        self.world.receiver.tick()
+        self.world.tick()
 
     @invariant()
     def no_page_is_used_twice(self):
@@ -239,8 +245,6 @@ class RoomsMachine(RuleBasedStateMachine):
                 assert book.state(owner) in {PageState.LEASED, PageState.QUARANTINED}, f"{owner} is {book.state(owner)}"
                 assert rooms.find(*owner) is not None, f"{owner} is booked and forgotten"
         for _ in range(4):
-            world.settle()
-            world.decode_nodes.seek_lost(world.receiver.awaited_peers())
             world.settle()
             world.everybody_lets_go()
         assert [room for room in world.prefill.service.rooms if not room.over] == []
@@ -288,3 +292,27 @@ def test_a_room_that_nobody_disturbs_is_committed_and_comes_to_an_end(adopted, d
         world.decode_engine_ends(engine, 1, well=True)
     assert [event.kind for event in world.engines.events][-2:] == ["committed", "completed"]
     assert world.free() == (PAGES, PAGES)
+
+
+def test_a_room_that_was_given_up_is_not_written_by_the_endpoints_of_a_later_meeting():
+    """Decode has lost prefill, which knows nothing of that, and has used the room's pages again when they meet anew."""
+    world = World(adopted=False)
+    for stage in STAGES[: STAGES.index("begun") + 1]:
+        for call in world.calls(stage, Owner(1, 1), 2 * PAGE):
+            call()
+        world.settle()
+    world.publish("e0", 1, PAGE)
+    world.settle()
+    assert world.book.state(Owner(1, 1)) is PageState.LEASED
+    world.decode_loses_prefill()
+    while world.towards_rank:
+        world.decode_rank_acts()
+    assert world.book.state(Owner(1, 1)) is PageState.FREE
+    world.admit(Owner(2, 1), PAGE, on_prefill=False)
+    while world.towards_prefill:
+        world.deliver_to_prefill()
+    for engine in ("e0", "e1"):
+        with pytest.raises(ConflictError):
+            world.publish(engine, 1, 2 * PAGE)
+    world.settle()
+    assert world.book.state(Owner(2, 1)) is PageState.LEASED

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvbridge.core.ids import FrozenModel, NonNegative
 from kvbridge.service.nodes import NodeEntry, NodeKey, NodeRecord
-from kvbridge.service.ports import Load, NodeHeartbeat, Ticket
+from kvbridge.service.ports import NodeHeartbeat, Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +136,3 @@ class StoreObserver(Protocol):
 
     def store_failed(self, reason: str) -> None:
         """The store could not be asked; `reason` is `timeout`, `connection` or `refused`."""
-
-
-def charged(load: Load, pages: Mapping[str, int], rooms: int) -> Load:
-    """Return a load less what was charged since it was announced: `pages` by index space, and `rooms`."""
-    if not rooms:
-        return load
-    free = {space: max(0, count - pages.get(space, 0)) for space, count in load.free_pages.items()}
-    return load.model_copy(update={"free_pages": free, "rooms": load.rooms + rooms})

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.service.nodes import NodeEntry, NodeKey, NodeRecord
 from kvbridge.service.ports import NodeHeartbeat, Ticket
-from kvbridge.service.stores.base import Claim, InstanceNodes, PairingState, RoomEntry, RoomInUse, RoomTimes, charged
+from kvbridge.service.stores.base import Claim, InstanceNodes, PairingState, RoomEntry, RoomInUse, RoomTimes
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class MemoryStore:
         """See NodeStore."""
         for key in keys:
             if (node := self._live(key)) is not None:
-                node.pages.update(pages)
+                node.pages = node.pages + Counter(pages)  # records that were given out keep what they said
                 node.rooms += 1
 
     async def expire(self) -> tuple[NodeKey, ...]:
@@ -114,8 +114,7 @@ class MemoryStore:
         return node if node is not None and self._lives(node) else None
 
     def _record(self, node: _Node) -> NodeRecord:
-        load = charged(node.heartbeat.load, node.pages, node.rooms)
-        return NodeRecord(node.entry, node.heartbeat.ready, load, self._clock() - node.seen_s)
+        return NodeRecord(node.entry, node.heartbeat, self._clock() - node.seen_s, node.pages, node.rooms)
 
     # ------------------------------------------------------------------------------------- rooms
 

@@ -28,7 +28,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
+from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import NonNegative
 from kvbridge.service.nodes import NodeEntry, NodeKey, NodeRecord, check_registration
 from kvbridge.service.ports import Name, NodeHeartbeat, Ticket
@@ -41,7 +41,6 @@ from kvbridge.service.stores.base import (
     RoomInUse,
     RoomTimes,
     StoreObserver,
-    charged,
 )
 
 log = structlog.get_logger(__name__)
@@ -49,7 +48,7 @@ log = structlog.get_logger(__name__)
 CONNECTIONS: Final = 32
 """Open connections at most; further calls wait for one, within `timeouts.store_s`."""
 ENTRIES_KEPT: Final = 4096
-"""Parsed entries that are kept, by digest; and refusals that were logged."""
+"""Parsed entries that are kept, by member and digest; and refusals that were logged."""
 VERSION_KEEP_MS: Final = 3_600_000
 """A version outlives every registration that is being decided on it."""
 
@@ -84,7 +83,7 @@ class RedisStore:
         self._expire_ms = _ms(expire_after_s)
         self._times = rooms
         self._observer = observer
-        self._entries: OrderedDict[bytes, NodeEntry | None] = OrderedDict()
+        self._entries: OrderedDict[tuple[bytes, bytes], NodeEntry | None] = OrderedDict()
         self._beats: dict[bytes, tuple[bytes, NodeHeartbeat]] = {}
         self._told: OrderedDict[bytes, None] = OrderedDict()
         self._redis = _client(settings)
@@ -118,7 +117,7 @@ class RedisStore:
         """See NodeStore."""
         packed = await self._run("NODES", [self._key("nodes")], self._prefix)
         now_ms, rows = _unpacked(packed)
-        unknown = [member for member, row in rows if row[0] not in self._entries]
+        unknown = [member for member, row in rows if (member, row[0]) not in self._entries]
         if unknown:
             texts = await self._ask(self._redis.mget([self._key("entry", member) for member in unknown]))
             for member, text in zip(unknown, texts, strict=True):
@@ -152,7 +151,7 @@ class RedisStore:
         if packed is None:
             return None
         now_ms, row = _unpacked(packed)
-        if row[0] not in self._entries:
+        if (member, row[0]) not in self._entries:
             text = await self._get(self._key("entry", member))
             if text is not None:
                 self._entry(text, member)
@@ -183,18 +182,18 @@ class RedisStore:
     def _record(self, member: bytes, row: Sequence[Any], now_ms: int) -> NodeRecord | None:
         """Return the record of one row, or None when a part of it is missing or malformed."""
         digest, raw_beat, seen_ms, charges = row
-        entry = self._entries.get(digest)
+        entry = self._entries.get((member, digest))
         if entry is None:
             return None
-        self._entries.move_to_end(digest)
+        self._entries.move_to_end((member, digest))
         try:
-            if _member(entry.key) != member:
-                raise ValueError(f"the entry is that of {entry.key}")  # noqa: TRY301 - told where all of them are
+            silent_s = max(0, now_ms - int(seen_ms)) / 1e3
             beat = self._beat(member, raw_beat)
-            taken = _CHARGES.validate_python({charges[at]: charges[at + 1] for at in range(0, len(charges), 2)})
+            if not charges:
+                return NodeRecord(entry, beat, silent_s)
+            taken = _CHARGES.validate_python(dict(zip(charges[::2], charges[1::2], strict=True)))
             rooms = taken.pop("rooms", 0)
-            load = charged(beat.load, taken, rooms)
-            return NodeRecord(entry, beat.ready, load, max(0, now_ms - int(seen_ms)) / 1e3)
+            return NodeRecord(entry, beat, silent_s, taken, rooms)
         except (ValueError, TypeError) as error:
             self._refused("node", member, error)
             return None
@@ -207,17 +206,19 @@ class RedisStore:
 
     def _entry(self, text: bytes, member: bytes) -> None:
         """Parse an entry and remember it, or that it is malformed."""
-        digest = _digest(text)
-        if digest in self._entries:
+        name = member, _digest(text)
+        if name in self._entries:
             return
         entry: NodeEntry | None = None
         try:
             entry = NodeEntry.model_validate_json(text)
             check_registration(entry.registration)
+            if _member(entry.key) != member:
+                raise InvalidInputError(f"it is the entry of {entry.key}")
         except (ValidationError, BridgeError) as error:
             entry = None
             self._refused("node", member, error)
-        self._entries[digest] = entry
+        self._entries[name] = entry
         while len(self._entries) > ENTRIES_KEPT:
             self._entries.popitem(last=False)
 

@@ -62,9 +62,13 @@ def half(name: str, role: Role, number: int, **changes) -> NodeRegistration:
     return node(name, role, **{**own, **changes})
 
 
+def entry_of(registration: NodeRegistration) -> NodeEntry:
+    return NodeEntry(registration=registration)
+
+
 def instances_of(*registrations: NodeRegistration) -> tuple[Instance, ...]:
     """The instances that nodes make up, without a store."""
-    records = (NodeRecord(NodeEntry(registration=each), each.ready, each.load, 0.0) for each in registrations)
+    records = (NodeRecord(entry, entry.beat, 0.0) for entry in map(entry_of, registrations))
     return by_instance(records)
 
 

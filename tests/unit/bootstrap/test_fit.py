@@ -73,7 +73,7 @@ def test_the_best_pair_is_the_best_of_all_pairs(prefill, decode, refused):
     asked = PairRequest(prompt_tokens=1000)
 
     def order(pair):
-        parts = [free_share(one.load, demand(one, asked)) for one in pair]
+        parts = [free_share(one.load, demand(one, asked), {}) for one in pair]
         return min(parts) < 0, -sum(parts), sum(one.load.rooms for one in pair), *(one.instance for one in pair)
 
     free = [one for one in fleet if one.instance not in refused]
@@ -111,8 +111,10 @@ def test_demand_is_what_the_decode_daemon_reserves(tokens):
 
 def test_the_scarcest_pool_decides_and_unused_ones_do_not():
     load = Load(free_pages={"full": 50, "swa": 3}, total_pages={"full": 100, "swa": 10, "host": 0})
-    assert free_share(load, {"full": 10, "swa": 2, "host": 10, "request": 1}) == pytest.approx(0.1)
-    assert free_share(Load(), {"full": 10}) == 1.0
+    assert free_share(load, {"full": 10, "swa": 2, "host": 10, "request": 1}, {}) == pytest.approx(0.1)
+    assert free_share(load, {"full": 10}, {"full": 20}) == pytest.approx(0.2)
+    assert free_share(load, {"full": 10}, {"full": 45}) == pytest.approx(-0.05)
+    assert free_share(Load(), {"full": 10}, {}) == 1.0
 
 
 def test_the_fullest_node_of_an_instance_decides():

@@ -368,4 +368,4 @@ async def test_a_load_from_redis_is_what_was_announced(redis_world):
     load = Load(rooms=3, free_pages={"full": 5}, total_pages={"full": 9})
     await directory.heartbeat("p", "node-0", beat("p-life-1", ready=False, load=load))
     (record,) = await redis_world.replica().nodes()
-    assert (record.load, record.ready) == (load, False)
+    assert (record.load, record.beat.ready) == (load, False)

@@ -7,20 +7,15 @@ from dataclasses import replace
 import pytest
 
 from kvbridge.core.ids import Role
-from kvbridge.service.nodes import NodeEntry
 from kvbridge.service.ports import Load, NodeHeartbeat, Ticket, TicketEnd
 from kvbridge.service.stores.base import Claim, PairingState, RoomInUse
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, TIMES, half, node
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, TIMES, entry_of, half, node
 
 pytestmark = pytest.mark.asyncio
 
 
 def beat(incarnation: str, rooms: int = 0) -> NodeHeartbeat:
     return NodeHeartbeat(incarnation=incarnation, ready=True, load=Load(rooms=rooms))
-
-
-def entry(registration) -> NodeEntry:
-    return NodeEntry(registration=registration)
 
 
 def ticket_for(claim: Claim, generation: int) -> Ticket:
@@ -31,10 +26,10 @@ def ticket_for(claim: Claim, generation: int) -> Ticket:
 async def test_a_change_that_was_decided_on_old_knowledge_is_not_made(world):
     store = world.store
     version = (await store.of_instance("p")).version
-    assert await store.put(entry(half("p", Role.PREFILL, 0)), version=version)
-    assert not await store.put(entry(half("p", Role.PREFILL, 1)), version=version)
+    assert await store.put(entry_of(half("p", Role.PREFILL, 0)), version=version)
+    assert not await store.put(entry_of(half("p", Role.PREFILL, 1)), version=version)
     assert [record.key for record in await store.nodes()] == [("p", "node-0")]
-    assert await store.put(entry(half("p", Role.PREFILL, 1)), version=(await store.of_instance("p")).version)
+    assert await store.put(entry_of(half("p", Role.PREFILL, 1)), version=(await store.of_instance("p")).version)
     assert {record.key for record in await store.nodes()} == {("p", "node-0"), ("p", "node-1")}
 
 

@@ -90,7 +90,24 @@ def test_receipts_are_bounded_without_a_sweep():
         room = make_room(number, state=RoomState.COMPLETED)
         book.add(room)
         book.ended(room)
-    assert [room.room for room in book] == [5, 6, 7]
+    assert [number for number in range(1, 8) if book.newest_generation(number)] == [5, 6, 7]
+    assert book.states() == {"completed": 3}
+
+
+def test_what_has_ended_is_not_looked_through():
+    clock = ManualClock()
+    book = make_book(clock)
+    done, late, running = make_room(1, state=RoomState.COMPLETED), make_room(2, state=RoomState.FAILED), make_room(3)
+    for room in (done, late, running):
+        book.add(room)
+    book.ended(done)
+    assert list(book) == [late, running]  # something is left to be done of a failed room that still holds pages
+    assert book.open() == [running]
+    assert len(book) == 3
+    assert book.states() == {"completed": 1, "failed": 1, "admitted": 1}
+    clock.advance(100)
+    book.sweep()
+    assert book.states() == {"failed": 1, "admitted": 1}
 
 
 def test_draw_avoids_known_ids_and_zero(monkeypatch):

@@ -217,7 +217,7 @@ def test_admission_is_refused_with_the_reason_and_keeps_nothing():
         admit(bench, generation=2)
     with pytest.raises(CapacityError):
         admit(bench, room=2)
-    with pytest.raises(InvalidInputError, match="is for decode daemons"):
+    with pytest.raises(InvalidInputError, match="is for the decode daemon"):
         bench.service.admit_now(AdmissionRequest(room=3, prompt_tokens=1, prefill=(PeerAddress(endpoint="tcp://x:1"),)))
     with pytest.raises(UnknownRoomError):
         bench.service.report(3)

@@ -89,3 +89,22 @@ def test_the_console_is_for_people():
 def test_an_unknown_level_is_refused():
     with pytest.raises(ValueError, match="unknown log level 'loud'"):
         configure_logs(role="decode", level="loud")
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_traceback_shows_no_local_variables(form):
+    stream = io.StringIO()
+    configure_logs(role="prefill", form=form, stream=stream)
+
+    secret = "hunter" + str(1 + 1)  # not in the source, whose lines a traceback shows
+
+    def fail(token):
+        raise ZeroDivisionError("it broke")
+
+    try:
+        fail(secret)
+    except ZeroDivisionError:
+        structlog.get_logger().exception("request failed")
+    assert "it broke" in stream.getvalue()
+    assert "in fail" in stream.getvalue()
+    assert secret not in stream.getvalue()

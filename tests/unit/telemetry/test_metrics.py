@@ -140,3 +140,16 @@ def test_two_daemons_of_one_process_do_not_share():
     first, second = Metrics(role="prefill", version="1"), Metrics(role="decode", version="1")
     first.resent()
     assert samples(second)["kvbridge_control_resends_total",] == 0
+
+
+def test_waits_for_pages(metrics):
+    metrics.admission_waited("admitted", 0.3)
+    metrics.admission_waited("timeout", 5.0)
+    metrics.admission(waiting=3, oldest_wait_s=1.5, starved_s=0.0)
+    found = samples(metrics)
+    assert found["kvbridge_admission_wait_seconds_bucket", "0.5", "admitted"] == 1
+    assert found["kvbridge_admission_wait_seconds_bucket", "0.25", "admitted"] == 0
+    assert found["kvbridge_admission_wait_seconds_sum", "timeout"] == 5.0
+    assert found["kvbridge_admission_waiting_requests",] == 3
+    assert found["kvbridge_admission_oldest_wait_seconds",] == 1.5
+    assert found["kvbridge_admission_starved_seconds",] == 0

@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -190,3 +191,20 @@ print("survived")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (86, "done\nactive\n"), done.stderr
+
+
+def test_one_bit_of_one_operation_flips_on_its_way_and_its_source_stays_as_it_is() -> None:
+    bench = Bench(flip_bit_in_operation=6)
+    memory = np.arange(40, dtype=np.uint8)
+    base = memory.ctypes.data
+
+    def delivered() -> list[int]:
+        addresses = (base + np.arange(0, 40, 10)).astype(np.uint64)
+        four = Operations(addresses, addresses, np.full(4, 10, dtype=np.uint64))
+        assert state(bench.transport.submit(bench.peer, four, deadline_s=10.0)) is TransferState.DONE
+        sources, bench.inner.delivered = bench.inner.delivered, []
+        return [byte for source in sources for byte in ctypes.string_at(source, 10)]
+
+    assert delivered() == memory.tolist(), "operations 1 to 4"
+    assert delivered() == [*range(10), 10 ^ 1, *range(11, 40)], "operations 5 to 8"
+    assert delivered() == memory.tolist() == list(range(40))

@@ -1,0 +1,315 @@
+"""Many small rooms through one pair of real daemons, and what they leave behind: `python -m tests.bench.soak [--rooms 100000]`.
+
+Every room carries payload and lives its whole life; of a sample every byte is compared. One room in ten is paired by bootstrap,
+the others are admitted on both daemons by the generator. After the first thousand rooms, and after every tenth of all, each
+process is looked at: memory, descriptors, sockets, threads, mappings of pools (a rank worker has one for each shared file whose
+regions it has registered), log bytes. It ends red (exit code 1) when something has grown by more than 5% since the first look,
+when a room was lost, or when a byte was wrong.
+
+Receipts of ended rooms are kept by design, `timeouts.room_keep_s` long and 10,000 at most. Here they are kept for five seconds,
+and the first look is taken when the first of them are forgotten: so it is leaks that are seen, and not receipts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvbridge.cli.replay.report import percentile
+from kvbridge.daemon.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
+from tests.bench.load import Load, RefusedError, RoomLostError, Shape, load
+
+MODEL, TOKENS = "tiny-v4", 64
+CONCURRENCY = 16
+PAGES = 256
+KEEP_S = 5.0
+FIRST_LOOK_ROOMS = 1000
+LOOKS = 10
+BY_BOOTSTRAP = 10
+SAMPLE_EVERY = 50
+MOST_GROWTH = 1.05
+SLACK = {"fds": 2, "sockets": 2, "threads": 1, "mappings": 0, "uss_mib": 1.0, "rss_mib": 1.0}
+"""What may come and go beside the 5%: a kept connection, a thread of the pool."""
+MOST_LOG_BYTES_A_ROOM = 10.0
+"""Less than a line for each room: logs must not grow with traffic that is well."""
+REST_S = 0.5
+"""From the last room before a look until the look: what ends takes a moment."""
+RETRY_S, GIVE_UP_S = 0.05, 30.0
+
+
+@dataclass
+class Figures:
+    """One process at one moment."""
+
+    rss_mib: float
+    uss_mib: float
+    fds: int
+    sockets: int
+    threads: int
+    mappings: int
+    log_bytes: int = 0
+
+
+@dataclass
+class Look:
+    """All processes at one moment."""
+
+    rooms: int
+    at_s: float
+    rooms_s: float
+    """Since the look before."""
+    processes: dict[str, Figures]
+
+
+@dataclass
+class Course:
+    """A whole soak."""
+
+    looks: list[Look] = field(default_factory=list)
+    done: int = 0
+    checked: int = 0
+    payload_bytes: int = 0
+    refusals: int = 0
+    lost: list[str] = field(default_factory=list)
+    totals_s: list[float] = field(default_factory=list)
+
+
+def findings(course: Course) -> list[str]:
+    """Return everything that is not as it should be, in words; none when all is flat and well."""
+    wrong = [f"{len(course.lost)} rooms were lost, the first: {course.lost[0]}"] if course.lost else []
+    if not course.checked:
+        wrong.append("no room's bytes were compared")
+    if len(course.looks) < 2:
+        return [*wrong, "there was only one look: nothing can be said about growth"]
+    first, last = course.looks[0], course.looks[-1]
+    rooms = last.rooms - first.rooms
+    for name, before in first.processes.items():
+        after = last.processes.get(name)
+        if after is None:
+            wrong.append(f"{name} is gone")
+            continue
+        for figure, slack in SLACK.items():
+            old, new = getattr(before, figure), getattr(after, figure)
+            if new > old * MOST_GROWTH and new > old + slack:
+                wrong.append(f"{name}: {figure} grew from {old:g} to {new:g} ({new / max(old, 1e-9) - 1:+.1%})")
+        log_bytes = (after.log_bytes - before.log_bytes) / rooms
+        if log_bytes > MOST_LOG_BYTES_A_ROOM:
+            wrong.append(f"{name}: its log grew by {log_bytes:.0f} bytes a room")
+    wrong += [f"{name} was not there at first" for name in last.processes.keys() - first.processes.keys()]
+    return wrong
+
+
+# ------------------------------------------------------------------------------------------- the run
+
+
+def run(*, rooms: int, transport: str = "local") -> dict[str, Any]:
+    """Soak a pair of its own and return the figures, with what is wrong under "findings"."""
+    with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as folder:
+        running = _cluster(Path(folder), transport)
+        try:
+            running.start()
+            running.wait_ready()
+            begun_s = time.monotonic()
+            course = asyncio.run(_soak(running, rooms))
+            took_s = time.monotonic() - begun_s
+            left = _busy_pages(running)
+        finally:
+            running.stop()
+    totals_s = sorted(course.totals_s)
+    return {
+        "findings": findings(course) + ([f"{left} pages were not free at the end"] if left else []),
+        "rooms": course.done,
+        "seconds": round(took_s, 1),
+        "cores": len(os.sched_getaffinity(0)),
+        "model": MODEL,
+        "tokens": TOKENS,
+        "transport": transport,
+        "concurrency": CONCURRENCY,
+        "room_keep_s": KEEP_S,
+        "payload_bytes": course.payload_bytes,
+        "rooms_compared": course.checked,
+        "refusals": course.refusals,
+        "lost": course.lost[:20],
+        "total_ms": {str(p): round(percentile(totals_s, p) * 1e3, 2) for p in (50, 90, 99, 100)},
+        "looks": [asdict(look) for look in course.looks],
+    }
+
+
+def _cluster(folder: Path, transport: str) -> Cluster:
+    device = {"full": PAGES, "swa": PAGES, "request": PAGES}
+    more = {"timeouts": {"room_keep_s": KEEP_S}}
+    spec = ClusterSpec(
+        model={"preset": MODEL},
+        transport=transport,
+        prefill=NodeSpec(instance="soak-prefill", pools={"device": device}, more=more),
+        decode=NodeSpec(instance="soak-decode", pools={"device": device, "host": {"pages": PAGES}}, more=more),
+        ends_with_us=True,
+    )
+    made = plan_cluster(folder, spec)
+    made.bootstrap.config["timeouts"] = {
+        "reserve_s": 3.0, "pair_s": 4.0, "ticket_s": KEEP_S, "room_keep_s": KEEP_S,
+    }  # fmt: skip
+    return made
+
+
+async def _soak(running: Cluster, rooms: int) -> Course:
+    course = Course()
+    numbers = iter(range(1, rooms + 1))
+    begun_s = time.monotonic()
+    async with load(running, Shape(TOKENS, sample_every=SAMPLE_EVERY)) as generator:
+        first = min(FIRST_LOOK_ROOMS, rooms)
+        marks = [first, *(mark for step in range(1, LOOKS + 1) if (mark := rooms * step // LOOKS) > first)]
+        for mark in marks:
+            before, before_s = course.done, time.monotonic()
+            batch = itertools.islice(numbers, mark - before)
+            await asyncio.gather(*(_slot(generator, batch, course) for _ in range(CONCURRENCY)))
+            took_s = time.monotonic() - before_s
+            generator.rest()
+            # The first time until receipts begin to be forgotten, as they are from now on.
+            await asyncio.sleep(KEEP_S if mark == first else REST_S)
+            figures = {name: _look(process, log) for name, process, log in _processes(generator)}
+            look = Look(course.done, round(time.monotonic() - begun_s, 1), round((mark - before) / took_s, 1), figures)
+            course.looks.append(look)
+            print(_line(look), file=sys.stderr, flush=True)
+            if len(course.lost) > rooms // 100 + 10:
+                break  # something is broken; the rest would only say so again
+    return course
+
+
+async def _slot(generator: Load, numbers: Any, course: Course) -> None:
+    for number in numbers:
+        way = "daemons" if number % BY_BOOTSTRAP else "bootstrap"
+        give_up_s = time.monotonic() + GIVE_UP_S
+        while True:
+            try:
+                life = await generator.room(way, number)
+            except RefusedError as error:
+                course.refusals += 1
+                if time.monotonic() < give_up_s:
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                course.lost.append(f"number {number}: refused for {GIVE_UP_S:g} s: {error}")
+            except (RoomLostError, OSError, asyncio.IncompleteReadError) as error:
+                course.lost.append(f"number {number}: {error}")
+            else:
+                course.checked += life.checked
+                course.payload_bytes += life.payload_bytes
+                course.totals_s.append(life.total_s)
+            break
+        course.done += 1
+
+
+# ------------------------------------------------------------------------------------------- processes
+
+
+def _processes(generator: Load) -> list[tuple[str, psutil.Process, Path]]:
+    """Every daemon and every rank worker, by a name that stays, with the daemon's log (workers write to it, too)."""
+    found = []
+    for name, daemon in _daemons(generator.cluster):
+        assert daemon.process is not None
+        process = psutil.Process(daemon.process.pid)
+        found.append((name, process, daemon.log_path))
+        found += [(f"{name} worker {number}", child, Path()) for number, child in enumerate(process.children())]
+    return found
+
+
+def _daemons(running: Cluster) -> list[tuple[str, DaemonProcess]]:
+    return [("bootstrap", running.bootstrap), ("prefill", running.prefill), ("decode", running.decode)]
+
+
+def _look(process: psutil.Process, log: Path) -> Figures:
+    memory = process.memory_full_info()
+    folder = Path(f"/proc/{process.pid}")
+    links = [_target(link) for link in (folder / "fd").iterdir()]
+    mappings = sum("/kvbridge-" in line for line in (folder / "maps").read_text().splitlines())
+    return Figures(
+        rss_mib=round(memory.rss / 2**20, 2),
+        uss_mib=round(memory.uss / 2**20, 2),
+        fds=len(links),
+        sockets=sum(target.startswith("socket:") for target in links),
+        threads=process.num_threads(),
+        mappings=mappings,
+        log_bytes=log.stat().st_size if log.is_file() else 0,
+    )
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
+
+
+def _busy_pages(running: Cluster) -> int:
+    deadline_s = time.monotonic() + 10.0
+    while True:
+        pools = [
+            pool for daemon in (running.prefill, running.decode) for pool in daemon.get("/status")["pools"].values()
+        ]
+        left = sum(int(pages) for pool in pools for state, pages in pool.items() if state != "free")
+        if not left or time.monotonic() > deadline_s:
+            return left
+        time.sleep(0.1)
+
+
+# ------------------------------------------------------------------------------------------- output
+
+
+def _line(look: Look) -> str:
+    memory = ", ".join(f"{name} {figures.uss_mib:.1f}" for name, figures in look.processes.items())
+    return f"{look.at_s:7.1f} s  {look.rooms:>7} rooms, {look.rooms_s:.0f} rooms/s; MiB: {memory}"
+
+
+def table(found: dict[str, Any]) -> str:
+    """The first look, the last one and the growth, for a reader."""
+    first, last = found["looks"][0], found["looks"][-1]
+    names = [*SLACK, "log_bytes"]
+    lines = [
+        f"{found['rooms']} rooms in {found['seconds']:.0f} s, {found['rooms'] / found['seconds']:.0f} rooms/s, "
+        f"{found['payload_bytes'] / 1e9:.2f} GB, {found['rooms_compared']} compared byte for byte, {found['refusals']} refusals, "
+        f"{len(found['lost'])} lost; total ms " + ", ".join(f"p{p} {ms:g}" for p, ms in found["total_ms"].items()),
+        f"{'process':<20}" + "".join(f"{name:>22}" for name in names),
+    ]
+    for process, before in first["processes"].items():
+        after = last["processes"].get(process, before)
+        cells = (f"{before[name]:g} -> {after[name]:g}" for name in names)
+        lines.append(f"{process:<20}" + "".join(f"{cell:>22}" for cell in cells))
+    lines.append(f"(after {first['rooms']} rooms -> after {last['rooms']})")
+    lines += [f"RED: {finding}" for finding in found["findings"]]
+    if not found["findings"]:
+        growth = max(
+            last["processes"][name]["uss_mib"] / figures["uss_mib"] for name, figures in first["processes"].items()
+        )
+        lines.append(f"FLAT: memory of no process grew by more than {math.ceil((growth - 1) * 1000) / 10:.1f}%")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run, print the table, write the JSON; the exit code says whether everything was flat."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--rooms", type=int, default=100_000)
+    parser.add_argument("--transport", default="local")
+    parser.add_argument("--output", type=Path, help="file for the figures as JSON")
+    given = parser.parse_args()
+    found = run(rooms=given.rooms, transport=given.transport)
+    if given.output is not None:
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        given.output.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
+    return 1 if found["findings"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

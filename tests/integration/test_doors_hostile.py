@@ -1,0 +1,312 @@
+"""Running daemons among hostile peers: floods of nonsense, rooms of others, borrowed names.
+
+The peers here are authenticated as far as that goes: they may connect, and some were welcomed. What they may not do is
+end, complete or delay what is not theirs, kill a process, or make it grow. Every test ends with the question of
+`live_rooms`: does the next good room cross?
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+import zmq
+
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.core.plan.operations import Amount
+from kvbridge.core.wire.codec import ENGINE_TO_NODE, PEER, WORKER_TO_NODE, Acks, MessageCodec
+from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Heartbeat, Hello, NodeDescription, Offer, Welcome
+from tests.fuzz.decoders import MESSAGES, frame
+from tests.helpers.cluster import DaemonProcess, eventually
+from tests.helpers.live_rooms import LiveCluster, ends, frames_refused, http, live_cluster, metric, refuses, report
+from tests.helpers.raw_peers import RawDecode, RawPeer, RawPrefill, raw_prefill
+
+TOKENS = 600
+FLOOD_S = 2.0
+GROWTH_BYTES = 96 << 20
+"""More than a process grows by when it meets each kind of message for the first time, and less than a flood brings."""
+RANK = Rank(pp=0, tp=0)
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveCluster]:
+    delivery = {"control_resend_s": 0.2, "control_delivery_s": 3.0}
+    prefill, decode = {"timeouts": {"early_offer_s": 0.5, **delivery}}, {"timeouts": {"meet_s": 1.0, **delivery}}
+    with live_cluster(prefill=prefill, decode=decode) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _engines_let_go(live: LiveCluster) -> Iterator[None]:
+    yield
+    live.detach()
+
+
+@pytest.fixture(scope="module")
+def real(live: LiveCluster) -> NodeDescription:
+    """The decode node as it introduces itself."""
+    with raw_prefill() as peer:
+        room = admitted_on_decode(live, peer.endpoint)
+        node = peer.take(Hello).node
+        http("DELETE", live.decode, f"/v1/requests/{room}")
+    return node
+
+
+@pytest.fixture
+def met(live: LiveCluster, real: NodeDescription) -> Iterator[RawDecode]:
+    """A hostile decode node that was welcomed."""
+    with RawDecode(live.control) as peer:
+        peer.send(peer.introduction(real, instance="hostile"))
+        peer.recipient = peer.take(Welcome).incarnation
+        yield peer
+
+
+def admitted(live: LiveCluster) -> int:
+    """A room on prefill that nobody has offered yet."""
+    answer = http("POST", live.prefill, "/v1/requests", json={"prompt_tokens": TOKENS})
+    assert answer.status_code == 201, answer.text
+    return int(answer.json()["room"])
+
+
+def admitted_on_decode(live: LiveCluster, *endpoints: str) -> int:
+    """A room on decode that prefill nodes at these addresses are to write."""
+    body = {"prompt_tokens": TOKENS, "prefill": [{"endpoint": endpoint} for endpoint in endpoints]}
+    answer = http("POST", live.decode, "/v1/requests", json=body)
+    assert answer.status_code == 201, answer.text
+    return int(answer.json()["room"])
+
+
+# ------------------------------------------------------------------------------------------- rooms of others
+
+
+@pytest.mark.parametrize("who", ["a stranger", "a welcomed node"])
+def test_an_abort_ends_no_room_of_others(live: LiveCluster, met: RawDecode, who: str) -> None:
+    """Neither one that nobody has offered yet, nor one that another node has."""
+    with RawDecode(live.control) as stranger:
+        peer = stranger if who == "a stranger" else met
+        waiting, running = admitted(live), live.pair(TOKENS)
+        eventually("offered", lambda: report(live.prefill, running)["state"] == "transferring")
+        for room in (waiting, running):
+            peer.send(Abort(room=room, generation=1, code="aborted", message="mine"))
+            peer.take(Drained, room)  # the truth: we do not write to this peer's pages
+    assert report(live.prefill, waiting)["state"] == "admitted"
+    live.cross(TOKENS, running)
+    http("DELETE", live.prefill, f"/v1/requests/{waiting}")
+    live.serves()
+
+
+def test_a_stranger_that_aborts_is_counted(live: LiveCluster) -> None:
+    with RawDecode(live.control) as stranger, refuses(live.prefill, "unmet"):
+        stranger.send(Abort(room=1, generation=1, code="aborted", message="x"))
+    live.serves()
+
+
+def welcomed(live: LiveCluster, *peers: RawPrefill) -> int:
+    """A room on decode that these hostile prefill nodes were offered."""
+    room = admitted_on_decode(live, *(peer.endpoint for peer in peers))
+    for number, peer in enumerate(peers):
+        peer.take(Hello)
+        rank = Rank(pp=0, tp=number)
+        peer.send(Welcome(instance="raw", node=f"node-{number}", incarnation=peer.incarnation, ranks=(rank,)))
+    for peer in peers:
+        peer.take(Offer, room)
+    return room
+
+
+def test_a_prefill_node_ends_no_room_that_it_does_not_write(live: LiveCluster) -> None:
+    with raw_prefill() as writer, raw_prefill() as other:
+        others = welcomed(live, other)
+        room = welcomed(live, writer)
+        strange = metric(live.decode, "kvbridge_admissions_refused_total", code="foreign_done")
+        other.send(Failed(room=room, generation=1, code="x", message="not yours"))
+        other.send(Drained(room=room, generation=1))
+        other.send(Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={}))
+        eventually(
+            "the Done of another refused",
+            lambda: metric(live.decode, "kvbridge_admissions_refused_total", code="foreign_done") > strange,
+        )
+        assert report(live.decode, room)["state"] == "offered"
+        for peer, mine in ((writer, room), (other, others)):
+            peer.send(Failed(room=mine, generation=1, code="conflict", message="enough"))
+            peer.send(Drained(room=mine, generation=1))
+            ends(live.decode, mine, "failed", "conflict")
+    live.serves()
+
+
+def test_a_prefill_node_does_not_speak_before_its_welcome_nor_in_another_name(live: LiveCluster) -> None:
+    with raw_prefill() as writer, raw_prefill() as other:
+        room = welcomed(live, writer)
+        waiting = admitted_on_decode(live, other.endpoint)
+        other.take(Hello)
+        with refuses(live.decode, "unmet", 3):
+            other.send(Drained(room=room, generation=1))
+            other.send(Welcome(instance="raw", node="n", incarnation=writer.incarnation, ranks=(RANK,)))
+            other.send(Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={}))
+        assert report(live.decode, room)["state"] == "offered"
+        writer.send(Failed(room=room, generation=1, code="conflict", message="enough"))
+        writer.send(Drained(room=room, generation=1))
+        ends(live.decode, room, "failed", "conflict")
+        ends(live.decode, waiting, "failed", "deadline")
+    live.serves()
+
+
+@pytest.mark.parametrize("amount", [2**50 + 1, 2**62])
+def test_sums_that_nobody_can_have_sent_are_refused_at_the_door(live: LiveCluster, amount: int) -> None:
+    with raw_prefill() as peer:
+        room = welcomed(live, peer)
+        done = Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={})
+        hostile = done.model_copy(update={"amounts": {ComponentKind("c4_kv"): Amount(lane_rows=amount)}})
+        with refuses(live.decode, "field"):
+            peer.send(hostile)
+        peer.sent -= 1
+        peer.send(Failed(room=room, generation=1, code="conflict", message="enough"))
+        peer.send(Drained(room=room, generation=1))
+        ends(live.decode, room, "failed", "conflict")
+    live.serves()
+
+
+# ------------------------------------------------------------------------------------------- floods
+
+
+def spoiled(source: random.Random, data: bytes) -> bytes:
+    """A frame with a few things wrong."""
+    changed = bytearray(data)
+    for _ in range(source.choice((1, 1, 2, 5))):
+        place = source.randrange(len(changed))
+        match source.randrange(4):
+            case 0:
+                changed[place] = source.randrange(256)
+            case 1:
+                changed[place:place] = source.randbytes(source.randrange(1, 9))
+            case 2:
+                del changed[place : place + source.randrange(1, 17)]
+            case 3:
+                changed = changed[:place] + changed[max(0, place - 40) :]
+        if not changed:
+            return b"\x00"
+    return bytes(changed)
+
+
+class Watch:
+    """A daemon's process and counters before a flood, and the verdict after it."""
+
+    def __init__(self, live: LiveCluster, daemon: DaemonProcess) -> None:
+        assert daemon.process is not None
+        self._live, self._daemon = live, daemon
+        self._processes = [psutil.Process(daemon.process.pid)]
+        self._processes += self._processes[0].children()
+        self._before = [process.memory_info().rss for process in self._processes]
+        self._refused = self._count()
+
+    def _count(self) -> float:
+        kinds = ("malformed", "envelope", "type", "field", "stale", "version", "wrong_direction", "unmet", "protocol")
+        return sum(frames_refused(self._daemon, kind) for kind in kinds)
+
+    def judge(self) -> None:
+        """Everybody lives, nobody has grown, what was wrong was counted, nothing escaped to the loop."""
+        assert http("GET", self._daemon, "/health").status_code == 200
+        assert all(process.is_running() for process in self._processes)
+        grown = [p.memory_info().rss - before for p, before in zip(self._processes, self._before, strict=True)]
+        assert max(grown) < GROWTH_BYTES, grown
+        assert self._count() > self._refused
+        assert "Traceback" not in self._daemon.log_path.read_text()
+        self._live.serves()
+
+
+def flood(send: Callable[[bytes], object], make: Callable[[], bytes]) -> int:
+    """Send for a while; what the other side does not take is dropped here."""
+    ends_at_s, count = time.monotonic() + FLOOD_S, 0
+    while time.monotonic() < ends_at_s:
+        try:
+            send(make())
+        except zmq.Again:
+            time.sleep(0.001)
+        count += 1
+    return count
+
+
+def in_order(peer: RawPeer, source: random.Random, room: int) -> bytes:
+    """A frame that belongs to the peer's own conversation, with a body that may be anything, right or spoiled."""
+    body = source.choice(MESSAGES[PEER])
+    if "room" in type(body).model_fields and source.random() < 0.5:
+        body = body.model_copy(update={"room": room, "generation": 1})
+    peer.sent += source.random() < 0.9
+    acks = Acks(source.choice((peer.got, peer.got + 1, 10**6)), ())
+    data = peer.frame(body, sequence=peer.sent + source.choice((0, 0, 0, 1, 3)), acks=acks)
+    return spoiled(source, data) if source.random() < 0.3 else data
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_flood_from_a_welcomed_decode_node(live: LiveCluster, met: RawDecode, seed: int) -> None:
+    source, watch, room = random.Random(seed), Watch(live, live.prefill), live.pair(TOKENS)
+    met.socket.setsockopt(zmq.SNDTIMEO, 0)
+    assert flood(met.socket.send, lambda: in_order(met, source, room)) > 100
+    met.socket.setsockopt(zmq.SNDTIMEO, 10_000)
+    live.cross(TOKENS, room)
+    watch.judge()
+
+
+def test_a_flood_from_a_prefill_node(live: LiveCluster) -> None:
+    source, watch = random.Random(3), Watch(live, live.decode)
+    with raw_prefill() as peer:
+        room = live.pair(TOKENS)
+        own = admitted_on_decode(live, peer.endpoint)
+        peer.take(Hello)
+        peer.socket.setsockopt(zmq.SNDTIMEO, 0)
+        peer.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        assert flood(peer.put, lambda: in_order(peer, source, source.choice((own, room)))) > 100
+    live.cross(TOKENS, room)
+    http("DELETE", live.decode, f"/v1/requests/{own}")
+    watch.judge()
+
+
+@pytest.mark.parametrize(("name", "codec"), [("engine.sock", ENGINE_TO_NODE), ("worker.sock", WORKER_TO_NODE)])
+def test_a_flood_on_a_socket_of_the_node(live: LiveCluster, name: str, codec: MessageCodec) -> None:
+    """From a process of the same user, which is trusted not to lie, but may be broken."""
+    source, watch = random.Random(4), Watch(live, live.prefill)
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDTIMEO, 0)
+            socket.connect(f"ipc://{live.prefill.runtime_dir / name}")
+            # Not WorkerHello: whoever says it in the name of a rank takes its place, and so it is meant to be.
+            bodies = [body for body in MESSAGES[codec] if getattr(body, "type", "") != "worker_hello"]
+            frames = [frame(codec, body, sequence=1) for body in bodies]
+            assert flood(socket.send, lambda: spoiled(source, source.choice(frames))) > 100
+    finally:
+        context.term()
+    watch.judge()
+
+
+def test_messages_before_their_turn_are_held_in_bounded_memory(live: LiveCluster, met: RawDecode) -> None:
+    """A node that leaves its first message out, and sends megabytes behind it: they are dropped, not kept."""
+    watch = Watch(live, live.prefill)
+    megabyte = bytes(1 << 18)
+    tables = tuple({"space": space, "ids": megabyte} for space in IndexSpace)
+    offer = Offer.model_validate({"room": 1, "generation": 1, "prompt_tokens": 1, "tables": tables})
+    with refuses_at_least(live.prefill, "beyond_window", 100):
+        for number in range(2, 300):
+            met.put(met.frame(offer, sequence=met.sent + number))
+    met.put(met.frame(Heartbeat(), sequence=0, floor=2**40))
+    with refuses(live.prefill, "malformed"):
+        met.put(b"\xc1")
+    watch.judge()
+
+
+class refuses_at_least:  # noqa: N801 - reads like `refuses`
+    """What is done inside is counted as that many refused frames, or more."""
+
+    def __init__(self, daemon: DaemonProcess, reason: str, times: int) -> None:
+        self._look = lambda: frames_refused(daemon, reason)
+        self._what, self._times = f"{times} frames refused as {reason}", times
+
+    def __enter__(self) -> None:
+        self._before = self._look()
+
+    def __exit__(self, *error: object) -> None:
+        eventually(self._what, lambda: self._look() - self._before >= self._times)
