@@ -22,6 +22,7 @@ BENCHMARKS: dict[str, Any] = {
     "plan": bench_plan,
     "transport": bench_transport,
     "overhead": bench_overhead,
+    "directory": bench_directory,
     "digest": bench_digest,
     "load": bench_load,
 }

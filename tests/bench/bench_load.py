@@ -36,6 +36,8 @@ PAGES = 512
 """Rooms that fit a pool at once: more than the closed loop ever has, fewer than the open loop would like."""
 LEVELS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 OVERLOAD = 2.0
+FILLING_S = 10.0
+"""How long the open loop runs before it counts: until queues and pools have filled."""
 MOST_OUTSTANDING = 4096
 """Rooms that the open loop has under way at most; what is beyond is counted as dropped by the generator."""
 BUDGET_ROOMS_S = 1000.0
@@ -51,16 +53,22 @@ class Tally:
     dropped: int = 0
     offered: int = 0
 
+    def forward_to(self, later: Tally) -> None:
+        """Count what ends from now on there; what was offered stays counted here."""
+        self.lives, self.refused, self.lost = later.lives, later.refused, later.lost
+
     async def take(self, running: Load, way: str, number: int) -> bool:
         """Take one room through its life and count what came of it; False when it was not admitted."""
         self.offered += 1
         try:
-            self.lives.append(await running.room(way, number))
+            life = await running.room(way, number)
         except RefusedError as error:
             self.refused[f"{error.status} {error.code}"] += 1
             return False
         except (RoomLostError, OSError, asyncio.IncompleteReadError) as error:
             self.lost[str(error)[:200]] += 1
+        else:
+            self.lives.append(life)
         return True
 
     def summary(self, seconds: float) -> dict[str, Any]:
@@ -105,7 +113,7 @@ async def _measure(running: Cluster, way: str, seconds: float, levels: Sequence[
             {"concurrency": level, **await _closed(generator, way, level, seconds, numbers)} for level in levels
         ]
         best = max(case["rooms_s"] for case in measured)
-        overload = await _open(generator, way, OVERLOAD * best, seconds, numbers)
+        overload = await _open(generator, way, OVERLOAD * best, 2 * seconds, numbers)
         after = await _closed(generator, way, 16, min(2.0, seconds), numbers)
     return {"levels": measured, "best_rooms_s": best, "overload": overload, "after_overload": after}
 
@@ -130,12 +138,15 @@ async def _closed(
 async def _open(
     generator: Load, way: str, rate_s: float, seconds: float, numbers: itertools.count[int]
 ) -> dict[str, Any]:
-    tally = Tally()
-    usage = _Usage(generator)
+    """Offer rooms at a rate. What is counted begins when queues and pools have filled: it is the state that lasts."""
+    filling, steady = Tally(), Tally()
     outstanding: set[asyncio.Task[bool]] = set()
     begun_s = time.perf_counter()
-    sent = 0
-    while (now_s := time.perf_counter() - begun_s) < seconds:
+    usage, tally, sent = _Usage(generator), filling, 0
+    while (now_s := time.perf_counter() - begun_s) < FILLING_S + seconds:
+        if tally is filling and now_s >= FILLING_S:
+            usage, tally = _Usage(generator), steady
+            filling.forward_to(steady)
         while sent < rate_s * now_s:
             sent += 1
             if len(outstanding) >= MOST_OUTSTANDING:
@@ -145,14 +156,11 @@ async def _open(
             outstanding.add(task)
             task.add_done_callback(outstanding.discard)
         await asyncio.sleep(0.001)
-    completed = len(tally.lives)  # in the time of the measurement: the backlog does not count as throughput
-    answered = completed + tally.refused.total() + tally.lost.total()
-    shares = usage.shares(time.perf_counter() - begun_s)
+    summary = steady.summary(seconds) | {"cpu": usage.shares(seconds), "outstanding": len(outstanding)}
     if outstanding:
         await asyncio.wait(outstanding)
-    drained_s = time.perf_counter() - begun_s - seconds
-    summary = tally.summary(seconds) | {"rooms_s": completed / seconds, "answered_s": answered / seconds, "cpu": shares}
-    return summary | {"target_s": rate_s, "backlog_drained_s": drained_s}
+    drained_s = time.perf_counter() - begun_s - seconds - FILLING_S
+    return summary | {"target_s": rate_s, "backlog_drained_s": drained_s, "lost_later": steady.lost.total()}
 
 
 class _Usage:
@@ -216,8 +224,8 @@ def table(found: dict[str, Any]) -> str:
             ", ".join(f"{count} x {answer}" for answer, count in sorted(overload["refused"].items())) or "no refusal"
         )
         lines.append(
-            f"overload: {overload['rooms_s']:.0f} rooms/s served, {answers}, {overload['dropped']} dropped by the generator, "
-            f"{sum(overload['lost'].values())} lost, backlog gone after {overload['backlog_drained_s']:.1f} s"
+            f"overload: {overload['rooms_s']:.0f} rooms/s served, {answers}, {overload['outstanding']} under way at the "
+            f"end, {overload['dropped']} dropped by the generator, {overload['lost_later']} lost, backlog gone after {overload['backlog_drained_s']:.1f} s"
         )
         lines += [f"  lost: {count} x {why}" for why, count in overload["lost"].items()]
         lines.append("")

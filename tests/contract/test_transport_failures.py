@@ -48,6 +48,7 @@ def assert_failed(backend: Backend, status: TransferStatus) -> None:
         return
     assert status.state is TransferState.FAILED_QUIET, status
     assert len(status.error) > 20, status
+    assert not (backend.outlives_peer and status.in_transit), "a copy is there or not, never on its way"
 
 
 def test_peer_killed_before(backend: Backend, owned: Pair, shm: Path) -> None:
@@ -99,6 +100,7 @@ def test_frozen_peer_receives_nothing_written_after_the_report(backend: Backend,
                 assert (process.buffer.bytes == OLD).all()
             else:
                 assert len(status.error) > 20, status
+                assert status.in_transit is not backend.outlives_peer, "what the peer's kernel holds arrives when it runs"
             if backend.name == "mooncake":  # otherwise one of the two branches above would never be tested
                 patient = patience == "patient"
                 assert status.state is (TransferState.FAILED_QUIET if patient else TransferState.FAILED_NOT_QUIET)
@@ -153,6 +155,7 @@ def test_abort_ends_a_transfer_early_and_quietly(backend: Backend, owned: Pair) 
     assert status.state is TransferState.FAILED_QUIET or (backend.outlives_peer and status == DONE)
     if status != DONE:
         assert "the test said so" in status.error
+        assert not status.in_transit, "what was started has been waited for"
     arrived = owned.process.buffer.bytes.copy()
     owned.source.bytes[:] = NEW
     assert count_of_new_bytes(owned.process) == 0
@@ -192,6 +195,24 @@ def test_two_lives_of_a_transport_in_one_process(backend: Backend, owned: Pair, 
         assert again.move(again.blocks(MIB, 8)) == DONE
     finally:
         rebuilt.close()
+
+
+def test_a_successor_beside_its_predecessor(backend: Backend, owned: Pair) -> None:
+    """What the rank worker does for the sake of other peers: the old one ends what it has begun, the new one begins."""
+    count = BUFFER_BYTES // 4_096
+    begun = owned.transport.submit(owned.peer, owned.blocks(4_096, count), deadline_s=30.0)
+    begun.poll()
+    successor = backend.create()
+    try:
+        successor.register([owned.source.memory()])
+        again = Pair(successor, owned.source, owned.process, successor.connect(owned.process.endpoint))
+        assert again.move(again.blocks(MIB, 8)) == DONE
+        assert wait(begun, 30.0) == DONE
+        owned.transport.close()
+        assert again.move(again.blocks(4_096, count)) == DONE
+        assert (owned.process.buffer.bytes == OLD).all()
+    finally:
+        successor.close()
 
 
 def test_missing_library_is_a_failure_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

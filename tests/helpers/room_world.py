@@ -69,8 +69,8 @@ from tests.helpers.rooms import (
     pages_in,
 )
 
-STAGES = ("admitted", "provided", "begun", "published", "finished", "committed", "claimed")
-"""Orders stay in flight until `committed`."""
+STAGES = ("admitted", "provided", "begun", "published", "finished", "arrived", "committed", "claimed")
+"""Orders stay in flight until `arrived`; what has arrived is looked at (where digests are wanted) until `committed`."""
 
 
 class PrefillNode:
@@ -475,8 +475,8 @@ class World:
 
     # ------------------------------------------------------------------ coming to rest
 
-    def settle(self, *, orders: bool = True) -> None:
-        """Deliver and carry out everything that is under way, or all but what moves bytes; nobody dies meanwhile."""
+    def settle(self, *, orders: bool = True, verifying: bool = True) -> None:
+        """Do everything that is under way, or all but what moves bytes or looks at them; nobody dies meanwhile."""
         for _ in range(10_000):
             if self.towards_decode:
                 self.deliver_to_decode()
@@ -484,7 +484,7 @@ class World:
                 self.deliver_to_prefill()
             elif self.towards_rank:
                 self.decode_rank_acts()
-            elif self.ranks.orders and orders:
+            elif self.ranks.orders and verifying:
                 self.verify(self.ranks.orders[0])
             elif not self._work(orders=orders):
                 return

@@ -517,8 +517,8 @@ async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
 
 
 async def test_a_server_hears_when_a_client_it_knew_begins_anew(stage):
-    server, at_server, endpoint = stage.server()
-    client, at_client = stage.client(endpoint)
+    _, at_server, endpoint = stage.server()
+    client, _ = stage.client(endpoint)
     client.send(drained(1))
     await at_server.until(lambda: at_server.rooms == [1])
     assert at_server.resets == []

@@ -68,6 +68,9 @@ class RoomsMachine(RuleBasedStateMachine):
 
     @rule(room=ROOMS, tokens=TOKENS, stage=st.sampled_from(STAGES))
     def a_room_comes_to(self, room, tokens, stage):
+        self.bring(room, tokens, stage)
+
+    def bring(self, room, tokens, stage):
         """A next attempt at a room that nobody disturbs until it has come to a stage."""
         world = self.world
         services = (world.prefill.service, world.receiver)
@@ -75,7 +78,7 @@ class RoomsMachine(RuleBasedStateMachine):
         for step in STAGES[: STAGES.index(stage) + 1]:
             for call in world.calls(step, owner, tokens):
                 self.tried(call)
-            world.settle(orders=step == "committed")
+            world.settle(orders=step in {"arrived", "committed"}, verifying=step == "committed")
 
     # ------------------------------------------------------------------ prefill engines
 
@@ -263,6 +266,12 @@ class AdoptedRoomsMachine(RoomsMachine):
 class VerifiedRoomsMachine(RoomsMachine):
     digest = DigestKind.CRC32C
 
+    @rule(room=ROOMS, tokens=TOKENS, ending=st.sampled_from([{}, {"changed": True}]))
+    def a_room_arrives_and_is_looked_at(self, room, tokens, ending):
+        self.bring(room, tokens, "arrived")
+        for order in list(self.world.ranks.orders):
+            self.world.verify(order, **ending)
+
 
 LIMITS = settings(
     max_examples=120,
@@ -286,7 +295,7 @@ def test_a_room_that_nobody_disturbs_is_committed_and_comes_to_an_end(adopted, d
     for stage in STAGES:
         for call in world.calls(stage, Owner(1, 1), 2 * PAGE + 5):
             call()
-        world.settle(orders=stage == "committed")
+        world.settle(orders=stage in {"arrived", "committed"}, verifying=stage == "committed")
     assert world.book.state(Owner(1, 1)) is PageState.HELD
     for engine in ("a", "b"):
         world.decode_engine_ends(engine, 1, well=True)

@@ -335,15 +335,19 @@ class RedisStore:
 
 
 def _client(settings: RedisSettings) -> Redis:
-    """Calls are not tried again behind our back: a script that was run must not be run twice."""
+    """Make a client whose calls are bounded by `_ask` alone, and not tried again behind our back.
+
+    A script that was run must not be run twice. The library's own limit on sockets is `asyncio.wait_for`, which in Python 3.11 loses
+    a cancellation that meets the end of the wait: a caller's deadline would never come.
+    """
     options: dict[str, Any] = {} if not settings.password else {"password": settings.password}
     try:
         pool = BlockingConnectionPool.from_url(
             settings.url,
             max_connections=CONNECTIONS,
             timeout=settings.timeout_s,
-            socket_timeout=settings.timeout_s,
-            socket_connect_timeout=settings.timeout_s,
+            socket_timeout=None,
+            socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             **options,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 
 import pytest
@@ -160,6 +161,21 @@ async def test_a_redis_that_hangs_is_told_within_the_deadline_and_works_again_af
             assert world.counted["call timeout"] == 2
 
 
+async def test_a_callers_deadline_is_not_lost_when_it_meets_the_end_of_a_call(redis_world):
+    await redis_world.store.nodes()
+    chance = random.Random(1)
+    expired = 0
+    for _ in range(300):
+        try:
+            async with asyncio.timeout(chance.random() * 0.002) as limit:
+                await redis_world.store.nodes()
+                assert not limit.expired(), "the deadline came and the call went on"
+        except TimeoutError:
+            expired += 1
+    assert expired
+    assert await redis_world.store.nodes() == ()
+
+
 async def test_a_redis_that_died_comes_back_empty_and_is_filled_by_heartbeats():
     with redis_server() as server:
         async with RedisWorld(server, "dies") as world:
@@ -292,6 +308,25 @@ MALFORMED = {
         client.hset(f"{space}:version:p1", "a", "b"),
     ),
 }
+
+
+REFUSED = [
+    damage
+    for damage in MALFORMED
+    if damage.startswith(("an entry", "a beat", "no beat", "a time", "charges"))
+    and damage != "an entry that was exchanged"
+]
+
+
+@pytest.mark.parametrize("damage", REFUSED)
+async def test_a_malformed_node_is_not_there_and_is_counted(redis_world, damage):
+    await redis_world.directory(*FLEET)
+    with redis_world.server.client() as client:
+        MALFORMED[damage](client, redis_world.namespace)
+    for store in (redis_world.store, redis_world.replica()):
+        before = redis_world.counted["value node"]
+        assert {record.key[0] for record in await store.nodes()} == {"p2", "d1", "d2"}
+        assert redis_world.counted["value node"] == before + 1
 
 
 @pytest.mark.parametrize("damage", MALFORMED)

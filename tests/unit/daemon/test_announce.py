@@ -179,6 +179,19 @@ async def test_free_pages_are_told_before_the_next_interval_and_not_without_paus
 
 
 @pytest.mark.asyncio
+async def test_news_is_not_told_more_often_than_the_pause_allows() -> None:
+    directory, free = FakeDirectory(), [100]
+    announced = announcer(directory, interval_s=60, load=lambda: pages(full=free[0]), pause_s=30)
+    task = asyncio.create_task(announced.run())
+    await directory.until(1)
+    for free[0] in range(1, 50):
+        announced.look()
+        await asyncio.sleep(0)
+    task.cancel()
+    assert directory.calls == ["register"]
+
+
+@pytest.mark.asyncio
 async def test_news_waits_for_a_directory_that_is_away() -> None:
     """It is asked again at the interval; a busy node must not make that a storm."""
     directory, free = FakeDirectory(), [100]
@@ -186,12 +199,12 @@ async def test_news_waits_for_a_directory_that_is_away() -> None:
     await announced.beat()
     directory.problem = NotReadyError("the directory's Redis is away")
     await announced.beat()
-    free[0] = 0
+    free[0] = 50
     announced.look()
     assert not announced._changed.is_set()
     directory.problem = None
     await announced.beat()
-    free[0] = 50
+    free[0] = 80
     announced.look()
     assert announced._changed.is_set()
 

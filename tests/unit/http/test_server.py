@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from kvbridge.core.errors import ConfigError, PeerError
 from kvbridge.http import DaemonClient, HttpServer, TlsFiles, create_daemon_app
+from kvbridge.http.connections import ConnectionLimits
 from kvbridge.service.ports import AdmissionRequest
 from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
 
@@ -21,8 +23,10 @@ def app(rooms: FakeRooms):
     return create_daemon_app(rooms=rooms, status=FakeStatus(), metrics_render=metrics, settings=settings(token="t"))
 
 
-async def serve(rooms: FakeRooms, *, shutdown_s: float = 5.0, host: str = "127.0.0.1", port: int = 0) -> HttpServer:
-    return await HttpServer.start(app(rooms), host=host, port=port, shutdown_s=shutdown_s)
+async def serve(
+    rooms: FakeRooms, *, shutdown_s: float = 5.0, host: str = "127.0.0.1", port: int = 0, **more: object
+) -> HttpServer:
+    return await HttpServer.start(app(rooms), host=host, port=port, shutdown_s=shutdown_s, **more)
 
 
 async def test_it_serves_on_a_free_port_and_ends():
@@ -108,3 +112,80 @@ async def test_wrong_tls_files_are_named(tmp_path):
     tls = TlsFiles(certificate=tmp_path / "none.pem", key=tmp_path / "none.key")
     with pytest.raises(ConfigError, match=r"http\.tls_certificate_file"):
         await HttpServer.start(app(FakeRooms()), host="127.0.0.1", port=0, shutdown_s=1.0, tls=tls)
+
+
+# ------------------------------------------------------------------------------------------- slow and many callers
+
+HURRY = ConnectionLimits(request_s=0.3, connections=3)
+HEAD = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Type: application/json\r\n"
+
+
+async def connected(server: HttpServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"", b"GET /sta", HEAD, HEAD + b"Content-Length: 21\r\n\r\n", HEAD + b'Content-Length: 21\r\n\r\n{"prompt'],
+    ids=["nothing", "half a line", "half a head", "no body", "half a body"],
+)
+async def test_a_caller_that_does_not_finish_its_request_is_cut_off(begun: bytes):
+    server = await serve(FakeRooms(), limits=HURRY)
+    reader, writer = await connected(server)
+    writer.write(begun)
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+    assert not server._server.server_state.connections
+    await server.stop()
+
+
+async def test_a_caller_that_drips_is_cut_off_too():
+    server = await serve(FakeRooms(), limits=HURRY)
+    reader, writer = await connected(server)
+    ended = asyncio.create_task(reader.read())
+    async with asyncio.timeout(5):
+        for byte in HEAD * 10:
+            if ended.done():
+                break
+            writer.write(bytes([byte]))
+            await asyncio.wait({ended}, timeout=0.02)
+    assert ended.done()
+    ended.exception()
+    writer.close()
+    await server.stop()
+
+
+async def test_a_long_answer_is_waited_for():
+    """The limit is on the request; `?wait=` may take longer than that, and so may the pause before the next request."""
+    rooms = FakeRooms()
+    rooms.hold = asyncio.Event()
+    server = await serve(rooms, limits=HURRY)
+    async with DaemonClient(token="t", timeout_s=10.0) as client:
+        await client.admit(server.url, AdmissionRequest(room=5, prompt_tokens=2))
+        waiting = asyncio.create_task(client.wait(server.url, 5, wait_s=4))
+        await rooms.waiting.wait()
+        await asyncio.wait({waiting}, timeout=2 * HURRY.request_s)
+        assert not waiting.done()
+        rooms.hold.set()
+        assert (await waiting).room == 5
+        await asyncio.sleep(2 * HURRY.request_s)
+        assert (await client.report(server.url, 5)).room == 5
+    await server.stop()
+
+
+async def test_too_many_callers_are_turned_away_and_the_others_served():
+    server = await serve(FakeRooms(), limits=ConnectionLimits(request_s=5.0, connections=2))
+    held = [await connected(server) for _ in range(2)]
+    async with asyncio.timeout(5):
+        reader, writer = await connected(server)
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+    held[0][1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    async with asyncio.timeout(5):
+        assert b"200 OK" in await held[0][0].readline()
+    for _, each in held:
+        each.close()
+    await server.stop()

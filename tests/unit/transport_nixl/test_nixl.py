@@ -213,3 +213,16 @@ def test_registration_that_the_library_refuses_leaves_nothing_behind(
             transport.register([part])
     transport.register([part])
     transport.unregister([part])
+
+
+def test_a_peer_whose_name_is_no_text_is_named_all_the_same():
+    """The library takes any bytes for a name: the transport refuses it as another one than the endpoint's."""
+    agent = object.__new__(nixl_agent.NixlAgent)
+    agent._errors = (RuntimeError,)
+
+    class Library:
+        def loadRemoteMD(self, metadata: bytes) -> bytes:
+            return b"kvbridge-\xff\x80"
+
+    agent._agent = Library()
+    assert agent.load_peer(b"") == "kvbridge-\ufffd\ufffd"
