@@ -96,7 +96,7 @@ def check(role: RoleOption, config: FileOption = None, overrides: SetOption = No
         loaded = load_config(role.schema, file=config, overrides=overrides or ())
     except BridgeError as error:
         _fail(error)
-    findings = []
+    findings: list[Finding] = []
     if isinstance(loaded, PrefillConfig | DecodeConfig):
         findings += _curve(loaded.control.curve, role)
         findings += _token("bootstrap", loaded.bootstrap.token, loaded.bootstrap.token_file)

@@ -114,7 +114,7 @@ class HttpConfig(FrozenModel):
     token: SecretStr | None = None
     """Bearer token that callers must show. Better kept in `token_file`."""
     token_file: Path | None = None
-    """File whose first line is the bearer token."""
+    """File whose first line is the bearer token; further lines are taken as well, while it is being changed."""
     tls_certificate_file: Path | None = None
     """PEM chain; set together with `tls_key_file`."""
     tls_key_file: Path | None = None

@@ -161,10 +161,18 @@ def read_secret(secret: SecretStr | None, file: Path | None, *, key: str) -> str
 
     `key` is the dotted key of the file, for the ConfigError raised when the file cannot be read or is empty.
     """
+    return next(iter(read_secrets(secret, file, key=key)), "")
+
+
+def read_secrets(secret: SecretStr | None, file: Path | None, *, key: str) -> tuple[str, ...]:
+    """Return all lines of a file but comments (`#`), or the secret given directly; otherwise as `read_secret`.
+
+    Who shows a secret shows the first; who is shown one takes any, so that it can be changed without a pause.
+    """
     if secret is not None:
-        return secret.get_secret_value().strip()
+        return (secret.get_secret_value().strip(),)
     if file is None:
-        return ""
+        return ()
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -173,6 +181,6 @@ def read_secret(secret: SecretStr | None, file: Path | None, *, key: str) -> str
         raise ConfigError(f"{key}: cannot read {shown}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{key}: {file} is not UTF-8 text") from None
-    if not lines or not lines[0].strip():
-        raise ConfigError(f"{key}: the first line of {file} is empty, expected the secret")
-    return lines[0].strip()
+    if not lines or not lines[0].strip() or lines[0].startswith("#"):
+        raise ConfigError(f"{key}: the first line of {file} is empty or a comment, expected the secret")
+    return tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvbridge import __version__
 from kvbridge.config.doors import HttpConfig
-from kvbridge.config.loading import read_secret
+from kvbridge.config.loading import read_secrets
 from kvbridge.http.connections import ConnectionLimits
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer, TlsFiles
@@ -14,9 +14,11 @@ from kvbridge.http.server import Application, HttpServer, TlsFiles
 
 async def open_http(http: HttpConfig, build: Callable[[AppSettings], Application], *, shutdown_s: float) -> HttpServer:
     """Build the application and serve it. Raises ConfigError for a taken address or an unreadable secret."""
+    tokens = read_secrets(http.token, http.token_file, key="http.token_file")
     settings = AppSettings(
         version=__version__,
-        token=read_secret(http.token, http.token_file, key="http.token_file"),
+        token=tokens[0] if tokens else "",
+        more_tokens=tokens[1:],
         open_metrics=http.open_metrics,
         max_body_bytes=http.max_body_bytes,
         max_wait_s=http.max_wait_s,

@@ -54,6 +54,7 @@ from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.service.admission import AdmissionDesk, ReservingRooms
 from kvbridge.service.engine_door import EngineDoor
 from kvbridge.service.ports import Load, NodeRegistration, PeerAddress, Readiness
+from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -96,6 +97,7 @@ class Node(ABC):
         )
         self.workers = self._host.workers
         self.started_s = time.monotonic()
+        self._refusals = Seldom()
         self._memory_problem = "memory is being created"
         self._broken: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -457,9 +459,10 @@ class Node(ABC):
         )
 
     def frame_refused(self, kind: str, detail: str) -> None:
-        """Count and log a frame that was refused."""
+        """Count a frame that was refused, and log the first few of its kind every ten seconds."""
         self.metrics.frame_refused(kind)
-        log.warning("frame_refused", kind=kind, detail=detail)
+        if self._refusals.admits(kind):
+            log.warning("frame_refused", kind=kind, detail=detail)
 
     # ------------------------------------------------------------------ StatusPort
 

@@ -16,6 +16,8 @@ import h11
 import structlog
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvbridge.telemetry.logs import Seldom
+
 log = structlog.get_logger(__name__)
 
 
@@ -32,13 +34,15 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's protocol with the limits of its class; see `bounded`."""
 
     limits: ConnectionLimits
+    refusals: Seldom
     _hurry: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
-            log.warning("connection_refused", open=len(self.connections) - 1, limit="http.max_connections")
+            if self.refusals.admits("connections"):
+                log.warning("connection_refused", open=len(self.connections) - 1, limit="http.max_connections")
             transport.abort()
             return
         self._arm()
@@ -72,4 +76,4 @@ class BoundedProtocol(H11Protocol):
 
 def bounded(limits: ConnectionLimits) -> type[H11Protocol]:
     """Return a protocol for uvicorn that keeps the limits."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits, "refusals": Seldom()})

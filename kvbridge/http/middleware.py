@@ -21,11 +21,11 @@ log = structlog.get_logger(__name__)
 
 
 class BearerToken:
-    """Refuse requests without the token, except to open paths. An empty token lets everybody in."""
+    """Refuse requests without one of the tokens, except to open paths. Without tokens everybody is let in."""
 
-    def __init__(self, app: ASGIApp, *, token: str, open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, *, tokens: tuple[str, ...], open_paths: frozenset[str]) -> None:
         self._app = app
-        self._expected = token.encode()
+        self._expected = tuple(token.encode() for token in tokens if token)
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,12 +34,15 @@ class BearerToken:
             await self._app(scope, receive, send)
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), self._expected):
+        if scheme.lower() == "bearer" and self._accepts(given.strip().encode()):
             await self._app(scope, receive, send)
             return
         error = UnauthorizedError("a valid token is needed: send 'Authorization: Bearer <http.token>'")
         response = problem_response(problem_of(error, scope["path"]), {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
+
+    def _accepts(self, given: bytes) -> bool:
+        return any([secrets.compare_digest(given, expected) for expected in self._expected])  # noqa: C419 - all of them
 
 
 class BodyLimit:

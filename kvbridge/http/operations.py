@@ -39,6 +39,8 @@ class AppSettings(FrozenModel):
     """Release of kvbridge."""
     token: str = ""
     """Bearer token; empty: no token is asked for."""
+    more_tokens: tuple[str, ...] = ()
+    """Further tokens that are as good, while the token is being changed."""
     open_metrics: bool = False
     max_body_bytes: Positive = 1 << 20
     max_wait_s: float = 60.0
@@ -70,7 +72,7 @@ def assemble_app(
     open_paths = {"/health", "/ready"} | ({"/metrics"} if settings.open_metrics else set())
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(BearerToken, token=settings.token, open_paths=frozenset(open_paths))
+    app.add_middleware(BearerToken, tokens=(settings.token, *settings.more_tokens), open_paths=frozenset(open_paths))
     app.add_middleware(UnhandledErrors)
     return app
 

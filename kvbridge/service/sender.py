@@ -406,7 +406,7 @@ class SenderService:
         now_s = self._clock()
         for room in self.rooms:
             limit = room.late(now_s)
-            if limit and room.stopping:
+            if limit and (room.stopping or room.over):
                 self._driver.overdue(room, limit)
             elif limit:
                 why = f"nothing happened in time in state '{room.state}' (limit: {limit})"

@@ -82,9 +82,7 @@ class SenderDriver:
                     Failed(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason),
                 )
             case SenderAction.TELL_DRAINED:
-                self._tell(
-                    room, Drained(room=room.room, generation=room.generation, in_transit=room.in_transit)
-                )
+                self._tell(room, Drained(room=room.room, generation=room.generation, in_transit=room.in_transit))
             case SenderAction.TELL_ENGINE:
                 self._tell_engine(room)
             case SenderAction.FREE_SOURCE:
@@ -192,11 +190,17 @@ class SenderDriver:
 
     def conclude_if_unused(self, room: SenderRoom) -> None:
         """Give the pages back once the table and every engine have let go of them; happens once."""
-        if room.free_wanted and not room.writing and not room.concluded:
-            room.concluded = True
-            give_back(self._ports.book, room)
-            room.forget_details()
-            self._rooms.ended(room)
+        if not room.free_wanted or room.concluded:
+            return
+        if room.writing:
+            if room.deadline_s is None:
+                room.wait_until(self._clock() + self._limits.drain_s, "timeouts.drain_s")
+            return
+        room.concluded = True
+        room.wait_until(None)
+        give_back(self._ports.book, room)
+        room.forget_details()
+        self._rooms.ended(room)
 
     def not_quiet(self, room: SenderRoom, rank: Rank, why: str) -> None:
         """A transport may still read the room's pages: they stay away from everybody until it has been torn down."""
@@ -204,6 +208,10 @@ class SenderDriver:
 
     def overdue(self, room: SenderRoom, limit: str) -> None:
         """A room that is being stopped is not quiet in time: its pages stay away from everybody, and that shows."""
+        if room.over:
+            why = f"engines {', '.join(sorted(room.writing))} have not let go of it (limit: {limit})"
+            quarantine(self._ports.book, room, Quarantine.NOT_RELEASED, why)
+            return
         loud = ", ".join(map(str, room.open_ranks))
         why = f"rank workers {loud} have not said that they are quiet (limit: {limit})"
         quarantine(self._ports.book, room, Quarantine.NOT_QUIET, why)

@@ -8,6 +8,7 @@ Events are short words; facts are keys. A room is always `room`, a peer's incarn
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 from collections.abc import MutableMapping
@@ -15,6 +16,8 @@ from typing import Any, Literal, TextIO
 
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
+
+from kvbridge.core.clock import Clock, monotonic
 
 LogFormat = Literal["console", "json"]
 
@@ -26,8 +29,10 @@ _COUNTS_TOKENS = re.compile(
 )
 
 
-CHATTY_LIBRARIES = ("httpx", "httpcore", "uvicorn.error")
-"""They report each request or start at level info, which our own lines already tell."""
+CHATTY_LIBRARIES = {"httpx": logging.WARNING, "httpcore": logging.WARNING, "uvicorn.error": logging.ERROR}
+"""They report each request or start at level info, which our own lines already tell; and uvicorn warns of each request
+that is none, so that whoever reaches the port could fill the disk.
+"""
 
 
 def configure_logs(
@@ -67,8 +72,8 @@ def configure_logs(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(number)
-    for chatty in CHATTY_LIBRARIES:
-        logging.getLogger(chatty).setLevel(max(number, logging.WARNING))
+    for chatty, least in CHATTY_LIBRARIES.items():
+        logging.getLogger(chatty).setLevel(max(number, least))
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(number),
@@ -81,6 +86,28 @@ def get_logger(name: str, **names: object) -> FilteringBoundLogger:
     """Return a logger that puts `names` on each of its lines."""
     logger: FilteringBoundLogger = structlog.get_logger(name, **names)
     return logger
+
+
+class Seldom:
+    """Lets a few lines of each kind through at a time: what strangers can cause must not fill the disk.
+
+    Kinds are few words of our own. What is kept back is to be counted elsewhere.
+    """
+
+    def __init__(self, *, lines: int = 10, every_s: float = 10.0, clock: Clock = monotonic) -> None:
+        self._lines = lines
+        self._every_s = every_s
+        self._clock = clock
+        self._begun_s: dict[str, float] = {}
+        self._seen: dict[str, int] = {}
+
+    def admits(self, kind: str) -> bool:
+        """Whether a line of this kind may be written now."""
+        now_s = self._clock()
+        if now_s - self._begun_s.get(kind, -math.inf) >= self._every_s:
+            self._begun_s[kind], self._seen[kind] = now_s, 0
+        self._seen[kind] += 1
+        return self._seen[kind] <= self._lines
 
 
 def mask_secrets(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

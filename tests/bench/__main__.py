@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.bench import bench_digest, bench_load, bench_overhead, bench_plan, bench_transport
+from tests.bench import bench_digest, bench_directory, bench_load, bench_overhead, bench_plan, bench_transport
 
 BENCHMARKS: dict[str, Any] = {
     "plan": bench_plan,

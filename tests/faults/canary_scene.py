@@ -32,7 +32,7 @@ PAGES = 192
 """Of every pool: 36 MiB."""
 LATE_TOKENS = 128 * 256
 """Of the late room: 24 MiB, which is more than sockets hold."""
-FILL_TOKENS = 32 * 256
+FILL_TOKENS = 64 * 256
 NEEDLE_BYTES = 32
 """A piece of a row that no other row of any room has."""
 ROWS_LOOKED_FOR = 64
@@ -41,9 +41,9 @@ ROWS_LOOKED_FOR = 64
 CANARY_TIMEOUTS = {
     "worker_silence_s": 60.0,  # a frozen worker is to wake, not to be killed
     "control_delivery_s": 60.0,
-    "transfer_s": 10.0,
-    "room_s": 12.0,
 }
+EXPIRING = {"transfer_s": 4.0, "room_s": 5.0}
+"""For late rooms that are to end by themselves."""
 QUIET_S = 1.0
 """How long a transfer that has failed may stay loud before its transport is given up."""
 
@@ -174,6 +174,7 @@ def _is_socket(entry: Path) -> bool:
 def canary_scene(
     transport: str,
     *,
+    expiring: bool = False,
     transports: Settings | None = None,
     daemon_mistake: str = "",
     worker_mistake: str = "",
@@ -198,7 +199,7 @@ def canary_scene(
         prefill=NodeSpec(
             instance=f"late-{folder.name}",
             pools=pools,
-            more={"transports": section} | waits,
+            more={"transports": section, "timeouts": waits["timeouts"] | (EXPIRING if expiring else {})},
         ),
         decode=NodeSpec(
             instance=f"decode-{folder.name}",

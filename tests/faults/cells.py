@@ -7,7 +7,7 @@ One strike meets a room in every state at once. An outcome names the end of the 
     C  completed: its bytes were checked and it was released     A  aborted, as it was before the strike
     L  failed, `peer_failed`: somebody was lost                   W  failed, `worker_gone`
     w  aborted, `worker_gone`: by the decode side, whose worker it was
-    T  failed, `transport_failed`: the library noticed first
+    T  failed, `transport_failed`: the library noticed first       a  failed, `aborted`: the prefill side gave it up
     -  not known there: never admitted, or forgotten with the process that died
 
 Several letters on one side are several ways in which a race may go.
@@ -71,6 +71,7 @@ ENDS = {
     "W": ("failed", "worker_gone"),
     "w": ("aborted", "worker_gone"),
     "T": ("failed", "transport_failed"),
+    "a": ("failed", "aborted"),
     "-": ("", ""),
 }
 

@@ -76,6 +76,7 @@ class MutatedDaemon(DaemonProcess):
         """A program that is called as the interpreter would be, `-m module` and arguments, and starts a mutated worker."""
         source, script = self.folder / "worker.py", self.folder / "worker.sh"
         source.write_text(self.worker_code + _AS_WORKER)
-        script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {source} "$@"\n')
+        run = f"exec(open({str(source)!r}).read())"
+        script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -c "{run}" "$@"\n')
         script.chmod(0o700)
         return str(script)

@@ -219,28 +219,39 @@ class Scene:
         self.reader.call("release", room)
         return room
 
-    def furnish(self) -> dict[State, int]:
-        """Bring a room into every state. The prefill rank worker is frozen then: resume it once the strike is made."""
-        sender, reader = self.sender, self.reader
-        rooms = {state: self.admit_on_prefill() for state in State}
-        offered = [rooms[state] for state in State if state is not State.ADMITTED]
-        for room in offered:
+    def bring(self, states: Iterable[State], *, paired: bool = False) -> dict[State, int]:
+        """Bring a room into each of these states, all at once; `paired`: by bootstrap."""
+        sender, reader, order = self.sender, self.reader, list(State)
+        rooms = {state: self.ticket() if paired else self.admit_on_prefill() for state in states}
+
+        def beyond(state: State) -> list[int]:
+            return [room for reached, room in rooms.items() if order.index(reached) >= order.index(state)]
+
+        for room in () if paired else beyond(State.OFFERED):
             self.admit_on_decode(room)
-        self.taken(offered)
-        for room in offered[1:]:
+        self.taken(beyond(State.OFFERED))
+        for room in beyond(State.BEGUN):
             sender.call("begin", room, TOKENS)
-        sender.call("write", rooms[State.PARTIAL], TOKENS, 0, HALF)
-        committed = [rooms[state] for state in list(State)[list(State).index(State.COMMITTED) :]]
-        for room in committed:
+        if State.PARTIAL in rooms:
+            sender.call("write", rooms[State.PARTIAL], TOKENS, 0, HALF)
+        for room in beyond(State.COMMITTED):
             sender.call("write", room, TOKENS, 0, TOKENS)
             sender.call("finish", room)
-        for room in committed[1:]:
+        for room in beyond(State.CLAIMED):
             reader.call("claim", room, TOKENS)
-        reader.call("release", rooms[State.COMPLETED])
-        self.cancel(self.decode, rooms[State.CANCELLED])
-        eventually("committed", lambda: self.state(self.decode, rooms[State.COMMITTED]) == "committed")
+        if State.COMPLETED in rooms:
+            reader.call("release", rooms[State.COMPLETED])
+        if State.CANCELLED in rooms:
+            self.cancel(self.decode, rooms[State.CANCELLED])
+        if State.COMMITTED in rooms:
+            eventually("committed", lambda: self.state(self.decode, rooms[State.COMMITTED]) == "committed")
+        return rooms
+
+    def furnish(self) -> dict[State, int]:
+        """Bring a room into every state. The prefill rank worker is frozen then: resume it once the strike is made."""
+        rooms = self.bring(State)
         os.kill(self.worker_pid(self.prefill), signal.SIGSTOP)
-        sender.call("write", rooms[State.MOVING], TOKENS, 0, HALF)
+        self.sender.call("write", rooms[State.MOVING], TOKENS, 0, HALF)
         self.cancel(self.decode, rooms[State.DRAINING])
         eventually("aborting", lambda: self.state(self.prefill, rooms[State.DRAINING]) == "aborting")
         return rooms

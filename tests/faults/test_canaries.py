@@ -18,6 +18,7 @@ from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import status
 
 LIBRARIES = ["mooncake", "nixl"]
+EXPIRING = ", expiring"
 AWAKE_S = 0.6
 """What a late writer is given to do its worst; it writes 24 MiB in a tenth of that."""
 MUCH_BYTES = 50_000
@@ -30,7 +31,7 @@ short = pytest.mark.faults_short
 
 @pytest.fixture(scope="module")
 def stages() -> Iterator[Stages[CanaryScene]]:
-    opened = Stages(canary_scene)
+    opened = Stages(lambda transport: canary_scene(transport.removesuffix(EXPIRING), expiring=transport.endswith(EXPIRING)))
     yield opened
     opened.clear()
 
@@ -61,7 +62,7 @@ def frozen_node(stage: CanaryScene) -> int:
     stage.sender.call("publish", room, LATE_TOKENS)
     stage.freeze(node)
     stage.letter(stage.decode, room, "L")
-    assert stage.fill_free_pages() >= 2
+    assert stage.fill_free_pages()
     stage.resume(worker)
     time.sleep(AWAKE_S)
     landed = stage.rows_landed(room)
@@ -96,7 +97,7 @@ ENDINGS: dict[str, Callable[[CanaryScene, int], None]] = {
 @pytest.mark.parametrize("transport", LIBRARIES)
 def test_a_prefill_worker_frozen_in_mid_transfer(stages: Stages[CanaryScene], transport: str, ending: str) -> None:
     """It has handed over more than the network took: the rest goes out when it wakes, whatever became of the room."""
-    with stages.on(transport) as stage:
+    with stages.on(transport + (EXPIRING if ending == "expired" else "")) as stage:
         room = stage.begin_late()
         writer, reader = stage.worker_pid(stage.prefill), stage.worker_pid(stage.decode)
         stage.freeze(reader)
@@ -107,7 +108,7 @@ def test_a_prefill_worker_frozen_in_mid_transfer(stages: Stages[CanaryScene], tr
         ENDINGS[ending](stage, room)
         over(stage, room)
         eventually("quarantined", lambda: quarantined(stage))
-        assert stage.fill_free_pages() >= 2
+        assert stage.fill_free_pages()
         before = stage.rows_landed(room)
         stage.resume(writer)
         eventually("quiet", lambda: stage.state(stage.prefill, room) in {"aborted", "failed"})
@@ -147,7 +148,7 @@ def test_bytes_that_the_receiver_has_not_read(
         stage.sender.call("publish", room, LATE_TOKENS)
         eventually("the transfer begun", lambda: stage.unread_bytes(reader) > MUCH_BYTES)
         end(stage, room)
-        assert stage.fill_free_pages() >= 2
+        assert stage.fill_free_pages()
         unread = stage.unread_bytes(reader)
         stage.resume(reader)
         time.sleep(AWAKE_S)

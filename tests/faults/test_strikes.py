@@ -34,7 +34,7 @@ from tests.faults.matrix import Matrix
 from tests.faults.scene import Scene, scene, seconds_since
 from tests.faults.stages import Stages
 from tests.helpers.cluster import eventually
-from tests.helpers.live_rooms import http, status
+from tests.helpers.live_rooms import all_free, http, status
 
 def cases(strikes: Iterable[tuple[Victim, Fault]], *, short: Collection[tuple[Victim, Fault]] = ()) -> list[Any]:
     """Strikes as parameters, with names that a shell likes."""
@@ -225,3 +225,16 @@ def _red_until_it_is_back(daemon: DaemonProcess) -> None:
     assert "rank worker pp0.tp0 is" in ready.json()["reasons"][0], ready.text
     refused = http("POST", daemon, "/v1/requests", json={"prompt_tokens": 1})
     assert (refused.status_code, refused.json()["code"]) == (503, "not_ready"), refused.text
+
+
+def test_a_prefill_daemon_that_returns_at_another_port(stages: Stages[Scene]) -> None:
+    """Its name proves that the old life has ended, wherever it is found."""
+    with stages.on("local") as stage:
+        room = stage.bring([State.PARTIAL])[State.PARTIAL]
+        stage.prefill.kill()
+        stage.letter(stage.decode, room, "L")
+        stage.accounted(stage.decode)
+        stage.detach(Role.PREFILL)
+        stage.restart(stage.prefill, other_port=True)
+        stage.cross(stage.ticket())
+        all_free(stage.decode)

@@ -61,6 +61,7 @@ def cluster(
     prefill_tp: int = 1,
     decode_pp: int = 1,
     decode_tp: int = 1,
+    bootstrap: Mapping[str, Any] | None = None,
     wait: bool = True,
 ) -> Iterator[Cluster]:
     """Start bootstrap, one prefill and one decode daemon; end them all at exit."""
@@ -81,6 +82,7 @@ def cluster(
         ),
     )
     planned = plan_cluster(folder, spec)
+    planned.bootstrap.config |= dict(bootstrap or {})
     made = Cluster(**{field.name: getattr(planned, field.name) for field in fields(planned)})
     try:
         made.start()

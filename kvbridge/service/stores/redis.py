@@ -337,8 +337,8 @@ class RedisStore:
 def _client(settings: RedisSettings) -> Redis:
     """Make a client whose calls are bounded by `_ask` alone, and not tried again behind our back.
 
-    A script that was run must not be run twice. The library's own limit on sockets is `asyncio.wait_for`, which in Python 3.11 loses
-    a cancellation that meets the end of the wait: a caller's deadline would never come.
+    A script that was run must not be run twice. The library's own limit on sockets is `asyncio.wait_for`, which in
+    Python 3.11 loses a cancellation that meets the end of the wait: a caller's deadline would never come.
     """
     options: dict[str, Any] = {} if not settings.password else {"password": settings.password}
     try:

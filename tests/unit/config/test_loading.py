@@ -14,6 +14,7 @@ from kvbridge.config import (
     PrefillConfig,
     load_config,
     read_secret,
+    read_secrets,
     render_config,
 )
 from kvbridge.core.errors import ConfigError
@@ -158,8 +159,10 @@ def test_a_list_in_the_environment_must_be_json():
 
 def test_secrets_come_from_files(tmp_path):
     file = tmp_path / "token"
-    file.write_text("abc\nrest\n")
+    file.write_text("abc\n\n# the former one\nrest\n")
     assert read_secret(None, file, key="http.token_file") == "abc"
+    assert read_secrets(None, file, key="http.token_file") == ("abc", "rest")
+    assert read_secrets(None, None, key="-") == ()
     assert read_secret(load(**{"http.token": "xyz"}).http.token, None, key="-") == "xyz"
     assert read_secret(None, None, key="-") == ""
     file.write_text("\n")

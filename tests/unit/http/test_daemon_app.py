@@ -209,6 +209,13 @@ async def test_the_token_opens_everything(rooms, status):
         assert (await http.get("/status", headers={"authorization": "bearer s3cret"})).status_code == 200
 
 
+async def test_two_tokens_are_good_while_one_is_being_changed(rooms, status):
+    async with caller(rooms, status, token="new", more_tokens=("old",)) as http:
+        for token, code in (("new", 200), ("old", 200), ("older", 401), ("", 401)):
+            answer = await http.get("/status", headers={"authorization": f"Bearer {token}"})
+            assert answer.status_code == code, token
+
+
 async def test_metrics_can_be_opened(rooms, status):
     async with caller(rooms, status, token="s3cret", open_metrics=True) as http:
         assert (await http.get("/metrics")).status_code == 200

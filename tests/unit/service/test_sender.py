@@ -639,6 +639,50 @@ def test_a_room_that_is_not_sent_in_time_fails_and_one_that_is_not_quiet_in_time
     bench.book.check_integrity()
 
 
+def test_pages_that_an_engine_does_not_let_go_of_are_quarantined_in_the_end():
+    bench = sending()
+    answer(bench, error_code="transport_failed", error="cable")
+    close(bench)
+    assert state(bench) is SenderState.FAILED
+    bench.clock.advance(49)
+    bench.service.tick()
+    assert bench.book.state(Owner(1, 1)) is PageState.HELD
+    for _ in range(2):
+        bench.clock.advance(1)
+        bench.service.tick()
+    [reason] = bench.book.quarantine_reasons()
+    assert "engines engine have not let go of it (limit: timeouts.drain_s)" in reason
+    assert bench.service.rooms.quarantined()["engine_not_released"] == 1
+    bench.service.abort("engine", 1, "at last")
+    assert bench.free == 16
+    bench.book.check_integrity()
+
+
+def test_a_transport_that_is_not_quiet_quarantines_at_once_and_says_which():
+    bench = sending()
+    answer(bench, error_code="transport_failed", error="cable", quiet=False, in_transit=True)
+    bench.service.abort("engine", 1, "ok")
+    bench.service.room_closed(RoomClosed(room=1, generation=1, rank=R0, quiet=False, reason="mooncake is loud"))
+    assert state(bench) is SenderState.FAILING
+    [reason] = bench.book.quarantine_reasons()
+    assert reason == "room 1 generation 1: rank pp0.tp0: mooncake is loud"
+    assert pick(bench.peers.messages, Drained) == []
+    close(bench)
+    assert bench.free == 16
+    [drained] = pick(bench.peers.messages, Drained)
+    assert drained.in_transit
+
+
+@pytest.mark.parametrize(("outstanding", "in_transit"), [(True, True), (False, False)])
+def test_a_worker_that_dies_with_an_order_may_have_left_something_on_its_way(outstanding, in_transit):
+    bench = sending()
+    if not outstanding:
+        answer(bench)
+    bench.service.worker_gone(R0, "killed")
+    [drained] = pick(bench.peers.messages, Drained)
+    assert drained.in_transit is in_transit
+
+
 # ------------------------------------------------------------------------------------------- generations
 
 

@@ -7,7 +7,8 @@ import logging
 import pytest
 import structlog
 
-from kvbridge.telemetry.logs import configure_logs, get_logger
+from kvbridge.core.clock import ManualClock
+from kvbridge.telemetry.logs import Seldom, configure_logs, get_logger
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +109,12 @@ def test_a_traceback_shows_no_local_variables(form):
     assert "it broke" in stream.getvalue()
     assert "in fail" in stream.getvalue()
     assert secret not in stream.getvalue()
+
+
+def test_lines_that_strangers_cause_are_few():
+    clock = ManualClock()
+    seldom = Seldom(lines=3, every_s=10, clock=clock)
+    assert sum(seldom.admits("malformed") for _ in range(100)) == 3
+    assert seldom.admits("stale"), "each kind by itself"
+    clock.advance(10)
+    assert sum(seldom.admits("malformed") for _ in range(100)) == 3

@@ -1,0 +1,95 @@
+"""Transfers that are slow, out of order, fail, never say so, or take the rank worker with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import os
+import signal
+
+import pytest
+
+from tests.faults.scene import TOKENS, Scene, scene
+from tests.helpers.cluster import eventually, transport_section
+from tests.helpers.live_rooms import all_free, http, status
+
+INNERS = ["local", "mooncake", "nixl"]
+OPERATIONS = 30
+"""One room needs fewer, two need more."""
+TRANSFER_S = 1.0
+
+
+@contextmanager
+def faulty(inner: str, **faults: Any) -> Iterator[Scene]:
+    """A stage whose rank workers use `inner` with faults."""
+    section: Mapping[str, Any] = transport_section(inner) | {"order": ["faulty"], "faulty": {"inner": inner, **faults}}
+    more = {"transports": section}
+    with scene(transport="faulty", prefill=more, decode=more, timeouts={"transfer_s": TRANSFER_S}) as stage:
+        yield stage
+
+
+def begun(stage: Scene) -> int:
+    room = stage.pair()
+    stage.sender.call("begin", room, TOKENS)
+    stage.sender.call("write", room, TOKENS, 0, TOKENS)
+    return room
+
+
+def fails(stage: Scene, letter: str) -> str:
+    """The next room fails like that on both sides, and everything is given back; returns prefill's reason."""
+    room = begun(stage)
+    for daemon in stage.nodes:
+        stage.letter(daemon, room, letter)
+    stage.sender.call("abort", room)
+    for daemon in stage.nodes:
+        all_free(daemon)
+        stage.accounted(daemon)
+    return stage.end(stage.prefill, room)[2]
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_slow_and_out_of_order(inner: str) -> None:
+    with faulty(inner, delay_s=0.2, reorder=True, seed=1) as stage:
+        for _ in range(3):
+            stage.cross()
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_transfers_that_fail(inner: str) -> None:
+    """The transport stays broken until its worker is replaced; nobody but its rooms is harmed."""
+    with faulty(inner, fail_after_operations=OPERATIONS) as stage:
+        stage.cross()
+        worker = stage.worker_pid(stage.prefill)
+        for _ in range(2):
+            assert f"failed after {OPERATIONS} operations" in fails(stage, "T")
+        assert stage.worker_pid(stage.prefill) == worker
+        assert http("GET", stage.prefill, "/ready").status_code == 200
+        os.kill(worker, signal.SIGKILL)
+        eventually("another worker", lambda: stage.worker_pid(stage.prefill) not in {0, worker})
+        stage.wait_ready()
+        stage.cross()
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_transfers_that_take_the_worker_with_them(inner: str) -> None:
+    with faulty(inner, die_after_operations=OPERATIONS) as stage:
+        stage.cross()
+        assert "exit code 86" in fails(stage, "W")
+        stage.wait_ready()
+        stage.cross()
+        assert status(stage.prefill)["ranks"][0]["restarts"] == 1
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_transfers_that_never_say_that_they_are_done(inner: str) -> None:
+    """Nobody can know what they still do: the transport is replaced, and pages come back once it has been torn down."""
+    with faulty(inner, drop_completion=True, quiet_timeout_s=0.3) as stage:
+        workers = [stage.worker_pid(daemon) for daemon in stage.nodes]
+        for _ in range(2):
+            assert fails(stage, "T")
+        assert [stage.worker_pid(daemon) for daemon in stage.nodes] == workers
+        for daemon in stage.nodes:
+            assert http("GET", daemon, "/ready").status_code == 200
+            assert not status(daemon)["quarantine"]

@@ -1,0 +1,257 @@
+"""Bootstrap as it fails and as it is shared: killed and started empty, two replicas over one Redis, Redis away; real daemons."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from kvbridge.core.errors import PeerError
+from kvbridge.daemon.cluster import DaemonProcess
+from tests.helpers.cluster import eventually
+from tests.helpers.live_rooms import LiveCluster, all_free, http, live_cluster, metric, report, status
+from tests.helpers.redis_server import RedisServer, redis_server
+
+TOKENS = 1000
+HEARTBEAT_S = 0.5
+PAIRED_AGAIN_S = 4 * HEARTBEAT_S + 4.0
+"""Two heartbeats, and what a busy machine takes to do them."""
+
+
+def pair(bootstrap: DaemonProcess, **body: Any) -> httpx.Response:
+    return http("POST", bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS, **body})
+
+
+def paired(bootstrap: DaemonProcess, **body: Any) -> dict[str, Any]:
+    """A ticket, asked for until there is one."""
+
+    def look() -> dict[str, Any] | None:
+        answer = pair(bootstrap, **body)
+        assert answer.status_code in {201, 503}, answer.text
+        return answer.json() if answer.is_success else None
+
+    return dict(eventually("a ticket", look))
+
+
+def cancel(bootstrap: DaemonProcess, room: int) -> None:
+    answer = http("DELETE", bootstrap, f"/v1/requests/{room}")
+    assert answer.status_code in {200, 404}, answer.text
+
+
+def start_again(bootstrap: DaemonProcess, url: str) -> None:
+    """Start a killed bootstrap under the address that the nodes know."""
+    bootstrap.config = {**bootstrap.config, "http": {"port": urlsplit(url).port}}
+    bootstrap.start()
+
+
+def reasons(bootstrap: DaemonProcess) -> tuple[int, str]:
+    answer = http("GET", bootstrap, "/ready")
+    return answer.status_code, " ".join(answer.json()["reasons"])
+
+
+def test_a_bootstrap_that_was_killed_is_filled_again_and_open_rooms_do_not_notice() -> None:
+    with live_cluster() as live:
+        bootstrap = live.cluster.bootstrap
+        room = paired(bootstrap)["room"]
+        assert live.reader is not None
+        live.write(room, TOKENS, 0, 512)
+        url = bootstrap.url
+        bootstrap.kill()
+        eventually("the nodes say that bootstrap is away", lambda: status(live.prefill)["bootstrap"]["problem"])
+        live.write(room, TOKENS, 512, TOKENS)
+        start_again(bootstrap, url)
+        eventually("a pair", bootstrap.is_ready, PAIRED_AGAIN_S)
+        live.sender.finish(room, metadata=b"x")
+        live.read(room, TOKENS)
+        live.reader.release(room)
+        assert http("GET", bootstrap, f"/v1/requests/{room}").status_code == 404  # it came back empty
+        again = paired(bootstrap)
+        live.cross(TOKENS, again["room"])
+        eventually("no problem", lambda: not status(live.prefill)["bootstrap"]["problem"])
+        live.serves()
+
+
+def test_a_daemon_that_was_killed_is_known_by_its_new_life_at_once() -> None:
+    with live_cluster() as live:
+        bootstrap, decode = live.cluster.bootstrap, live.decode
+        before = node_of(bootstrap, "decode-0")["incarnation"]
+        decode.kill()
+        decode.start()
+        decode.wait_ready()
+        found = eventually("its new life", lambda: _if(node_of(bootstrap, "decode-0"), incarnation=before))
+        assert found["epoch"] == 2
+        room = paired(bootstrap)["room"]
+        assert report(decode, room)["state"] != "failed"
+        cancel(bootstrap, room)
+        for daemon in (live.prefill, decode):
+            all_free(daemon)
+
+
+def node_of(bootstrap: DaemonProcess, instance: str) -> dict[str, Any]:
+    (found,) = [each for each in http("GET", bootstrap, "/v1/instances").json() if each["instance"] == instance]
+    return dict(found["nodes"][0])
+
+
+def _if(node: dict[str, Any], *, incarnation: str) -> dict[str, Any] | None:
+    return node if node["incarnation"] != incarnation else None
+
+
+def test_a_pair_that_was_full_is_taken_again_as_soon_as_its_pages_are_free() -> None:
+    with live_cluster(pages={"full": 8, "swa": 4, "request": 4}, host_pages=8) as small:
+        big = 8 * 256
+        for _ in range(3):
+            answer = pair(small.cluster.bootstrap, prompt_tokens=big)
+            assert answer.status_code == 201, answer.text
+            refused = pair(small.cluster.bootstrap, prompt_tokens=big)
+            assert (refused.status_code, refused.json()["code"]) == (503, "capacity"), refused.text
+            assert "pages" in refused.json()["detail"]  # the daemon's own words
+            cancel(small.cluster.bootstrap, answer.json()["room"])
+            for daemon in (small.prefill, small.decode):
+                all_free(daemon)
+
+
+# ------------------------------------------------------------------------------------------- replicas
+
+
+@contextmanager
+def replicated(server: RedisServer, **settings: Any) -> Iterator[tuple[LiveCluster, list[DaemonProcess]]]:
+    """A cluster whose bootstrap is joined by a second one over the same Redis."""
+    section = {
+        "directory": {"store": "redis", "redis_url": server.url, "namespace": "test"},
+        "timeouts": {"store_s": 1.0, "reserve_s": 3.0, "cancel_s": 3.0, "pair_s": 8.0},
+    }
+    with live_cluster(bootstrap=section, **settings) as live:
+        folder = live.cluster.folder / "b2"
+        second = DaemonProcess("bootstrap", "the second bootstrap", folder)
+        second.config = dict(live.cluster.bootstrap.config)
+        second.arguments = ("--endpoint-dir", str(second.runtime_dir))
+        live.cluster.others.append(second)
+        second.start()
+        second.wait_ready()
+        yield live, [live.cluster.bootstrap, second]
+
+
+def test_two_replicas_serve_one_directory_while_pages_are_scarce() -> None:
+    """Same and different ids at once on both; one replica is killed in the middle; no double ticket, no leaked page."""
+    pages = {"full": 16, "swa": 8, "request": 4}
+    with redis_server() as server, replicated(server, pages=pages, host_pages=16) as (live, replicas):
+        room = paired(replicas[0])["room"]
+        assert http("GET", replicas[1], f"/v1/requests/{room}").json()["ticket"]["room"] == room
+        clash = pair(replicas[1], room=room)
+        assert (clash.status_code, clash.json()["code"]) == (409, "conflict")
+        cancel(replicas[1], room)
+        assert pair(replicas[0], room=room).json()["generation"] == 2
+        cancel(replicas[0], room)
+
+        tickets: dict[int, list[int]] = {}
+
+        def caller(number: int) -> str:
+            room = number // 2  # each id goes to both replicas at once
+            try:
+                answer = pair(replicas[number % 2], room=room)
+            except (httpx.HTTPError, PeerError):
+                return "gone"
+            if answer.status_code != 201:
+                assert answer.json()["code"] in {"capacity", "conflict", "stale", "not_ready"}, answer.text
+                return str(answer.json()["code"])
+            tickets.setdefault(room, []).append(answer.json()["generation"])
+            return "ticket"
+
+        with ThreadPoolExecutor(8) as pool:
+            outcomes = list(pool.map(caller, range(40)))
+        assert all(len(generations) == 1 for generations in tickets.values()), tickets
+        assert 1 <= len(tickets) <= 4, outcomes  # as many as there are request slots
+        for room in tickets:
+            cancel(replicas[room % 2], room)
+        for daemon in (live.prefill, live.decode):
+            all_free(daemon)
+
+        tickets.clear()
+        with ThreadPoolExecutor(8) as pool:
+            calls = [pool.submit(caller, number) for number in range(200, 240)]
+            calls[4].result()
+            replicas[1].kill()
+            outcomes = [call.result() for call in calls]
+        assert "gone" in outcomes, outcomes
+        assert all(len(generations) == 1 for generations in tickets.values()), tickets
+        # Also rooms whose ticket was lost with the replica can be ended by the other one, or end by themselves.
+        for room in range(100, 120):
+            cancel(replicas[0], room)
+        live.cluster.others.remove(replicas[1])
+        eventually("the lost reservations end", lambda: _give_back(live, range(100, 120)))
+        for daemon in (live.prefill, live.decode):
+            all_free(daemon)
+        live.cross(TOKENS, paired(replicas[0])["room"])
+
+
+def _give_back(live: LiveCluster, rooms: range) -> bool:
+    """End what a killed replica had reserved, as `timeouts.offer_s` would later; true when all pages are free."""
+    for daemon in (live.decode, live.prefill):
+        for room in rooms:
+            http("DELETE", daemon, f"/v1/requests/{room}")
+    return all(
+        not any(status(daemon)["rooms"].get(state, 0) for state in ("admitted", "offered", "transferring"))
+        for daemon in (live.prefill, live.decode)
+    )
+
+
+def test_a_redis_that_is_away_stops_new_pairings_only_and_comes_back_filled() -> None:
+    with redis_server() as server, replicated(server) as (live, replicas):
+        room = paired(replicas[0])["room"]
+        assert live.reader is not None
+        live.write(room, TOKENS, 0, 512)
+        server.kill()
+        for replica in replicas:
+            answer = pair(replica)
+            assert (answer.status_code, answer.json()["code"]) == (503, "not_ready"), answer.text
+            assert "Retry-After" in answer.headers
+            eventually("not ready, with the reason", lambda replica=replica: "redis.sock" in reasons(replica)[1])
+            assert reasons(replica)[0] == 503
+            assert "redis.sock" in status(replica)["store"]["problem"]
+            assert metric(replica, "kvbridge_store_failures_total", reason="connection") > 0
+        eventually("the nodes say so", lambda: "redis" in status(live.decode)["bootstrap"]["problem"])
+        live.write(room, TOKENS, 512, TOKENS)
+        live.sender.finish(room, metadata=b"x")
+        live.read(room, TOKENS)
+        live.reader.release(room)
+        server.start()
+        for replica in replicas:
+            eventually("a pair", lambda replica=replica: replica.is_ready(), PAIRED_AGAIN_S)
+        live.cross(TOKENS, paired(replicas[1])["room"])
+        live.serves()
+
+
+def test_a_shared_secret_is_in_no_log_and_on_no_page() -> None:
+    with redis_server(password="hush-hush") as server:
+        password_file = server.socket.parent / "password"
+        password_file.write_text("hush-hush\n")
+        section = {
+            "directory": {
+                "store": "redis",
+                "redis_url": server.url,
+                "redis_password_file": str(password_file),
+                "namespace": "secret",
+            }
+        }
+        with live_cluster(bootstrap=section) as live:
+            bootstrap = live.cluster.bootstrap
+            assert paired(bootstrap)["room"] is not None
+            server.kill()
+            assert pair(bootstrap).status_code == 503
+            shown = [json.dumps(status(bootstrap)), bootstrap.log(10_000), pair(bootstrap).text]
+            assert "hush" not in " ".join(shown)
+
+
+def test_a_redis_that_was_never_there_does_not_keep_bootstrap_from_starting() -> None:
+    section = {"directory": {"store": "redis", "redis_url": "redis://127.0.0.1:1/0"}}
+    with live_cluster(bootstrap=section, wait=False) as live:
+        bootstrap = live.cluster.bootstrap
+        code, text = reasons(bootstrap)
+        assert code == 503
+        assert "127.0.0.1:1" in text
+        assert http("GET", bootstrap, "/health").status_code == 200
