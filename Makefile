@@ -10,14 +10,17 @@ SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
 # The tests of the shared directory run against a real server.
 TEST_SERVERS := redis-server
 
-.PHONY: help setup system servers demo test check format bench soak clean
+.PHONY: help setup system servers demo test test-faults check format bench soak fuzz fuzz-http clean
 
 help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine"
-	@echo "make test    run every test"
+	@echo "make test    run every test, and the short form of the fault suite"
+	@echo "make test-faults  kill, freeze and mislead every process in every state of a room; what became of it in out/faults/"
 	@echo "make check   format, lint, types, import layers"
 	@echo "make bench   measure planning, transports, overhead and load; results in out/bench/"
 	@echo "make soak    100,000 rooms through one pair of daemons; red when memory or anything else grows"
+	@echo "make fuzz    feed every decoder that faces a socket with nonsense, FUZZ_SECONDS for each family; findings in out/fuzz/"
+	@echo "make fuzz-http  call the HTTP doors by their own description, FUZZ_EXAMPLES times each way"
 	@echo "make setup   only prepare the virtual environment"
 
 setup: $(READY)
@@ -44,6 +47,10 @@ demo: $(READY)
 test: $(READY) | servers
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest tests/contract
+	$(BIN)/python -m pytest tests/faults -m faults_short
+
+test-faults: $(READY)
+	$(BIN)/python -m pytest tests/faults
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -60,6 +67,16 @@ bench: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m tests.bench.soak --rooms $(ROOMS) --output out/bench/soak.json
+
+FUZZ_SECONDS ?= 60
+FUZZ_EXAMPLES ?= 200
+
+fuzz: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) --output out/fuzz
+
+fuzz-http: $(READY)
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/integration/test_http_schema.py
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 from kvbridge.cli.config import EXIT_CONFIG, DaemonRole, FileOption, RoleOption, SetOption
 from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
 from kvbridge.config.doors import CurveConfig, HttpConfig
-from kvbridge.config.loading import read_secret
+from kvbridge.config.loading import read_secrets
 from kvbridge.control.keys import generate_keys, load_keys, public_key_beside, read_allowed, write_keys, write_secret
 from kvbridge.core.errors import BridgeError
 
@@ -104,6 +104,8 @@ def check(role: RoleOption, config: FileOption = None, overrides: SetOption = No
     elif isinstance(loaded, BootstrapConfig):
         findings += _http(loaded.http)
         findings += _token("daemons", loaded.daemons.token, loaded.daemons.token_file)
+        if loaded.directory.redis_password_file is not None:
+            findings += _private("directory.redis_password_file", loaded.directory.redis_password_file)
     for good, text in findings:
         typer.echo(f"{'ok     ' if good else 'PROBLEM'} {text}")
     if not all(finding.good for finding in findings):
@@ -146,7 +148,7 @@ def _http(http: HttpConfig) -> Iterator[Finding]:
 
 def _token(section: str, inline: SecretStr | None, file: Path | None) -> Iterator[Finding]:
     try:
-        found = read_secret(inline, file, key=f"{section}.token_file")
+        found = read_secrets(inline, file, key=f"{section}.token_file")
     except BridgeError as error:
         yield Finding(False, str(error))
         return
@@ -156,10 +158,13 @@ def _token(section: str, inline: SecretStr | None, file: Path | None) -> Iterato
         yield Finding(True, f"{section}.token: given in the configuration itself; a file of mode 0600 keeps it better")
     else:
         yield from _private(f"{section}.token_file", file)
-    if len(found) < SHORTEST_TOKEN:
+    shortest = min(map(len, found))
+    if shortest < SHORTEST_TOKEN:
+        text = f"{section}: a token of {shortest} characters can be guessed; `kvbridge keys token` draws one"
+        yield Finding(False, text)
+    if len(found) > 1:
         yield Finding(
-            False,
-            f"{section}: the token has {len(found)} characters and can be guessed; `kvbridge keys token` draws one",
+            True, f"{section}: {len(found)} tokens are taken; take the former ones out once nobody shows them"
         )
 
 

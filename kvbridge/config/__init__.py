@@ -6,7 +6,7 @@ Must not know: what is done with a setting.
 
 from __future__ import annotations
 
-from kvbridge.config.loading import load_config, read_secret, render_config
+from kvbridge.config.loading import load_config, read_secret, read_secrets, render_config
 from kvbridge.config.schema import BootstrapConfig, DaemonConfig, DecodeConfig, PrefillConfig
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "PrefillConfig",
     "load_config",
     "read_secret",
+    "read_secrets",
     "render_config",
 ]

@@ -52,7 +52,8 @@ class CurveConfig(FrozenModel):
     public_key: CurveKey | None = None
     """Our public key; null: derived from the secret key."""
     allowed_public_keys: tuple[AllowedKey, ...] = ()
-    """Public keys of the peers that may connect, each alone or as "KEY INSTANCE"; holders of our own key pair always may."""
+    """Public keys of peers, each alone or as "KEY INSTANCE"; our own pair's needs no entry. On a prefill node: who may
+    connect. On a decode node: whom it lets write its memory; empty: whichever node a request names."""
     allowed_keys_file: Path | None = None
     """File with more of them, one a line; read again when it has changed."""
 

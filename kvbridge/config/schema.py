@@ -94,6 +94,8 @@ class PairingConfig(FrozenModel):
 
     attempts: Annotated[int, Field(ge=1, le=32)] = 3
     """Pairs tried for one request before it is refused."""
+    max_under_way: Annotated[int, Field(ge=1, le=100_000)] = 128
+    """Requests that are paired at once; more are told to come back (503), so that those under way are not late."""
     max_rooms: Annotated[int, Field(ge=1, le=10_000_000)] = 100_000
     """Rooms remembered at most; the oldest are forgotten first."""
 

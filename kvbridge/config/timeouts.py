@@ -69,6 +69,7 @@ _DAEMON_RELATIONS = (
     ("control_resend_s", "control_delivery_s", "a message could never be sent again"),
     ("control_heartbeat_s", "peer_silence_s", "every peer would be taken for lost between two heartbeats"),
     ("transfer_s", "room_s", "a room would end before its first section may"),
+    ("control_delivery_s", "room_keep_s", "a late message could meet another attempt at a room that was forgotten"),
 )
 
 

@@ -84,6 +84,7 @@ class BootstrapDaemon:
                 ticket_s=timeouts.ticket_s,
                 room_keep_s=timeouts.room_keep_s,
                 attempts=config.pairing.attempts,
+                max_under_way=config.pairing.max_under_way,
             ),
         )
         self._overview = _Overview()

@@ -28,6 +28,7 @@ from kvbridge.core.wire.messages import (
     Verified,
     Welcome,
 )
+from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.node import Node
 from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.service.engine_door import DecodeDoor
@@ -51,6 +52,7 @@ class DecodeNode(Node):
         self._clients: dict[PeerAddress, PeerClient] = {}
         self._context: SocketContext | None = None
         self._identity: PeerIdentity | None = None
+        self._allowed: AllowedPeers | None = None
         self._settings = PeerSettings()
         self._door = DecodeDoor(
             lambda: self._receiver,
@@ -65,6 +67,7 @@ class DecodeNode(Node):
             send_to=self._send_to,
             on_changed=self._nodes_changed,
             on_gone=lambda peer, reason: self._receiver.peer_gone(peer, reason),  # noqa: PLW0108 - made below
+            names_of=lambda key: self._allowed.names_of(key) if self._allowed is not None else frozenset(),
         )
         self._fence = Fence(
             self.workers.layers,
@@ -119,6 +122,7 @@ class DecodeNode(Node):
 
     def open_peers(self, identity: PeerIdentity, settings: PeerSettings) -> None:
         """A decode node listens to nobody: it connects to the prefill nodes of its rooms."""
+        self._allowed = AllowedPeers(self.config.control.curve, identity.keys)
         self._identity, self._settings, self._context = identity, settings, SocketContext()
 
     async def close_peers(self, timeout_s: float) -> None:
@@ -135,9 +139,10 @@ class DecodeNode(Node):
         self._receiver.nodes_changed()
 
     def _open_link(self, address: PeerAddress) -> None:
-        """Connect to a prefill node. Raises ConfigError when the address is unfit."""
-        if self._identity is None or self._context is None or address in self._clients:
+        """Connect to a prefill node. Raises ConfigError when the address is unfit, UnauthorizedError for its key."""
+        if self._identity is None or self._context is None or self._allowed is None or address in self._clients:
             return
+        self._allowed.check_server(address)
         callbacks = PeerCallbacks(
             lambda peer, message: self._on_message(address, peer, message),
             on_undelivered=lambda _peer, message, age_s: self._on_undelivered(address, message, age_s),
@@ -161,7 +166,8 @@ class DecodeNode(Node):
             )
 
     def watch_peers(self) -> None:
-        """Send heartbeats and look for silent prefill nodes."""
+        """Send heartbeats, look for silent prefill nodes, and for those whose key is not accepted any more."""
+        self._follow_allowed()
         for address in self._prefill.addresses():
             client = self._clients[address]
             lost = self.why_lost(client.last_heard_s(), client.cut_s()) if client.peer else ""
@@ -169,6 +175,15 @@ class DecodeNode(Node):
                 self._lose(address, lost)
             else:
                 self._send_to(address, Heartbeat())
+
+    def _follow_allowed(self) -> None:
+        if self._allowed is None or not self._allowed.follow():
+            return
+        for address in self._prefill.addresses():
+            try:
+                self._allowed.check_server(address)
+            except BridgeError as error:
+                self._lose(address, str(error))
 
     def _lose(self, address: PeerAddress, reason: str) -> None:
         """Give a prefill node up, and its link with it: the next room that names it begins anew."""
@@ -201,7 +216,8 @@ class DecodeNode(Node):
 
     def _on_undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
         self.metrics.undelivered()
-        if address in self._clients:
+        # A younger message fell with its link, which the node has forgotten: `restarted` introduces us anew.
+        if address in self._clients and age_s >= self.config.timeouts.control_delivery_s:
             why = f"a {message.type} of {age_s:.1f} s ago was never acknowledged (limit: timeouts.control_delivery_s)"
             self._lose(address, why)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import structlog
 
 from kvbridge.config.schema import PrefillConfig
-from kvbridge.control.keys import AllowedKeys
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.errors import BridgeError, NotReadyError
@@ -27,6 +26,7 @@ from kvbridge.core.wire.messages import (
     Send,
     Sent,
 )
+from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.node import Node
 from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter
 from kvbridge.daemon.worker_host import WorkerReport
@@ -48,7 +48,7 @@ class PrefillNode(Node):
         super().__init__(config)
         timeouts = config.timeouts
         self._server: PeerServer | None = None
-        self._allowed: AllowedKeys | None = None
+        self._allowed: AllowedPeers | None = None
         self._traffic = TrafficMeter(self.metrics)
         self._door = PrefillDoor(
             lambda: self._sender,
@@ -104,9 +104,7 @@ class PrefillNode(Node):
             on_reset=self._on_reset,
         )
         self._server = PeerServer(identity, callbacks, settings=settings)
-        if identity.keys is not None:
-            curve = self.config.control.curve
-            self._allowed = AllowedKeys(curve.allowed_public_keys, curve.allowed_keys_file)
+        self._allowed = AllowedPeers(self.config.control.curve, identity.keys)
         return PeerAddress(endpoint=self._server.bind(self.config.control.bind))
 
     async def close_peers(self, timeout_s: float) -> None:
@@ -138,14 +136,9 @@ class PrefillNode(Node):
 
     def _follow_allowed(self, server: PeerServer) -> None:
         """Put a changed list of allowed keys in force, and end the peers whose key is gone from it."""
-        try:
-            if self._allowed is None or not self._allowed.refresh():
-                return
-        except BridgeError as error:
-            log.error("allowed_keys_unreadable", effect="the former list stays in force", reason=str(error))
+        if self._allowed is None or not self._allowed.follow():
             return
         server.gate.replace(self._allowed.current)
-        log.info("allowed_keys_changed", keys=len(self._allowed.current))
         for peer in server.barred():
             self._lose(peer, "its key was taken off the list of allowed keys (control.curve)")
 
@@ -174,6 +167,8 @@ class PrefillNode(Node):
                         "unmet", f"an abort of room {message.room} from {peer}, which is not welcome here"
                     )
                 self._sender.peer_abort(peer, message)  # it ends the peer's own rooms only
+            case Failed():
+                self._sender.peer_failed(peer, message)
             case Heartbeat():
                 pass
             case _:

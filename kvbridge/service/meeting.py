@@ -244,16 +244,19 @@ class PrefillNodes:
         send_to: Callable[[PeerAddress, PeerMessage], None],
         on_changed: Callable[[], None],
         on_gone: Callable[[str, str], None],
+        names_of: Callable[[str], frozenset[str]] = lambda _key: frozenset(),
     ) -> None:
         """`open_link` connects to an address (harmless when it is); `on_changed` is called after every answer.
 
-        `on_gone(peer, reason)` is called when an incarnation is out of reach. Only `open_link` raises.
+        `on_gone(peer, reason)` is called when an incarnation is out of reach; `names_of(key)` are the instances that the
+        holder of a key may speak for (empty: any). Only `open_link` raises.
         """
         self._describe = describe
         self._open_link = open_link
         self._send_to = send_to
         self._on_changed = on_changed
         self._on_gone = on_gone
+        self._names_of = names_of
         self._known: dict[PeerAddress, _KnownPrefill] = {}
         self._former: OrderedDict[PeerAddress, str] = OrderedDict()
         """The incarnation that was met last behind an address, as long as it is not met there now."""
@@ -291,8 +294,8 @@ class PrefillNodes:
         known = self._known.get(address)
         if known is None:
             return
-        if self._is_met_elsewhere(address, message.incarnation):
-            reason = f"it calls itself {message.incarnation}, which is another node's incarnation under another key"
+        reason = self._disbelief(address, message)
+        if reason:
             self._vanish(known, reason)
             self._fail(known, PeerError(f"the prefill node at {address.endpoint} is not believed: {reason}"))
             return
@@ -301,10 +304,15 @@ class PrefillNodes:
         known.met = MetNode(message.incarnation, f"{message.instance}/{message.node}", message.ranks)
         self._on_changed()
 
-    def _is_met_elsewhere(self, address: PeerAddress, peer: str) -> bool:
-        """Whether the holder of another key has that incarnation. One node may well have two addresses."""
+    def _disbelief(self, address: PeerAddress, message: Welcome) -> str:
+        """Why a node cannot be who it says; empty when it can. One node may well have two addresses, with one key."""
+        names = self._names_of(address.public_key)
+        if names and message.instance not in names:
+            return f"its key speaks for instance {', '.join(sorted(names))}, not for {message.instance}"
         others = {other for other in (*self._known, *self._former) if other.public_key != address.public_key}
-        return any(self.speaks(other, peer) for other in others)
+        if any(self.speaks(other, message.incarnation) for other in others):
+            return f"it calls itself {message.incarnation}, which is another node's incarnation under another key"
+        return ""
 
     def rejected(self, address: PeerAddress, message: Rejected) -> None:
         """A prefill node will not work with us (any more)."""

@@ -80,6 +80,7 @@ class PairingLimits:
     room_keep_s: float
     retry_after_s: float = 1.0
     attempts: int = 3
+    max_under_way: int = 128
 
 
 class EndReport(FrozenModel):
@@ -134,14 +135,28 @@ class PairingService:
         self._rooms = rooms
         self._port = port
         self._limits = limits
+        self._under_way = 0
 
     async def pair(self, request: PairRequest) -> Ticket:
         """Return a ticket for a request that is now reserved on both ends, or raise with nothing reserved.
 
         Raises ConflictError when the room is in use, CapacityError (NotReadyError, ClientLimitError) when nobody can take
         it now or the store is away, FingerprintMismatchError, InvalidInputError, DeadlineError when `timeouts.pair_s`
-        is over.
+        is over. CapacityError at once while `max_under_way` others are being paired: asked for more than this process can do,
+        all of them would take longer and longer, and in the end none would be paired in time.
         """
+        if self._under_way >= self._limits.max_under_way:
+            raise CapacityError(
+                f"{self._under_way} requests are being paired already (pairing.max_under_way)",
+                retry_after_s=self._limits.retry_after_s,
+            )
+        self._under_way += 1
+        try:
+            return await self._pair(request)
+        finally:
+            self._under_way -= 1
+
+    async def _pair(self, request: PairRequest) -> Ticket:
         claim = await self._claim(request.room)
         attempt = _Attempt(claim, request, claim.base)
         try:

@@ -23,7 +23,7 @@ from kvbridge.core.plan.accounting import expected_amounts, shortfall
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import Abort, Offer, to_wire
+from kvbridge.core.wire.messages import Abort, Failed, Offer, to_wire
 from kvbridge.pool.book import PageState
 from kvbridge.service.receiver_room import MetNode, ReceiverLimits, ReceiverPorts, ReceiverRoom, WriterNode
 from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine
@@ -110,7 +110,7 @@ class ReceiverDriver:
             case ReceiverAction.VERIFY:
                 self._verify(room)
             case ReceiverAction.REJECT:
-                self._tell_abort(room, room.writers.values())
+                self._reject(room)
             case ReceiverAction.HOLD:
                 self._ports.book.move(room.owner, PageState.LEASED, PageState.HELD)
             case ReceiverAction.FREE:
@@ -170,6 +170,12 @@ class ReceiverDriver:
         for writer in writers:
             if not writer.gone:
                 self._ports.nodes.send(writer.node.peer, abort)
+
+    def _reject(self, room: ReceiverRoom) -> None:
+        failed = Failed(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)
+        for writer in room.writers.values():
+            if not writer.gone:
+                self._ports.nodes.send(writer.node.peer, failed)
 
     def _verify(self, room: ReceiverRoom) -> None:
         assert room.verification is not None, "ARRIVED is raised for rooms with digests only"

@@ -16,7 +16,6 @@ from kvbridge.core.errors import (
     BridgeError,
     ConflictError,
     DeadlineError,
-    DigestMismatchError,
     InvalidInputError,
     PeerError,
     StaleError,
@@ -329,10 +328,13 @@ class SenderService:
             # its Offer on one ordered link, so a room that has taken no offer of this peer is not its to end.
             self._ports.peers.send(peer, Drained(room=message.room, generation=message.generation))
             return
-        reason = f"by the decode side: {message.message}"
-        if room.state is SenderState.COMPLETED and message.code == DigestMismatchError.code:
-            self._driver.rejected(room, message.code, reason)
-        self._driver.raise_event(room, SenderEvent.ABORT, message.code, reason)
+        self._driver.raise_event(room, SenderEvent.ABORT, message.code, f"by the decode side: {message.message}")
+
+    def peer_failed(self, peer: str, message: Failed) -> None:
+        """Everything of a room was sent, and the decode side could not use it: too late to fail, not to say why."""
+        room = self.rooms.find(message.room, message.generation)
+        if room is not None and room.peer == peer and room.state is SenderState.COMPLETED:
+            self._driver.rejected(room, message.code, f"by the decode side: {message.message}")
 
     def peer_gone(self, peer: str, reason: str) -> None:
         """A decode node's life ended or it is silent: its rooms fail."""

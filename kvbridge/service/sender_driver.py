@@ -179,7 +179,7 @@ class SenderDriver:
 
     @staticmethod
     def rejected(room: SenderRoom, code: str, reason: str) -> None:
-        """Everything was sent and has arrived as something else: too late to fail, not to say so."""
+        """Keep why the decode side could not use what was sent."""
         room.blame(code, reason)
         log.warning("room_rejected", room=room.room, peer=room.peer, code=code, reason=room.reason)
 

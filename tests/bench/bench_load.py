@@ -18,6 +18,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ class Tally:
             self.refused[f"{error.status} {error.code}"] += 1
             return False
         except (RoomLostError, OSError, asyncio.IncompleteReadError) as error:
-            self.lost[str(error)[:200]] += 1
+            self.lost[re.sub(r"\d{6,}", "N", str(error))[:200]] += 1
         else:
             self.lives.append(life)
         return True
@@ -78,7 +79,7 @@ class Tally:
             "offered_s": self.offered / seconds,
             "rooms_s": len(self.lives) / seconds,
             "refused": dict(self.refused),
-            "refused_share": self.refused.total() / max(1, self.offered),
+            "refused_share": self.refused.total() / max(1, self.refused.total() + len(self.lives) + self.lost.total()),
             "dropped": self.dropped,
             "lost": dict(self.lost.most_common(5)),
             "payload_bytes": sum(life.payload_bytes for life in self.lives),
@@ -223,9 +224,10 @@ def table(found: dict[str, Any]) -> str:
         answers = (
             ", ".join(f"{count} x {answer}" for answer, count in sorted(overload["refused"].items())) or "no refusal"
         )
+        lines.append(f"overload: {overload['rooms_s']:.0f} rooms/s served, {answers}, {overload['lost_later']} lost")
         lines.append(
-            f"overload: {overload['rooms_s']:.0f} rooms/s served, {answers}, {overload['outstanding']} under way at the "
-            f"end, {overload['dropped']} dropped by the generator, {overload['lost_later']} lost, backlog gone after {overload['backlog_drained_s']:.1f} s"
+            f"  {overload['outstanding']} under way at the end, gone after {overload['backlog_drained_s']:.1f} s; "
+            f"{overload['dropped']} not even asked for, since the generator had {MOST_OUTSTANDING} under way"
         )
         lines += [f"  lost: {count} x {why}" for why, count in overload["lost"].items()]
         lines.append("")

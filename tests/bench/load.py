@@ -4,12 +4,13 @@ Owns: a lean HTTP client, the two engine processes, the life of a room as a rout
 rooms, how fast, what is made of the figures.
 
 A room may be admitted in three ways: `bootstrap` (one POST there, a ticket back, as most routers do it), `daemons` (the router
-knows the pair and names the same room to both), `engine` (prefill's engine admits from its own process, decode by HTTP).
+knows the pair and names the same room to both), `engine` (decode by HTTP, then prefill's engine admits from its own process).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import sys
@@ -50,8 +51,16 @@ class Door:
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of a 201. Raises RefusedError, OSError."""
+        return await self._call("POST", path, body)
+
+    async def give_back(self, room: int) -> None:
+        """Cancel a room here, as a router does when the other end has refused it."""
+        with contextlib.suppress(RefusedError):
+            await self._call("DELETE", f"/v1/requests/{room}", {})
+
+    async def _call(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         request = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
         while self._idle:
             try:
@@ -78,7 +87,7 @@ class Door:
         else:
             self._idle.append(connection)
         status = int(lines[0].split()[1])
-        if status != 201:
+        if status not in {200, 201}:
             problem = json.loads(answer) if answer.startswith(b"{") else {}
             raise RefusedError(status, str(problem.get("code", "")), float(problem.get("retry_after_s") or 1.0))
         return dict(json.loads(answer))
@@ -137,30 +146,30 @@ class Load:
             room = (secrets.randbits(40) << 20) + number
             if way == "daemons":
                 await self.prefill.post("/v1/requests", {"room": room, "prompt_tokens": shape.tokens})
-            else:
-                self._order(room, admit=True)
-            await self.decode.post("/v1/requests", {**body, "room": room, "prefill": [self.control]})
+            try:
+                await self.decode.post("/v1/requests", {**body, "room": room, "prefill": [self.control]})
+            except RefusedError:
+                if way == "daemons":
+                    await self.prefill.give_back(room)
+                raise
         admitted_s = time.perf_counter()
-        ended = self._expect(room)
-        if way != "engine":
-            self._order(room, admit=False)
+        ended = self._waiting[room] = asyncio.get_running_loop().create_future()
+        self._order(room, admit=way == "engine")
         try:
             fact = await asyncio.wait_for(ended, ROOM_LIMIT_S)
         except TimeoutError:
             raise RoomLostError(f"room {room} was not released within {ROOM_LIMIT_S:g} s") from None
         finally:
             self._waiting.pop(room, None)
+        if fact.get("code") == "capacity" and way == "engine":
+            await self.decode.give_back(room)
+            raise RefusedError(503, "capacity", 1.0)
         if "error" in fact:
-            raise RoomLostError(f"room {room}: {fact['error']}")
+            raise RoomLostError(f"{fact['code']}: {fact['error']}")
         total_s = time.perf_counter() - begun_s
         return Life(admitted_s - begun_s, total_s, fact["phases_s"], fact["bytes"], fact["checked"])
 
-    def _expect(self, room: int) -> asyncio.Future[dict[str, Any]]:
-        return self._waiting.setdefault(room, asyncio.get_running_loop().create_future())
-
     def _order(self, room: int, *, admit: bool) -> None:
-        if admit:
-            self._expect(room)
         stdin = self.engines[0].stdin
         assert stdin is not None
         stdin.write(f"{room} {self.shape.tokens} {int(admit)}\n".encode())

@@ -2,7 +2,7 @@
 
 `python -m tests.bench.load_engine prefill|decode RUNTIME_DIR SAMPLE_EVERY`. Prefill reads lines "room tokens admit" and answers
 nothing but failures; decode reads nothing. Both print JSON lines: {"ready": true}, {"room": ..., "phases_s": ...}, {"room": ...,
-"error": ...}. Rooms whose id is a multiple of SAMPLE_EVERY are filled and compared byte for byte (0: none).
+"code": ..., "error": ...}. Rooms whose id is a multiple of SAMPLE_EVERY are filled and compared byte for byte (0: none).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def prefill(runtime_dir: Path, sample_every: int) -> None:
                 engine.publish(room, tokens)
                 engine.finish(room)
             except BridgeError as error:
-                tell({"room": room, "error": f"{error.code}: {error}"})
+                tell({"room": room, "code": error.code, "error": str(error)})
             engine.events()
 
 
@@ -55,7 +55,7 @@ def decode(runtime_dir: Path, sample_every: int) -> None:
                 if event.kind == "committed":
                     serve(engine, event.room, sample_every)
                 elif event.kind in {"aborted", "failed"}:
-                    tell({"room": event.room, "error": f"{event.code}: {event.reason}"})
+                    tell({"room": event.room, "code": event.code, "error": event.reason})
 
 
 def serve(engine: DecodeEngine, room: int, sample_every: int) -> None:
@@ -68,10 +68,10 @@ def serve(engine: DecodeEngine, room: int, sample_every: int) -> None:
                 wrong += synthetic.check(views, room=room, tables=claimed.tables, tokens=claimed.prompt_tokens)
         engine.release(room)
     except BridgeError as error:
-        tell({"room": room, "error": f"{error.code}: {error}"})
+        tell({"room": room, "code": error.code, "error": str(error)})
         return
     if wrong:
-        tell({"room": room, "error": f"{len(wrong)} wrong rows: {wrong[0]}"})
+        tell({"room": room, "code": "wrong_bytes", "error": f"{len(wrong)} wrong rows: {wrong[0]}"})
     else:
         payload = sum(amount.bytes for amount in claimed.amounts.values())
         tell({"room": room, "phases_s": claimed.phases_s, "checked": sampled, "bytes": payload})

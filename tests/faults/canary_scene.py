@@ -41,6 +41,7 @@ ROWS_LOOKED_FOR = 64
 CANARY_TIMEOUTS = {
     "worker_silence_s": 60.0,  # a frozen worker is to wake, not to be killed
     "control_delivery_s": 60.0,
+    "fence_s": 1.5,
 }
 EXPIRING = {"transfer_s": 4.0, "room_s": 5.0}
 """For late rooms that are to end by themselves."""
@@ -133,8 +134,9 @@ class CanaryScene(Scene):
         component = preset(MODEL).components[0]
         rows = range(0, LATE_TOKENS, LATE_TOKENS // ROWS_LOOKED_FOR)
         needles = [
-            expected_rows(component, room=room, layer=component.layers[-1], lanes=(0, 1), start_row=row, stop_row=row + 1)
-            .tobytes()[:NEEDLE_BYTES]
+            expected_rows(
+                component, room=room, layer=component.layers[-1], lanes=(0, 1), start_row=row, stop_row=row + 1
+            ).tobytes()[:NEEDLE_BYTES]
             for row in rows
         ]
         prefix = file_prefix(str(self.decode.config["instance"]), "decode-node-0")
@@ -147,7 +149,7 @@ class CanaryScene(Scene):
 
     def unread_bytes(self, pid: int) -> int:
         """Bytes that lie in the TCP sockets of a process, come and not yet read."""
-        inodes = {os.readlink(entry)[8:-1] for entry in Path(f"/proc/{pid}/fd").iterdir() if _is_socket(entry)}
+        inodes = {str(entry.readlink())[8:-1] for entry in Path(f"/proc/{pid}/fd").iterdir() if _is_socket(entry)}
         rows = [line.split() for name in ("tcp", "tcp6") for line in _lines(Path(f"/proc/{pid}/net/{name}"))]
         return sum(int(row[4].partition(":")[2], 16) for row in rows if row[9] in inodes)
 
@@ -165,7 +167,7 @@ def _lines(table: Path) -> list[str]:
 
 def _is_socket(entry: Path) -> bool:
     try:
-        return os.readlink(entry).startswith("socket:[")
+        return str(entry.readlink()).startswith("socket:[")
     except FileNotFoundError:
         return False
 
@@ -196,6 +198,7 @@ def canary_scene(
     spec = ClusterSpec(
         model=model,
         transport=transport,
+        ends_with_us=True,
         prefill=NodeSpec(
             instance=f"late-{folder.name}",
             pools=pools,
@@ -210,7 +213,7 @@ def canary_scene(
     cluster = plan_cluster(folder, spec)
     cluster.prefill = _mistaken(cluster.prefill, worker_code=worker_mistake)
     cluster.decode = _mistaken(cluster.decode, daemon_code=daemon_mistake)
-    second = DaemonProcess("prefill", "the filling daemon", folder / "q")
+    second = DaemonProcess("prefill", "the filling daemon", folder / "q", ends_with_us=True)
     second.config = (
         daemon_config(
             model, instance=f"fill-{folder.name}", runtime_dir=second.runtime_dir, transport="local", pools=pools
@@ -234,6 +237,6 @@ def _mistaken(daemon: DaemonProcess, *, daemon_code: str = "", worker_code: str 
     """The same daemon with a mistake in it, or the same daemon."""
     if not daemon_code and not worker_code:
         return daemon
-    mutated = MutatedDaemon(daemon.role, daemon.name, daemon.folder, daemon.config)
+    mutated = MutatedDaemon(daemon.role, daemon.name, daemon.folder, daemon.config, ends_with_us=True)
     mutated.daemon_code, mutated.worker_code = daemon_code, worker_code
     return mutated

@@ -1,4 +1,4 @@
-"""The suite's report: a matrix of all strikes, printed and kept in out/faults."""
+"""The suite's report: a matrix of all strikes, printed, and kept in out/faults when the whole suite was run."""
 
 from __future__ import annotations
 
@@ -23,4 +23,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("strikes")
         for line in _MATRIX.lines():
             terminalreporter.write_line(line)
-        _MATRIX.write(Path(config.rootpath) / "out" / "faults")
+        if not config.option.markexpr and not config.option.keyword:
+            _MATRIX.write(Path(config.rootpath) / "out" / "faults")

@@ -14,6 +14,10 @@ from typing import Any
 
 from tests.faults.cells import Fault, State, Victim
 
+LEGEND = """\
+End of each room on the prefill/decode side: C completed, A aborted, L failed because somebody was lost, W and w failed and
+aborted with a rank worker, T failed by the transport, - not known there. `noticed_s`: from the strike until rooms in flight
+had failed; `recovered_s`: from the end of the strike until everything was free again and the next room had crossed."""
 COLUMNS = ("transport", "victim", "fault", *State, "noticed_s", "recovered_s")
 
 
@@ -60,9 +64,4 @@ class Matrix:
         """Both files."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "matrix.json").write_text(json.dumps(self.rows, indent=2) + "\n")
-        legend = (
-            "End of each room on the prefill/decode side: C completed, A aborted, L failed because somebody was lost, "
-            "W and w failed and aborted with a rank worker, T failed by the transport, - not known there. `noticed_s`: from the strike until rooms in flight had failed; "
-            "`recovered_s`: from the end of the strike until everything was free again and the next room had crossed."
-        )
-        (folder / "matrix.md").write_text(f"# Strikes\n\n{legend}\n\n" + "\n".join(self.lines()) + "\n")
+        (folder / "matrix.md").write_text(f"# Strikes\n\n{LEGEND}\n\n" + "\n".join(self.lines()) + "\n")

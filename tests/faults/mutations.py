@@ -1,7 +1,7 @@
 """Daemons that are wrong on purpose: proof that the canaries would see it.
 
-Owns: the two mistakes, as code that runs in the daemon's process before it starts. Must not know: the tests. The product has no hook
-for this: the process is started with `python -c` instead of `python -m kvbridge`.
+Owns: the two mistakes, as code that runs in the daemon's process before it starts. Must not know: the tests. The product
+has no hook for this: the process is started with `python -c` instead of `python -m kvbridge`.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ class MutatedDaemon(DaemonProcess):
         code = self.daemon_code
         if self.worker_code:
             code += _WORKER_TOO.format(script=str(self._worker_script()))
-        return super().launch(
-            [command[0], "-c", code + _AS_DAEMON, *command[3:]], piped=piped, environment=environment
-        )
+        return super().launch([command[0], "-c", code + _AS_DAEMON, *command[3:]], piped=piped, environment=environment)
 
     def _worker_script(self) -> str:
         """A program that is called as the interpreter would be, `-m module` and arguments, and starts a mutated worker."""

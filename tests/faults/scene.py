@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 
-from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Role
 from kvbridge.daemon.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from kvbridge.daemon.memory import file_prefix
@@ -67,6 +66,7 @@ class Scene:
 
     cluster: Cluster
     engines: dict[Role, ObedientEngine] = field(default_factory=dict)
+    _ports: dict[str, str] = field(default_factory=dict)
 
     @property
     def prefill(self) -> DaemonProcess:
@@ -137,8 +137,8 @@ class Scene:
 
     @property
     def ports(self) -> dict[str, str]:
-        """Where bootstrap and the prefill daemon have been since they first started."""
-        if not hasattr(self, "_ports"):
+        """Where bootstrap and the prefill daemon have been since this was first asked."""
+        if not self._ports:
             self._ports = {self.bootstrap.name: self.bootstrap.url, self.prefill.name: self.address["endpoint"]}
         return self._ports
 
@@ -354,6 +354,7 @@ def scene(
     spec = ClusterSpec(
         model=dict(model or {"preset": "tiny-v4"}),
         transport=transport,
+        ends_with_us=True,
         prefill=NodeSpec(
             instance=f"prefill-{folder.name}", pools={"device": DEVICE_PAGES}, more=waits | dict(prefill or {})
         ),
@@ -373,15 +374,6 @@ def scene(
         yield stage
     finally:
         stage.close()
-
-
-def refused(call: Any, *arguments: Any) -> str:
-    """The code of the error that a call raises."""
-    try:
-        call(*arguments)
-    except BridgeError as error:
-        return error.code
-    raise AssertionError("it was not refused")
 
 
 def seconds_since(moment_s: float) -> float:

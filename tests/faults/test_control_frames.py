@@ -10,7 +10,17 @@ import pytest
 from tests.faults.cells import HEARTBEAT_S, PEER_SILENCE_S
 from tests.faults.scene import TOKENS, Scene, scene
 from tests.helpers.cluster import eventually
-from tests.helpers.frame_proxy import TO_DECODE, TO_PREFILL, FrameProxy, calm, frame_proxy, lose_first, partition, storm, twice
+from tests.helpers.frame_proxy import (
+    TO_DECODE,
+    TO_PREFILL,
+    FrameProxy,
+    calm,
+    frame_proxy,
+    lose_first,
+    partition,
+    storm,
+    twice,
+)
 from tests.helpers.live_rooms import all_free, http, metric, status
 
 ROOMS = 6

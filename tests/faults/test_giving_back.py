@@ -37,9 +37,7 @@ def stage() -> Iterator[Scene]:
 def test_an_ending_in_every_state(stage: Scene, ending: str) -> None:
     end, row = ENDINGS[ending]
     expected = dict(zip(STATES, row.split(), strict=True))
-    rooms = stage.bring(
-        [state for state in STATES if expected[state] != "-/-"], paired=ending == "DELETE on bootstrap"
-    )
+    rooms = stage.bring([state for state in STATES if expected[state] != "-/-"], paired=ending == "DELETE on bootstrap")
     for room in rooms.values():
         end(stage, room)
     for state, room in rooms.items():

@@ -36,6 +36,7 @@ from tests.faults.stages import Stages
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import all_free, http, status
 
+
 def cases(strikes: Iterable[tuple[Victim, Fault]], *, short: Collection[tuple[Victim, Fault]] = ()) -> list[Any]:
     """Strikes as parameters, with names that a shell likes."""
     mark = pytest.mark.faults_short
@@ -129,7 +130,9 @@ def test_strike(stages: Stages[Scene], matrix: Matrix, victim: Victim, fault: Fa
     ),
 )
 @pytest.mark.parametrize("transport", ["mooncake", "nixl"])
-def test_strike_over_a_library(stages: Stages[Scene], matrix: Matrix, transport: str, victim: Victim, fault: Fault) -> None:
+def test_strike_over_a_library(
+    stages: Stages[Scene], matrix: Matrix, transport: str, victim: Victim, fault: Fault
+) -> None:
     """What holds for copies on one host holds for connections as well."""
     _strike(stages, matrix, transport, victim, fault)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-
-import os
-import signal
 
 import pytest
 

@@ -26,7 +26,7 @@ FAMILIES = tuple(dict.fromkeys(decoder.family for decoder in DECODERS))
 
 def main() -> int:
     """Fuzz each family in a process of its own; returns how many had a finding."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="all unless named")
     parser.add_argument("--seconds", type=int, default=60, help="for each family")
     parser.add_argument("--output", type=Path, default=Path("out/fuzz"))

@@ -34,7 +34,7 @@ from kvbridge.core.wire.codec import (
     FrameError,
     MessageCodec,
 )
-from kvbridge.http.problems import Problem, error_of, make_problem
+from kvbridge.http.problems import Problem, error_of, make_problem, problem_response
 from kvbridge.service import ports
 from kvbridge.service.offers import check_offer
 from kvbridge.service.tables import tables_from_wire
@@ -240,7 +240,7 @@ def _problem(data: bytes) -> object:
     # Whoever passes it on makes a problem of it again.
     retry_after_s = getattr(error, "retry_after_s", None)
     problem = make_problem(error.code, error.http_status, str(error), path="/", retry_after_s=retry_after_s)
-    return Problem.model_validate_json(problem.model_dump_json())
+    return Problem.model_validate_json(bytes(problem_response(problem).body))
 
 
 def _key_lines(data: bytes) -> object:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import zmq
@@ -141,10 +141,9 @@ class FrameProxy:
 
     @staticmethod
     def _send(socket: Any, parts: list[bytes]) -> None:
-        try:
+        # Whoever it was for may be gone, or take nothing: a network says nothing of that either.
+        with suppress(zmq.ZMQError):
             socket.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.ZMQError:
-            pass  # whoever it was for is gone, or takes nothing: a network says nothing of that either
 
 
 @contextmanager

@@ -169,5 +169,3 @@ class _Decode:
 
 def _events(events: Callable[[float], list[Any]], timeout_s: float) -> list[tuple[int, str, str]]:
     return [(event.room, event.kind, event.code) for event in events(timeout_s)]
-
-

@@ -106,6 +106,7 @@ class Worker:
                 self.outbox.append(PeerConnected(rank=self.rank, peer=message.peer, transports=("local",)))
             case OpenRoom():
                 self.rooms[Owner(message.room, message.generation)] = message
+                self.arrived.pop(Owner(message.room, message.generation), None)
             case Send():
                 self.orders.append(message)
                 if self.connected is None:

@@ -129,6 +129,8 @@ class PrefillNode:
                 self.service.offer(DECODE, message)
             case Abort():
                 self.service.peer_abort(DECODE, message)
+            case Failed():
+                self.service.peer_failed(DECODE, message)
 
     def hear(self, rank: Rank) -> None:
         message = self.workers[rank].outbox.popleft()
@@ -252,6 +254,15 @@ class World:
             self.prefill.nodes.gone(DECODE, "it had given us up, and begins anew")
         else:
             self.prefill.take(message)
+
+    def deliver_all(self) -> None:
+        """Whatever is on its way between the nodes arrives."""
+        while self.towards_prefill or self.towards_decode:
+            if self.towards_prefill:
+                self.deliver_to_prefill()
+            else:
+                self.deliver_to_decode()
+            self.check()
 
     def deliver_to_decode(self) -> None:
         peer, message = self.towards_decode.popleft()

@@ -62,7 +62,7 @@ def test_a_trace_crosses_whole(scratch, tmp_path):
     with replay(
         trace,
         *("--speed", "4", "--max-in-flight", "6", "--pool-tokens", "2560", "--decode-ms-per-token", "20"),
-        *("--prefill-pp", "2", "--prefill-tp", "2", "--decode-tp", "2", "--chunk-tokens", "300"),
+        *("--prefill-pp", "2", "--decode-tp", "2", "--chunk-tokens", "300"),
         *("--json", "--report", tmp_path / "r.json", "--plot", picture, "--keep-logs", logs),
     ) as process:
         output, errors = process.communicate(timeout=TIMEOUT_S)

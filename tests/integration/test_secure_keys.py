@@ -35,11 +35,17 @@ class Keyed:
     loose: CurveKeys = field(default_factory=generate_keys)
     """Allowed as any."""
 
-    def allow(self, *entries: str) -> None:
-        """Replace the file, as a configuration tool would."""
-        fresh = self.allowed_file.with_suffix(".new")
-        fresh.write_text("\n".join(["# who may connect", *entries, ""]))
-        fresh.replace(self.allowed_file)
+    def allow(self, *entries: str, file: Path | None = None) -> None:
+        """Replace a file, as a configuration tool would."""
+        file = file or self.allowed_file
+        fresh = file.with_suffix(".new")
+        fresh.write_text("\n".join(["# who is accepted", *entries, ""]))
+        fresh.replace(file)
+
+    @property
+    def accepted_file(self) -> Path:
+        """The list of the decode node: whom it lets write its memory."""
+        return self.allowed_file.with_name("accepted")
 
     def allow_all(self, *more: str) -> None:
         self.allow(f"{self.decode.public} decode-0", f"{self.bound.public} raw", self.loose.public, *more)
@@ -71,7 +77,15 @@ def keyed() -> Iterator[Keyed]:
         decode=NodeSpec(
             instance="decode-0",
             pools={**POOLS, "host": {"pages": 16}},
-            more={"control": {"curve": {"secret_key_file": str(folder / "decode.key")}}, "timeouts": timeouts},
+            more={
+                "control": {
+                    "curve": {
+                        "secret_key_file": str(folder / "decode.key"),
+                        "allowed_keys_file": str(folder / "accepted"),
+                    }
+                },
+                "timeouts": timeouts,
+            },
         ),
     )
     planned = plan_cluster(folder, spec)
@@ -80,6 +94,7 @@ def keyed() -> Iterator[Keyed]:
     found = Keyed(live, server, folder / "allowed", decode)
     try:
         found.allow_all()
+        found.allow(file=found.accepted_file)
         cluster.start()
         cluster.wait_ready()
         yield found
@@ -168,6 +183,27 @@ def test_a_list_that_cannot_be_read_changes_nothing(keyed: Keyed) -> None:
     eventually("told", lambda: "allowed_keys_unreadable" in keyed.live.prefill.log_path.read_text())
     keyed.live.cross(TOKENS)
     keyed.allow_all()
+
+
+def test_a_decode_node_is_written_by_accepted_nodes_only(keyed: Keyed) -> None:
+    """Whoever may admit requests names the prefill node, and its key; with a list the last word is the node's own."""
+    live = keyed.live
+    live.cross(TOKENS)
+
+    def failed(code: str) -> bool:
+        room = live.admit_on_decode(TOKENS)
+        answer = http("GET", live.decode, f"/v1/requests/{room}?wait=15&until=offered").json()
+        http("DELETE", live.decode, f"/v1/requests/{room}")
+        return answer["state"] == "failed" and answer["reason_code"] == code
+
+    keyed.allow(f"{generate_keys().public} prefill-1", file=keyed.accepted_file)
+    eventually("the former node refused", lambda: failed("unauthorized"))
+    keyed.allow(f"{keyed.server.public} prefill-1", file=keyed.accepted_file)
+    eventually("its key is good for another instance", lambda: failed("peer_failed"))
+    keyed.allow(f"{keyed.server.public} prefill-0", file=keyed.accepted_file)
+    eventually("accepted", lambda: not failed("unauthorized") and not failed("peer_failed"))
+    live.serves()
+    keyed.allow(file=keyed.accepted_file)
 
 
 def test_a_node_changes_its_key_without_a_pause(keyed: Keyed) -> None:

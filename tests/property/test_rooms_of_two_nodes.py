@@ -27,6 +27,9 @@ TOKENS = st.integers(1, 3 * PAGE)
 PREFILL_ENGINES = st.sampled_from(["e0", "e1"])
 DECODE_ENGINES = st.sampled_from(["a", "b"])
 
+DELIVERY_S = 30
+"""No message is on its way for longer (`timeouts.control_delivery_s`): it arrives, or a link is over."""
+
 REFUSALS = (ConflictError, StaleError, CapacityError, UnknownRoomError, InvalidInputError, RoomFailedError)
 """What a caller may be told; anything else, and anything at all on a message from a peer or a worker, is a defect."""
 
@@ -229,6 +232,8 @@ class RoomsMachine(RuleBasedStateMachine):
         self._wait(seconds)
 
     def _wait(self, seconds):
+        if seconds > DELIVERY_S:
+            self.world.deliver_all()
         self.world.clock.advance(seconds)
         self.world.tick()
 

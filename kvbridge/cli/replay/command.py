@@ -22,6 +22,7 @@ from kvbridge.cli.replay.run import Replay
 from kvbridge.cli.signals import EXIT_INTERRUPTED, terminated_like_interrupted
 from kvbridge.core.errors import BridgeError, InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.presets import PRESETS
+from kvbridge.core.plan.digests import DigestKind
 
 
 class ReplayTransport(StrEnum):
@@ -67,7 +68,7 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter an option
     pool_tokens: Annotated[
         int,
         typer.Option(
-            "--pool-tokens", min=0, metavar="N", help="Tokens that fit a node's pools; 0: what never refuses."
+            "--pool-tokens", min=0, metavar="N", help="Tokens that fit a node's pools; 0: twice what can be in flight."
         ),
     ] = 0,
     decode_ms_per_token: Annotated[
@@ -80,8 +81,8 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter an option
         float, typer.Option("--retry-for", min=0, metavar="SECONDS", help="Ask again for so long after a refusal.")
     ] = 60.0,
     digest: Annotated[
-        str, typer.Option(metavar="ALGORITHM", help="integrity.digest of the decode daemon; empty: its default.")
-    ] = "",
+        DigestKind | None, typer.Option(help="integrity.digest of the decode daemon, if not its default.")
+    ] = None,
     report_file: Annotated[Path | None, typer.Option("--report", metavar="FILE.json", help="Write the report.")] = None,
     plot_file: Annotated[
         Path | None,
@@ -124,7 +125,7 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter an option
         pool_tokens=pool_tokens,
         decode_ms_per_token=decode_ms_per_token,
         retry_for_s=retry_for_s,
-        digest=digest,
+        digest=digest.value if digest else "",
         patience_s=patience_s,
         keep_logs=keep_logs,
     )

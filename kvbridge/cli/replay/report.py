@@ -31,6 +31,9 @@ PHASES = {
     "plan": "prefill: planning, all chunks of the slowest rank",
     "first_byte": "prefill: from an order until its first bytes were submitted, planning included, all chunks of the slowest rank",
     "move": "prefill: bytes under way, all chunks of the slowest rank",
+    "digest": "prefill: checksums of what was sent, all chunks of the slowest rank",
+    "verify": "decode: from the order to compare checksums until all are compared, the slowest rank",
+    "verify_busy": "decode: the part of that in which checksums were computed",
     "offer_to_commit": "decode: from the offer until every row is accounted for",
     "admit_to_commit": "decode: from admission until then",
     "commit_to_claim": "decode: a committed room waits for the engine",
@@ -191,7 +194,8 @@ def print_report(report: ReplayReport, console: Console) -> None:
             f"{replay_s:.1f} s: {report.completed / replay_s:.2f} requests/s, {report.total.bytes / replay_s / 1e9:.3f} GB/s, "
             f"{report.prompt_tokens / replay_s:,.0f} tokens/s; at most {report.most_in_flight} in flight; "
             f"pools of {report.pool_bytes / 1e9:.2f} GB",
-            highlight=False, soft_wrap=True,
+            highlight=False,
+            soft_wrap=True,
         )
     if report.refusals:
         refusals = ", ".join(f"{count} {code}" for code, count in sorted(report.refusals.items()))
@@ -200,7 +204,13 @@ def print_report(report: ReplayReport, console: Console) -> None:
         console.print(f"WRONG {row}", style="bold red", highlight=False, soft_wrap=True, markup=False)
     for each in report.unserved:
         where = f"room {each.room}" if each.room else "never admitted"
-        console.print(f"request {each.number} ({where}): {each.reason}", style="red", highlight=False, soft_wrap=True, markup=False)
+        console.print(
+            f"request {each.number} ({where}): {each.reason}",
+            style="red",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
     if report.problem:
         console.print(report.problem, style="bold red", highlight=False, soft_wrap=True, markup=False)
     console.print(report.verdict, style="bold green" if report.good else "bold red", highlight=False, soft_wrap=True)

@@ -179,7 +179,10 @@ class Done(RoomMessage):
 
 
 class Failed(RoomMessage):
-    """Prefill to decode: the room will not be completed. Drained follows when its pages are quiet."""
+    """Prefill to decode: the room will not be completed; Drained follows when its pages are quiet.
+
+    Decode to prefill: everything was sent, and the room has failed all the same; nothing follows.
+    """
 
     type: Literal["failed"] = "failed"
     code: Name

@@ -71,6 +71,16 @@ class RedisSettings:
         return f"RedisSettings(namespace={self.namespace!r})"
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What changes often of a node, parsed, and what it was parsed from: of a large fleet few change between two looks."""
+
+    raw: tuple[bytes, list[bytes]]
+    beat: NodeHeartbeat
+    pages: dict[str, int]
+    rooms: int
+
+
 class RedisStore:
     """A NodeStore and a RoomStore. Close it."""
 
@@ -84,7 +94,7 @@ class RedisStore:
         self._times = rooms
         self._observer = observer
         self._entries: OrderedDict[tuple[bytes, bytes], NodeEntry | None] = OrderedDict()
-        self._beats: dict[bytes, tuple[bytes, NodeHeartbeat]] = {}
+        self._states: dict[bytes, _State] = {}
         self._told: OrderedDict[bytes, None] = OrderedDict()
         self._redis = _client(settings)
         self._where = _where(self._redis)
@@ -123,7 +133,7 @@ class RedisStore:
             for member, text in zip(unknown, texts, strict=True):
                 if text is not None:
                     self._entry(text, member)
-        self._beats = {member: self._beats[member] for member, _ in rows if member in self._beats}
+        self._states = {member: self._states[member] for member, _ in rows if member in self._states}
         found = (self._record(member, row, now_ms) for member, row in rows)
         return tuple(record for record in found if record is not None)
 
@@ -187,22 +197,14 @@ class RedisStore:
             return None
         self._entries.move_to_end((member, digest))
         try:
+            state = self._states.get(member)
+            if state is None or state.raw != (raw_beat, charges):
+                state = self._states[member] = _state(raw_beat, charges)
             silent_s = max(0, now_ms - int(seen_ms)) / 1e3
-            beat = self._beat(member, raw_beat)
-            if not charges:
-                return NodeRecord(entry, beat, silent_s)
-            taken = _CHARGES.validate_python(dict(zip(charges[::2], charges[1::2], strict=True)))
-            rooms = taken.pop("rooms", 0)
-            return NodeRecord(entry, beat, silent_s, taken, rooms)
+            return NodeRecord(entry, state.beat, silent_s, state.pages, state.rooms)
         except (ValueError, TypeError) as error:
             self._refused("node", member, error)
             return None
-
-    def _beat(self, member: bytes, raw: bytes) -> NodeHeartbeat:
-        known = self._beats.get(member)
-        if known is None or known[0] != raw:
-            known = self._beats[member] = (raw, NodeHeartbeat.model_validate_json(raw))
-        return known[1]
 
     def _entry(self, text: bytes, member: bytes) -> None:
         """Parse an entry and remember it, or that it is malformed."""
@@ -332,6 +334,13 @@ class RedisStore:
         log.warning(
             "stored_value_refused", kind=reason, name=_text(name), namespace=self._settings.namespace, reason=str(error)
         )
+
+
+def _state(raw_beat: bytes, charges: list[bytes]) -> _State:
+    """Parse what changes often. Raises ValueError (of pydantic too) and TypeError for what nobody of ours has written."""
+    pages = _CHARGES.validate_python(dict(zip(charges[::2], charges[1::2], strict=True)))
+    rooms = pages.pop("rooms", 0)
+    return _State((raw_beat, charges), NodeHeartbeat.model_validate_json(raw_beat), pages, rooms)
 
 
 def _client(settings: RedisSettings) -> Redis:

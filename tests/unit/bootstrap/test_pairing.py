@@ -172,6 +172,24 @@ async def test_a_cancel_that_fails_does_not_hide_the_cause(world):
         await (await world.pairing(port)).pair(REQUEST)
 
 
+async def test_no_more_are_paired_at_once_than_may_be(world):
+    port = FakeDaemons()
+    port.hang.add("http://p1")
+    pairing = await world.pairing(port, max_under_way=1)
+    task = asyncio.create_task(pairing.pair(REQUEST))
+    await asyncio.wait_for(port.stuck.wait(), 5)
+    with pytest.raises(
+        CapacityError, match=r"1 requests are being paired already \(pairing\.max_under_way\)"
+    ) as caught:
+        await pairing.pair(REQUEST.model_copy(update={"room": 8}))
+    assert caught.value.retry_after_s == 2.0
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    port.hang.clear()
+    assert (await pairing.pair(REQUEST.model_copy(update={"room": 8}))).room == 8
+
+
 async def test_a_room_in_use_cannot_be_paired_again(world):
     pairing = await world.pairing(FakeDaemons())
     await pairing.pair(REQUEST)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 
@@ -13,7 +12,7 @@ from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, NotR
 from kvbridge.core.ids import Rank, Role
 from kvbridge.service.directory import Directory
 from kvbridge.service.pairing import PairingService
-from kvbridge.service.ports import Load, NodeHeartbeat, PairRequest
+from kvbridge.service.ports import NodeHeartbeat, PairRequest
 from kvbridge.service.stores.base import Claim, RoomInUse
 from kvbridge.service.stores.redis import RedisSettings, RedisStore
 from tests.helpers.redis_server import redis_server
@@ -240,167 +239,3 @@ async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration(redis
     with pytest.raises(ConfigError, match=r"directory\.redis_url") as raised:
         RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, observer=redis_world)
     assert "hush" not in str(raised.value)
-
-
-# ------------------------------------------------------------------------------- values that are not ours
-
-MEMBER = '["p1","node-0"]'
-
-
-def entry_of(client, namespace) -> dict:
-    return json.loads(client.get(f"{namespace}:entry:{MEMBER}"))
-
-
-def write_entry(client, namespace, text: bytes) -> None:
-    """Another entry, which the record points to by its digest as it should."""
-    import hashlib
-
-    client.set(f"{namespace}:entry:{MEMBER}", text)
-    client.hset(f"{namespace}:node:{MEMBER}", "digest", hashlib.sha256(text).hexdigest())
-
-
-def another_url(client, namespace) -> None:
-    entry = entry_of(client, namespace)
-    entry["registration"]["http_url"] = "file:///etc/passwd"
-    write_entry(client, namespace, json.dumps(entry).encode())
-
-
-def another_geometry(client, namespace) -> None:
-    entry = entry_of(client, namespace)
-    entry["registration"]["fingerprint"] = "0" * 32
-    write_entry(client, namespace, json.dumps(entry).encode())
-
-
-def another_node(client, namespace) -> None:
-    entry = entry_of(client, namespace)
-    entry["registration"]["node"] = "node-9"
-    write_entry(client, namespace, json.dumps(entry).encode())
-
-
-MALFORMED = {
-    "an entry that is no JSON": lambda client, space: write_entry(client, space, b"\xff\x00{"),
-    "an entry that is a pickle": lambda client, space: write_entry(client, space, b"\x80\x04K\x01."),
-    "an entry with a file as its door": another_url,
-    "an entry whose fingerprint is not its own": another_geometry,
-    "an entry of another node": another_node,
-    "an entry that was exchanged": lambda client, space: client.set(f"{space}:entry:{MEMBER}", b"{}"),
-    "a list in the entry's place": lambda client, space: (
-        client.delete(f"{space}:entry:{MEMBER}"),
-        client.lpush(f"{space}:entry:{MEMBER}", "x"),
-    ),
-    "no entry": lambda client, space: client.delete(f"{space}:entry:{MEMBER}"),
-    "a beat that is no JSON": lambda client, space: client.hset(f"{space}:node:{MEMBER}", "beat", b"\xff"),
-    "a beat with less than no pages": lambda client, space: client.hset(
-        f"{space}:node:{MEMBER}", "beat", b'{"incarnation":"p1-life-1","ready":true,"load":{"free_pages":{"full":-1}}}'
-    ),
-    "no beat": lambda client, space: client.hdel(f"{space}:node:{MEMBER}", "beat"),
-    "a time that is none": lambda client, space: client.hset(f"{space}:node:{MEMBER}", "seen_ms", "soon"),
-    "charges that are none": lambda client, space: client.hset(f"{space}:charge:{MEMBER}", "rooms", "-5"),
-    "a list of charges": lambda client, space: client.lpush(f"{space}:charge:{MEMBER}", "x"),
-    "a string in the node's place": lambda client, space: client.set(f"{space}:node:{MEMBER}", "x"),
-    "a list in the index's place": lambda client, space: (
-        client.delete(f"{space}:nodes"),
-        client.lpush(f"{space}:nodes", 1),
-    ),
-    "a member that is no name": lambda client, space: client.zadd(f"{space}:nodes", {b"\xff\xfe": 1}),
-    "a version of another type": lambda client, space: (
-        client.delete(f"{space}:version:p1"),
-        client.hset(f"{space}:version:p1", "a", "b"),
-    ),
-}
-
-
-REFUSED = [
-    damage
-    for damage in MALFORMED
-    if damage.startswith(("an entry", "a beat", "no beat", "a time", "charges"))
-    and damage != "an entry that was exchanged"
-]
-
-
-@pytest.mark.parametrize("damage", REFUSED)
-async def test_a_malformed_node_is_not_there_and_is_counted(redis_world, damage):
-    await redis_world.directory(*FLEET)
-    with redis_world.server.client() as client:
-        MALFORMED[damage](client, redis_world.namespace)
-    for store in (redis_world.store, redis_world.replica()):
-        before = redis_world.counted["value node"]
-        assert {record.key[0] for record in await store.nodes()} == {"p2", "d1", "d2"}
-        assert redis_world.counted["value node"] == before + 1
-
-
-@pytest.mark.parametrize("damage", MALFORMED)
-async def test_a_malformed_node_harms_nobody_else_and_heals_with_its_heartbeats(redis_world, damage):
-    directory = await redis_world.directory(*FLEET)
-    for fresh in (redis_world.store, redis_world.replica()):  # with what it has parsed before, and without
-        with redis_world.server.client() as client:
-            MALFORMED[damage](client, redis_world.namespace)
-        seen = Directory(fresh)
-        others = {instance.name for instance in await seen.instances()} - {"p1"}
-        assert others in ({"p2", "d1", "d2"}, set())  # the index is everybody's
-        await seen.expire()
-        for each in FLEET:
-            try:
-                await seen.heartbeat(each.instance, each.node, beat(each.incarnation, load=each.load))
-            except NotFoundError:
-                await seen.register(each)
-        if damage == "a version of another type":  # met by the next registration only
-            await directory.register(FLEET[0])
-        assert {instance.name for instance in await seen.instances()} == {"p1", "p2", "d1", "d2"}
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"ticket": b"\x80\x04K\x01."},
-        {"ticket": b'{"room":7}'},
-        {"state": b"bewitched"},
-        {"generation": b"many"},
-        {"generation": b"1e300"},
-        {"ticket": None},
-    ],
-)
-async def test_a_malformed_room_is_as_good_as_forgotten(redis_world, damage):
-    port = FakeDaemons()
-    pairing = await redis_world.pairing(port)
-    await pairing.pair(REQUEST)
-    await pairing.pair(REQUEST.model_copy(update={"room": 8}))
-    key = f"{redis_world.namespace}:room:7"
-    with redis_world.server.client() as client:
-        for field, value in damage.items():
-            client.hset(key, field, value) if value is not None else client.hdel(key, field)
-    before = redis_world.counted["value room"]
-    with pytest.raises(NotFoundError):
-        await pairing.report(7)
-    assert redis_world.counted["value room"] == before + (damage != {"ticket": None})
-    assert (await pairing.report(8)).room == 8
-    await redis_world.store.room_counts()
-
-
-async def test_a_room_of_another_type_can_be_paired_all_the_same(redis_world):
-    pairing = await redis_world.pairing(FakeDaemons())
-    with redis_world.server.client() as client:
-        client.lpush(f"{redis_world.namespace}:room:7", "x")
-    with pytest.raises(NotFoundError):
-        await pairing.report(7)
-    assert (await pairing.pair(REQUEST)).generation == 1
-    assert redis_world.counted["value room"] == 1
-
-
-async def test_a_malformed_value_is_counted_each_time_and_logged_once(redis_world, capsys):
-    directory = await redis_world.directory(*FLEET)
-    with redis_world.server.client() as client:
-        client.hset(f"{redis_world.namespace}:node:{MEMBER}", "beat", b"\xff")
-    capsys.readouterr()
-    for _ in range(3):
-        await directory.instances()
-    assert redis_world.counted["value node"] == 3
-    assert capsys.readouterr().out.count("stored_value_refused") == 1
-
-
-async def test_a_load_from_redis_is_what_was_announced(redis_world):
-    directory = await redis_world.directory(node("p", Role.PREFILL))
-    load = Load(rooms=3, free_pages={"full": 5}, total_pages={"full": 9})
-    await directory.heartbeat("p", "node-0", beat("p-life-1", ready=False, load=load))
-    (record,) = await redis_world.replica().nodes()
-    assert (record.load, record.beat.ready) == (load, False)

@@ -94,6 +94,7 @@ def test_wrong_options_are_exit_code_2(replay, tmp_path):
         (("--speed", "-1"), "--speed"),
         (("--max-in-flight", "0"), "--max-in-flight"),
         (("--transport", "pigeon"), "pigeon"),
+        (("--digest", "md4"), "md4"),
     ]:
         result = replay(*arguments)
         assert result.exit_code == 2, arguments

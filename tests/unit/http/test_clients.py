@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import httpx
 import pytest
 
@@ -108,6 +112,47 @@ async def test_no_connection_is_the_peers_fault():
     async with answering(refused) as client:
         with pytest.raises(PeerError, match="connection refused"):
             await client.report("http://d", 1)
+
+
+@asynccontextmanager
+async def listening(on_connection) -> AsyncIterator[str]:
+    """A server that is no daemon; yields its URL."""
+    handled: list[asyncio.Task[None]] = []
+    server = await asyncio.start_server(
+        lambda reader, writer: handled.append(asyncio.create_task(on_connection(reader, writer))), "127.0.0.1", 0
+    )
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    await asyncio.gather(*handled)
+
+
+async def slam(reader, writer):
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_over_real_sockets_a_closed_port_is_the_peers_fault():
+    async with listening(slam) as url:
+        pass
+    async with DaemonClient(timeout_s=5.0) as client:
+        with pytest.raises(PeerError, match="failed"):
+            await client.report(url, 1)
+
+
+async def test_over_real_sockets_a_connection_closed_in_our_face_is_no_deadline():
+    async with listening(slam) as url, DaemonClient(timeout_s=5.0) as client:
+        with pytest.raises(PeerError, match="failed"):
+            await client.admit(url, AdmissionRequest(prompt_tokens=9))
+
+
+async def test_over_real_sockets_silence_is_a_deadline():
+    async def silent(reader, writer):
+        await reader.read()
+        await slam(reader, writer)
+
+    async with listening(silent) as url, DaemonClient(timeout_s=0.1) as client:
+        with pytest.raises(DeadlineError, match=r"within 0\.1 s \(timeouts\.reserve_s\)"):
+            await client.admit(url, AdmissionRequest(prompt_tokens=9))
 
 
 async def test_an_answer_of_another_form_is_a_protocol_error():

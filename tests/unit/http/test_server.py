@@ -141,6 +141,20 @@ async def test_a_caller_that_does_not_finish_its_request_is_cut_off(begun: bytes
     await server.stop()
 
 
+async def test_the_second_request_of_a_connection_may_not_take_longer():
+    server = await serve(FakeRooms(), limits=HURRY)
+    reader, writer = await connected(server)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    async with asyncio.timeout(5):
+        assert b"true" in await reader.readuntil(b"}")
+    writer.write(b"GET /hea")
+    async with asyncio.timeout(10 * HURRY.request_s):  # less than uvicorn waits for an idle connection
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+    await server.stop()
+
+
 async def test_a_caller_that_drips_is_cut_off_too():
     server = await serve(FakeRooms(), limits=HURRY)
     reader, writer = await connected(server)

@@ -13,6 +13,7 @@ from kvbridge.core.wire.messages import (
     Digests,
     Done,
     Drained,
+    Failed,
     Offer,
     OpenRoom,
     Send,
@@ -137,7 +138,8 @@ def test_a_page_that_differs_fails_the_room_by_name_on_both_sides(sent, found):
     assert f"{KIND} of layer 0, logical page 0: page {table.ids[0]} of space 'full' in rank pp0.tp0" in report.reason
     assert f"the digest {found:08x}, the prefill node read {sent:08x}" in report.reason
     assert bench.observer.mismatches == {KIND: 1}
-    [told] = pick(bench.nodes.messages, Abort, PREFILL)
+    [told] = pick(bench.nodes.messages, Failed, PREFILL)
+    assert not pick(bench.nodes.messages, Abort), "an Abort would be answered, when the room may be long forgotten"
     assert (told.code, told.message) == ("digest_mismatch", report.reason)
     assert bench.free == 16
     assert bench.engines.kinds == ["failed"]
@@ -329,8 +331,11 @@ def test_a_completed_room_keeps_why_its_bytes_were_refused():
     for order in pick(bench.workers.messages, Send):
         answer(bench, order, value=1)
     assert state(bench) is SenderState.COMPLETED
-    bench.service.peer_abort(DECODE, Abort(room=1, generation=1, code="digest_mismatch", message="c4_kv of layer 2"))
+    bench.service.peer_failed("eeee000000000001", Failed(room=1, generation=1, code="digest_mismatch", message="no"))
+    assert bench.service.report(1).reason_code == ""
+    before = len(bench.peers.messages)
+    bench.service.peer_failed(DECODE, Failed(room=1, generation=1, code="digest_mismatch", message="c4_kv of layer 2"))
     report = bench.service.report(1)
     assert (report.state, report.reason_code) == (RoomState.COMPLETED, "digest_mismatch")
     assert report.reason == "by the decode side: c4_kv of layer 2"
-    assert pick(bench.peers.messages, Drained)
+    assert len(bench.peers.messages) == before, "nothing follows"
