@@ -13,7 +13,7 @@ from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity
 from kvbridge.control.sockets import SocketContext
-from kvbridge.core.errors import BridgeError
+from kvbridge.core.errors import BridgeError, CapacityError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import (
     Digested,
@@ -38,6 +38,9 @@ from kvbridge.service.ports import PeerAddress
 from kvbridge.service.receiver import ReceiverLimits, ReceiverService
 
 log = structlog.get_logger(__name__)
+
+MOST_LINKS = 1_024
+"""Prefill addresses that are connected to at once; each is named by whoever admits a room."""
 
 
 class DecodeNode(Node):
@@ -139,9 +142,17 @@ class DecodeNode(Node):
         self._receiver.nodes_changed()
 
     def _open_link(self, address: PeerAddress) -> None:
-        """Connect to a prefill node. Raises ConfigError when the address is unfit, UnauthorizedError for its key."""
+        """Connect to a prefill node.
+
+        Raises ConfigError when the address is unfit, UnauthorizedError for its key, CapacityError for one too many.
+        """
         if self._identity is None or self._context is None or self._allowed is None or address in self._clients:
             return
+        if len(self._clients) >= MOST_LINKS:
+            raise CapacityError(
+                f"this decode node has {len(self._clients)} links to prefill addresses, the most that it opens; those that "
+                "do not answer are closed after timeouts.control_delivery_s. Does a router name wrong addresses?"
+            )
         self._allowed.check_server(address)
         callbacks = PeerCallbacks(
             lambda peer, message: self._on_message(address, peer, message),

@@ -7,7 +7,7 @@ regions it has registered), log bytes. It ends red (exit code 1) when something 
 when a room was lost, or when a byte was wrong.
 
 Receipts of ended rooms are kept by design, `timeouts.room_keep_s` long and 10,000 at most. Here they are kept for five seconds,
-and the first look is taken when the first of them are forgotten: so it is leaks that are seen, and not receipts.
+and each look is taken at rest, when they are forgotten and idle connections are closed: so it is leaks that are seen.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SLACK = {"fds": 2, "sockets": 2, "threads": 1, "mappings": 0, "uss_mib": 1.0, "r
 """What may come and go beside the 5%: a kept connection, a thread of the pool."""
 MOST_LOG_BYTES_A_ROOM = 10.0
 """Less than a line for each room: logs must not grow with traffic that is well."""
-REST_S = 0.5
-"""From the last room before a look until the look: what ends takes a moment."""
+REST_S = KEEP_S + 2.0
+"""From the last room before a look until the look: receipts are forgotten by then, and idle connections closed (5 s)."""
 RETRY_S, GIVE_UP_S = 0.05, 30.0
 
 
@@ -149,7 +149,7 @@ def run(*, rooms: int, transport: str = "local") -> dict[str, Any]:
 
 def _cluster(folder: Path, transport: str) -> Cluster:
     device = {"full": PAGES, "swa": PAGES, "request": PAGES}
-    more = {"timeouts": {"room_keep_s": KEEP_S}}
+    more = {"timeouts": {"room_keep_s": KEEP_S, "control_delivery_s": KEEP_S - 1}}
     spec = ClusterSpec(
         model={"preset": MODEL},
         transport=transport,
@@ -177,8 +177,7 @@ async def _soak(running: Cluster, rooms: int) -> Course:
             await asyncio.gather(*(_slot(generator, batch, course) for _ in range(CONCURRENCY)))
             took_s = time.monotonic() - before_s
             generator.rest()
-            # The first time until receipts begin to be forgotten, as they are from now on.
-            await asyncio.sleep(KEEP_S if mark == first else REST_S)
+            await asyncio.sleep(REST_S)
             figures = {name: _look(process, log) for name, process, log in _processes(generator)}
             look = Look(course.done, round(time.monotonic() - begun_s, 1), round((mark - before) / took_s, 1), figures)
             course.looks.append(look)
