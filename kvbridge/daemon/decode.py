@@ -15,19 +15,8 @@ from kvbridge.control.peers import PeerClient, PeerIdentity
 from kvbridge.control.sockets import SocketContext
 from kvbridge.core.errors import BridgeError, CapacityError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.messages import (
-    Digested,
-    Digests,
-    Done,
-    Drained,
-    EndpointsRevoked,
-    Failed,
-    Heartbeat,
-    PeerMessage,
-    Rejected,
-    Verified,
-    Welcome,
-)
+from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, Heartbeat, PeerMessage, Rejected, Welcome
+from kvbridge.core.wire.worker_messages import Digested, EndpointsRevoked, Verified
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.node import Node
 from kvbridge.daemon.worker_host import WorkerReport

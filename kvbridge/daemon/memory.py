@@ -18,7 +18,7 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError, UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.core.wire.messages import SharedRegion
+from kvbridge.core.wire.worker_messages import SharedRegion
 from kvbridge.pool.book import PageBook
 from kvbridge.pool.device_pool import DevicePool
 from kvbridge.pool.host_pool import HostPool

@@ -34,10 +34,8 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.core.wire.engine_messages import Attached, EngineToNode, NodeToEngine
-from kvbridge.core.wire.messages import (
-    NodeDescription,
-    WorkerSetup,
-)
+from kvbridge.core.wire.messages import NodeDescription
+from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.daemon.admission import admission_limits
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
@@ -272,7 +270,9 @@ class Node(ABC):
         says more than silence, which a slow network or a stopped process keeps as well.
         """
         timeouts = self.config.timeouts
-        if cut_s > timeouts.control_heartbeat_s / 2:  # noticed one heartbeat ago, or sooner when something else was sent
+        if (
+            cut_s > timeouts.control_heartbeat_s / 2
+        ):  # noticed one heartbeat ago, or sooner when something else was sent
             return f"its connection is gone since {cut_s:.1f} s (limit: half of timeouts.control_heartbeat_s)"
         if silent_s > timeouts.peer_silence_s:
             return f"silent for {silent_s:.1f} s (limit: timeouts.peer_silence_s)"

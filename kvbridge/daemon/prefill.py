@@ -12,20 +12,8 @@ from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.errors import BridgeError, NotReadyError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.messages import (
-    Abort,
-    Digested,
-    Drained,
-    Failed,
-    Heartbeat,
-    Hello,
-    Offer,
-    PeerConnected,
-    PeerMessage,
-    RoomClosed,
-    Send,
-    Sent,
-)
+from kvbridge.core.wire.messages import Abort, Drained, Failed, Heartbeat, Hello, Offer, PeerMessage
+from kvbridge.core.wire.worker_messages import Digested, PeerConnected, RoomClosed, Send, Sent
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.node import Node
 from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter

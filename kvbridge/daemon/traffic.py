@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.messages import NodeToWorker, Send, Sent
+from kvbridge.core.wire.worker_messages import NodeToWorker, Send, Sent
 from kvbridge.service.workers import WorkerSet
 from kvbridge.telemetry.metrics import Direction, Metrics
 

@@ -18,10 +18,10 @@ from kvbridge.control.local import LocalCallbacks, LocalServer
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
-from kvbridge.core.wire.messages import (
+from kvbridge.core.wire.messages import Heartbeat
+from kvbridge.core.wire.worker_messages import (
     Digested,
     EndpointsRevoked,
-    Heartbeat,
     NodeToWorker,
     PeerConnected,
     RoomClosed,

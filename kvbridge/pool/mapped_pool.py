@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.ids import IndexSpace, MemoryKind
-from kvbridge.core.wire.messages import SharedRegion
+from kvbridge.core.wire.worker_messages import SharedRegion
 from kvbridge.pool.extent import Progress, ignore_progress
 from kvbridge.pool.memory_pool import MemoryPool
 from kvbridge.pool.placement import Placement

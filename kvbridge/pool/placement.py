@@ -18,7 +18,7 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive
-from kvbridge.core.wire.messages import SharedRegion
+from kvbridge.core.wire.worker_messages import SharedRegion
 
 
 class PlacedMapping(FrozenModel):

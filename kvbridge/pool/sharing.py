@@ -13,7 +13,7 @@ from typing import Self
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import MemoryKind
-from kvbridge.core.wire.messages import SharedRegion
+from kvbridge.core.wire.worker_messages import SharedRegion
 from kvbridge.pool.extent import Extent
 from kvbridge.pool.shared_mapping import SharedMapping, close_all
 

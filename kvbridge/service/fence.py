@@ -26,7 +26,7 @@ import structlog
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.messages import NodeToWorker, RenewEndpoints, RevokeEndpoints
+from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints
 from kvbridge.pool.book import Owner
 
 log = structlog.get_logger(__name__)

@@ -21,17 +21,8 @@ from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import first_difference
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.messages import (
-    ConnectPeer,
-    DisconnectPeer,
-    Hello,
-    NodeDescription,
-    NodeToWorker,
-    PeerConnected,
-    PeerMessage,
-    Rejected,
-    Welcome,
-)
+from kvbridge.core.wire.messages import Hello, NodeDescription, PeerMessage, Rejected, Welcome
+from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, NodeToWorker, PeerConnected
 from kvbridge.service.names import Bearer, check_name
 from kvbridge.service.ports import PeerAddress
 from kvbridge.service.receiver_room import MetNode

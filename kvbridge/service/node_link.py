@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvbridge.core.wire.messages import NodeToWorker, WorkerToNode
+from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode
 
 
 class NodeLink(Protocol):

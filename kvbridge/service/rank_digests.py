@@ -22,7 +22,7 @@ from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.digests import DigestPieces, digest_pieces, sent_groups
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import LayerGroup, Pairing, Stripe, held_groups
-from kvbridge.core.wire.messages import Digested, Verified, Verify
+from kvbridge.core.wire.worker_messages import Digested, Verified, Verify
 from kvbridge.kernels.digest import raw_checksums
 from kvbridge.service.node_link import NodeLink
 from kvbridge.service.rank_transports import RankIdentity

@@ -17,7 +17,7 @@ from kvbridge.core.ids import Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, Operations, add_amounts
 from kvbridge.core.plan.planner import plan
-from kvbridge.core.wire.messages import OpenRoom, Send
+from kvbridge.core.wire.worker_messages import OpenRoom, Send
 from kvbridge.service.rank_digests import DigestWork
 from kvbridge.service.rank_peers import ConnectedPeer, Target
 from kvbridge.service.rooms import REASON_CHARS

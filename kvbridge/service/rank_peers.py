@@ -100,9 +100,7 @@ class RankPeers:
         """Return the connected peers of which a rank is reached through `transport`."""
         return [peer for peer in self._peers.values() if any(target.transport is transport for target in peer.targets)]
 
-    def _unchanged(
-        self, previous: ConnectedPeer, ranks: tuple[RankDescription, ...], ordinal: int
-    ) -> Target | None:
+    def _unchanged(self, previous: ConnectedPeer, ranks: tuple[RankDescription, ...], ordinal: int) -> Target | None:
         if len(previous.ranks) != len(ranks) or previous.ranks[ordinal] != ranks[ordinal]:
             return None
         target = previous.targets[ordinal]

@@ -20,17 +20,16 @@ import structlog
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, ConflictError, NotReadyError, PeerError
-from kvbridge.core.wire.messages import (
+from kvbridge.core.wire.messages import Heartbeat, RankDescription
+from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,
     Digested,
     DisconnectPeer,
     EndpointsRevoked,
-    Heartbeat,
     NodeToWorker,
     OpenRoom,
     PeerConnected,
-    RankDescription,
     RenewEndpoints,
     RevokeEndpoints,
     RoomClosed,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from kvbridge.core.errors import BridgeError, DigestMismatchError, ProtocolError
 from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
-from kvbridge.core.wire.messages import Digested, Digests, Done, Verified
+from kvbridge.core.wire.messages import Digests, Done
+from kvbridge.core.wire.worker_messages import Digested, Verified
 from kvbridge.service.observer import Observer
 from kvbridge.service.receiver_driver import ReceiverDriver
 from kvbridge.service.receiver_room import ReceiverRoom

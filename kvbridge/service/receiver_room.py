@@ -13,7 +13,8 @@ from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import NodeToWorker, PeerMessage
+from kvbridge.core.wire.messages import PeerMessage
+from kvbridge.core.wire.worker_messages import NodeToWorker
 from kvbridge.pool.book import Owner, PageBook
 from kvbridge.service.observer import Observer
 from kvbridge.service.ports import PeerAddress, RoomState

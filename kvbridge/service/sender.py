@@ -29,7 +29,8 @@ from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SENDER_TABLE, SenderEvent, SenderState
-from kvbridge.core.wire.messages import Abort, Digested, Drained, Failed, Offer, RoomClosed, Sent
+from kvbridge.core.wire.messages import Abort, Drained, Failed, Offer
+from kvbridge.core.wire.worker_messages import Digested, RoomClosed, Sent
 from kvbridge.pool.book import PageBook, PageState
 from kvbridge.service.observer import Observer
 from kvbridge.service.offers import EarlyOffers, check_offer

@@ -17,7 +17,8 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import CloseRoom, Digests, Done, Drained, Failed, OpenRoom, PeerMessage, Send, to_wire
+from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PeerMessage, to_wire
+from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
 from kvbridge.pool.book import PageState
 from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine
 from kvbridge.service.sender_room import RankWork, SenderLimits, SenderPorts, SenderRoom

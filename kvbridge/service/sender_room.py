@@ -15,7 +15,8 @@ from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SENDER_TABLE, SenderState
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import NodeToWorker, PeerMessage, WireTable
+from kvbridge.core.wire.messages import PeerMessage, WireTable
+from kvbridge.core.wire.worker_messages import NodeToWorker
 from kvbridge.pool.book import PageBook
 from kvbridge.service.observer import Observer
 from kvbridge.service.ports import RoomState

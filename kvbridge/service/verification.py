@@ -16,7 +16,8 @@ from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.plan.digest_sums import DigestSums, Mismatch
 from kvbridge.core.plan.digests import DigestKey
 from kvbridge.core.plan.pairing import destination_regions
-from kvbridge.core.wire.messages import Digested, Digests, Done, Verify, to_wire
+from kvbridge.core.wire.messages import Digests, Done, to_wire
+from kvbridge.core.wire.worker_messages import Digested, Verify
 
 _REMEDY = (
     "bytes changed on their way or in memory: admit the request again, and when it recurs look at the network between "

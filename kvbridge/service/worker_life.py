@@ -17,8 +17,8 @@ from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
-from kvbridge.core.wire.messages import (
-    Heartbeat,
+from kvbridge.core.wire.messages import Heartbeat
+from kvbridge.core.wire.worker_messages import (
     NodeToWorker,
     Shutdown,
     WorkerFailed,

@@ -15,9 +15,9 @@ import structlog
 from kvbridge.core.errors import ProtocolError
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.messages import (
+from kvbridge.core.wire.messages import RankDescription
+from kvbridge.core.wire.worker_messages import (
     NodeToWorker,
-    RankDescription,
     Shutdown,
     WorkerFailed,
     WorkerHello,

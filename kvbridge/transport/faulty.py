@@ -156,7 +156,6 @@ class FaultyTransport(Transport):
                 return operations[: max(0, limit - self._handed_over)], fate
         return operations, Fate.SILENCE if settings.drop_completion else Fate.DONE
 
-
     def _with_flipped_bit(self, operations: Operations) -> Operations:
         """Let one operation be read from a copy with a flipped bit; its source stays as it is."""
         chosen = (self._settings.flip_bit_in_operation or 0) - 1 - self._handed_over

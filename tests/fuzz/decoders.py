@@ -23,6 +23,7 @@ from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount, Section
 from kvbridge.core.wire import engine_messages as engine
 from kvbridge.core.wire import messages as wire
+from kvbridge.core.wire import worker_messages as worker_wire
 from kvbridge.core.wire.codec import (
     ENGINE_TO_NODE,
     NODE_TO_ENGINE,
@@ -88,7 +89,7 @@ NODE = wire.NodeDescription(
     instance="decode-0", node="node-0", role=Role.DECODE, incarnation=ME, geometry=GEOMETRY, ranks=(DESCRIPTION,)
 )
 AMOUNTS = {"c4_kv": Amount(lane_rows=64, bytes=37_440, operations=1)}
-REGION = wire.SharedRegion(region=manifest(GEOMETRY).regions[0], paths=("/dev/shm/x",))
+REGION = worker_wire.SharedRegion(region=manifest(GEOMETRY).regions[0], paths=("/dev/shm/x",))
 SECTION = Section(prompt_tokens=600, start_token=0, stop_token=512, layers=(0, 1))
 
 MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
@@ -104,18 +105,18 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         wire.Heartbeat(),
     ),
     NODE_TO_WORKER: (
-        wire.ConnectPeer(peer=ME, ranks=(DESCRIPTION,)),
-        wire.OpenRoom(**ROOM, peer=ME, prompt_tokens=600, prefix_tokens=0, source=TABLES, destination=TABLES),
-        wire.Send(**ROOM, order=1, section=SECTION),
-        wire.CloseRoom(**ROOM),
-        wire.Shutdown(),
+        worker_wire.ConnectPeer(peer=ME, ranks=(DESCRIPTION,)),
+        worker_wire.OpenRoom(**ROOM, peer=ME, prompt_tokens=600, prefix_tokens=0, source=TABLES, destination=TABLES),
+        worker_wire.Send(**ROOM, order=1, section=SECTION),
+        worker_wire.CloseRoom(**ROOM),
+        worker_wire.Shutdown(),
     ),
     WORKER_TO_NODE: (
-        wire.WorkerHello(rank=RANK, pid=1),
-        wire.WorkerReady(rank=RANK, pid=1, description=DESCRIPTION),
-        wire.PeerConnected(rank=RANK, peer=ME, transports=("local",)),
-        wire.Sent(**ROOM, rank=RANK, order=1, amounts=AMOUNTS, seconds={"move": 0.1}),
-        wire.RoomClosed(**ROOM, rank=RANK, quiet=True),
+        worker_wire.WorkerHello(rank=RANK, pid=1),
+        worker_wire.WorkerReady(rank=RANK, pid=1, description=DESCRIPTION),
+        worker_wire.PeerConnected(rank=RANK, peer=ME, transports=("local",)),
+        worker_wire.Sent(**ROOM, rank=RANK, order=1, amounts=AMOUNTS, seconds={"move": 0.1}),
+        worker_wire.RoomClosed(**ROOM, rank=RANK, quiet=True),
     ),
     ENGINE_TO_NODE: (
         engine.Attach(call=1, role=Role.PREFILL, ranks=(RANK,), pid=1),

@@ -25,16 +25,8 @@ from kvbridge.core.geometry.pages import first_window_page, pages_needed
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
 from kvbridge.core.plan.accounting import expected_amounts, shortfall
 from kvbridge.core.plan.operations import Amounts, Section, add_amounts
-from kvbridge.core.wire.messages import (
-    CloseRoom,
-    ConnectPeer,
-    OpenRoom,
-    PeerConnected,
-    RoomClosed,
-    Send,
-    Sent,
-    to_wire,
-)
+from kvbridge.core.wire.messages import to_wire
+from kvbridge.core.wire.worker_messages import CloseRoom, ConnectPeer, OpenRoom, PeerConnected, RoomClosed, Send, Sent
 from kvbridge.engine.adapters import synthetic
 from tests.helpers.rank_pools import Form, NodePools, Ranks
 from tests.helpers.rank_threads import DestinationProcess, WorkerThread, stop_all

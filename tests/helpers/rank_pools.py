@@ -16,7 +16,7 @@ import torch
 from kvbridge.config.pools import HostLayout
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
-from kvbridge.core.wire.messages import WorkerSetup
+from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.engine.rows import place_rows
 from kvbridge.engine.views import PoolViews, RegionView
 from kvbridge.pool.device_pool import DevicePool

@@ -18,10 +18,9 @@ from typing import Self, TypeVar
 
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.core.wire.messages import (
-    Heartbeat,
+from kvbridge.core.wire.messages import Heartbeat, RankDescription
+from kvbridge.core.wire.worker_messages import (
     NodeToWorker,
-    RankDescription,
     Shutdown,
     WorkerHello,
     WorkerProgress,

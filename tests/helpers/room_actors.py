@@ -19,7 +19,8 @@ from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import (
+from kvbridge.core.wire.messages import RoomMessage, from_wire
+from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,
     Digested,
@@ -28,12 +29,10 @@ from kvbridge.core.wire.messages import (
     OpenRoom,
     PeerConnected,
     RoomClosed,
-    RoomMessage,
     Send,
     Sent,
     Verify,
     WorkerToNode,
-    from_wire,
 )
 from kvbridge.pool.book import Owner
 from tests.helpers.rooms import GEOMETRY, PAGE, R0, R1, manifest

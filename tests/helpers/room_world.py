@@ -19,28 +19,30 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.wire.messages import (
     Abort,
-    Digested,
     Digests,
     Done,
     Drained,
     Failed,
     Hello,
     NodeDescription,
-    NodeToWorker,
     Offer,
-    PeerConnected,
     PeerMessage,
     RankDescription,
     Rejected,
+    TransportEndpoint,
+    Welcome,
+)
+from kvbridge.core.wire.worker_messages import (
+    Digested,
+    NodeToWorker,
+    PeerConnected,
     RenewEndpoints,
     RevokeEndpoints,
     RoomClosed,
     Send,
     Sent,
-    TransportEndpoint,
     Verified,
     Verify,
-    Welcome,
 )
 from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.fence import Fence

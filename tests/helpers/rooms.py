@@ -16,7 +16,8 @@ from kvbridge.core.plan.accounting import expected_amounts
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount, Amounts
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import NodeToWorker, PeerMessage
+from kvbridge.core.wire.messages import PeerMessage
+from kvbridge.core.wire.worker_messages import NodeToWorker
 from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.ports import PeerAddress, RoomState
 from kvbridge.service.receiver import MetNode, ReceiverLimits, ReceiverService

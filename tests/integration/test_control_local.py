@@ -15,7 +15,8 @@ from kvbridge.control.local import LocalCallbacks, LocalClient, LocalServer, pre
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, NotReadyError, PeerError, StaleError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, PEER, WORKER_TO_NODE, Envelope
-from kvbridge.core.wire.messages import CloseRoom, Heartbeat, RoomClosed, Shutdown
+from kvbridge.core.wire.messages import Heartbeat
+from kvbridge.core.wire.worker_messages import CloseRoom, RoomClosed, Shutdown
 
 pytestmark = pytest.mark.asyncio
 

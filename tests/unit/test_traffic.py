@@ -6,7 +6,7 @@ from kvbridge.core.clock import ManualClock
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount, Section
-from kvbridge.core.wire.messages import Send, Sent
+from kvbridge.core.wire.worker_messages import Send, Sent
 from kvbridge.daemon.traffic import TrafficMeter
 from kvbridge.telemetry.metrics import Metrics
 

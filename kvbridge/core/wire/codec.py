@@ -20,7 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 from kvbridge.core.errors import ConfigError, InvalidInputError, ProtocolError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.wire.engine_messages import EngineToNode, NodeToEngine
-from kvbridge.core.wire.messages import MAX_TABLE_BYTES, PROTOCOL_VERSION, NodeToWorker, PeerMessage, WorkerToNode
+from kvbridge.core.wire.messages import MAX_TABLE_BYTES, PROTOCOL_VERSION, PeerMessage
+from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode
 
 MessageT = TypeVar("MessageT", bound=FrozenModel)
 

@@ -16,7 +16,8 @@ from pydantic import Field
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Uint64
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, SharedRegion, Text, WireTable
+from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, Text, WireTable
+from kvbridge.core.wire.worker_messages import SharedRegion
 
 # ---------------------------------------------------------------------------------------------- calls
 

@@ -16,7 +16,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.messages import SharedRegion
+from kvbridge.core.wire.worker_messages import SharedRegion
 from kvbridge.pool.device_pool import DevicePool
 from kvbridge.pool.host_pool import HostPool
 from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement

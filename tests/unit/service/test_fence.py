@@ -6,7 +6,7 @@ import pytest
 
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.messages import RenewEndpoints, RevokeEndpoints
+from kvbridge.core.wire.worker_messages import RenewEndpoints, RevokeEndpoints
 from kvbridge.pool.book import Owner
 from kvbridge.service.fence import Fence, FencePhase
 

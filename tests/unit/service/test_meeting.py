@@ -6,17 +6,15 @@ from kvbridge.core.errors import BridgeError, ConfigError, FingerprintMismatchEr
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.messages import (
-    ConnectPeer,
-    DisconnectPeer,
     Heartbeat,
     Hello,
     NodeDescription,
-    PeerConnected,
     RankDescription,
     Rejected,
     TransportEndpoint,
     Welcome,
 )
+from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PeerConnected
 from kvbridge.service import meeting
 from kvbridge.service.meeting import DecodeNodes, PrefillNodes, Self
 from tests.helpers.rooms import ADDRESS, DECODE, GEOMETRY, OTHER_ADDRESS, PREFILL, R0, R1, FakeWorkers, manifest, pick

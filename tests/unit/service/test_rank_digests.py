@@ -13,7 +13,8 @@ from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Section
-from kvbridge.core.wire.messages import (
+from kvbridge.core.wire.messages import to_wire
+from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,
     Digested,
@@ -23,7 +24,6 @@ from kvbridge.core.wire.messages import (
     Sent,
     Verified,
     Verify,
-    to_wire,
 )
 from kvbridge.service import rank_digests
 from kvbridge.service.rank_worker import RankIdentity, RankWorker

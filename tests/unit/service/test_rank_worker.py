@@ -9,26 +9,22 @@ from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
 from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
 from kvbridge.core.plan.operations import Operations, Section
-from kvbridge.core.wire.messages import (
+from kvbridge.core.wire.messages import Heartbeat, RankDescription, TransportEndpoint, WireTable, to_wire
+from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,
     DisconnectPeer,
     EndpointsRevoked,
-    Heartbeat,
     OpenRoom,
     PeerConnected,
-    RankDescription,
     RenewEndpoints,
     RevokeEndpoints,
     RoomClosed,
     Send,
     Sent,
     Shutdown,
-    TransportEndpoint,
-    WireTable,
     WorkerProgress,
     WorkerReady,
-    to_wire,
 )
 from kvbridge.service import rank_worker
 from kvbridge.service.rank_worker import RankIdentity, RankWorker

@@ -7,21 +7,8 @@ import pytest
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.sender import SenderState
-from kvbridge.core.wire.messages import (
-    Abort,
-    Digested,
-    Digests,
-    Done,
-    Drained,
-    Failed,
-    Offer,
-    OpenRoom,
-    Send,
-    Sent,
-    Verified,
-    Verify,
-    to_wire,
-)
+from kvbridge.core.wire.messages import Abort, Digests, Done, Drained, Failed, Offer, to_wire
+from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent, Verified, Verify
 from kvbridge.pool.book import Owner, PageState
 from kvbridge.service.ports import AdmissionRequest, RoomState
 from tests.helpers.room_actors import digested

@@ -13,20 +13,8 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.session.sender import SenderState
-from kvbridge.core.wire.messages import (
-    Abort,
-    CloseRoom,
-    Done,
-    Drained,
-    Failed,
-    Offer,
-    OpenRoom,
-    RoomClosed,
-    Send,
-    Sent,
-    WireTable,
-    to_wire,
-)
+from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, WireTable, to_wire
+from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, RoomClosed, Send, Sent
 from kvbridge.pool.book import Owner, PageState
 from kvbridge.service.ports import AdmissionRequest, PeerAddress, RoomState
 from tests.helpers.rooms import DECODE, PAGE, R0, R1, SenderBench, full_amounts, pick

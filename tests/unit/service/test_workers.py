@@ -4,11 +4,9 @@ import pytest
 
 from kvbridge.core.errors import ConfigError, ProtocolError
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.messages import (
-    Heartbeat,
-    RankDescription,
+from kvbridge.core.wire.messages import Heartbeat, RankDescription, TransportEndpoint
+from kvbridge.core.wire.worker_messages import (
     Shutdown,
-    TransportEndpoint,
     WorkerFailed,
     WorkerHello,
     WorkerProgress,

@@ -1,0 +1,272 @@
+"""What a node and its rank workers say to each other, typed.
+
+Owns: names, fields, limits of the orders and of what is reported. Must not know: sockets, encoding, how an order is carried out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank
+from kvbridge.core.plan.digests import DigestKind, PageDigests
+from kvbridge.core.plan.operations import Amounts, Section
+from kvbridge.core.wire.messages import (
+    MAX_DIGESTS,
+    Heartbeat,
+    Name,
+    RankDescription,
+    RoomMessage,
+    Text,
+    WireTable,
+)
+
+
+class SharedRegion(FrozenModel):
+    """A region as another process of the node can map it.
+
+    `extent_addresses` of `region` are offsets, each into the shared file of the same position in `paths`.
+    """
+
+    region: Region
+    paths: tuple[str, ...]
+
+
+class WorkerHello(FrozenModel):
+    """Worker to node, first message: I serve this rank. A worker in an engine's process brings its own device memory."""
+
+    type: Literal["worker_hello"] = "worker_hello"
+    rank: Rank
+    pid: Positive
+    adopted: bool = False
+
+
+class WorkerSetup(FrozenModel):
+    """Node to worker: what you are to serve. `transports` is the configuration section of that name, as JSON."""
+
+    type: Literal["worker_setup"] = "worker_setup"
+    geometry: ModelGeometry
+    rank: Rank
+    pp_size: Positive
+    tp_size: Positive
+    layers: tuple[NonNegative, ...]
+    """The global layer ids of the rank."""
+    device: tuple[SharedRegion, ...]
+    """Owned device memory of this rank; empty when the worker adopts an engine's."""
+    host: tuple[SharedRegion, ...]
+    """The node's host pool; empty when there is none."""
+    transports: Annotated[str, Field(max_length=100_000)]
+    transfer_timeout_s: Annotated[float, Field(gt=0)]
+    """`timeouts.transfer_s`."""
+    epoch: NonNegative = 0
+    """Of the endpoints that the worker is to give out."""
+
+
+class WorkerReady(FrozenModel):
+    """Worker to node: memory is created and registered; this is how peers reach me.
+
+    Said again with other endpoints, after RenewEndpoints or when a transport had to be replaced.
+    """
+
+    type: Literal["worker_ready"] = "worker_ready"
+    rank: Rank
+    pid: Positive
+    description: RankDescription
+    epoch: NonNegative = 0
+    """Of the endpoints in the description."""
+
+
+class WorkerProgress(FrozenModel):
+    """Worker to node: how far creating and registering memory has come."""
+
+    type: Literal["worker_progress"] = "worker_progress"
+    rank: Rank
+    done_bytes: NonNegative
+    total_bytes: NonNegative
+
+
+class ConnectPeer(FrozenModel):
+    """Node to worker: get ready to write to the ranks of a decode node; replaces what was known of that node."""
+
+    type: Literal["connect_peer"] = "connect_peer"
+    peer: Name
+    """The peer node's incarnation."""
+    ranks: tuple[RankDescription, ...]
+
+
+class WorkerFailed(FrozenModel):
+    """Worker to node: I cannot serve my rank; the text gives cause and fix."""
+
+    type: Literal["worker_failed"] = "worker_failed"
+    rank: Rank
+    code: Name
+    message: Text
+
+
+class PeerConnected(FrozenModel):
+    """Worker to node: ready (`error` empty), or why not."""
+
+    type: Literal["peer_connected"] = "peer_connected"
+    rank: Rank
+    peer: Name
+    transports: tuple[str, ...] = ()
+    error_code: str = ""
+    error: Text = ""
+
+
+class DisconnectPeer(FrozenModel):
+    """Node to worker: forget a decode node."""
+
+    type: Literal["disconnect_peer"] = "disconnect_peer"
+    peer: Name
+
+
+class OpenRoom(RoomMessage):
+    """Node to worker: the two ends of a room."""
+
+    type: Literal["open_room"] = "open_room"
+    peer: Name
+    prompt_tokens: Positive
+    prefix_tokens: NonNegative
+    source: tuple[WireTable, ...]
+    destination: tuple[WireTable, ...]
+    digest: DigestKind = DigestKind.NONE
+    """What is computed over each order's pages and reported before it ends."""
+
+
+class Send(RoomMessage):
+    """Node to worker: move this section to every rank of the room's peer."""
+
+    type: Literal["send"] = "send"
+    order: Positive
+    section: Section
+
+
+class Sent(RoomMessage):
+    """Worker to node: how an order ended. `quiet` is False when bytes may still move."""
+
+    type: Literal["sent"] = "sent"
+    rank: Rank
+    order: Positive
+    amounts: Amounts = Field(default_factory=dict)
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """Phases of the order: `plan`, `first_byte` (monotonic seconds from receipt to first submit), `digest` (computing,
+    while bytes move) and `move` (from there to the end of both)."""
+    error_code: str = ""
+    error: Text = ""
+    quiet: bool = True
+    in_transit: bool = False
+    """Something was sent whose arrival was never confirmed."""
+
+
+class Verify(RoomMessage):
+    """Node to worker, on decode: compute the digests of what has arrived for a room, in your own memory."""
+
+    type: Literal["verify"] = "verify"
+    prompt_tokens: Positive
+    prefix_tokens: NonNegative
+    tables: tuple[WireTable, ...]
+    host_index: NonNegative
+    """Which share of the host pool's pages is this rank's to look at."""
+    host_count: Positive
+
+
+class Digested(RoomMessage):
+    """Worker to node: digests that an order has led to, ahead of its Sent; or Verify, ahead of its Verified."""
+
+    type: Literal["digested"] = "digested"
+    rank: Rank
+    order: NonNegative = 0
+    """0 for Verify."""
+    digests: Annotated[tuple[PageDigests, ...], Field(max_length=MAX_DIGESTS)]
+
+
+class Verified(RoomMessage):
+    """Worker to node: all digests that Verify asked for have been reported, or why they could not be computed."""
+
+    type: Literal["verified"] = "verified"
+    rank: Rank
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """`verify`: from the order to its end; `verify_busy`: computing."""
+    error_code: str = ""
+    error: Text = ""
+
+
+class CloseRoom(RoomMessage):
+    """Node to worker: forget the room; what is in flight is aborted, and RoomClosed is the proof that it is quiet."""
+
+    type: Literal["close_room"] = "close_room"
+
+
+class RoomClosed(RoomMessage):
+    """Worker to node: the room is forgotten and nothing of it is being read or sent (`quiet`).
+
+    Or something may be until a transport that would not become quiet has been torn down (`reason` says which); it is said
+    again then, with `quiet`.
+    """
+
+    type: Literal["room_closed"] = "room_closed"
+    rank: Rank
+    quiet: bool
+    reason: Text = ""
+
+
+class RenewEndpoints(FrozenModel):
+    """Node to worker: give out new endpoints, of this epoch. Those of earlier epochs still work until RevokeEndpoints."""
+
+    type: Literal["renew_endpoints"] = "renew_endpoints"
+    epoch: Positive
+
+
+class RevokeEndpoints(FrozenModel):
+    """Node to worker: let nobody write any more by means of an endpoint of an epoch earlier than this one."""
+
+    type: Literal["revoke_endpoints"] = "revoke_endpoints"
+    before_epoch: Positive
+
+
+class EndpointsRevoked(FrozenModel):
+    """Worker to node: nobody can write to this rank by means of an endpoint of an epoch earlier than this one."""
+
+    type: Literal["endpoints_revoked"] = "endpoints_revoked"
+    rank: Rank
+    before_epoch: Positive
+
+
+class Shutdown(FrozenModel):
+    """Node to worker: end now."""
+
+    type: Literal["shutdown"] = "shutdown"
+
+
+NodeToWorker = Annotated[
+    WorkerSetup
+    | ConnectPeer
+    | DisconnectPeer
+    | OpenRoom
+    | Send
+    | Verify
+    | CloseRoom
+    | RenewEndpoints
+    | RevokeEndpoints
+    | Heartbeat
+    | Shutdown,
+    Field(discriminator="type"),
+]
+WorkerToNode = Annotated[
+    WorkerHello
+    | WorkerReady
+    | WorkerFailed
+    | WorkerProgress
+    | PeerConnected
+    | Digested
+    | Sent
+    | Verified
+    | RoomClosed
+    | EndpointsRevoked
+    | Heartbeat,
+    Field(discriminator="type"),
+]
