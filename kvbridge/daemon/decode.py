@@ -19,6 +19,7 @@ from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, Heartbea
 from kvbridge.core.wire.worker_messages import Digested, EndpointsRevoked, Verified
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.node import Node
+from kvbridge.daemon.peer_setup import why_lost
 from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.service.engine_door import DecodeDoor
 from kvbridge.service.fence import Fence
@@ -170,7 +171,9 @@ class DecodeNode(Node):
         self._follow_allowed()
         for address in self._prefill.addresses():
             client = self._clients[address]
-            lost = self.why_lost(client.last_heard_s(), client.cut_s()) if client.peer else ""
+            lost = ""
+            if client.peer:
+                lost = why_lost(self.config.timeouts, silent_s=client.last_heard_s(), cut_s=client.cut_s())
             if lost:
                 self._lose(address, lost)
             else:

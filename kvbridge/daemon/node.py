@@ -23,25 +23,24 @@ from kvbridge import __version__
 from kvbridge.config.loading import read_secret
 from kvbridge.config.pools import DecodePools, MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.control.addresses import ENGINE_SOCKET
-from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
 from kvbridge.control.link import PeerSettings
-from kvbridge.control.local import LocalCallbacks, LocalServer, prepare_runtime_directory
+from kvbridge.control.local import prepare_runtime_directory
 from kvbridge.control.peers import PeerIdentity
-from kvbridge.core.errors import BridgeError, NotReadyError
+from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
-from kvbridge.core.wire.delivery import DeliverySettings
-from kvbridge.core.wire.engine_messages import Attached, EngineToNode, NodeToEngine
+from kvbridge.core.wire.engine_messages import Attached, NodeToEngine
 from kvbridge.core.wire.messages import NodeDescription
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.daemon.admission import admission_limits
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
+from kvbridge.daemon.engine_host import EngineHost
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.memory import NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.node_status import node_metrics, node_status
 from kvbridge.daemon.observe import MetricsObserver
+from kvbridge.daemon.peer_setup import curve_keys, peer_settings
 from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
 from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
@@ -94,6 +93,7 @@ class Node(ABC):
             metrics=self.metrics,
         )
         self.workers = self._host.workers
+        self._engines = EngineHost(lambda: self.door, on_refused=self.frame_refused)
         self.started_s = time.monotonic()
         self._refusals = Seldom()
         self._memory_problem = "memory is being created"
@@ -101,7 +101,6 @@ class Node(ABC):
         self._tasks: list[asyncio.Task[None]] = []
         self._http: HttpServer | None = None
         self._announcer: Announcer | None = None
-        self._engine_server: LocalServer[EngineToNode, NodeToEngine] | None = None
         self.control: PeerAddress | None = None
 
     @cached_property
@@ -176,10 +175,10 @@ class Node(ABC):
         self._broken = asyncio.get_running_loop().create_future()
         prepare_runtime_directory(config.runtime_dir)
         self._host.open(self.incarnation)
-        self._open_engine_door()
-        keys = self._keys()
+        self._engines.open(self.incarnation, config.runtime_dir)
+        keys = curve_keys(config.control.curve)
         identity = PeerIdentity(self.incarnation, keys, insecure=config.insecure)
-        bound = self.open_peers(identity, self._peer_settings())
+        bound = self.open_peers(identity, peer_settings(config.timeouts))
         if bound is not None:
             self.control = PeerAddress(
                 endpoint=config.control.advertised(bound.endpoint), public_key=keys.public if keys else ""
@@ -229,8 +228,7 @@ class Node(ABC):
             await self._announcer.close()
         await self._host.close(self.config.timeouts.shutdown_s / CLOSING_SHARE)
         await self.close_peers(min(1.0, self.config.timeouts.shutdown_s / CLOSING_SHARE))
-        if self._engine_server is not None:
-            self._engine_server.close()
+        self._engines.close()
         remove_endpoint(self.config.runtime_dir, self.incarnation)
         self.memory.close()
 
@@ -263,51 +261,12 @@ class Node(ABC):
         self.rooms.tick()
         self.desk.tick()
 
-    def why_lost(self, silent_s: float, cut_s: float) -> str:
-        """Why a peer that has been met counts as lost; an empty text while it does not.
-
-        A process that ends takes its connections with it, so one that is gone and does not come back within a heartbeat
-        says more than silence, which a slow network or a stopped process keeps as well.
-        """
-        timeouts = self.config.timeouts
-        if (
-            cut_s > timeouts.control_heartbeat_s / 2
-        ):  # noticed one heartbeat ago, or sooner when something else was sent
-            return f"its connection is gone since {cut_s:.1f} s (limit: half of timeouts.control_heartbeat_s)"
-        if silent_s > timeouts.peer_silence_s:
-            return f"silent for {silent_s:.1f} s (limit: timeouts.peer_silence_s)"
-        return ""
-
     # ------------------------------------------------------------------ parts
 
-    def _keys(self) -> CurveKeys | None:
-        curve = self.config.control.curve
-        if curve.secret_key_file is None:
-            return None
-        allowed = read_allowed(curve.allowed_public_keys, curve.allowed_keys_file)
-        return load_keys(curve.secret_key_file, public=curve.public_key or "", allowed=allowed)
-
-    def _peer_settings(self) -> PeerSettings:
-        timeouts = self.config.timeouts
-        return PeerSettings(
-            delivery=DeliverySettings(
-                resend_first_s=timeouts.control_resend_s,
-                resend_most_s=max(1.0, timeouts.control_resend_s),
-                give_up_s=timeouts.control_delivery_s,
-            )
-        )
-
-    def _open_engine_door(self) -> None:
-        self._engine_server = LocalServer(
-            self.incarnation,
-            ENGINE_TO_NODE,
-            NODE_TO_ENGINE,
-            LocalCallbacks(self._on_engine, on_gone=self._on_engine_gone, on_refused=self.frame_refused),
-        )
-        self._engine_server.bind(self.config.runtime_dir / ENGINE_SOCKET)
-
     def _app(self, settings: AppSettings) -> Application:
-        return create_daemon_app(rooms=self.desk, status=self, metrics_render=self._render_metrics, settings=settings)
+        return create_daemon_app(
+            rooms=self.desk, status=self, metrics_render=lambda: node_metrics(self), settings=settings
+        )
 
     def _announce(self, url: str) -> None:
         config = self.config
@@ -409,26 +368,20 @@ class Node(ABC):
         self.worker_lost(rank, reason)
         self._readiness_changed()
 
+    @property
+    def bootstrap_problem(self) -> str:
+        """Why the directory does not know us as we are, or an empty text."""
+        return self._announcer.problem if self._announcer else ""
+
     def _readiness_changed(self) -> None:
         if self._announcer is not None:
             self._announcer.changed()
 
     # ------------------------------------------------------------------ engines
 
-    def _on_engine(self, engine: str, message: EngineToNode) -> None:
-        self.door.handle(engine, message)
-
-    def _on_engine_gone(self, engine: str) -> None:
-        self.door.gone(engine, "its process ended or closed the connection")
-
     def send_engine(self, engine: str, message: NodeToEngine) -> None:
         """Send to an attached engine; one that does not read is reported and lost."""
-        if self._engine_server is None:
-            return
-        try:
-            self._engine_server.send(engine, message)
-        except BridgeError as error:
-            log.warning("engine_unreachable", engine=engine, code=error.code, reason=str(error))
+        self._engines.send(engine, message)
 
     def describe_engine(self, call: int, ranks: tuple[Rank, ...]) -> Attached:
         """Answer an attach. Raises NotReadyError while the memory to be attached to is being made."""
@@ -473,37 +426,7 @@ class Node(ABC):
 
     def status(self) -> dict[str, Any]:
         """Everything an operator wants to see."""
-        return {
-            "role": self.role,
-            "instance": self.config.instance,
-            "node": self.config.node,
-            "incarnation": self.incarnation,
-            "version": __version__,
-            "uptime_s": round(time.monotonic() - self.started_s, 1),
-            "model": {"name": self.geometry.name, "fingerprint": fingerprint(self.geometry)},
-            "memory_bytes": self.layout.total_bytes,
-            "ready": self.readiness().model_dump(),
-            "bootstrap": {
-                "url": self.config.bootstrap.url,
-                "problem": self._announcer.problem if self._announcer else "",
-            },
-            "control": self.control.endpoint if self.control else "",
-            "ranks": self.workers.status(),
-            "engines": [
-                {"name": engine.name, "pid": engine.pid, "ranks": [str(rank) for rank in engine.ranks]}
-                for engine in self.door.engines()
-            ],
-            "peers": self.peer_status(),
-            "rooms": self.room_states(),
-            "admission": self.desk.status(),
-            "pools": {
-                space.value: {state.value: pages for state, pages in states.items()}
-                for space, states in self.book.counts().items()
-            },
-            "quarantine": {
-                reason: [str(owner) for owner in owners] for reason, owners in self.book.quarantine_reasons().items()
-            },
-        }
+        return node_status(self)
 
     @abstractmethod
     def room_states(self) -> dict[str, int]:
@@ -512,16 +435,3 @@ class Node(ABC):
     @abstractmethod
     def quarantined_rooms(self) -> dict[str, int]:
         """Rooms whose pages are quarantined, by cause."""
-
-    def _render_metrics(self) -> tuple[bytes, str]:
-        self.metrics.rooms(self.room_states())
-        self.metrics.quarantined(self.quarantined_rooms())
-        self.metrics.epoch(self.epoch)
-        for space, states in self.book.counts().items():
-            self.metrics.pool(space, {state.value: pages for state, pages in states.items()})
-        self.metrics.peers({"known": len(self.peer_status())})
-        self.metrics.admission(
-            waiting=self.desk.waiting, oldest_wait_s=self.desk.oldest_wait_s(), starved_s=self.desk.starved_s()
-        )
-        self.metrics.ready(self.readiness().ready)
-        return self.metrics.render()

@@ -16,6 +16,7 @@ from kvbridge.core.wire.messages import Abort, Drained, Failed, Heartbeat, Hello
 from kvbridge.core.wire.worker_messages import Digested, PeerConnected, RoomClosed, Send, Sent
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.node import Node
+from kvbridge.daemon.peer_setup import why_lost
 from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter
 from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.service.engine_door import PrefillDoor
@@ -116,7 +117,9 @@ class PrefillNode(Node):
             return
         self._follow_allowed(self._server)
         for peer in self._server.peers:
-            lost = self.why_lost(self._server.last_heard_s(peer), self._server.cut_s(peer))
+            lost = why_lost(
+                self.config.timeouts, silent_s=self._server.last_heard_s(peer), cut_s=self._server.cut_s(peer)
+            )
             if lost:
                 self._lose(peer, lost)
             else:

@@ -1,0 +1,45 @@
+"""What a node's configuration says of its peers: keys, how patiently messages are sent, when one counts as lost.
+
+Owns: reading those sections. Must not know: sockets, roles.
+"""
+
+from __future__ import annotations
+
+from kvbridge.config.doors import CurveConfig
+from kvbridge.config.timeouts import DaemonTimeouts
+from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
+from kvbridge.control.link import PeerSettings
+from kvbridge.core.wire.delivery import DeliverySettings
+
+
+def curve_keys(curve: CurveConfig) -> CurveKeys | None:
+    """Read the keys of a node, if it has any. Raises ConfigError when a file cannot be read or holds no key."""
+    if curve.secret_key_file is None:
+        return None
+    allowed = read_allowed(curve.allowed_public_keys, curve.allowed_keys_file)
+    return load_keys(curve.secret_key_file, public=curve.public_key or "", allowed=allowed)
+
+
+def peer_settings(timeouts: DaemonTimeouts) -> PeerSettings:
+    """How messages to peers are sent."""
+    return PeerSettings(
+        delivery=DeliverySettings(
+            resend_first_s=timeouts.control_resend_s,
+            resend_most_s=max(1.0, timeouts.control_resend_s),
+            give_up_s=timeouts.control_delivery_s,
+        )
+    )
+
+
+def why_lost(timeouts: DaemonTimeouts, *, silent_s: float, cut_s: float) -> str:
+    """Why a peer that has been met counts as lost; an empty text while it does not.
+
+    A process that ends takes its connections with it, so one that is gone and does not come back within a heartbeat says
+    more than silence, which a slow network or a stopped process keeps as well. That it is gone was noticed by the heartbeat
+    before, or sooner when something else was sent: hence the half.
+    """
+    if cut_s > timeouts.control_heartbeat_s / 2:
+        return f"its connection is gone since {cut_s:.1f} s (limit: half of timeouts.control_heartbeat_s)"
+    if silent_s > timeouts.peer_silence_s:
+        return f"silent for {silent_s:.1f} s (limit: timeouts.peer_silence_s)"
+    return ""
