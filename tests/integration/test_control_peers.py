@@ -264,7 +264,8 @@ async def test_a_handler_that_refuses_or_breaks_stops_nothing(stage):
         client.send(drained(room))
     await at_server.until(lambda: len(at_server.messages) == 6)
     assert at_server.rooms == list(range(6))
-    assert at_server.refused == ["invalid_input"]
+    # On a slow machine a message may come twice before it is acknowledged.
+    assert [kind for kind in at_server.refused if kind != "duplicate"] == ["invalid_input"]
     assert [type(error) for error in broken] == [ZeroDivisionError]
 
 

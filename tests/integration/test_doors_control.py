@@ -167,12 +167,12 @@ def test_messages_of_the_other_direction(live: LiveCluster, met: RawDecode) -> N
         Welcome(instance="x", node="x", incarnation="x", ranks=()),
         Rejected(code="x", message="x"),
         Done(room=1, generation=1, writer=RANK, amounts={}, phases_s={}),
-        Failed(room=1, generation=1, code="x", message="x"),
         Drained(room=1, generation=1),
     )
     with refuses(live.prefill, "wrong_direction", len(wrong)):
         for message in wrong:
             met.send(message)
+    met.send(Failed(room=1, generation=1, code="x", message="of a room that nobody knows"))
     live.serves()
 
 
