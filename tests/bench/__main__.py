@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
 import sys
 import time
@@ -14,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import structlog
 from rich.console import Console
 
 from tests.bench import bench_digest, bench_directory, bench_load, bench_overhead, bench_plan, bench_transport
@@ -35,6 +37,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("out/bench"), help="where the JSON goes")
     parser.add_argument("--only", choices=sorted(BENCHMARKS), action="append", help="run these only")
     given = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     given.output.mkdir(parents=True, exist_ok=True)
     console = Console()
     results: dict[str, Any] = {"environment": environment()}

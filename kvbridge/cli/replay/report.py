@@ -234,6 +234,8 @@ def _phases_table(report: ReplayReport) -> Table:
         phase = report.phases[name]
         values = (phase.p50_s, phase.p90_s, phase.p99_s, phase.max_s)
         table.add_row(name, str(phase.count), *(f"{seconds * 1e3:,.1f}" for seconds in values))
+    table.caption = "plan, first_byte and move are summed over a request's chunks, whose moves overlap"
+    table.caption_justify = "left"
     return table
 
 
