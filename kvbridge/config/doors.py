@@ -158,6 +158,8 @@ class BootstrapLinkConfig(FrozenModel):
 
     url: HttpUrl = ""
     """Empty: no directory; requests are then admitted on both ends by whoever picks them."""
+    other_urls: tuple[HttpUrl, ...] = ()
+    """Further replicas of that directory; the next one is asked when one does not answer."""
     token: SecretStr | None = None
     """Bearer token of the directory. Better kept in `token_file`."""
     token_file: Path | None = None
@@ -169,6 +171,8 @@ class BootstrapLinkConfig(FrozenModel):
     def _check(self) -> Self:
         if self.token is not None and self.token_file is not None:
             raise ValueError("token and token_file are both set: keep one")
+        if self.other_urls and not all((self.url, *self.other_urls)):
+            raise ValueError("other_urls are further replicas: set url too, and leave none empty")
         return self
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
 
-from kvbridge.core.errors import BridgeError, NotFoundError, StaleError
+from kvbridge.core.errors import BridgeError, DeadlineError, NotFoundError, NotReadyError, PeerError, StaleError
 from kvbridge.core.ids import FrozenModel, Role
 from kvbridge.http.client import DirectoryClient
 from kvbridge.service.ports import Load, NodeHeartbeat, NodeRegistration, PeerAddress, Readiness
@@ -71,11 +71,14 @@ def is_news(told: Load, now: Load) -> bool:
 
 
 class Announcer:
-    """Keeps a daemon's entry in the directory fresh. A directory that is away is asked again at the next interval."""
+    """Keeps a daemon's entry in the directory fresh. A directory that is away is asked again at the next interval.
+
+    When it has several replicas, one is talked to until it does not answer; then the next one is, without waiting.
+    """
 
     def __init__(
         self,
-        client: DirectoryClient,
+        replicas: Sequence[DirectoryClient],
         *,
         registration: Callable[[], NodeRegistration],
         readiness: Callable[[], Readiness],
@@ -84,7 +87,10 @@ class Announcer:
         pause_s: float = NEWS_PAUSE_S,
     ) -> None:
         """The three callables describe the daemon at the moment of the call; between two calls lie at least `pause_s`."""
-        self._client = client
+        self._replicas = replicas
+        self._turn = 0
+        self._failures = 0
+        """Calls in a row that failed because a replica did not answer."""
         self._registration = registration
         self._readiness = readiness
         self._load = load
@@ -139,14 +145,29 @@ class Announcer:
                 await self._client.heartbeat(entry.instance, entry.node, beat)
             self._told = load
             self.problem = ""
+            self._failures = 0
         except NotFoundError:
             self._registered = False  # the directory is new, or forgot us
             self._changed.set()
         except StaleError as error:
             # Registering again would take the name back, and the two would go on taking it from each other.
             self._report(f"another process has taken this node's name: {error}", error.code)
+        except (PeerError, DeadlineError, NotReadyError) as error:
+            self._report(str(error), error.code)
+            self._ask_another()
         except BridgeError as error:
             self._report(str(error), error.code)
+
+    def _ask_another(self) -> None:
+        """Turn to the next replica, at once as long as there is one that has not failed since the last answer."""
+        self._turn = (self._turn + 1) % len(self._replicas)
+        self._failures += 1
+        if self._failures % len(self._replicas):
+            self._changed.set()
+
+    @property
+    def _client(self) -> DirectoryClient:
+        return self._replicas[self._turn]
 
     def _report(self, problem: str, code: str) -> None:
         if problem != self.problem:
@@ -166,5 +187,6 @@ class Announcer:
                 log.warning("bootstrap_call_failed", code=error.code, reason=str(error))
 
     async def close(self) -> None:
-        """Close the way to the directory."""
-        await self._client.close()
+        """Close the ways to the directory."""
+        for replica in self._replicas:
+            await replica.close()

@@ -285,7 +285,10 @@ class Node(ABC):
             return
         token = read_secret(config.bootstrap.token, config.bootstrap.token_file, key="bootstrap.token_file")
         self._announcer = Announcer(
-            DirectoryClient(config.bootstrap.url, token=token, timeout_s=config.timeouts.bootstrap_call_s),
+            [
+                DirectoryClient(url, token=token, timeout_s=config.timeouts.bootstrap_call_s)
+                for url in (config.bootstrap.url, *config.bootstrap.other_urls)
+            ],
             registration=self._registration,
             readiness=self.readiness,
             load=self._load,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -119,10 +120,13 @@ def test_a_pair_that_was_full_is_taken_again_as_soon_as_its_pages_are_free() -> 
 
 
 @contextmanager
-def replicated(server: RedisServer, **settings: Any) -> Iterator[tuple[LiveCluster, list[DaemonProcess]]]:
+def replicated(
+    server: RedisServer, *, expire_after_s: float = 8.0, **settings: Any
+) -> Iterator[tuple[LiveCluster, list[DaemonProcess]]]:
     """A cluster whose bootstrap is joined by a second one over the same Redis."""
+    directory = {"store": "redis", "redis_url": server.url, "namespace": "test", "expire_after_s": expire_after_s}
     section = {
-        "directory": {"store": "redis", "redis_url": server.url, "namespace": "test"},
+        "directory": directory,
         "timeouts": {"store_s": 1.0, "reserve_s": 3.0, "cancel_s": 3.0, "pair_s": 8.0},
     }
     with live_cluster(bootstrap=section, **settings) as live:
@@ -198,6 +202,25 @@ def _give_back(live: LiveCluster, rooms: range) -> bool:
         not any(status(daemon)["rooms"].get(state, 0) for state in ("admitted", "offered", "transferring"))
         for daemon in (live.prefill, live.decode)
     )
+
+
+def test_nodes_that_know_both_replicas_stay_known_when_one_dies() -> None:
+    expire_after_s = 2.0
+    with redis_server() as server, replicated(server, expire_after_s=expire_after_s) as (live, (first, second)):
+        link = {"url": first.url, "other_urls": [second.url], "heartbeat_interval_s": 0.4}
+        for daemon in (live.prefill, live.decode):
+            daemon.stop()
+            daemon.config = daemon.config | {"bootstrap": link}
+            daemon.start()
+            daemon.wait_ready()
+        eventually("a pair", lambda: not reasons(second)[1])
+        first.kill()
+        known_s = time.monotonic()
+        while time.monotonic() < known_s + 2 * expire_after_s:
+            assert reasons(second) == (200, "")
+            time.sleep(0.1)
+        assert status(live.prefill)["bootstrap"]["problem"] == ""
+        live.cross(TOKENS, paired(second)["room"])
 
 
 def test_a_redis_that_is_away_stops_new_pairings_only_and_comes_back_filled() -> None:

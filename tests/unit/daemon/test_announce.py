@@ -53,7 +53,7 @@ class FakeDirectory:
 
 
 def announcer(
-    directory: FakeDirectory, interval_s: float = INTERVAL_S, load: Callable[[], Load] = Load, pause_s: float = 0.001
+    *replicas: FakeDirectory, interval_s: float = INTERVAL_S, load: Callable[[], Load] = Load, pause_s: float = 0.001
 ) -> Announcer:
     def registration() -> NodeRegistration:
         return NodeRegistration(
@@ -71,7 +71,7 @@ def announcer(
         )
 
     return Announcer(
-        directory,  # type: ignore[arg-type]
+        replicas,  # type: ignore[arg-type]
         registration=registration,
         readiness=lambda: Readiness(ready=True),
         load=load,
@@ -214,3 +214,43 @@ def test_an_engine_cannot_attach_to_memory_that_is_not_there_yet() -> None:
     node = PrefillNode(config)
     with pytest.raises(NotReadyError, match="memory is being created"):
         node.describe_engine(1, (Rank(pp=0, tp=0),))
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_does_not_answer_hands_over_to_the_next():
+    first, second = FakeDirectory(), FakeDirectory()
+    announced = announcer(first, second, interval_s=60)
+    task = asyncio.create_task(announced.run())
+    try:
+        await first.until(1)
+        first.problem = PeerError("nobody is there")
+        announced.changed()
+        await second.until(1)  # at once, not after an interval
+        assert first.calls == ["register", "heartbeat"]
+        assert second.calls == ["heartbeat"]
+        assert announced.problem == ""
+        second.problem = NotReadyError("its store is away")
+        announced.changed()
+        await first.until(3)
+        assert announced.problem == "nobody is there"
+        assert len(second.calls) == 2, "both have failed: that is tried again at the next interval"
+        first.problem = None
+        announced.changed()
+        await second.until(3)
+        await first.until(4)
+        assert announced.problem == ""
+    finally:
+        task.cancel()
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_refuses_is_not_left():
+    first, second = FakeDirectory(), FakeDirectory()
+    announced = announcer(first, second)
+    first.problem = StaleError("another one has the name")
+    task = asyncio.create_task(announced.run())
+    try:
+        await first.until(3)
+        assert second.calls == []
+    finally:
+        task.cancel()
