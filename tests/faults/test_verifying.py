@@ -1,0 +1,89 @@
+"""A room of which everything has arrived and nothing has been looked at yet: the decode rank worker is held before its digests.
+
+By then prefill is through with the room, so nothing that happens there matters any more; what happens to the decode side does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.helpers.cluster import eventually
+from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, report, status
+
+TOKENS = 1_000
+SILENCE_S = 2.0
+DECODE = {
+    "integrity": {"digest": "crc32c"},
+    "timeouts": {"control_heartbeat_s": 0.25, "worker_silence_s": SILENCE_S, "verify_s": 1.0},
+}
+PATIENT = DECODE | {"timeouts": DECODE["timeouts"] | {"verify_s": 30.0}}
+
+
+@contextmanager
+def verifying(decode: dict[str, object]) -> Iterator[tuple[LiveCluster, int, Callable[[], None]]]:
+    """A cluster, a room that is to be verified, and what lets its verification begin."""
+    with live_cluster(decode=decode, prefill={"timeouts": {"control_heartbeat_s": 0.25}}) as live:
+        assert live.reader is not None
+        live.serves()
+        room = live.pair(TOKENS)
+        live.write(room, TOKENS, 0, 500)
+        eventually("some of it arrived", lambda: report(live.prefill, room)["state"] == "transferring")
+        worker = int(status(live.decode)["ranks"][0]["pid"])
+        os.kill(worker, signal.SIGSTOP)
+        live.write(room, TOKENS, 500, TOKENS)
+        live.sender.finish(room)
+        assert ends(live.prefill, room, "completed") == ""
+        assert report(live.decode, room)["state"] == "transferring"
+        yield live, room, lambda: os.kill(worker, signal.SIGCONT)
+
+
+def test_a_short_freeze_only_takes_time() -> None:
+    with verifying(PATIENT) as (live, room, go_on):
+        go_on()
+        live.reader.release(live.read(room, TOKENS).room)
+        assert report(live.decode, room)["phases_s"]["verify"] > 0
+        live.serves()
+
+
+@pytest.mark.faults_short
+def test_the_death_of_prefill_does_not_matter_any_more() -> None:
+    with verifying(PATIENT) as (live, room, go_on):
+        live.prefill.kill()
+        eventually("prefill is missed", lambda: not status(live.decode)["peers"])
+        go_on()
+        live.reader.release(live.read(room, TOKENS).room)
+        all_free(live.decode)
+        assert status(live.decode)["fence"]["epoch"] == 0, "nothing was left to be shut out"
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen for too long"])
+def test_a_worker_that_is_lost_fails_the_room(how: str) -> None:
+    with verifying(PATIENT) as (live, room, _):
+        if how == "killed":
+            os.kill(int(status(live.decode)["ranks"][0]["pid"]), signal.SIGKILL)
+        assert "rank worker pp0.tp0 of the decode node died" in ends(live.decode, room, "failed", "worker_gone")
+        all_free(live.decode)
+        live.decode.wait_ready()
+        live.serves()
+
+
+def test_a_verification_that_takes_too_long_fails_the_room_by_name() -> None:
+    with verifying(DECODE) as (live, room, go_on):
+        assert "timeouts.verify_s" in ends(live.decode, room, "failed", "deadline")
+        all_free(live.decode)
+        go_on()
+        live.serves()
+
+
+def test_a_cancel_gives_the_pages_back_at_once() -> None:
+    with verifying(PATIENT) as (live, room, go_on):
+        answer = http("DELETE", live.decode, f"/v1/requests/{room}")
+        assert answer.json()["state"] == "aborted", answer.text
+        all_free(live.decode)
+        go_on()
+        live.serves()
