@@ -136,6 +136,7 @@ def test_entries_of_both_places_add_up(tmp_path):
         (f"{ONE} ../x", "at most one instance name"),
         (f"{TWO}", "keep one"),
     ],
+    ids=["no key", "a comment of its own", "two names", "no name", "twice"],
 )
 def test_a_wrong_line_is_named(tmp_path, line, text):
     file = tmp_path / "allowed"
