@@ -24,7 +24,7 @@ async def test_links_are_bounded_and_one_that_is_given_up_makes_room(monkeypatch
             "instance": "d",
             "model": {"preset": "tiny-v4"},
             "pools": {"device": {"full": 4, "swa": 4, "request": 1}, "host": {"pages": 4}},
-            "runtime_dir": "/tmp/kvbridge-test-links",  # never made; sockets there could not have a path of any length
+            "runtime_dir": "/tmp/kvbridge-test-links",  # short, as a path of sockets has to be; nothing is made there
         }
     )
     node = decode.DecodeNode(config)
