@@ -388,8 +388,8 @@ class Node(ABC):
 
     def describe_engine(self, call: int, ranks: tuple[Rank, ...]) -> Attached:
         """Answer an attach. Raises NotReadyError while the memory to be attached to is being made."""
-        if self._memory_problem and not self.adopted:
-            raise NotReadyError(f"nothing to attach to yet: {self._memory_problem}; try again when /ready says so")
+        if self._memory_problem and self.layout.total_bytes:  # engines that adopt still share our host pool
+            raise NotReadyError(f"nothing to attach to yet: {self._memory_problem}; try again shortly")
         return Attached(
             call=call,
             instance=self.config.instance,

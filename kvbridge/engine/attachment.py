@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank, Role
@@ -23,6 +25,7 @@ from kvbridge.pool.layout import RankPart
 from kvbridge.pool.sharing import MappedRegions
 
 DEFAULT_CALL_TIMEOUT_S = 10.0
+RETRY_PAUSE_S = 0.05
 
 
 @dataclass
@@ -76,11 +79,12 @@ def attach(
     """Attach to the daemon whose runtime directory this is, for `ranks` (none named: every rank of the node).
 
     `adopted` is the device memory that this process brings for its ranks. Raises DeadlineError when no daemon answers,
-    InvalidInputError for ranks of other nodes, the wrong role, or adopted memory that does not fit the model.
+    NotReadyError when the node's memory is not there within `call_timeout_s`, InvalidInputError for ranks of other nodes,
+    the wrong role, or adopted memory that does not fit the model.
     """
     link = EngineLink(Path(runtime_dir), name=f"engine-{os.getpid()}-{secrets.token_hex(4)}", timeout_s=call_timeout_s)
     try:
-        answer = link.call(Attach(call=link.number(), role=role, ranks=tuple(ranks), pid=os.getpid()), Attached)
+        answer = _call_attach(link, role, tuple(ranks), timeout_s=call_timeout_s)
         brought = {rank: _adopted_regions(answer, rank, given) for rank, given in (adopted or {}).items()}
         devices = [region for rank in answer.ranks for region in answer.device.get(str(rank), ())]
         mapped = MappedRegions((*answer.host, *devices))
@@ -94,6 +98,18 @@ def attach(
         owned = tuple(islice(left, len(answer.device.get(str(rank), ()))))
         views[rank] = PoolViews(answer.geometry, owned + brought.get(rank, ()) + host)
     return Attachment(link, answer, mapped, views)
+
+
+def _call_attach(link: EngineLink, role: Role, ranks: tuple[Rank, ...], *, timeout_s: float) -> Attached:
+    """Ask until the node has its memory: it cannot become ready before engines that bring theirs have attached."""
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return link.call(Attach(call=link.number(), role=role, ranks=ranks, pid=os.getpid()), Attached)
+        except NotReadyError:
+            if time.monotonic() >= until_s:
+                raise
+            time.sleep(RETRY_PAUSE_S)
 
 
 def _adopted_regions(answer: Attached, rank: Rank, given: Sequence[Region]) -> tuple[Region, ...]:

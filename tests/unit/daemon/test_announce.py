@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbridge.config import PrefillConfig
+from kvbridge.config import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, NotFoundError, NotReadyError, PeerError, StaleError
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank
 from kvbridge.daemon.announce import Announcer, is_news
+from kvbridge.daemon.decode import DecodeNode
 from kvbridge.daemon.prefill import PrefillNode
 from kvbridge.service.ports import Load, NodeRegistration, PeerAddress, Readiness
 
@@ -214,6 +215,15 @@ def test_an_engine_cannot_attach_to_memory_that_is_not_there_yet() -> None:
     node = PrefillNode(config)
     with pytest.raises(NotReadyError, match="memory is being created"):
         node.describe_engine(1, (Rank(pp=0, tp=0),))
+
+
+def test_an_engine_with_memory_of_its_own_waits_for_the_host_pool_too() -> None:
+    model, rank = {"preset": "tiny-v4"}, (Rank(pp=0, tp=0),)
+    pools = {"memory": "adopted", "host": {"pages": 8}}
+    with pytest.raises(NotReadyError, match="memory is being created"):
+        DecodeNode(DecodeConfig(instance="i", model=model, pools=pools)).describe_engine(1, rank)
+    prefill = PrefillNode(PrefillConfig(instance="i", model=model, pools={"memory": "adopted"}))
+    assert prefill.describe_engine(1, rank).host == ()
 
 
 @pytest.mark.asyncio
