@@ -1,0 +1,434 @@
+// One layer's swap-in: the rows that the indexer selected, as physical rows of the hot region; what is missing is loaded from the
+// host. See kernels/swap_in.py for the meaning of the arrays, and the reference there for the exact rules.
+//
+// Several blocks work for one request. Every block looks up all selected rows by itself and comes to the same plan, so that
+// nothing has to be passed between blocks and none ever waits for another; then each copies its share of the missing rows. The
+// last block that has read the state writes it, since then nobody reads it any more. Lookup costs one gather for each selected
+// row, whatever the size of the hot region; missing rows go into a bitmap over the request's rows in the order of their host
+// addresses, which removes duplicates and sorts them at once.
+//
+// Copies are made in one of two ways, by the batch that the kernel is compiled for. EARLY_ROWS > 0, for small batches: each warp
+// starts to load the missing rows that its own lanes found, up to so many, before there is a plan; planning then costs no time,
+// since a host read takes longer. EARLY_ROWS 0, for large batches, where the link is the limit: the block's share of the list, in
+// the order of host addresses.
+
+#ifndef HOT_ROWS  // so that the file can be compiled by itself
+#define HOT_ROWS 4096
+#define RING_ROWS 128
+#define MAX_ROWS 32768
+#define TOP_K 512
+#define SLOTS 64
+#define PART0_BYTES 576
+#define PART1_BYTES 8
+#define THREADS 512
+#define EARLY_ROWS 8
+#endif
+
+#define HOT_WORDS (HOT_ROWS / 32)
+#define ROW_WORDS (MAX_ROWS / 32)
+#define WANTED_EACH ((TOP_K + THREADS - 1) / THREADS)
+#define WORDS_EACH ((HOT_WORDS + THREADS - 1) / THREADS)
+#define ROW_WORDS_EACH ((ROW_WORDS + THREADS - 1) / THREADS)
+#define WARPS (THREADS / 32)
+#define GENERATION_ROWS (HOT_ROWS / 4)
+#define UNROLL 4
+#define PASSES ((ITEMS + 31) / 32)
+#define LISTED (THREADS * WANTED_EACH)
+
+#define WIDTH_OF(bytes) ((bytes) % 16 == 0 ? 16 : (bytes) % 8 == 0 ? 8 : 4)
+#define WIDTH0 WIDTH_OF(PART0_BYTES)
+#define WIDTH1 WIDTH_OF(PART1_BYTES)
+#define ITEMS0 (PART0_BYTES / WIDTH0)
+#define ITEMS (ITEMS0 + PART1_BYTES / WIDTH1)
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct Shared {
+    u64 page[LISTED];         // host address of the page that holds a missing row
+    int row[LISTED];          // its number in the request
+#if EARLY_ROWS
+    u32 position[LISTED];     // where it is in the bitmap
+#endif
+    u32 used[HOT_WORDS];      // hot slots that this step reads
+    u32 missing[ROW_WORDS];   // rows to load, by the rank of their page, then slot
+    u16 before[ROW_WORDS];    // bits set in earlier words
+    u16 victim[TOP_K];        // hot slot for missing row m
+    u32 scratch[2][32];
+    u32 last;                 // whether this block is the last that reads the state
+};
+
+__device__ __forceinline__ u32 warp_inclusive(u32 value) {
+    const u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(~0u, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
+// The sum of `value` over the threads before this one, and over all of them. One barrier; `scratch` must not be in use.
+__device__ __forceinline__ u32 block_exclusive(u32 value, u32* scratch, u32* total) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 inclusive = warp_inclusive(value);
+    if (lane == 31) scratch[warp] = inclusive;
+    __syncthreads();
+    const u32 sums = warp_inclusive(lane < WARPS ? scratch[lane] : 0);
+    *total = __shfl_sync(~0u, sums, WARPS - 1);
+    const u32 earlier = __shfl_sync(~0u, sums, warp ? warp - 1 : 0);
+    return inclusive - value + (warp ? earlier : 0);
+}
+
+template <int WIDTH>
+__device__ __forceinline__ uint4 load_host(u64 address) {
+    uint4 v = {0, 0, 0, 0};
+    if constexpr (WIDTH == 16)
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+    else if constexpr (WIDTH == 8)
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+    else
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v.x) : "l"(address));
+    return v;
+}
+
+template <int WIDTH>
+__device__ __forceinline__ void store(u64 address, uint4 v) {
+    if constexpr (WIDTH == 16) *reinterpret_cast<uint4*>(address) = v;
+    else if constexpr (WIDTH == 8) *reinterpret_cast<uint2*>(address) = make_uint2(v.x, v.y);
+    else *reinterpret_cast<u32*>(address) = v.x;
+}
+
+// Count a block that has read the state; returns how many came before. A release waits for every earlier access of this thread, so
+// it comes before the loads from the host. Nothing is read that others wrote: the last block only writes what all have read, and a
+// store that depends on the answer cannot come before it; so no acquire, which would hold back the loads that follow.
+__device__ __forceinline__ u32 arrive(int* arrivals) {
+    u32 before;
+    asm volatile("atom.add.release.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+    return before;
+}
+
+// Slots that this step does not use, of one age: 0 is the present generation, 4 is older than all that are remembered.
+__device__ __forceinline__ u32 of_age(uint4 planes, u32 used, int age) {
+    switch (age) {
+        case 4: return ~(planes.x | planes.y | planes.z | planes.w | used);
+        case 3: return planes.w & ~(planes.x | planes.y | planes.z | used);
+        case 2: return planes.z & ~(planes.x | planes.y | used);
+        case 1: return planes.y & ~(planes.x | used);
+        default: return planes.x & ~used;
+    }
+}
+
+__device__ __forceinline__ int physical(int request, int slot) { return request * (HOT_ROWS + RING_ROWS) + slot; }
+
+// Where part 0 or 1 of physical row `row` begins in pages from `base` on.
+__device__ __forceinline__ u64 item_offset(u32 slot, u32 item) {
+    return item < ITEMS0 ? slot * PART0_BYTES + item * WIDTH0
+                         : SLOTS * PART0_BYTES + slot * PART1_BYTES + (item - ITEMS0) * WIDTH1;
+}
+
+// The number of the missing row at a position of the bitmap.
+__device__ __forceinline__ u32 number_of(const Shared& shared, u32 position) {
+    return shared.before[position / 32] + __popc(shared.missing[position / 32] & ((1u << position % 32) - 1));
+}
+
+#if EARLY_ROWS
+// Rows that one warp has found missing: `count` of the lists, from `first` on. A lane carries its items of each early row.
+struct Early {
+    uint4 held[EARLY_ROWS][PASSES];
+    u32 first, count;
+};
+
+__device__ __forceinline__ void load_row(uint4* held, u64 page, u32 slot) {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const u32 item = pass * 32 + threadIdx.x % 32;
+        if (item < ITEMS0) held[pass] = load_host<WIDTH0>(page + item_offset(slot, item));
+        else if (item < ITEMS) held[pass] = load_host<WIDTH1>(page + item_offset(slot, item));
+    }
+}
+
+__device__ __forceinline__ void store_row(const uint4* held, u64 page, u32 slot) {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const u32 item = pass * 32 + threadIdx.x % 32;
+        if (item < ITEMS0) store<WIDTH0>(page + item_offset(slot, item), held[pass]);
+        else if (item < ITEMS) store<WIDTH1>(page + item_offset(slot, item), held[pass]);
+    }
+}
+
+__device__ __forceinline__ void load_early(Early& early, const Shared& shared) {
+#pragma unroll
+    for (u32 e = 0; e < EARLY_ROWS; ++e)
+        if (e < early.count) load_row(early.held[e], shared.page[early.first + e], (u32)shared.row[early.first + e] % SLOTS);
+}
+
+__device__ __forceinline__ void finish_early(Early& early, const Shared& shared, int request, u64 hot_base, u64 hot_stride) {
+    for (u32 start = 0; start < early.count; start += EARLY_ROWS) {
+        if (start) {  // more than could be held
+#pragma unroll
+            for (u32 e = 0; e < EARLY_ROWS; ++e) {
+                const u32 at = early.first + start + e;
+                if (start + e < early.count) load_row(early.held[e], shared.page[at], (u32)shared.row[at] % SLOTS);
+            }
+        }
+#pragma unroll
+        for (u32 e = 0; e < EARLY_ROWS; ++e) {
+            if (start + e >= early.count) continue;
+            const u32 row = physical(request, shared.victim[number_of(shared, shared.position[early.first + start + e])]);
+            store_row(early.held[e], hot_base + row / SLOTS * hot_stride, row % SLOTS);
+        }
+    }
+}
+#else
+__device__ void copy_missing(const Shared& shared, u32 missing, u32 rank, u32 blocks, int request, u64 hot_base, u64 hot_stride) {
+    const u32 share = missing > rank ? (missing - rank + blocks - 1) / blocks : 0;
+    const u32 items = share * ITEMS;
+    for (u32 first = threadIdx.x; first < items; first += THREADS * UNROLL) {
+        uint4 value[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const u32 at = first + u * THREADS;
+            if (at >= items) break;
+            const u32 m = at / ITEMS * blocks + rank, item = at % ITEMS;
+            const u64 source = shared.page[m] + item_offset((u32)shared.row[m] % SLOTS, item);
+            value[u] = item < ITEMS0 ? load_host<WIDTH0>(source) : load_host<WIDTH1>(source);
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const u32 at = first + u * THREADS;
+            if (at >= items) break;
+            const u32 m = at / ITEMS * blocks + rank, item = at % ITEMS;
+            const u32 row = physical(request, shared.victim[m]);
+            const u64 target = hot_base + row / SLOTS * hot_stride + item_offset(row % SLOTS, item);
+            if (item < ITEMS0) store<WIDTH0>(target, value[u]);
+            else store<WIDTH1>(target, value[u]);
+        }
+    }
+}
+#endif
+
+__device__ __forceinline__ void move_in(int row, int victim, short* slot_of_row, int* row_of_slot) {
+    const int old = row_of_slot[victim];
+    if (old >= 0 && old != row) slot_of_row[old] = -1;  // equal when the same row was selected twice
+    row_of_slot[victim] = row;
+    slot_of_row[row] = victim;
+}
+
+// Mark what this step used or loaded, and begin a new generation when the present one has seen enough slots.
+__device__ void remember(Shared& shared, uint4* ages, const uint4* planes, const u32* chosen, int* tallies, u32 missing) {
+    u32 counts = 0;  // slots used (high half), slots new to the generation (low half)
+#pragma unroll
+    for (int i = 0; i < WORDS_EACH; ++i) {
+        const u32 word = threadIdx.x * WORDS_EACH + i;
+        if (word >= HOT_WORDS) break;
+        const u32 used = shared.used[word];
+        counts += (__popc(used) << 16) + __popc((used | chosen[i]) & ~planes[i].x);
+    }
+    u32 total;
+    block_exclusive(counts, shared.scratch[1], &total);
+    const u32 recent = (u32)tallies[0] + (total & 0xffff);
+    const bool over = recent >= GENERATION_ROWS;
+    __syncthreads();  // everybody has read tallies
+#pragma unroll
+    for (int i = 0; i < WORDS_EACH; ++i) {
+        const u32 word = threadIdx.x * WORDS_EACH + i;
+        if (word >= HOT_WORDS) break;
+        const uint4 old = planes[i];
+        const u32 now = old.x | shared.used[word] | chosen[i];
+        if (over) ages[word] = make_uint4(0, now, old.y, old.z);
+        else if (now != old.x) ages[word] = make_uint4(now, old.y, old.z, old.w);
+    }
+    if (threadIdx.x == 0) {
+        tallies[0] = over ? 0 : recent;
+        tallies[1] += total >> 16;
+        tallies[2] += missing;
+        tallies[3] = 0;  // nobody has arrived for the next step
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, EARLY_ROWS ? 1 : 0)
+swap_in(const int* __restrict__ top_k, int* __restrict__ out, const int* __restrict__ request_slots,
+        const int* __restrict__ row_counts, short* slot_of_row, int* row_of_slot, uint4* ages, int* tallies,
+        const int2* __restrict__ pages, const int* __restrict__ ring_begin, const u64* __restrict__ host_extents,
+        u64 host_base, u64 host_stride, u64 hot_base, u64 hot_stride, int pages_per_extent, u32 blocks) {
+    extern __shared__ uint4 dynamic[];
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+    const u32 thread = threadIdx.x, rank = blockIdx.x % blocks, entry = blockIdx.x / blocks;
+
+    int row[WANTED_EACH];
+#pragma unroll
+    for (int i = 0; i < WANTED_EACH; ++i) {
+        const u32 at = thread + i * THREADS;
+        row[i] = at < TOP_K ? top_k[(u64)entry * TOP_K + at] : -1;
+    }
+    const int request = request_slots[entry], count = row_counts[entry];
+    for (u32 word = thread; word < HOT_WORDS; word += THREADS) shared.used[word] = 0;
+    for (u32 word = thread; word < ROW_WORDS; word += THREADS) shared.missing[word] = 0;
+    if (request < 0) {  // padding of the batch
+        for (u32 at = thread; rank == 0 && at < TOP_K; at += THREADS) out[(u64)entry * TOP_K + at] = -1;
+        return;
+    }
+    slot_of_row += (u64)request * MAX_ROWS;
+    row_of_slot += (u64)request * HOT_ROWS;
+    ages += (u64)request * HOT_WORDS;
+    tallies += request * 4;
+    pages += (u64)request * (MAX_ROWS / SLOTS);
+
+    uint4 planes[WORDS_EACH];
+#pragma unroll
+    for (int i = 0; i < WORDS_EACH; ++i) {
+        const u32 word = thread * WORDS_EACH + i;
+        planes[i] = word < HOT_WORDS ? ages[word] : make_uint4(~0u, ~0u, ~0u, ~0u);
+    }
+    const int newest_page = (count - 1) / SLOTS;
+    const int ring_start = max(ring_begin[request], (newest_page - (RING_ROWS / SLOTS - 1)) * SLOTS);
+
+    short slot[WANTED_EACH];
+    int2 page[WANTED_EACH];  // host page, rank
+    bool on_host[WANTED_EACH];
+#pragma unroll
+    for (int i = 0; i < WANTED_EACH; ++i) {
+        on_host[i] = row[i] >= 0 && row[i] < count && row[i] < ring_start;
+        slot[i] = on_host[i] ? slot_of_row[row[i]] : -1;
+        page[i] = on_host[i] ? pages[row[i] / SLOTS] : make_int2(0, 0);
+    }
+    __syncthreads();  // bitmaps are clear
+    bool any_missing = false;
+#pragma unroll
+    for (int i = 0; i < WANTED_EACH; ++i) {
+        const u32 at = thread + i * THREADS;
+        if (at >= TOP_K) break;
+        const bool missing = on_host[i] && slot[i] < 0;
+        if (missing) {
+            const u32 position = (u32)page[i].y * SLOTS + (u32)row[i] % SLOTS;
+            atomicOr(&shared.missing[position / 32], 1u << position % 32);
+            any_missing = true;
+        } else if (on_host[i]) {
+            atomicOr(&shared.used[slot[i] / 32], 1u << slot[i] % 32);
+        }
+        if (rank == 0 && !missing) {
+            int found = -1;
+            if (on_host[i]) found = physical(request, slot[i]);
+            else if (row[i] >= 0 && row[i] < count) found = physical(request, HOT_ROWS + row[i] % RING_ROWS);
+            out[(u64)entry * TOP_K + at] = found;
+        }
+    }
+    const auto page_address = [&](u32 number) {
+        return host_extents ? host_extents[number / pages_per_extent] + number % pages_per_extent * host_stride
+                            : host_base + number * host_stride;
+    };
+#if EARLY_ROWS
+    Early early;
+    early.first = thread / 32 * 32 * WANTED_EACH;
+    early.count = 0;
+#pragma unroll
+    for (int i = 0; i < WANTED_EACH; ++i) {
+        const bool listed = on_host[i] && slot[i] < 0 && thread % blocks == rank;
+        const u32 lanes = __ballot_sync(~0u, listed);
+        if (listed) {
+            const u32 at = early.first + early.count + __popc(lanes & ((1u << thread % 32) - 1));
+            shared.page[at] = page_address(page[i].x);
+            shared.row[at] = row[i];
+            shared.position[at] = (u32)page[i].y * SLOTS + (u32)row[i] % SLOTS;
+        }
+        early.count += __popc(lanes);
+    }
+#endif
+    u32 chosen[WORDS_EACH];
+#pragma unroll
+    for (int i = 0; i < WORDS_EACH; ++i) chosen[i] = 0;
+    if (!__syncthreads_or(any_missing)) {
+        if (rank == 0) remember(shared, ages, planes, chosen, tallies, 0);
+        return;
+    }
+    // The barrier has ordered every read of this block before its arrival.
+    u32 arrived = 0;
+    if (thread == 0) arrived = arrive(&tallies[3]);
+#if EARLY_ROWS
+    load_early(early, shared);
+#endif
+
+    // Number the missing rows, and the slots that may give way.
+    const u32 first_word = min(thread * ROW_WORDS_EACH, ROW_WORDS), last_word = min(first_word + ROW_WORDS_EACH, ROW_WORDS);
+    u32 mine = 0;
+    for (u32 word = first_word; word < last_word; ++word) {
+        shared.before[word] = mine;
+        mine += __popc(shared.missing[word]);
+    }
+    u32 used[WORDS_EACH], candidates = 0;
+#pragma unroll
+    for (int i = 0; i < WORDS_EACH; ++i) {
+        const u32 word = thread * WORDS_EACH + i;
+        used[i] = word < HOT_WORDS ? shared.used[word] : ~0u;
+        candidates += __popc(of_age(planes[i], used[i], 4));
+    }
+    u32 totals;
+    const u32 earlier = block_exclusive(mine << 16 | candidates, shared.scratch[0], &totals);
+    const u32 missing = totals >> 16;
+    for (u32 word = first_word; word < last_word; ++word) shared.before[word] += earlier >> 16;
+    u32 ordinal = earlier & 0xffff, taken = 0;
+    totals &= 0xffff;
+    for (int age = 4;;) {
+#pragma unroll
+        for (int i = 0; i < WORDS_EACH; ++i) {
+            u32 left = of_age(planes[i], used[i], age);
+            while (left && ordinal < missing) {
+                const u32 bit = __ffs(left) - 1;
+                shared.victim[ordinal++] = (thread * WORDS_EACH + i) * 32 + bit;
+                chosen[i] |= 1u << bit;
+                left &= left - 1;
+            }
+        }
+        taken += totals;
+        if (taken >= missing || --age < 0) break;
+        candidates = 0;
+#pragma unroll
+        for (int i = 0; i < WORDS_EACH; ++i) candidates += __popc(of_age(planes[i], used[i], age));
+        __syncthreads();
+        ordinal = taken + block_exclusive(candidates, shared.scratch[0], &totals);
+    }
+    if (thread == 0) shared.last = arrived + 1 == blocks;
+    __syncthreads();
+
+#if EARLY_ROWS
+    if (rank == 0) {
+#pragma unroll
+        for (int i = 0; i < WANTED_EACH; ++i) {
+            const u32 at = thread + i * THREADS;
+            if (at >= TOP_K || !on_host[i] || slot[i] >= 0) continue;
+            const u32 m = number_of(shared, (u32)page[i].y * SLOTS + (u32)row[i] % SLOTS);
+            out[(u64)entry * TOP_K + at] = physical(request, shared.victim[m]);
+        }
+    }
+    if (shared.last) {
+#pragma unroll
+        for (int i = 0; i < WANTED_EACH; ++i) {
+            if (!on_host[i] || slot[i] >= 0) continue;
+            const u32 m = number_of(shared, (u32)page[i].y * SLOTS + (u32)row[i] % SLOTS);
+            move_in(row[i], shared.victim[m], slot_of_row, row_of_slot);
+        }
+        remember(shared, ages, planes, chosen, tallies, missing);
+    }
+    finish_early(early, shared, request, hot_base, hot_stride);
+#else
+    // List the missing rows in the order of their host addresses; equal rows write equal facts.
+#pragma unroll
+    for (int i = 0; i < WANTED_EACH; ++i) {
+        const u32 at = thread + i * THREADS;
+        if (at >= TOP_K || !on_host[i] || slot[i] >= 0) continue;
+        const u32 position = (u32)page[i].y * SLOTS + (u32)row[i] % SLOTS;
+        const u32 m = number_of(shared, position);
+        shared.page[m] = page_address(page[i].x);
+        shared.row[m] = row[i];
+        if (rank == 0) out[(u64)entry * TOP_K + at] = physical(request, shared.victim[m]);
+    }
+    __syncthreads();
+    copy_missing(shared, missing, rank, blocks, request, hot_base, hot_stride);
+    if (shared.last) {
+        for (u32 m = thread; m < missing; m += THREADS) move_in(shared.row[m], shared.victim[m], slot_of_row, row_of_slot);
+        remember(shared, ages, planes, chosen, tallies, missing);
+    }
+#endif
+}

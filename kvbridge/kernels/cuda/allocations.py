@@ -1,0 +1,69 @@
+"""Device allocations by any address in them, and devices by their UUID: what sharing memory between processes needs.
+
+Owns: those questions to the CUDA driver. Must not know: pools, who shares what with whom.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
+from kvbridge.kernels.cuda import runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The allocation in which an address lies."""
+
+    address: int
+    length_bytes: int
+
+
+@cache
+def _driver() -> Any:  # noqa: ANN401 - the bindings ship no types
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"no CUDA here: the package cuda-core is not installed ({error}); pip install 'kvbridge[cuda]'"
+        ) from error
+
+
+def allocation_of(device: int, address: int) -> Allocation:
+    """Return the allocation that holds an address of this process. Raises RegistrationError when it is no device memory."""
+    runtime.use(device)
+    code, *found = _driver().cuMemGetAddressRange(address)
+    if int(code):
+        raise RegistrationError(
+            f"{address:#x} is not in any device memory of this process on cuda:{device} ({code.name}); "
+            "the tensor was freed, or lies on another device"
+        )
+    base, length_bytes = found
+    return Allocation(int(base), int(length_bytes))
+
+
+def export_allocation(device: int, allocation: Allocation) -> bytes:
+    """Return the IPC handle (64 bytes) of an allocation. Raises RegistrationError for memory that cannot be shared."""
+    try:
+        return runtime.export_memory(device, allocation.address)
+    except TransportError as error:
+        raise RegistrationError(
+            f"device memory of cuda:{device} at {allocation.address:#x} cannot be shared with other processes: {error}; it must "
+            "come from cudaMalloc (torch: no expandable_segments in PYTORCH_CUDA_ALLOC_CONF), not from a virtual, managed or "
+            "asynchronous allocation"
+        ) from error
+
+
+def device_by_uuid(uuid: str) -> int:
+    """Return the CUDA ordinal of a device in this process. Raises UnsupportedError when the process does not see it."""
+    seen = {runtime.device_facts(device).uuid: device for device in range(runtime.device_count())}
+    try:
+        return seen[uuid]
+    except KeyError:
+        raise UnsupportedError(
+            f"this process does not see the GPU {uuid}; it sees {', '.join(seen) or 'none'} (CUDA_VISIBLE_DEVICES): "
+            "start it with the device that its peer process uses"
+        ) from None

@@ -1,0 +1,406 @@
+"""The calls of the CUDA runtime that kvbridge needs, with their errors in our words.
+
+Owns: the edge to `cuda.bindings.runtime`: memory, its export to other processes, host registration, streams, events.
+Must not know: pools, rooms, kernels. Keeps no state but the devices whose peer access is on.
+
+Addresses and handles of streams are plain integers, as torch gives them (`tensor.data_ptr()`,
+`torch.cuda.current_stream().cuda_stream`), so that a process without torch can use all of it. Each call makes its device
+the current one of its thread, and leaves it so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import TracebackType
+from typing import Any, Self
+
+from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
+
+IPC_HANDLE_BYTES = 64
+REGISTER_CHUNK_BYTES = 1 << 30
+"""Host memory is registered in pieces of this size, so that progress can be shown: 0.05 to 0.4 s each."""
+
+_ALREADY_REGISTERED = 712
+_NOT_READY = 600
+_PEER_ACCESS_ALREADY = 704
+
+
+@cache
+def _library() -> Any:  # noqa: ANN401 - the bindings ship no types
+    try:
+        return importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"no CUDA here: the package cuda-core is not installed ({error}); pip install 'kvbridge[cuda]'"
+        ) from error
+
+
+def reason_without_device() -> str:
+    """Return why this process cannot use a GPU, or an empty text when it can."""
+    try:
+        count = device_count()
+    except (UnsupportedError, TransportError) as error:
+        return str(error)
+    return "" if count else "the CUDA driver finds no device"
+
+
+def device_count() -> int:
+    """How many devices this process sees. Raises UnsupportedError without library or driver."""
+    code, *values = _library().cudaGetDeviceCount()
+    if int(code) == 100:  # cudaErrorNoDevice
+        return 0
+    if int(code):
+        raise UnsupportedError(f"no CUDA here: {_text(code)}; the driver must be installed and as new as the runtime")
+    return int(values[0])
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What a device is."""
+
+    name: str
+    multiprocessors: int
+    capability: tuple[int, int]
+    total_bytes: int
+    free_bytes: int
+    uuid: str
+    """32 hexadecimal digits; equal in every process of the host."""
+
+
+def device_facts(device: int) -> DeviceFacts:
+    """Look at a device. Raises UnsupportedError when it does not exist."""
+    use(device)
+    found = _call("cudaGetDeviceProperties", device)
+    free, total = _call("cudaMemGetInfo")
+    return DeviceFacts(
+        name=found.name.decode() if isinstance(found.name, bytes) else str(found.name),
+        multiprocessors=int(found.multiProcessorCount),
+        capability=(int(found.major), int(found.minor)),
+        total_bytes=int(total),
+        free_bytes=int(free),
+        uuid=bytes(found.uuid.bytes).hex(),
+    )
+
+
+def use(device: int) -> None:
+    """Make a device the current one of this thread. Raises UnsupportedError when it does not exist."""
+    library = _library()
+    (code,) = library.cudaSetDevice(device)
+    if int(code):
+        raise UnsupportedError(
+            f"cuda:{device} cannot be used: {_text(code)}; this process sees {device_count()} devices "
+            "(parallelism.ranks, CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def synchronize(device: int) -> None:
+    """Wait for everything that was submitted to a device by this process."""
+    use(device)
+    _call("cudaDeviceSynchronize")
+
+
+# ------------------------------------------------------------------------------------------- device memory
+
+
+def allocate(device: int, length_bytes: int) -> int:
+    """Return the address of new device memory, 256-byte aligned, of undefined content; `free` gives it back.
+
+    Raises RegistrationError when it does not fit, with what is free.
+    """
+    use(device)
+    code, address = _library().cudaMalloc(length_bytes)
+    if int(code):
+        free_bytes, total_bytes = _call("cudaMemGetInfo")
+        raise RegistrationError(
+            f"cuda:{device} has no {length_bytes} bytes left ({_text(code)}): {free_bytes} of {total_bytes} are free; "
+            "configure fewer pages (pools.device), or end what else uses the device"
+        )
+    return int(address)
+
+
+def free(device: int, address: int) -> None:
+    """Give device memory back. Waits until the device does not use it any more."""
+    use(device)
+    _call("cudaFree", address)
+
+
+def fill(device: int, address: int, length_bytes: int, value: int = 0, *, stream: int = 0) -> None:
+    """Set every byte, in stream order."""
+    use(device)
+    _call("cudaMemsetAsync", address, value, length_bytes, stream)
+
+
+def export_memory(device: int, address: int) -> bytes:
+    """Return the handle (64 bytes) by which other processes of the host open an allocation; `address` is its first byte."""
+    use(device)
+    return bytes(_call("cudaIpcGetMemHandle", address).reserved)
+
+
+def open_memory(device: int, handle: bytes) -> int:
+    """Map another process's allocation for use from `device`; `close_memory` unmaps it.
+
+    Once a process: a second opening of the same allocation here fails, as does opening in the process that made it. When the
+    memory lies on another device, peer access to it is switched on (NVLink or PCIe). Raises RegistrationError.
+    """
+    use(device)
+    library = _library()
+    packed = library.cudaIpcMemHandle_t()
+    packed.reserved = handle
+    code, address = library.cudaIpcOpenMemHandle(packed, library.cudaIpcMemLazyEnablePeerAccess)
+    if int(code):
+        raise RegistrationError(
+            f"cuda:{device} cannot open another process's device memory: {_text(code)}; the process that owns it must live, on "
+            "this host, in the same IPC namespace (containers: share it), and the devices must reach each other"
+        )
+    return int(address)
+
+
+def close_memory(device: int, address: int) -> None:
+    """Unmap what `open_memory` mapped; nothing uses it any more."""
+    use(device)
+    _call("cudaIpcCloseMemHandle", address)
+
+
+# ------------------------------------------------------------------------------------------- host memory
+
+
+def register_host(
+    address: int,
+    length_bytes: int,
+    *,
+    device: int = 0,
+    chunk_bytes: int = REGISTER_CHUNK_BYTES,
+    on_progress: Callable[[int, int], None] | None = None,
+    label: str = "host memory",
+) -> None:
+    """Page-lock host memory and map it for every device, in chunks; afterwards its address is valid on devices, too.
+
+    All or nothing: what was registered is undone when a chunk fails. Raises RegistrationError with cause and fix. A mapping
+    that another process registered as well is fine; memory must be page-aligned and in memory already, or it is touched now.
+    """
+    use(device)
+    flags = _library().cudaHostRegisterPortable | _library().cudaHostRegisterMapped
+    done: list[int] = []
+    try:
+        for start in range(0, length_bytes, chunk_bytes):
+            length = min(chunk_bytes, length_bytes - start)
+            answer = _library().cudaHostRegister(address + start, length, flags)
+            _require_registered(answer, label, start, length, length_bytes)
+            done.append(address + start)
+            if on_progress is not None:
+                on_progress(start + length, length_bytes)
+    except BaseException:
+        for registered in done:
+            _library().cudaHostUnregister(registered)
+        raise
+
+
+def unregister_host(address: int, length_bytes: int, *, chunk_bytes: int = REGISTER_CHUNK_BYTES) -> None:
+    """Undo `register_host` with the same chunks; nothing on any device uses the memory any more."""
+    for start in range(0, length_bytes, chunk_bytes):
+        _call("cudaHostUnregister", address + start)
+
+
+def _require_registered(answer: Any, label: str, start: int, length: int, total: int) -> None:  # noqa: ANN401
+    (code,) = answer
+    if not int(code):
+        return
+    cure = (
+        "a part of it is registered already: register each mapping once a process"
+        if int(code) == _ALREADY_REGISTERED
+        else "the memory must be locked in place: raise the memlock limit (ulimit -l unlimited; LimitMEMLOCK=infinity; "
+        "docker --ulimit memlock=-1), the container's memory limit, or configure a smaller host pool"
+    )
+    raise RegistrationError(
+        f"{label}: {length} bytes at byte {start} of {total} cannot be registered with CUDA ({_text(code)}); {cure}"
+    )
+
+
+# ------------------------------------------------------------------------------------------- streams and events
+
+
+class Stream:
+    """A stream of this process, or somebody else's by its handle (`owned=False`, as torch's)."""
+
+    def __init__(self, device: int, handle: int, *, owned: bool) -> None:
+        self.device = device
+        self.handle = handle
+        self._owned = owned
+
+    @classmethod
+    def create(cls, device: int) -> Self:
+        """A new stream that does not wait for the default stream."""
+        use(device)
+        made = _call("cudaStreamCreateWithFlags", _library().cudaStreamNonBlocking)
+        return cls(device, int(made), owned=True)
+
+    @classmethod
+    def of(cls, device: int, handle: int) -> Self:
+        """Somebody else's stream, which must outlive this object."""
+        return cls(device, handle, owned=False)
+
+    def wait(self, event: Event) -> None:
+        """Have what is submitted from now on wait for an event's last record."""
+        use(self.device)
+        _call("cudaStreamWaitEvent", self.handle, event.handle, 0)
+
+    def synchronize(self) -> None:
+        """Wait until everything submitted so far is done. Raises TransportError for what failed on the device."""
+        use(self.device)
+        _call("cudaStreamSynchronize", self.handle)
+
+    def idle(self) -> bool:
+        """Whether everything submitted so far is done; never waits. Raises TransportError for what failed."""
+        use(self.device)
+        return _is_done("cudaStreamQuery", self.handle)
+
+    def close(self) -> None:
+        """Destroy it, if it is ours; work that was submitted goes on. Harmless when closed."""
+        if self._owned:
+            self._owned = False
+            use(self.device)
+            _call("cudaStreamDestroy", self.handle)
+
+    # What cuda-core asks of a foreign stream.
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Event:
+    """A point in a stream that other streams, and with `export` other processes, can wait for. Without timing."""
+
+    def __init__(self, device: int, handle: Any) -> None:  # noqa: ANN401
+        self.device = device
+        self.handle = handle
+
+    @classmethod
+    def create(cls, device: int, *, interprocess: bool = False) -> Self:
+        """A new event; it counts as reached until it is recorded."""
+        use(device)
+        library = _library()
+        flags = library.cudaEventDisableTiming | (library.cudaEventInterprocess if interprocess else 0)
+        return cls(device, _call("cudaEventCreateWithFlags", flags))
+
+    @classmethod
+    def open(cls, device: int, handle: bytes) -> Self:
+        """Another process's interprocess event. Raises RegistrationError."""
+        use(device)
+        library = _library()
+        packed = library.cudaIpcEventHandle_t()
+        packed.reserved = handle
+        code, event = library.cudaIpcOpenEventHandle(packed)
+        if int(code):
+            raise RegistrationError(
+                f"cuda:{device} cannot open another process's event: {_text(code)}; that process must live, on this host"
+            )
+        return cls(device, event)
+
+    def export(self) -> bytes:
+        """Return the handle (64 bytes) for `open` in another process."""
+        use(self.device)
+        return bytes(_call("cudaIpcGetEventHandle", self.handle).reserved)
+
+    def record(self, stream: int) -> None:
+        """Mark the present end of a stream of this event's device."""
+        use(self.device)
+        _call("cudaEventRecord", self.handle, stream)
+
+    def reached(self) -> bool:
+        """Whether everything before the last record is done; never waits."""
+        use(self.device)
+        return _is_done("cudaEventQuery", self.handle)
+
+    def synchronize(self) -> None:
+        """Wait for the last record."""
+        use(self.device)
+        _call("cudaEventSynchronize", self.handle)
+
+    def close(self) -> None:
+        """Destroy it; waits that were submitted stay valid."""
+        use(self.device)
+        _call("cudaEventDestroy", self.handle)
+
+
+# ------------------------------------------------------------------------------------------- copies
+
+
+def copy(destination: int, source: int, length_bytes: int, *, device: int, stream: int) -> None:
+    """Copy bytes between any two memories that the device reaches, in stream order, by a copy engine."""
+    use(device)
+    _call("cudaMemcpyAsync", destination, source, length_bytes, _library().cudaMemcpyKind.cudaMemcpyDefault, stream)
+
+
+def copy_batch(
+    destinations: Sequence[int], sources: Sequence[int], lengths: Sequence[int], *, device: int, stream: int
+) -> None:
+    """Copy many stretches in one call, in any order among themselves, by the copy engines. `stream` is not the default one.
+
+    Registered host memory and device memory only. Raises TransportError when this driver cannot (before CUDA 12.8).
+    """
+    if not len(lengths):
+        return
+    use(device)
+    library = _library()
+    attributes = library.cudaMemcpyAttributes()
+    attributes.srcAccessOrder = library.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    count = len(lengths)
+    _call("cudaMemcpyBatchAsync", list(destinations), list(sources), list(lengths), count, [attributes], [0], 1, stream)
+
+
+def can_reach(device: int, other: int) -> bool:
+    """Whether a device can read and write another one's memory directly."""
+    return device == other or bool(_call("cudaDeviceCanAccessPeer", device, other))
+
+
+@cache
+def reach(device: int, other: int) -> None:
+    """Switch on that `device` reads and writes the memory of `other`, for this process. Raises UnsupportedError."""
+    if device == other:
+        return
+    if not can_reach(device, other):
+        raise UnsupportedError(
+            f"cuda:{device} cannot reach the memory of cuda:{other} directly (no NVLink, no peer PCIe)"
+        )
+    use(device)
+    (code,) = _library().cudaDeviceEnablePeerAccess(other, 0)
+    if int(code) not in {0, _PEER_ACCESS_ALREADY}:
+        raise UnsupportedError(f"cuda:{device} cannot reach the memory of cuda:{other}: {_text(code)}")
+
+
+# ------------------------------------------------------------------------------------------- inside
+
+
+def _call(name: str, *arguments: Any) -> Any:  # noqa: ANN401
+    code, *values = getattr(_library(), name)(*arguments)
+    if int(code):
+        raise TransportError(f"CUDA: {name} failed: {_text(code)}")
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _is_done(name: str, handle: Any) -> bool:  # noqa: ANN401
+    (code,) = getattr(_library(), name)(handle)
+    if int(code) == _NOT_READY:
+        _library().cudaGetLastError()  # it is no error, but the next who looks for one would find it
+        return False
+    if int(code):
+        raise TransportError(f"CUDA: {name} failed: {_text(code)}")
+    return True
+
+
+def _text(code: Any) -> str:  # noqa: ANN401
+    _, name = _library().cudaGetErrorName(code)
+    _, words = _library().cudaGetErrorString(code)
+    return f"{name.decode()}, {words.decode()}"

@@ -1,0 +1,68 @@
+"""Kernels from source to machine code, and the files that keep it; no device is needed for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvbridge.kernels.cuda import programs
+from kvbridge.kernels.cuda.programs import CACHE_VARIABLE, KernelBuildError, Source, cache_directory, compile_for
+
+ARCHITECTURE = "sm_90a"
+SOURCE = Source("swap_in")
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Source]:
+    """What has been compiled since; the cache is an empty directory, and nothing is remembered in this process."""
+    seen: list[Source] = []
+
+    def compile_once(source: Source, architecture: str) -> bytes:
+        seen.append(source)
+        return f"code of {source.name} {source.defines} for {architecture}".encode()
+
+    monkeypatch.setattr(programs, "compile_for", compile_once)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "kernels"))
+    programs._machine_code.cache_clear()
+    yield seen
+    programs._machine_code.cache_clear()
+
+
+def _code(source: Source = SOURCE) -> bytes:
+    programs._machine_code.cache_clear()  # as another process would
+    return programs._machine_code(source, ARCHITECTURE)[0]
+
+
+def test_a_kernel_is_compiled_once_for_all_processes(compiled: list[Source]) -> None:
+    assert _code() == _code()
+    assert compiled == [SOURCE]
+
+
+def test_other_sizes_are_another_kernel(compiled: list[Source]) -> None:
+    other = Source("swap_in", (("HOT_ROWS", 512),))
+    assert _code() != _code(other)
+    assert compiled == [SOURCE, other]
+
+
+def test_a_damaged_file_costs_a_compilation_and_is_replaced(compiled: list[Source]) -> None:
+    whole = _code()
+    (file,) = cache_directory().iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    assert _code() == whole
+    assert _code() == whole
+    assert len(compiled) == 2
+
+
+def test_a_directory_that_cannot_be_written_costs_a_compilation(
+    compiled: list[Source], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "kernels"))
+    assert _code() == _code()
+    assert len(compiled) == 2
+
+
+def test_a_source_that_the_compiler_refuses_is_named_with_the_reason() -> None:
+    with pytest.raises(KernelBuildError, match=r"swap_in cannot be compiled for sm_90a: (?s:.*)MAX_ROWS"):
+        compile_for(Source("swap_in", (("HOT_ROWS", 64),)), ARCHITECTURE)  # the other sizes are missing

@@ -1,0 +1,122 @@
+"""The rules of swap-in on the CPU: every row where the answer says, in worlds that are small enough to look at each byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.kernels.swap_in import LayerMemory, ReferenceSwapIn, SwapInShape
+from tests.helpers.swap_worlds import SwapWorld, selections, step_of
+
+CPU = torch.device("cpu")
+
+
+def _reference(world: SwapWorld) -> ReferenceSwapIn:
+    return ReferenceSwapIn(world.shape, world.state(), world.layer_memory())
+
+
+def _ask(
+    swap: ReferenceSwapIn, world: SwapWorld, layer: int, requests: list[int], rows: list[int], selected: np.ndarray
+) -> np.ndarray:
+    slots, counts = torch.tensor(requests, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32)
+    top_k = torch.from_numpy(np.ascontiguousarray(selected, dtype=np.int32))
+    out = torch.full(selected.shape, -7, dtype=torch.int32)
+    swap.swap_in(layer, step_of(slots, counts), top_k=top_k.data_ptr(), out=out.data_ptr())
+    world.check(layer, requests, rows, selected, out.numpy())
+    return out.numpy()
+
+
+@pytest.mark.parametrize("parts", [(576, 8), (2048,), (64, 4)])
+@pytest.mark.parametrize(("extents", "page_first"), [(1, False), (3, False), (1, True)])
+def test_every_selected_row_is_found_byte_for_byte(parts: tuple[int, ...], extents: int, page_first: bool) -> None:
+    shape = SwapInShape(hot_rows=128, ring_rows=128, max_rows=1024, top_k=64, row_parts_bytes=parts)
+    world = SwapWorld(shape, layers=2, requests=3, device=CPU, extents=extents, page_first=page_first)
+    swap, random = _reference(world), np.random.default_rng(1)
+    rows = [1024, 130, 700]
+    for request in range(3):
+        world.admit(request, rows[request])
+    hot = [random.choice(count, 150) for count in rows]
+    for _ in range(12):
+        batch = [2, -1, 0, 1]
+        counts = [700, 5, 1024, 130]
+        selected = np.stack(
+            [selections(random, top_k=64, rows=rows[max(r, 0)], hot=list(hot[max(r, 0)]), fresh=0.1) for r in batch]
+        )
+        for layer in range(2):
+            _ask(swap, world, layer, batch, counts, selected)
+
+
+def test_a_row_that_was_loaded_is_not_loaded_again_and_twice_is_once() -> None:
+    shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=4)
+    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    world.admit(0, 512)
+    swap = _reference(world)
+    first = _ask(swap, world, 0, [0], [512], np.array([[7, 7, 300, -1]]))
+    assert first[0, 0] == first[0, 1]
+    assert world.tallies[0, 0].tolist() == [2, 0, 2, 0]
+    second = _ask(swap, world, 0, [0], [512], np.array([[300, 7, 7, 7]]))
+    assert second[0].tolist() == [first[0, 2], first[0, 0], first[0, 0], first[0, 0]]
+    assert world.tallies[0, 0].tolist() == [2, 2, 2, 0]
+
+
+def test_missing_rows_take_slots_in_the_order_of_their_host_addresses() -> None:
+    shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=3)
+    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    world.admit(0, 512)
+    selected = np.array([[5, 450, 200]])
+    found = _ask(_reference(world), world, 0, [0], [512], selected)
+    by_address = sorted(selected[0], key=lambda row: (world.page_ids[0, row // 64], row % 64))
+    assert [by_address.index(row) for row in selected[0]] == found[0].tolist()
+
+
+def test_what_was_used_longest_ago_gives_way_first() -> None:
+    shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=1024, top_k=16)
+    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    world.admit(0, 1024)
+    swap = _reference(world)
+    for start in (0, 16, 32, 48):  # fills the hot slots; each step begins a new generation
+        _ask(swap, world, 0, [0], [1024], np.arange(start, start + 16)[None])
+    _ask(swap, world, 0, [0], [1024], np.arange(16)[None])  # the first rows are recent again
+    _ask(swap, world, 0, [0], [1024], np.arange(64, 80)[None])
+    resident = set(np.flatnonzero(world.slot_of_row[0, 0].numpy() >= 0).tolist())
+    assert resident == set(range(16)) | set(range(32, 80))
+
+
+def test_rows_of_one_step_never_give_way_to_each_other() -> None:
+    shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=1024, top_k=64)
+    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    world.admit(0, 1024)
+    swap, random = _reference(world), np.random.default_rng(3)
+    for _ in range(20):
+        _ask(swap, world, 0, [0], [1024], random.choice(960, 64, replace=False)[None].astype(np.int32))
+
+
+@pytest.mark.parametrize("rows", [*range(63, 68), *range(127, 131), 256, 257])
+def test_the_newest_rows_come_from_the_ring(rows: int) -> None:
+    shape = SwapInShape(hot_rows=64, ring_rows=128, max_rows=512, top_k=8)
+    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    world.admit(0, 60)
+    world.fill_ring(0, 60, rows)
+    newest = np.arange(rows - 8, rows)[None]
+    found = _ask(_reference(world), world, 0, [0], [rows], newest)
+    start = shape.ring_start(rows, 0)
+    in_ring = found[0] >= shape.hot_rows
+    assert in_ring.tolist() == (newest[0] >= start).tolist()
+    assert in_ring[-1]
+
+
+def test_sizes_that_cannot_work_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="multiples of a page"):
+        SwapInShape(hot_rows=100, ring_rows=64, max_rows=512, top_k=8)
+    with pytest.raises(InvalidInputError, match="fit into the hot slots"):
+        SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=65)
+    with pytest.raises(UnsupportedError, match="two parts"):
+        SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=8, row_parts_bytes=(3,))
+    shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=8)
+    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    memory = world.layer_memory()[0]
+    crooked = LayerMemory(memory.host_addresses, memory.pages_per_extent, 37_441, memory.hot_address, 37_440)
+    with pytest.raises(UnsupportedError, match="16 bytes at a time"):
+        ReferenceSwapIn(shape, world.state(), [crooked])
