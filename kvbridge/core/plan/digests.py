@@ -71,10 +71,12 @@ class PageDigests(FrozenModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestPieces:
-    """Contiguous stretches of memory, each inside one page of one layer; int64 arrays of equal length but for the first."""
+    """Contiguous stretches of memory, each inside one page of one layer; int64 arrays of equal length but for the first three."""
 
     key: DigestKey
     memory: MemoryKind
+    device: int
+    """CUDA ordinal of VRAM; 0 for DRAM."""
     layer: IndexArray
     """Global layer ids."""
     page: IndexArray
@@ -167,6 +169,7 @@ def _all_layers(
         yield DigestPieces(
             key=key_of(group),
             memory=group.source.memory,
+            device=group.source.device,
             layer=np.repeat(chosen, len(page)),
             page=np.tile(page, len(chosen)),
             address=address.reshape(-1),

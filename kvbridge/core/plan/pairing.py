@@ -77,6 +77,8 @@ class Side:
     lanes: tuple[int, int]
     """The lanes [start, stop) that a page holds, whichever of them are copied."""
     memory: MemoryKind
+    device: int
+    """CUDA ordinal of VRAM; 0 for DRAM."""
 
     @classmethod
     def create(cls, name: str, regions: list[Region], *, lane_offset_bytes: int) -> Self:
@@ -96,6 +98,7 @@ class Side:
             lane_offset_bytes=lane_offset_bytes,
             lanes=(form.lane_start, form.lane_stop),
             memory=form.memory,
+            device=form.device,
         )
 
     @property
@@ -350,6 +353,7 @@ def _form(region: Region) -> tuple[object, ...]:
     return (
         region.space,
         region.memory,
+        region.device,
         region.page_count,
         region.pages_per_extent,
         region.page_stride_bytes,

@@ -109,9 +109,19 @@ class StagingPool:
         self._device = device
         self._all: list[Staging] = []
 
+    def reserve(self, length_bytes: int, count: int) -> None:
+        """Have `count` for so many bytes each before they are needed: making one allocates, which may wait for the device."""
+        needed = self._rounded(length_bytes)
+        while sum(staging.length_bytes >= needed for staging in self._all) < count:
+            self._all.append(Staging(self._device, needed))
+
+    @staticmethod
+    def _rounded(length_bytes: int) -> int:
+        return max(SMALLEST_STAGING_BYTES, 1 << (length_bytes + 64).bit_length())
+
     def take(self, length_bytes: int) -> Staging:
         """Return one that is not in use and long enough for arrays of so many bytes in all. Makes one if there is none."""
-        needed = max(SMALLEST_STAGING_BYTES, 1 << (length_bytes + 64).bit_length())
+        needed = self._rounded(length_bytes)
         idle = [staging for staging in self._all if staging.idle()]
         for staging in idle:
             if staging.length_bytes >= needed:

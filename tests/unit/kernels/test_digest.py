@@ -6,6 +6,7 @@ from crc32c import crc32c
 
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.ids import MemoryKind
+from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.digest import raw_checksums
 
 
@@ -26,7 +27,8 @@ def test_nothing_has_no_checksum():
     assert (nothing.dtype, len(nothing)) == (np.uint32, 0)
 
 
-def test_memory_that_cannot_be_read_here_is_refused_with_the_key_to_change():
+def test_memory_that_cannot_be_read_here_is_refused_with_the_key_to_change(monkeypatch):
+    monkeypatch.setattr(runtime, "reason_without_device", lambda: "the CUDA driver finds no device")
     one = np.array([4096], dtype=np.uint64)
-    with pytest.raises(UnsupportedError, match=r"vram.*integrity\.digest"):
+    with pytest.raises(UnsupportedError, match=r"vram.*finds no device.*integrity\.digest"):
         raw_checksums(one, np.array([1]), MemoryKind.VRAM)

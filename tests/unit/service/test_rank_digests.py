@@ -25,6 +25,8 @@ from kvbridge.core.wire.worker_messages import (
     Verified,
     Verify,
 )
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.digest import raw_checksums
 from kvbridge.service import rank_digests
 from kvbridge.service.rank_worker import RankIdentity, RankWorker
 from kvbridge.transport.base import Memory
@@ -34,6 +36,7 @@ from tests.unit.service.test_rank_worker import DONE, LOUD, QUIET, FakeTransport
 [COMPONENT] = GEOMETRY.components
 TOKENS = 2 * PAGE + 5
 IDS = np.array([3, 9, 4], dtype=np.int32)
+DEVICE = 3
 TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, IDS)})
 
 
@@ -61,7 +64,13 @@ class Bench:
 
     def at(self, base: int, memory: MemoryKind) -> RankManifest:
         regions = tuple(
-            region.model_copy(update={"extent_addresses": (region.extent_addresses[0] + base,), "memory": memory})
+            region.model_copy(
+                update={
+                    "extent_addresses": (region.extent_addresses[0] + base,),
+                    "memory": memory,
+                    "device": DEVICE if memory is MemoryKind.VRAM else 0,
+                }
+            )
             for region in self.form.regions
         )
         return self.form.model_copy(update={"regions": regions})
@@ -227,7 +236,8 @@ def test_a_table_that_does_not_fit_fails_its_room_alone():
     assert codes == [(1, "page_out_of_bounds"), (2, "page_out_of_bounds"), (3, "")]
 
 
-def test_memory_that_cannot_be_read_here_fails_the_order_and_the_verification():
+def test_memory_that_cannot_be_read_here_fails_the_order_and_the_verification(monkeypatch):
+    monkeypatch.setattr(runtime, "reason_without_device", lambda: "the CUDA driver finds no device")
     bench = Bench(MemoryKind.VRAM)
     bench.open()
     bench.send()
@@ -237,6 +247,26 @@ def test_memory_that_cannot_be_read_here_fails_the_order_and_the_verification():
     assert "integrity.digest" in sent.error
     bench.say(verify(), steps=2)
     assert bench.link.take(Verified)[0].error_code == "unsupported"
+
+
+def test_device_memory_is_read_by_its_device_with_the_same_result(monkeypatch):
+    """The device's answers are those of the CPU here: what counts is who was asked for which memory."""
+    asked = []
+
+    def answer(address, length, memory, device):
+        asked.append((memory, device, len(address)))
+        return raw_checksums(address, length, MemoryKind.DRAM)
+
+    monkeypatch.setattr(rank_digests, "raw_checksums", answer)
+    found = []
+    for memory in (MemoryKind.VRAM, MemoryKind.DRAM):
+        bench = Bench(memory)
+        bench.open()
+        bench.send()
+        bench.end()
+        found.append([message.digests for message in bench.link.take(Digested)])
+    assert found[0] == found[1] != []
+    assert {(memory, device) for memory, device, _ in asked} == {(MemoryKind.VRAM, DEVICE), (MemoryKind.DRAM, 0)}
 
 
 def test_a_defect_fails_the_order_and_nobody_else(monkeypatch):

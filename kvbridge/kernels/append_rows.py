@@ -1,0 +1,86 @@
+"""New rows into the hot region of one layer, each to its physical row, its parts apart.
+
+Owns: the operation in two forms that agree bit by bit: `ReferenceAppendRows` on the CPU, and `CudaAppendRows`
+(`csrc/append_rows.cu`). Must not know: which row is new, when.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from kvbridge.kernels.cuda import programs
+from kvbridge.kernels.reference import copy_operations
+from kvbridge.kernels.swap_in import SwapInShape, array_at
+
+THREADS = 192
+
+
+class AppendRows(ABC):
+    """One form of the operation."""
+
+    def __init__(self, shape: SwapInShape) -> None:
+        """Only the form of pages and rows is taken from `shape`."""
+        self.shape = shape
+        self.row_bytes = sum(shape.row_parts_bytes)
+
+    @abstractmethod
+    def append(
+        self, *, rows: int, places: int, count: int, hot_address: int, hot_stride_bytes: int, stream: int = 0
+    ) -> None:
+        """Write `count` rows in stream order. Addresses, as the device sees them; all are multiples of 4.
+
+        `rows`: uint8 [count, row_bytes], C order. `places`: int32 [count], physical rows; negative: the row is skipped.
+        `hot_address`: first page of the layer's hot region.
+        """
+
+
+class CudaAppendRows(AppendRows):
+    """The kernel. No synchronisation, no allocation; may be captured into a graph."""
+
+    def __init__(self, device: int, shape: SwapInShape) -> None:
+        super().__init__(shape)
+        self._kernel = programs.kernel(source(shape), "append_rows", device)
+
+    def append(
+        self, *, rows: int, places: int, count: int, hot_address: int, hot_stride_bytes: int, stream: int = 0
+    ) -> None:
+        """See `AppendRows.append`."""
+        if count:
+            launch = programs.Launch(grid=count, block=THREADS)
+            self._kernel.launch(launch, (rows, places, hot_address, hot_stride_bytes), stream=stream)
+
+
+class ReferenceAppendRows(AppendRows):
+    """The same by address, over memory of this process. `stream` means nothing here."""
+
+    def append(
+        self, *, rows: int, places: int, count: int, hot_address: int, hot_stride_bytes: int, stream: int = 0
+    ) -> None:
+        """See `AppendRows.append`; done when it returns."""
+        del stream
+        wanted = array_at(places, (count,), np.int32)
+        chosen = np.flatnonzero(wanted >= 0).astype(np.uint64)
+        place = wanted[wanted >= 0].astype(np.uint64)
+        page, slot = np.divmod(place, np.uint64(self.shape.slots_per_page))
+        sources, targets, lengths = [], [], []
+        for part, part_bytes in enumerate(self.shape.row_parts_bytes):
+            before = sum(self.shape.row_parts_bytes[:part])
+            sources.append(np.uint64(rows + before) + chosen * np.uint64(self.row_bytes))
+            in_page = np.uint64(self.shape.slots_per_page * before) + slot * np.uint64(part_bytes)
+            targets.append(np.uint64(hot_address) + page * np.uint64(hot_stride_bytes) + in_page)
+            lengths.append(np.full(len(place), part_bytes, dtype=np.uint64))
+        copy_operations(np.concatenate(sources), np.concatenate(targets), np.concatenate(lengths))
+
+
+def append_rows(shape: SwapInShape, device: int | None) -> AppendRows:
+    """The form for a CUDA device, or for the CPU (None)."""
+    return ReferenceAppendRows(shape) if device is None else CudaAppendRows(device, shape)
+
+
+def source(shape: SwapInShape) -> programs.Source:
+    """The kernel's source for these sizes."""
+    parts = (*shape.row_parts_bytes, 0)
+    defines = {"SLOTS": shape.slots_per_page, "PART0_BYTES": parts[0], "PART1_BYTES": parts[1]}
+    return programs.Source("append_rows", tuple(defines.items()))

@@ -1,0 +1,128 @@
+// Scattered pages of many regions, in one launch. See kernels/page_copies.py for what is copied.
+//
+// The work is a list of segments: of the pairs in the order of their groups, then of their pages, LOADS * 512 bytes each. Warp w
+// of W takes segments w, w + W, ..., so all warps are in the same group at about the same time and early groups end early.
+
+#include "copies.cuh"
+
+#ifndef LOADS  // so that the file can be compiled by itself
+#define LOADS 4
+#define MOST_TABLES 4
+#endif
+
+#define SEGMENT (LOADS * 512)
+
+struct PagePair {
+    Side source;
+    Side destination;
+    Address page_bytes;
+    unsigned int group;
+    unsigned int table;
+    unsigned int segments;
+    unsigned int unused[3];
+};
+
+struct Lists {
+    const int *source;
+    const int *destination;
+    unsigned int count;
+};
+
+// Segments begin at cache lines of the side that lies on the host: partly used lines cost the link as much as whole ones.
+__device__ __forceinline__ void copy_segment(const char *from, char *to, int page_bytes, unsigned int segment,
+                                             bool align_source) {
+    const int ahead = static_cast<int>(reinterpret_cast<Address>(align_source ? from : to) & 127);
+    const int first = static_cast<int>(segment) * SEGMENT - ahead + static_cast<int>(threadIdx.x & 31) * 16;
+    uint4 held[LOADS];
+#pragma unroll
+    for (int load = 0; load < LOADS; ++load) {
+        const int offset = first + load * 512;
+        if (offset >= 0 && offset < page_bytes) held[load] = load_16(from + offset);
+    }
+#pragma unroll
+    for (int load = 0; load < LOADS; ++load) {
+        const int offset = first + load * 512;
+        if (offset >= 0 && offset < page_bytes) store_16(to + offset, held[load]);
+    }
+}
+
+__device__ __forceinline__ void copy_item(const PagePair &pair, const Lists &lists, unsigned int item, bool align_source,
+                                          State *state) {
+    const unsigned int index = item / pair.segments;
+    const unsigned int segment = item - index * pair.segments;
+    const int source = lists.source[index];
+    const int destination = lists.destination[index];
+    if (source == -1 || destination == -1) return;
+    if (static_cast<unsigned int>(source) >= pair.source.page_count ||
+        static_cast<unsigned int>(destination) >= pair.destination.page_count) {
+        if (segment == 0 && (threadIdx.x & 31) == 0) atomicAdd(&state->refused, 1u);
+        return;
+    }
+    copy_segment(page_address(pair.source, source), page_address(pair.destination, destination),
+                 static_cast<int>(pair.page_bytes), segment, align_source);
+}
+
+// Raise a group's flag by one: everything that was written before is visible to whoever sees it.
+__device__ __forceinline__ void raise_flag(unsigned int *flag) {
+    const unsigned int next = *flag + 1;
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(next) : "memory");
+}
+
+// This warp has done `done` of a group's `total` segments. The warp that ends the group raises its flag and leaves the counter
+// as the next launch needs it.
+__device__ __forceinline__ void finish_group(State *state, unsigned int groups, unsigned int group, unsigned long long total,
+                                             unsigned long long done, unsigned int warp) {
+    unsigned long long *counter = reinterpret_cast<unsigned long long *>(state + 1) + group;
+    unsigned int *flag = reinterpret_cast<unsigned int *>(reinterpret_cast<unsigned long long *>(state + 1) + groups) + group;
+    __syncwarp();
+    if ((threadIdx.x & 31) != 0) return;
+    if (total == 0) {
+        if (warp == 0) raise_flag(flag);
+        return;
+    }
+    if (done == 0) return;
+    __threadfence_system();
+    if (atomicAdd(counter, done) + done == total) {
+        *counter = 0;
+        raise_flag(flag);
+    }
+}
+
+// `groups`: how many flags there are, or 0 when nobody waits for them.
+extern "C" __global__ void __launch_bounds__(1024)
+    copy_pages(const PagePair *pairs, unsigned long long pair_count, State *state, unsigned long long groups,
+               unsigned long long align_source,                                                                  //
+               const int *source_0, const int *destination_0, long long most_0, const int *count_0,              //
+               const int *source_1, const int *destination_1, long long most_1, const int *count_1,              //
+               const int *source_2, const int *destination_2, long long most_2, const int *count_2,              //
+               const int *source_3, const int *destination_3, long long most_3, const int *count_3) {
+    extern __shared__ uint4 shared[];
+    __shared__ Lists lists[4];
+    static_assert(sizeof(PagePair) == 96 && MOST_TABLES == 4, "the host writes it so");
+
+    for (unsigned int word = threadIdx.x; word < pair_count * (sizeof(PagePair) / 16); word += blockDim.x)
+        shared[word] = reinterpret_cast<const uint4 *>(pairs)[word];
+    if (threadIdx.x == 0) lists[0] = {source_0, destination_0, present_count(most_0, count_0)};
+    if (threadIdx.x == 32) lists[1] = {source_1, destination_1, present_count(most_1, count_1)};
+    if (threadIdx.x == 64) lists[2] = {source_2, destination_2, present_count(most_2, count_2)};
+    if (threadIdx.x == 96) lists[3] = {source_3, destination_3, present_count(most_3, count_3)};
+    __syncthreads();
+
+    const PagePair *const held = reinterpret_cast<const PagePair *>(shared);
+    const unsigned int warp = warp_of_grid();
+    const unsigned int warps = warps_of_grid();
+    unsigned int next = warp;
+    unsigned long long total = 0, done = 0;
+    for (unsigned int index = 0; index < pair_count; ++index) {
+        const PagePair &pair = held[index];
+        const Lists &named = lists[pair.table];
+        const unsigned int items = named.count * pair.segments;  // the host sees that it fits
+        for (; next < items; next += warps, ++done) copy_item(pair, named, next, align_source != 0, state);
+        next -= items;
+        total += items;
+        if (groups != 0 && (index + 1 == pair_count || held[index + 1].group != pair.group)) {
+            finish_group(state, static_cast<unsigned int>(groups), pair.group, total, done, warp);
+            total = done = 0;
+        }
+    }
+}

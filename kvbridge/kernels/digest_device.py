@@ -1,0 +1,109 @@
+"""Checksums of stretches of device memory, by the device itself.
+
+Owns: `DeviceDigest` (`csrc/digest.cu`) and its tables; the reference is `digest.raw_checksums` over host memory. Must not know:
+whose memory it is; addresses are not checked.
+
+Everything rests on the raw checksum being linear (`core/plan/crc32c.py`): the checksum of a whole is the exclusive or of those of
+its parts, each times x^8 for each byte that follows. A part here is what one lane reads: 16 bytes of every 512. Lanes read whole
+rows, so they end behind the stretch by up to `BIAS_BYTES`; the power for that has a negative exponent, which exists since x has
+the order 2^31 - 1.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.plan.crc32c import ONE, ChecksumArray, bytes_power, followed_by
+from kvbridge.kernels.cuda import programs, runtime
+from kvbridge.kernels.cuda.buffers import DeviceBytes
+from kvbridge.kernels.cuda.segments import Segments, StagingPool
+
+SEGMENT_BYTES = 8192
+ROW_BYTES = 512
+LANE_BYTES = 16
+BATCH_ROWS = 4
+THREADS = 512
+LEVELS = 4
+"""Tables of 1,024 powers each: distances of up to 2^40 bytes."""
+BIAS_BYTES = 4096
+"""More than BATCH_ROWS rows, which is as far as a lane can end behind its stretch."""
+ORDER = (1 << 31) - 1
+"""x^ORDER is 1, and so is x^(8 * ORDER)."""
+
+
+class DeviceDigest:
+    """Computes checksums on one device, one call at a time; calls from several threads wait for each other."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self._kernel = programs.kernel(source(), "digest", device)
+        self._most_blocks = 2 * runtime.device_facts(device).multiprocessors
+        self._lock = threading.Lock()
+        self._stream = runtime.Stream.create(device)
+        self._staging = StagingPool(device)
+        content = tables()
+        self._tables = DeviceBytes(device, content.nbytes)
+        self._tables.write(content)
+
+    def checksums(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64]) -> ChecksumArray:
+        """Return the raw CRC-32C of each stretch of memory that the device reads. Lengths are at least 1. Waits for the device.
+
+        Does not wait for other streams: what wrote the bytes is done. Raises TransportError when the device fails.
+        """
+        if not len(addresses):
+            return np.empty(0, dtype=np.uint32)
+        with self._lock:
+            return self._checksums(addresses, lengths)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._staging.close()
+        self._tables.close()
+        self._stream.close()
+
+    def _checksums(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64]) -> ChecksumArray:
+        segments = Segments.of(addresses, lengths, SEGMENT_BYTES)
+        results = np.zeros(len(addresses), dtype=np.uint32)
+        columns = (np.ascontiguousarray(addresses), np.ascontiguousarray(lengths), segments.first, results)
+        staging = self._staging.take(sum(column.nbytes for column in columns))
+        places = staging.put(columns)
+        stream = self._stream.handle
+        staging.send(stream=stream)
+        grid = max(1, min(self._most_blocks, -(-segments.count // (THREADS // 32))))
+        arguments = [*places[:3], len(addresses), segments.count, places[3], self._tables.address]
+        self._kernel.launch(programs.Launch(grid=grid, block=THREADS), arguments, stream=stream)
+        found = staging.fetch(places[3], results.nbytes, stream=stream)
+        staging.record(stream)
+        self._stream.synchronize()
+        return found.view(np.uint32).copy()
+
+
+@cache
+def tables() -> ChecksumArray:
+    """Return `struct Tables` of `csrc/digest.cu`, flat: what each of a lane's 16 bytes becomes a row later, then the powers."""
+    values = np.arange(256, dtype=np.uint32)
+    parts = [
+        followed_by(values << np.uint32(8 * (byte % 4)), np.full(256, ROW_BYTES - byte // 4 * 4))
+        for byte in range(LANE_BYTES)
+    ]
+    parts.append(_powers(bytes_power(ORDER - BIAS_BYTES), 1))
+    parts += [_powers(ONE, 1 << 10 * level) for level in range(1, LEVELS)]
+    return np.concatenate(parts)
+
+
+def source() -> programs.Source:
+    """What is compiled."""
+    defines = {"SEGMENT": SEGMENT_BYTES, "BATCH": BATCH_ROWS, "THREADS": THREADS, "LEVELS": LEVELS, "BIAS": BIAS_BYTES}
+    return programs.Source("digest", tuple(defines.items()))
+
+
+def _powers(first: int, step_bytes: int) -> ChecksumArray:
+    """Return first, first * x^(8 * step), ..., 1,024 of them."""
+    found = np.array([first], dtype=np.uint32)
+    while len(found) < 1024:
+        found = np.concatenate([found, followed_by(found, np.full(len(found), len(found) * step_bytes))])
+    return found

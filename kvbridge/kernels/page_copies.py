@@ -1,0 +1,273 @@
+"""Copying scattered pages of many layers in one go, between device and host memory in either direction.
+
+Owns: `PageCopier` in two forms that agree bit by bit: `CudaPageCopier` (`csrc/copy_pages.cu`), and `ReferencePageCopier`, which a
+build without a GPU uses. Must not know: what pages hold, who decides which are copied.
+
+A copier is built once for a list of `PagePair`s, then told which pages each time: one launch for all layers and pages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
+from kvbridge.kernels.cuda import buffers, programs, runtime
+from kvbridge.kernels.places import IdPairs, PagePair, most_tables
+from kvbridge.kernels.reference import copy_operations
+
+MOST_TABLES = 4
+"""As many as there are index spaces."""
+LOADS = 4
+"""Loads of 16 bytes that a thread has in flight."""
+SEGMENT_BYTES = LOADS * 512
+"""What a warp copies at once; a page is cut into such segments."""
+THREADS = 1024
+FROM_HOST_BLOCKS = 64
+"""Reads of host memory need many blocks in flight; writes to it do not, and leave the device to others."""
+TO_HOST_BLOCKS = 16
+ALIGNMENT_BYTES = 16
+MOST_ITEMS = 1 << 31
+"""The kernel counts the segments of a pair in 32 bits."""
+
+_PAIR = np.dtype(
+    [
+        ("source", buffers.SIDE),
+        ("destination", buffers.SIDE),
+        ("page_bytes", "<u8"),
+        ("group", "<u4"),
+        ("table", "<u4"),
+        ("segments", "<u4"),
+        ("unused", "<u4", (3,)),
+    ]
+)
+"""`struct PagePair` in `csrc/copy_pages.cu`."""
+
+
+class PageCopier(ABC):
+    """Copies pages of some pairs. Each `copy` is one step: it begins and ends in the order of its stream.
+
+    The caller orders the copies of one copier among themselves (one stream, or events between streams).
+    """
+
+    def __init__(self, pairs: Sequence[PagePair]) -> None:
+        if not pairs:
+            raise InvalidInputError("a page copier needs at least one pair of regions")
+        self.pairs = tuple(sorted(pairs, key=lambda pair: pair.group))
+        self.tables = most_tables(self.pairs)
+        """How many lists `copy` takes."""
+        self.groups = tuple(sorted({pair.group for pair in self.pairs}))
+
+    @abstractmethod
+    def copy(self, lists: Sequence[IdPairs], *, stream: int = 0) -> None:
+        """Copy the pages that the lists name, of every pair its table's; pages of -1 are left out.
+
+        `stream`: handle of the stream on which it happens; the reference has none and is done when it returns. A page id that
+        does not exist is never copied: the reference raises PageOutOfBoundsError, on a GPU `check` does. May be captured into
+        a CUDA graph: then addresses, counts and the stream's order are fixed, and what the arrays hold is read at each replay.
+        """
+
+    @abstractmethod
+    def wait_group(self, group: int, *, stream: int) -> None:
+        """Have another stream wait until the latest copy is done with a group, before it is done with all.
+
+        Call it after that `copy`; waits that overtake their copy never end. Needs `signals`. Not under graph capture: within a
+        graph, wait for the copy as a whole.
+        """
+
+    @abstractmethod
+    def replayed(self) -> None:
+        """Say that a graph which holds one `copy` was launched, so that `wait_group` waits for that one."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Wait for all copies; raise PageOutOfBoundsError if any of them met an id that does not exist."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds; its copies have ended, and no graph with one is launched again. Harmless when closed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_lists(self, lists: Sequence[IdPairs]) -> None:
+        if len(lists) != self.tables:
+            raise InvalidInputError(f"these pages are named by {self.tables} lists, got {len(lists)}")
+
+    def _check_group(self, group: int) -> None:
+        if group not in self.groups:
+            raise InvalidInputError(f"no pages are copied in group {group}; there are {self.groups}")
+
+
+class ReferencePageCopier(PageCopier):
+    """By address on the CPU; every copy is done when `copy` returns."""
+
+    def copy(self, lists: Sequence[IdPairs], *, stream: int = 0) -> None:
+        """Copy now; there is no stream."""
+        del stream
+        self._check_lists(lists)
+        ids = [each.read() for each in lists]
+        for pair in self.pairs:
+            source, destination = ids[pair.table]
+            lengths = np.full(len(source), pair.page_bytes, dtype=np.uint64)
+            copy_operations(pair.source.addresses(source), pair.destination.addresses(destination), lengths)
+
+    def wait_group(self, group: int, *, stream: int) -> None:
+        """Nothing to wait for."""
+        del stream
+        self._check_group(group)
+
+    def replayed(self) -> None:
+        """There are no graphs."""
+
+    def check(self) -> None:
+        """Ids were checked when they were copied."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class CudaPageCopier(PageCopier):
+    """By one kernel for all pages of all layers. Memory: device, or host that is registered with CUDA.
+
+    Holds the description of the pairs on the device (96 bytes a pair). With `signals`, each warp waits for its writes at the
+    end of each group, which costs little copies some time; without, `wait_group` is refused.
+    """
+
+    def __init__(self, device: int, pairs: Sequence[PagePair], *, blocks: int = 0, signals: bool = False) -> None:
+        """`blocks`: how many blocks of 1,024 threads copy; 0 for the default of the direction.
+
+        Raises UnsupportedError for addresses, strides or sizes that are no multiples of 16, and for more than four tables;
+        RegistrationError for memory that the device does not reach.
+        """
+        super().__init__(pairs)
+        _check_form(self.pairs)
+        self.device = device
+        self._signals = signals
+        self._from_host = _side_is_host(device, self.pairs, "source")
+        to_host = _side_is_host(device, self.pairs, "destination")
+        self._blocks = blocks or _default_blocks(device, from_host=self._from_host, to_host=to_host)
+        self._kernel = programs.kernel(source(), "copy_pages", device)
+        self._shared_bytes = len(self.pairs) * _PAIR.itemsize
+        self._kernel.allow_shared(self._shared_bytes)
+        self._sequence = 0
+        """Copies that were launched, captured ones as often as they were replayed."""
+        self._description = buffers.upload(device, *_described(self.pairs, self.groups))
+        self._state = buffers.State(device, flags=len(self.groups))
+
+    def copy(self, lists: Sequence[IdPairs], *, stream: int = 0) -> None:
+        """Launch; nothing on the host waits."""
+        self._check_lists(lists)
+        work = [lists[pair.table].count * _segments(pair) for pair in self.pairs]
+        if max(work) >= MOST_ITEMS:
+            raise InvalidInputError(
+                f"{max(work) * SEGMENT_BYTES} bytes of one region are too many for one launch; split them"
+            )
+        segments = sum(work)
+        if not segments and not self._signals:
+            return
+        unused = IdPairs(0, 0, 0)
+        arguments: list[int] = [self._description.address, len(self.pairs), self._state.address]
+        arguments += [len(self.groups) if self._signals else 0, int(self._from_host)]
+        for each in [*lists, *[unused] * (MOST_TABLES - len(lists))]:
+            arguments += [each.source_address, each.destination_address, each.count, each.count_address]
+        grid = max(1, min(self._blocks, segments))
+        shape = programs.Launch(grid=grid, block=THREADS, shared_bytes=self._shared_bytes)
+        self._kernel.launch(shape, arguments, stream=stream)
+        if not buffers.is_capturing(self.device, stream):
+            self._sequence += 1
+
+    def wait_group(self, group: int, *, stream: int) -> None:
+        """The stream's hardware waits; no thread and no block does."""
+        self._check_group(group)
+        if not self._signals:
+            raise UnsupportedError("this page copier was built without signals, so no stream can wait for a group")
+        if self._sequence:
+            buffers.wait_value(self.device, self._state.flag_address(self.groups.index(group)), self._sequence, stream)
+
+    def replayed(self) -> None:
+        """Counts like a copy."""
+        self._sequence += 1
+
+    def check(self) -> None:
+        """Waits for the whole device."""
+        refused = self._state.read_refused()
+        if refused:
+            raise PageOutOfBoundsError(
+                f"{refused} times a page copy on cuda:{self.device} was given a page id that its region does not have; those "
+                "pages were not copied"
+            )
+
+    def close(self) -> None:
+        """Waits until the device does not use the description any more."""
+        self._description.close()
+        self._state.close()
+
+
+def page_copier(device: int | None, pairs: Sequence[PagePair], *, blocks: int = 0, signals: bool = False) -> PageCopier:
+    """Return the copier for a CUDA ordinal, or the reference for None, which takes memory of the CPU only."""
+    if device is None:
+        return ReferencePageCopier(pairs)
+    return CudaPageCopier(device, pairs, blocks=blocks, signals=signals)
+
+
+def source() -> programs.Source:
+    """What is compiled."""
+    return programs.Source("copy_pages", (("LOADS", LOADS), ("MOST_TABLES", MOST_TABLES)))
+
+
+# ------------------------------------------------------------------------------------------- inside
+
+
+def _segments(pair: PagePair) -> int:
+    """Segments begin at cache lines, so an unaligned page may touch one more."""
+    return -(-(pair.page_bytes + 128 - ALIGNMENT_BYTES) // SEGMENT_BYTES)
+
+
+def _check_form(pairs: Sequence[PagePair]) -> None:
+    if most_tables(pairs) > MOST_TABLES:
+        raise UnsupportedError(
+            f"a page copy takes at most {MOST_TABLES} lists of pages, these pairs name {most_tables(pairs)}"
+        )
+    for pair in pairs:
+        for memory in (pair.source, pair.destination):
+            numbers = (*memory.extent_addresses, memory.page_stride_bytes, pair.page_bytes)
+            if any(number % ALIGNMENT_BYTES for number in numbers):
+                raise UnsupportedError(
+                    f"pages of {pair.page_bytes} bytes at {memory.extent_addresses[0]:#x}, {memory.page_stride_bytes} bytes "
+                    f"apart, cannot be copied by the GPU: addresses, strides and sizes must be multiples of {ALIGNMENT_BYTES}"
+                )
+
+
+def _side_is_host(device: int, pairs: Sequence[PagePair], side: str) -> bool:
+    memories = [getattr(pair, side) for pair in pairs]
+    return any(
+        buffers.is_host(device, address, what=f"the {side} of a page copy")
+        for memory in memories
+        for address in memory.extent_addresses
+    )
+
+
+def _default_blocks(device: int, *, from_host: bool, to_host: bool) -> int:
+    if from_host:
+        return FROM_HOST_BLOCKS
+    return TO_HOST_BLOCKS if to_host else runtime.device_facts(device).multiprocessors
+
+
+def _described(pairs: Sequence[PagePair], groups: Sequence[int]) -> tuple[np.ndarray, buffers.Extents]:
+    extents = buffers.Extents()
+    table = np.zeros(len(pairs), dtype=_PAIR)
+    for row, pair in zip(table, pairs, strict=True):
+        row["source"], row["destination"] = extents.side(pair.source), extents.side(pair.destination)
+        row["page_bytes"], row["segments"] = pair.page_bytes, _segments(pair)
+        row["group"], row["table"] = groups.index(pair.group), pair.table
+    return table, extents

@@ -1,0 +1,166 @@
+"""Where pages and rows lie, and the lists that say which of them to copy: what all copy kernels are told.
+
+Owns: the address of a page by its id, the address of a part of a row by its id. Must not know: what a page holds, who
+owns it, how it is copied.
+
+Page `p` begins at `extent_addresses[p // pages_per_extent] + (p % pages_per_extent) * page_stride_bytes`, as in a manifest's
+`Region`. Row `r` lies in page `r // slots` at slot `r % slots`; a page holds, for each part of a row, that part of all its slots
+one after another. So a DeepSeek-V4 row (576, 8) lies in two places of its page; with one slot a page, rows are dense.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
+from kvbridge.core.geometry.manifest import Region
+
+AddressArray = npt.NDArray[np.uint64]
+IdArray = npt.NDArray[np.int32]
+
+MOST_PAGE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PageMemory:
+    """The pages of one component of one layer, at addresses of this process. They outlive whatever copies them."""
+
+    extent_addresses: tuple[int, ...]
+    """Address of the first page of each extent."""
+    pages_per_extent: int
+    page_stride_bytes: int
+    page_count: int
+
+    def __post_init__(self) -> None:
+        needed = -(-self.page_count // self.pages_per_extent) if self.pages_per_extent > 0 else 0
+        if self.page_count < 1 or self.page_stride_bytes < 1 or len(self.extent_addresses) != needed:
+            raise InvalidInputError(
+                f"{self.page_count} pages of {self.pages_per_extent} an extent, {self.page_stride_bytes} bytes apart, do not "
+                f"fit {len(self.extent_addresses)} extents"
+            )
+
+    @classmethod
+    def of(cls, region: Region) -> Self:
+        """The pages of a manifest's region, whose addresses must be those of this process."""
+        return cls(region.extent_addresses, region.pages_per_extent, region.page_stride_bytes, region.page_count)
+
+    @classmethod
+    def contiguous(cls, address: int, *, page_count: int, page_stride_bytes: int) -> Self:
+        """Pages in one stretch of memory, as in a tensor [page_count, page_stride_bytes]."""
+        return cls((address,), page_count, page_stride_bytes, page_count)
+
+    def addresses(self, pages: npt.NDArray[np.integer]) -> AddressArray:
+        """Return where pages begin. Raises PageOutOfBoundsError."""
+        wide = pages.astype(np.int64)
+        wrong = (wide < 0) | (wide >= self.page_count)
+        if wrong.any():
+            raise PageOutOfBoundsError(f"page {int(wide[wrong][0])} does not exist among {self.page_count}")
+        extent, within = np.divmod(wide, self.pages_per_extent)
+        bases = np.array(self.extent_addresses, dtype=np.uint64)[extent]
+        return bases + (within * self.page_stride_bytes).astype(np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class IdPairs:
+    """Which pages or rows to copy where: two int32 arrays in memory that the copying processor reads when it runs.
+
+    On a GPU: device memory, or host memory registered with CUDA. Not written until the copy is done. An id of -1 in either
+    array leaves its pair out. No destination id occurs twice.
+    """
+
+    source_address: int
+    destination_address: int
+    count: int
+    """How many pairs; the most there can be when `count_address` is given."""
+    count_address: int = 0
+    """Where an int32 lies, read when the copy runs, that limits the number; 0 when `count` is all."""
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise InvalidInputError(f"a copy of {self.count} ids makes no sense")
+
+    def read(self) -> tuple[IdArray, IdArray]:
+        """Return the pairs to copy, out of memory of the CPU; those with -1 are left out."""
+        count = self.count
+        if self.count_address:
+            count = max(0, min(count, int(_integers(self.count_address, 1)[0])))
+        if not count:
+            return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
+        source, destination = _integers(self.source_address, count), _integers(self.destination_address, count)
+        wanted = (source != -1) & (destination != -1)
+        return source[wanted], destination[wanted]
+
+
+def _integers(address: int, count: int) -> IdArray:
+    return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address))
+
+
+@dataclass(frozen=True, slots=True)
+class PagePair:
+    """Pages of one component of one layer, and where they are copied to."""
+
+    source: PageMemory
+    destination: PageMemory
+    page_bytes: int
+    """Bytes that are copied of each page; the rest of its stride is left alone."""
+    group: int = 0
+    """Pairs of a lower group are copied first; a stream can wait for a group. Usually the layer's position."""
+    table: int = 0
+    """Which of the lists given to a copy names this pair's pages."""
+
+    def __post_init__(self) -> None:
+        strides = (self.source.page_stride_bytes, self.destination.page_stride_bytes)
+        if not 0 < self.page_bytes <= min(*strides, MOST_PAGE_BYTES) or self.group < 0 or self.table < 0:
+            raise InvalidInputError(
+                f"pages of {self.page_bytes} bytes at strides {strides}, group {self.group}, table {self.table} cannot be"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RowPair:
+    """Rows of one component of one layer, and where they are copied to."""
+
+    source: PageMemory
+    destination: PageMemory
+    row_parts_bytes: tuple[int, ...]
+    """Bytes of each part of a row, in the order in which a page holds them; multiples of 4."""
+    source_slots: int
+    """Rows that a page of the source holds; 1 for rows that lie dense, one stride apart."""
+    destination_slots: int
+
+    def __post_init__(self) -> None:
+        whole = sum(self.row_parts_bytes)
+        wrong_parts = not self.row_parts_bytes or any(part < 1 or part % 4 for part in self.row_parts_bytes)
+        if wrong_parts or min(self.source_slots, self.destination_slots) < 1:
+            raise InvalidInputError(
+                f"rows of parts {self.row_parts_bytes} cannot be copied: multiples of 4 bytes are needed"
+            )
+        for memory, slots in ((self.source, self.source_slots), (self.destination, self.destination_slots)):
+            if whole * slots > memory.page_stride_bytes:
+                raise InvalidInputError(
+                    f"{slots} rows of {whole} bytes do not fit into pages {memory.page_stride_bytes} bytes apart"
+                )
+
+    def part_offsets(self, slots: int) -> tuple[int, ...]:
+        """Return where in a page of so many slots each part of slot 0 lies."""
+        return tuple(accumulate((part * slots for part in self.row_parts_bytes[:-1]), initial=0))
+
+
+def row_addresses(
+    memory: PageMemory, rows: npt.NDArray[np.integer], slots: int, *, part_bytes: int, part_offset: int
+) -> AddressArray:
+    """Return where one part of each row lies. Raises PageOutOfBoundsError."""
+    page, slot = np.divmod(rows.astype(np.int64), slots)
+    return memory.addresses(page) + (part_offset + slot * part_bytes).astype(np.uint64)
+
+
+def most_tables(pairs: Sequence[PagePair]) -> int:
+    """Return how many lists a copy of these pairs needs."""
+    return 1 + max(pair.table for pair in pairs)

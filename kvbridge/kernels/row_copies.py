@@ -1,0 +1,221 @@
+"""Copying scattered rows of many layers in one go, between device and host memory in either direction.
+
+Owns: `RowCopier` in two forms that agree bit by bit: `CudaRowCopier` (`csrc/copy_rows.cu`), and `ReferenceRowCopier`, which a build
+without a GPU uses. Must not know: what rows hold, which request they belong to.
+
+Rows and pages are two operations with two names: no count of rows is ever taken for whole pages. A copier is built once for a
+list of `RowPair`s, then told which rows each time: one launch for all layers and rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
+from kvbridge.kernels.cuda import buffers, programs, runtime
+from kvbridge.kernels.places import IdPairs, RowPair, row_addresses
+from kvbridge.kernels.reference import copy_operations
+
+MOST_PARTS = 4
+MOST_ITEMS = 1 << 31
+"""The kernel counts rows times layers in 32 bits."""
+MOST_WARPS = 16
+"""Of a block."""
+WIDTHS_BYTES = (16, 8, 4)
+"""What a thread copies at once: the widest that divides everything about a part."""
+
+_PAIR = np.dtype([("source", buffers.SIDE), ("destination", buffers.SIDE)])
+"""`struct RowPair` in `csrc/copy_rows.cu`."""
+
+
+class RowCopier(ABC):
+    """Copies the same rows of several pairs. Each `copy` begins and ends in the order of its stream."""
+
+    def __init__(self, pairs: Sequence[RowPair]) -> None:
+        if not pairs:
+            raise InvalidInputError("a row copier needs at least one pair of regions")
+        self.pairs = tuple(pairs)
+
+    @abstractmethod
+    def copy(self, rows: IdPairs, *, stream: int = 0) -> None:
+        """Copy these rows (ids: page * slots a page + slot, on each side with its own slots) of every pair; -1 is left out.
+
+        `stream`: handle of the stream on which it happens; the reference has none and is done when it returns. A row id that
+        does not exist is never copied: the reference raises PageOutOfBoundsError, on a GPU `check` does. May be captured into
+        a CUDA graph: then addresses and counts are fixed, and what the arrays hold is read at each replay.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Wait for all copies; raise PageOutOfBoundsError if any of them met an id that does not exist."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds; its copies have ended, and no graph with one is launched again. Harmless when closed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ReferenceRowCopier(RowCopier):
+    """By address on the CPU; every copy is done when `copy` returns."""
+
+    def copy(self, rows: IdPairs, *, stream: int = 0) -> None:
+        """Copy now; there is no stream."""
+        del stream
+        source, destination = rows.read()
+        for pair in self.pairs:
+            offsets = zip(pair.part_offsets(pair.source_slots), pair.part_offsets(pair.destination_slots), strict=True)
+            for part_bytes, (source_offset, destination_offset) in zip(pair.row_parts_bytes, offsets, strict=True):
+                copy_operations(
+                    row_addresses(
+                        pair.source, source, pair.source_slots, part_bytes=part_bytes, part_offset=source_offset
+                    ),
+                    row_addresses(
+                        pair.destination,
+                        destination,
+                        pair.destination_slots,
+                        part_bytes=part_bytes,
+                        part_offset=destination_offset,
+                    ),
+                    np.full(len(source), part_bytes, dtype=np.uint64),
+                )
+
+    def check(self) -> None:
+        """Ids were checked when they were copied."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class CudaRowCopier(RowCopier):
+    """By one kernel, a warp for each row of each layer. Memory: device, or host that is registered with CUDA.
+
+    The kernel is made for the form of the rows (parts and slots), which all pairs share. Holds their description on the device
+    (64 bytes a pair).
+    """
+
+    def __init__(self, device: int, pairs: Sequence[RowPair], *, blocks: int = 0) -> None:
+        """`blocks`: the most blocks that copy; 0 for one a multiprocessor.
+
+        Raises UnsupportedError for rows of more than four parts, for pairs of several forms, or for addresses or strides that
+        are no multiples of 4; RegistrationError for memory that the device does not reach.
+        """
+        super().__init__(pairs)
+        compiled = source(self.pairs)
+        for pair in self.pairs:
+            for memory in (pair.source, pair.destination):
+                for address in memory.extent_addresses:
+                    buffers.is_host(device, address, what="a region of a row copy")
+        self.device = device
+        self._blocks = blocks or runtime.device_facts(device).multiprocessors
+        self._kernel = programs.kernel(compiled, "copy_rows", device)
+        self._description = buffers.upload(device, *_described(self.pairs))
+        self._state = buffers.State(device, flags=0)
+
+    def copy(self, rows: IdPairs, *, stream: int = 0) -> None:
+        """Launch; nothing on the host waits."""
+        if not rows.count:
+            return
+        if rows.count * len(self.pairs) >= MOST_ITEMS:
+            raise InvalidInputError(
+                f"{rows.count} rows of {len(self.pairs)} layers are too many for one launch; split them"
+            )
+        arguments = [self._description.address, len(self.pairs), self._state.address]
+        arguments += [rows.source_address, rows.destination_address, rows.count, rows.count_address]
+        self._kernel.launch(self._shape(rows.count), arguments, stream=stream)
+
+    def check(self) -> None:
+        """Waits for the whole device."""
+        refused = self._state.read_refused()
+        if refused:
+            raise PageOutOfBoundsError(
+                f"{refused} times a row copy on cuda:{self.device} was given a row id that its region does not have; those rows "
+                "were not copied"
+            )
+
+    def close(self) -> None:
+        """Waits until the device does not use the description any more."""
+        self._description.close()
+        self._state.close()
+
+    def _shape(self, count: int) -> programs.Launch:
+        """Spread over as many blocks as allowed, each no larger than it has work for."""
+        items = count * len(self.pairs)
+        grid = min(self._blocks, items)
+        return programs.Launch(grid=grid, block=32 * min(MOST_WARPS, -(-items // grid)))
+
+
+def row_copier(device: int | None, pairs: Sequence[RowPair], *, blocks: int = 0) -> RowCopier:
+    """Return the copier for a CUDA ordinal, or the reference for None, which takes memory of the CPU only."""
+    if device is None:
+        return ReferenceRowCopier(pairs)
+    return CudaRowCopier(device, pairs, blocks=blocks)
+
+
+def source(pairs: Sequence[RowPair]) -> programs.Source:
+    """What is compiled for pairs of one form. Raises UnsupportedError."""
+    form = pairs[0]
+    if any(_form(pair) != _form(form) for pair in pairs):
+        raise UnsupportedError(
+            "the pairs of one row copy differ in the parts of their rows or in slots; build a copier for each form"
+        )
+    if len(form.row_parts_bytes) > MOST_PARTS:
+        raise UnsupportedError(f"rows of {len(form.row_parts_bytes)} parts; the GPU copies at most {MOST_PARTS}")
+    defines = {"MOST_WARPS": MOST_WARPS, "SOURCE_SLOTS": form.source_slots, "DESTINATION_SLOTS": form.destination_slots}
+    widths = _widths(pairs)
+    for part in range(MOST_PARTS):
+        there = part < len(widths)
+        defines[f"PART{part}_BYTES"] = form.row_parts_bytes[part] if there else 0
+        defines[f"PART{part}_WIDTH"] = widths[part] if there else WIDTHS_BYTES[-1]
+    return programs.Source("copy_rows", tuple(defines.items()))
+
+
+# ------------------------------------------------------------------------------------------- inside
+
+
+def _form(pair: RowPair) -> tuple[tuple[int, ...], int, int]:
+    return pair.row_parts_bytes, pair.source_slots, pair.destination_slots
+
+
+def _described(pairs: Sequence[RowPair]) -> tuple[np.ndarray[Any, Any], buffers.Extents]:
+    extents = buffers.Extents()
+    table = np.zeros(len(pairs), dtype=_PAIR)
+    for row, pair in zip(table, pairs, strict=True):
+        row["source"], row["destination"] = extents.side(pair.source), extents.side(pair.destination)
+    return table, extents
+
+
+def _widths(pairs: Sequence[RowPair]) -> list[int]:
+    """The widest access that every address of each part allows."""
+    form = pairs[0]
+    places = {
+        number
+        for pair in pairs
+        for memory in (pair.source, pair.destination)
+        for number in (*memory.extent_addresses, memory.page_stride_bytes)
+    }
+    offsets = zip(form.part_offsets(form.source_slots), form.part_offsets(form.destination_slots), strict=True)
+    return [
+        _widest(places | {part_bytes, *both}) for part_bytes, both in zip(form.row_parts_bytes, offsets, strict=True)
+    ]
+
+
+def _widest(numbers: set[int]) -> int:
+    for width in WIDTHS_BYTES:
+        if not any(number % width for number in numbers):
+            return width
+    raise UnsupportedError(
+        f"rows cannot be copied by the GPU at addresses, strides or parts that are no multiples of {WIDTHS_BYTES[-1]}: "
+        f"{sorted(number for number in numbers if number % WIDTHS_BYTES[-1])}"
+    )
