@@ -12,14 +12,21 @@ SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
 # The tests of the shared directory run against a real server.
 TEST_SERVERS := redis-server
 
-.PHONY: help setup system servers demo test test-faults check format bench soak fuzz fuzz-http clean
+# An interpreter that has everything already, for the GPU targets: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?=
+GPU_READY := $(if $(GPU_PYTHON),,$(READY))
+GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
+
+.PHONY: help setup system servers demo test test-faults test-gpu check format bench bench-gpu soak fuzz fuzz-http clean
 
 help:
-	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine"
+	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine; then with sparse decode"
 	@echo "make test    run every test, and the short form of the fault suite"
 	@echo "make test-faults  kill, freeze and mislead every process in every state of a room; what became of it in out/faults/"
+	@echo "make test-gpu  run the tests that need a GPU, and the kernels under compute-sanitizer; results in out/test-gpu/"
 	@echo "make check   format, lint, types, import layers"
 	@echo "make bench   measure planning, transports, overhead and load; results in out/bench/"
+	@echo "make bench-gpu  measure kernels, transports and time to first token on this machine's GPUs; results in out/bench-gpu/"
 	@echo "make soak    100,000 rooms through one pair of daemons; red when memory or anything else grows"
 	@echo "make fuzz    feed every decoder that faces a socket with nonsense, FUZZ_SECONDS for each family; findings in out/fuzz/"
 	@echo "make fuzz-http  call the HTTP doors by their own description, FUZZ_EXAMPLES times each way"
@@ -45,6 +52,7 @@ servers:
 
 demo: $(READY)
 	$(BIN)/kvbridge demo
+	$(BIN)/kvbridge demo --sparse
 
 test: $(READY) | servers
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -53,6 +61,9 @@ test: $(READY) | servers
 
 test-faults: $(READY)
 	$(BIN)/python -m pytest tests/faults
+
+test-gpu: $(GPU_READY)
+	$(GPU_RUN) -m tests.gpu --output out/test-gpu
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -66,6 +77,9 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m tests.bench --output out/bench
+
+bench-gpu: $(GPU_READY)
+	$(GPU_RUN) -m tests.bench.gpu --output out/bench-gpu
 
 soak: $(READY)
 	$(BIN)/python -m tests.bench.soak --rooms $(ROOMS) --output out/bench/soak.json

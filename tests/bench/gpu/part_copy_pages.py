@@ -1,0 +1,117 @@
+"""Whole C4 pages between device and host by kernel, scattered on both sides, beside one copy of as many bytes by a copy engine.
+
+Owns: the cases, and that each of them moved the right bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.page_copies import CudaPageCopier
+from kvbridge.kernels.places import IdPairs, PageMemory, PagePair
+from tests.bench.gpu.memory import PAGE_BYTES, CacheFlush, device_memory, fill_random, host_memory, tensor_at
+from tests.bench.gpu.recorder import Recorder
+from tests.bench.gpu.timing import graph_us, spread
+
+LAYERS = 21
+LAYER_PAGES = 1024
+POOL_PAGES = LAYERS * LAYER_PAGES
+CASES = ((1, (1, 8, 64, 512, 8192)), (LAYERS, (1, 8, 64, 512)))
+BLOCKS = (2, 4, 8, 16, 32, 64, 132)
+BLOCKS_PAGES = 512
+"""How many pages of one layer are copied to compare numbers of blocks."""
+WAYS = ("d2h", "h2d")
+
+
+@dataclass(frozen=True)
+class Beds:
+    """Two memories of the same size."""
+
+    device: int
+    host: int
+    stream: int
+    flush: CacheFlush
+    replays: int
+
+    def sides(self, way: str) -> tuple[int, int]:
+        """Addresses of source and destination."""
+        return (self.device, self.host) if way == "d2h" else (self.host, self.device)
+
+
+def run(recorder: Recorder, *, quick: bool) -> None:
+    """Measure everything."""
+    torch.cuda.set_device(0)
+    size = POOL_PAGES * PAGE_BYTES
+    with host_memory(size) as mapping, device_memory(size) as device, torch.cuda.stream(torch.cuda.Stream()):
+        stream = torch.cuda.current_stream().cuda_stream
+        beds = Beds(device, mapping.address, stream, CacheFlush(0), 7 if quick else 21)
+        for way in WAYS:
+            for layers, counts in CASES:
+                for pages in counts[:3] if quick else counts:
+                    case(recorder, beds, way, layers=layers, pages=pages, blocks=0)
+            for blocks in () if quick else BLOCKS:
+                case(recorder, beds, way, layers=1, pages=BLOCKS_PAGES, blocks=blocks)
+
+
+def case(recorder: Recorder, beds: Beds, way: str, *, layers: int, pages: int, blocks: int) -> None:
+    """Check and time one copy; `blocks` 0 is the product's choice."""
+    source, target = beds.sides(way)
+    each = POOL_PAGES // layers
+    ids = [torch.randperm(each, device="cuda", dtype=torch.int32)[:pages].contiguous() for _ in range(2)]
+    pairs = [
+        PagePair(_memory(source, layer, each), _memory(target, layer, each), PAGE_BYTES, group=layer)
+        for layer in range(layers)
+    ]
+    lists = [IdPairs(ids[0].data_ptr(), ids[1].data_ptr(), pages)]
+    total = layers * pages * PAGE_BYTES
+    fill_random(source, POOL_PAGES * PAGE_BYTES, 0, seed=pages)
+    with CudaPageCopier(0, pairs, blocks=blocks) as copier:
+        copier.copy(lists, stream=beds.stream)
+        wrong = _wrong_pages(source, target, ids, layers=layers, each=each)
+        took = graph_us(
+            0,
+            beds.stream,
+            lambda: copier.copy(lists, stream=beds.stream),
+            replays=beds.replays,
+            before=lambda _: beds.flush.enqueue(beds.stream),
+        )
+    link = graph_us(
+        0,
+        beds.stream,
+        lambda: runtime.copy(target, source, total, device=0, stream=beds.stream),
+        replays=beds.replays,
+        before=lambda _: beds.flush.enqueue(beds.stream),
+    )
+    us, link_us = spread(took)["median"], spread(link)["median"]
+    recorder.case(
+        way=way,
+        layers=layers,
+        pages=pages,
+        blocks=blocks,
+        bytes=total,
+        us=us,
+        gb_s=total / us / 1e3,
+        link_us=link_us,
+        link_gb_s=total / link_us / 1e3,
+        wrong=f"{wrong} wrong pages" if wrong else "",
+    )
+
+
+def _memory(address: int, layer: int, each: int) -> PageMemory:
+    first = address + layer * each * PAGE_BYTES
+    return PageMemory.contiguous(first, page_count=each, page_stride_bytes=PAGE_BYTES)
+
+
+def _wrong_pages(source: int, target: int, ids: list[torch.Tensor], *, layers: int, each: int) -> int:
+    """How many pages of the destination differ from the source's."""
+    words = POOL_PAGES * PAGE_BYTES // 8
+    torch.cuda.synchronize()
+    sides = [tensor_at(address, words, torch.int64, 0).reshape(layers, each, -1) for address in (source, target)]
+    wrong = 0
+    for layer in range(layers):
+        read = [side[layer][chosen.long()] for side, chosen in zip(sides, ids, strict=True)]
+        wrong += int((read[0] != read[1]).any(dim=1).sum())
+    return wrong

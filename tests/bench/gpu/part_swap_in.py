@@ -1,0 +1,157 @@
+"""Swap-in under the conditions of `sglang_h200.json`, beside the bare gather of the same missing rows.
+
+Owns: the table's cases and how one is timed. Every case is checked byte by byte before it is timed.
+
+Timing: one CUDA graph of [event, a call for each of 8 layers, event] (fewer layers for large calls), 21 replays, the median, over
+the number of calls. Before each replay, outside of the events: the state is restored, the next of three selections is
+written, 256 MiB go through the second-level cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from kvbridge.kernels.swap_in import CudaSwapIn
+from tests.bench.gpu import bare
+from tests.bench.gpu.memory import (
+    PAGE_BYTES,
+    ROW_BYTES,
+    SLOTS,
+    CacheFlush,
+    device_memory,
+    fill_random,
+    host_memory,
+    tensor_at,
+)
+from tests.bench.gpu.recorder import Recorder
+from tests.bench.gpu.swap_scene import (
+    MOST_BATCH,
+    PAGES,
+    POOL_PAGES,
+    SETS,
+    Selections,
+    SwapScene,
+    hot_bytes,
+    layers_for,
+    misses_of,
+    wrong_bytes,
+    wrong_state,
+)
+from tests.bench.gpu.timing import graph_us, spread
+
+FULL = (((4096, (512, 1024, 2048)), (1024, (512,))), (1, 4, 16, 64, MOST_BATCH), (0, 2, 10, 50, 100))
+QUICK = (((4096, (512,)),), (1, 16, 64), (0, 2, 100))
+REPLAYS = 21
+
+
+def run(recorder: Recorder, *, quick: bool) -> None:
+    """Measure the table."""
+    torch.cuda.set_device(0)
+    sizes, batches, shares = QUICK if quick else FULL
+    pool_bytes = POOL_PAGES * PAGE_BYTES
+    most_hot = max(hot_bytes(hot_rows) for hot_rows, _ in sizes)
+    with host_memory(pool_bytes) as mapping, device_memory(most_hot) as hot, torch.cuda.stream(torch.cuda.Stream()):
+        fill_random(mapping.address, pool_bytes, 0)
+        bench = _Bench(recorder, CacheFlush(0), 7 if quick else REPLAYS)
+        for (hot_rows, top_ks), batch in itertools.product(sizes, batches):
+            scene = SwapScene(batch=batch, hot_rows=hot_rows, pool=mapping.address, hot=hot)
+            for top_k in top_ks:
+                operation = CudaSwapIn(0, *scene.facts(top_k))
+                for share in shares:
+                    bench.case(scene, operation, top_k=top_k, miss_percent=share)
+                operation.close()
+            torch.cuda.synchronize()
+
+
+class _Bench:
+    """Measures cases one after another on torch's current stream."""
+
+    def __init__(self, recorder: Recorder, flush: CacheFlush, replays: int) -> None:
+        self._recorder = recorder
+        self._flush = flush
+        self._replays = replays
+        self._stream = torch.cuda.current_stream().cuda_stream
+
+    def case(self, scene: SwapScene, operation: CudaSwapIn, *, top_k: int, miss_percent: int) -> None:
+        """Check and time one case."""
+        misses = misses_of(top_k, miss_percent)
+        layers = layers_for(scene.batch, misses)
+        selections = scene.select(top_k=top_k, misses=misses, layers=layers)
+        now = torch.empty_like(selections.top_k[0])
+        out = torch.empty_like(now)
+
+        def swap_ins() -> None:
+            for layer in range(layers):
+                operation.swap_in(
+                    layer, scene.step, top_k=now[layer].data_ptr(), out=out[layer].data_ptr(), stream=self._stream
+                )
+
+        def before(replay: int) -> None:
+            scene.restore(layers)
+            now.copy_(selections.top_k[replay % SETS])
+            self._flush.enqueue(self._stream)
+
+        scene.load_residents(layers, self._stream)
+        before(0)
+        swap_ins()
+        torch.cuda.synchronize()
+        wrong = self._check(scene, selections, out, misses)
+        took = graph_us(0, self._stream, swap_ins, replays=self._replays, calls=layers, before=before)
+        gathered = self._gathers(scene, selections, layers) if misses else {}
+        best = min(gathered.values()) if gathered else None
+        loaded = scene.batch * misses * ROW_BYTES
+        self._recorder.case(
+            hot_rows=scene.hot_rows,
+            top_k=top_k,
+            batch=scene.batch,
+            miss_percent=miss_percent,
+            misses=misses,
+            layers=layers,
+            us=spread(took)["median"],
+            least_us=took[0],
+            most_us=took[-1],
+            bare_gather_us=best,
+            bare_gathers_us=gathered,
+            gb_s=loaded / spread(took)["median"] / 1e3,
+            checked_rows=layers * scene.batch * top_k,
+            wrong=wrong,
+        )
+
+    def _check(self, scene: SwapScene, selections: Selections, out: torch.Tensor, misses: int) -> str:
+        pool_words = scene.batch * PAGES * PAGE_BYTES // 8
+        hot_words = scene.batch * scene.rows_each // SLOTS * PAGE_BYTES // 8
+        for layer in range(len(out)):
+            memory = scene.memory[layer]
+            selected, found = selections.top_k[0, layer], out[layer]
+            wrong = wrong_state(scene, layer=layer, selected=selected, found=found, misses=misses) or wrong_bytes(
+                scene,
+                selected=selected,
+                found=found,
+                pool=tensor_at(memory.host_addresses[0], pool_words, torch.int64, 0),
+                hot=tensor_at(memory.hot_address, hot_words, torch.int64, 0),
+            )
+            if wrong:
+                return f"layer {layer}: {wrong}"
+        return ""
+
+    def _gathers(self, scene: SwapScene, selections: Selections, layers: int) -> dict[str, float]:
+        """Microseconds of the bare gather of the same rows, by its shape."""
+        now = torch.empty_like(selections.source_rows[0])
+        took = {}
+        for shape in bare.GATHER_SHAPES:
+
+            def gathers(shape: tuple[int, int] = shape) -> None:
+                for layer in range(layers):
+                    scene.gather(selections, layer, now).launch(0, self._stream, shape)
+
+            def before(replay: int) -> None:
+                now.copy_(selections.source_rows[replay % SETS])
+                self._flush.enqueue(self._stream)
+
+            before(0)
+            gathers()
+            replayed = graph_us(0, self._stream, gathers, replays=self._replays, calls=layers, before=before)
+            took[f"{shape[0]}x{shape[1]}"] = spread(replayed)["median"]
+        return took

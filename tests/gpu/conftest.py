@@ -1,0 +1,30 @@
+"""GPU tests: skipped with the reason where there is no device, so that they are collected everywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbridge.kernels.cuda import runtime
+from tests.helpers.gpu import skip_without_device
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` when this process has no device."""
+    skip_without_device(items)
+
+
+@pytest.fixture(scope="session")
+def device() -> int:
+    """The first CUDA device."""
+    return 0
+
+
+@pytest.fixture(scope="session")
+def second_device() -> int:
+    """The second CUDA device, reachable from the first; skips when there is none."""
+    count = runtime.device_count()
+    if count < 2:
+        pytest.skip(f"needs two GPUs; this process sees {count}")
+    if not runtime.can_reach(0, 1):
+        pytest.skip("cuda:0 cannot reach the memory of cuda:1 directly")
+    return 1

@@ -1,0 +1,63 @@
+"""Results that nobody measured, in the form that the GPU benchmark writes: for tests of tables and reports only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.bench.gpu.comparison import sglang
+
+
+def results() -> dict[str, Any]:
+    """One case of everything, and the whole swap-in table at half of SGLang's time."""
+    swap_in = [{**case, "us": case["us"] / 2, "wrong": "", "layers": 8, "gb_s": 1.0} for case in sglang()["swap_in"]]
+    parts = {
+        "ceilings": [
+            {"what": "d2h", "devices": [0], "bytes": 1 << 30, "gb_s": 55.0},
+            {"what": "h2d", "devices": [0, 1], "bytes": 2 << 30, "gb_s": 106.0},
+            {"what": "launch floor", "us": 1.25},
+            {"what": "bare gather", "footprint_gib": 0.286, "rows": 2048, "us": 36.8, "gb_s": 32.5},
+        ],
+        "copy_pages": [
+            _pages(way, layers, pages) for way in ("d2h", "h2d") for layers in (1, 21) for pages in (1, 8, 64, 512)
+        ],
+        "copy_rows": [
+            {"rows": rows, "layers": 21, "order": order, "bytes": rows * 21 * 584, "us": 4.0 + rows / 5, "gb_s": 40.0}
+            | {"link_us": 3.0, "link_gb_s": 50.0, "wrong": ""}
+            for rows in (1, 64)
+            for order in ("random", "contiguous")
+        ],
+        "digest": [{"pages": 4096, "bytes": 153_354_240, "us": 900.0, "gb_s": 170.0, "read_gb_s": 3000.0, "wrong": ""}],
+        "transport": [
+            {"to": to, "gpus": gpus, "tokens": 131_072, "layout": "layer_first", "bytes": 402_554_880}
+            | {"operation_bytes": 37_440, "gb_s": 48.0 * gpus, "copy_gb_s": 55.0 * gpus, "wrong": ""}
+            for to, gpus in (("host", 1), ("host", 2), ("cuda:1", 1))
+        ],
+        "ttft": [_ttft(way, tokens) for tokens in (8192, 131_072) for way in ("direct", "staged")],
+        "swap_in": swap_in,
+    }
+    environment = {"devices": ["NVIDIA Imaginary"], "cpu_count": 16, "nvidia_smi": [{"driver_version": "1.2.3"}]}
+    return {
+        "environment": environment,
+        "parts": {name: {"cases": cases, "skipped": [], "failed": "", "took_s": 1.0} for name, cases in parts.items()},
+    }
+
+
+def _pages(way: str, layers: int, pages: int) -> dict[str, Any]:
+    total = layers * pages * 37_440
+    rate = 50.0 * total / (total + 400_000)
+    facts = {"way": way, "layers": layers, "pages": pages, "blocks": 0, "bytes": total, "us": total / rate / 1e3}
+    return facts | {"gb_s": rate, "link_us": total / 55e3, "link_gb_s": 55.0, "wrong": ""}
+
+
+def _ttft(way: str, tokens: int) -> dict[str, Any]:
+    transfer = tokens / 131_072 * 12
+    ms = {
+        "transfer": transfer,
+        "moving": transfer - 1,
+        "claim": 0.4,
+        "backup": 0.0 if way == "direct" else transfer / 2,
+    }
+    ms |= {"admission": 0.3, "swap_in": 0.9}
+    ms["offer_to_first_swap_in"] = sum(value for name, value in ms.items() if name != "moving")
+    ms["with_http"] = ms["offer_to_first_swap_in"] + 3
+    return {"way": way, "tokens": tokens, "devices": [0, 0], "repetitions": 11, "ms": ms, "wrong": ""}
