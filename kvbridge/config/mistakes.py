@@ -54,7 +54,9 @@ def unknown_key(kind: type[BaseModel], path: KeyPath) -> str:
 
 
 def _model_of(annotation: object) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    """The section behind a key; one that may be null, too."""
+    kinds = typing.get_args(annotation) or (annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _value(value: object, kind: type[BaseModel], path: KeyPath) -> str:

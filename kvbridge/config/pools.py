@@ -53,6 +53,11 @@ class RankPlacement(FrozenModel):
         """The rank's place in the instance."""
         return Rank(pp=self.pp, tp=self.tp)
 
+    @property
+    def cuda_ordinal(self) -> int | None:
+        """Which GPU it is, None for the CPU."""
+        return None if self.device == "cpu" else int(self.device.removeprefix("cuda:"))
+
 
 class DeviceKind(StrEnum):
     """What the ranks of a node without an explicit placement run on."""

@@ -23,9 +23,10 @@ from kvbridge.config.doors import (
     is_wildcard,
 )
 from kvbridge.config.integrity import IntegrityConfig
-from kvbridge.config.pools import DecodePools, ModelConfig, ParallelismConfig, PrefillPools
+from kvbridge.config.pools import DecodePools, MemoryOwner, ModelConfig, ParallelismConfig, PrefillPools
 from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
 from kvbridge.config.transports import TransportSettings
+from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.ids import FrozenModel
 
 SOCKET_NAME_BYTES = 40
@@ -86,7 +87,30 @@ class DecodeConfig(DaemonConfig):
     """A decode daemon."""
 
     pools: DecodePools
+    sparse: SparseSettings | None = None
+    """Sparse decode: engines keep a hot buffer on the device for the component in the host pool. Null: they do not."""
     integrity: IntegrityConfig = IntegrityConfig()
+
+    @model_validator(mode="after")
+    def _check_sparse(self) -> Self:
+        if self.sparse is None:
+            return self
+        if self.pools.memory is MemoryOwner.ADOPTED:
+            raise ValueError(
+                "sparse is set but pools.memory is adopted: the engine names its own request slots, so it limits them itself; "
+                "set sparse to null"
+            )
+        if len(self.pools.host.components) != 1:
+            raise ValueError(
+                "sparse is set, so pools.host.components must name the one component that is decoded sparsely"
+            )
+        slots = self.pools.device.request
+        if slots > self.sparse.max_requests:
+            raise ValueError(
+                f"pools.device.request gives out {slots} request slots, but the hot buffer has {self.sparse.max_requests} "
+                "(sparse.max_requests): a request beyond them could not decode; make them equal"
+            )
+        return self
 
 
 class PairingConfig(FrozenModel):

@@ -91,7 +91,8 @@ class NixlSettings(FrozenModel):
 
     ucx_tls: Annotated[str, Field(max_length=500)] = ""
     """UCX transports ("tcp", "rc,cuda_copy"); empty lets UCX choose, which is shared memory access (CMA) between
-    two processes of one host and needs ptrace rights there. UCX_TLS. Whole process."""
+    two processes of one host and needs ptrace rights there. `cuda_copy` and `cuda_ipc` are added on a host with a GPU.
+    UCX_TLS. Whole process."""
     ucx_net_devices: Annotated[str, Field(max_length=500)] = ""
     """Network devices to use, comma-separated ("mlx5_0:1,mlx5_1:1", "eth0", "lo"); empty means all.
     UCX_NET_DEVICES. Whole process."""
@@ -132,13 +133,31 @@ class NixlSettings(FrozenModel):
 
 
 class LocalSettings(FrozenModel):
-    """Copies between mappings of one host."""
+    """Copies within one host: between mappings by the processor, from and to device memory by the device."""
 
     slice_bytes: Annotated[int, Field(ge=65536, le=1 << 30)] = 16 * MIB
-    """Copied between two looks at aborts, deadlines and other transfers (1 to 4 ms); also the longest single
-    operation, so the planner cuts longer ones."""
+    """The processor copies so much between two looks at aborts, deadlines and other transfers (1 to 4 ms); also the longest
+    single operation, so the planner cuts longer ones."""
+    device_slice_bytes: Annotated[int, Field(ge=65536, le=1 << 30)] = 64 * MIB
+    """Given to a device at a time (1.2 ms over a PCIe 5 link), eight times at most; an abort waits for what was given."""
+    copy_kernel_below_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = 256 * 1024
+    """On a device, shorter operations are copied by a kernel and the others by its copy engines. The engines take about 2 us for
+    each operation, the kernel takes a share of the device from whatever else it computes."""
+    copy_kernel_blocks: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Blocks of the copy kernel, of 1,024 threads or fewer. 8 fill a PCIe 5 link; between devices more are faster."""
+    registration_wait_s: Seconds = 1.0
+    """Longest wait, when connecting, for the peer's host memory to be registered with CUDA (0.05 to 0.4 s a GiB). What is not
+    done by then goes on in the background, and transfers from devices wait for it until their deadline."""
+    quiet_timeout_s: Seconds = 5.0
+    """After a failure, how long to wait for what a device was given before the transport counts as not quiet."""
+    settle_s: Annotated[float, Field(ge=0, le=60)] = 0.5
+    """On a host with a GPU: how long writers must have been gone before their endpoint counts as revoked, since a device may
+    finish some milliseconds of copies for a process that was killed."""
+    proof_directory: Annotated[str, Field(pattern="^/", max_length=4096)] = "/dev/shm"  # noqa: S108 - shared memory, not scratch
+    """Where the files lie by which peers see that they share this host, when no registered memory is a file there. The same
+    place for all processes of the host; containers share it."""
     close_timeout_s: Seconds = 10.0
-    """Longest wait for the copier to finish its slice when the transport is closed."""
+    """Longest wait for the slices under way when the transport is closed."""
 
 
 class FaultySettings(FrozenModel):

@@ -81,6 +81,12 @@ class StaleError(ConflictError):
     code = "stale"
 
 
+class DetachedError(ConflictError):
+    """The memory that the caller is attached to is gone with the process that made it: let go, and attach again."""
+
+    code = "detached"
+
+
 class CapacityError(BridgeError):
     """There is no room now; trying again later can succeed. `retry_after_s` is a hint in seconds.
 

@@ -237,8 +237,8 @@ class DecodeNode(Node):
         self._fence.ready(rank, self.workers.epoch(rank))
 
     def worker_lost(self, rank: Rank, reason: str) -> None:
-        """A rank worker is gone."""
-        self._receiver.worker_gone(rank, reason)
+        """A rank worker is gone, perhaps with device memory that it made."""
+        self._receiver.worker_gone(rank, reason, memory_lost=rank in self.layout.orders)
 
     def worker_said(self, rank: Rank, message: WorkerReport) -> None:
         """A decode worker only receives: it has nothing to report on rooms that it would send."""

@@ -1,24 +1,25 @@
 """The memory of a node: which pools it has, created and shared.
 
-Owns: the device pools of the node's ranks (device: cpu) and its host pool, and how big they are. Must not know: rooms, workers'
-processes, transports.
+Owns: the device pools of the node's ranks and its host pool, and how big they are. What lies on a GPU is only laid out here: the
+rank worker makes it, and this process never touches CUDA. Must not know: rooms, workers' processes, transports.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbridge.config.pools import DecodePools, HostLayout, MemoryOwner
+from kvbridge.config.pools import DecodePools, HostLayout, MemoryOwner, RankPlacement
 from kvbridge.config.pools import HostPool as HostPoolConfig
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.core.errors import ConfigError, UnsupportedError
+from kvbridge.core.errors import ConfigError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
-from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.core.wire.worker_messages import SharedRegion
+from kvbridge.core.geometry.hot_buffer import sparse_component
+from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
+from kvbridge.core.wire.shared_memory import DeviceOrder, SharedRegion
 from kvbridge.pool.book import PageBook
 from kvbridge.pool.device_pool import DevicePool
 from kvbridge.pool.host_pool import HostPool
@@ -43,6 +44,8 @@ class NodeLayout:
     owned: dict[IndexSpace, int]
     """Pages of each space that this node allocates from."""
     adopted: dict[IndexSpace, int]
+    orders: dict[Rank, DeviceOrder] = field(default_factory=dict)
+    """The ranks whose device memory their workers make, with what they are to make."""
 
     def book(self) -> PageBook:
         """Open the page accounts for this layout."""
@@ -51,31 +54,25 @@ class NodeLayout:
     @property
     def total_bytes(self) -> int:
         """Bytes of all pools together."""
-        return sum(placement.total_bytes for placement in self.placements())
+        return sum(placement.total_bytes for placement in (*self.device.values(), *self._hosts()))
 
-    def placements(self) -> list[Placement]:
-        """Every pool, device pools first."""
-        return [*self.device.values(), *([self.host] if self.host else [])]
+    @property
+    def node_bytes(self) -> int:
+        """Bytes of the pools that the node makes itself, all of them in shared memory."""
+        return sum(placement.total_bytes for placement in (*self.shared_device().values(), *self._hosts()))
+
+    def shared_device(self) -> dict[Rank, Placement]:
+        """The device pools that the node makes (device: cpu)."""
+        return {rank: placement for rank, placement in self.device.items() if rank not in self.orders}
+
+    def _hosts(self) -> list[Placement]:
+        return [self.host] if self.host else []
 
 
 def plan_memory(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -> NodeLayout:
     """Decide what memory the configuration asks for. Raises ConfigError or InvalidInputError naming what does not fit."""
     sizes = config.parallelism
-    for placement in sizes.placements():
-        if placement.device != "cpu":
-            raise UnsupportedError(
-                f"parallelism: rank {placement.rank} asks for device {placement.device}; this build serves `cpu` only"
-            )
-    parts = {
-        placement.rank: RankPart.of(
-            geometry,
-            placement.rank,
-            pp_size=sizes.pp_size,
-            tp_size=sizes.tp_size,
-            boundaries=sizes.stage_boundaries or None,
-        )
-        for placement in sizes.placements()
-    }
+    parts = {placement.rank: _part(config, geometry, placement) for placement in sizes.placements()}
     host_kinds = _host_kinds(config, geometry)
     spaces = _device_spaces(geometry, host_kinds)
     host = _host(config, geometry, host_kinds)
@@ -83,6 +80,7 @@ def plan_memory(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -
     if config.pools.memory is MemoryOwner.ADOPTED:
         return NodeLayout(parts, {}, host, host_kinds, owned, dict.fromkeys(spaces, ADOPTED_PAGE_LIMIT))
     counts = {space: int(getattr(config.pools.device, space.value)) for space in spaces}
+    owned |= _hot_slots(config, geometry, host_kinds, spaces)
     for space, count in counts.items():
         if count < 1:
             raise ConfigError(f"pools.device.{space}: the model needs pages of space '{space}', got {count}")
@@ -91,7 +89,25 @@ def plan_memory(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -
         rank: device_placement(geometry, part, page_counts=counts, exclude=host_kinds, chunking=chunking)
         for rank, part in parts.items()
     }
-    return NodeLayout(parts, device, host, host_kinds, owned | counts, {})
+    orders = {
+        rank: DeviceOrder(device=part.device, page_counts=counts, exclude=tuple(sorted(host_kinds)))
+        for rank, part in parts.items()
+        if part.memory is MemoryKind.VRAM
+    }
+    return NodeLayout(parts, device, host, host_kinds, owned | counts, {}, orders)
+
+
+def _part(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry, placed: RankPlacement) -> RankPart:
+    sizes = config.parallelism
+    part = RankPart.of(
+        geometry,
+        placed.rank,
+        pp_size=sizes.pp_size,
+        tp_size=sizes.tp_size,
+        boundaries=sizes.stage_boundaries or None,
+    )
+    ordinal = placed.cuda_ordinal
+    return part if ordinal is None else part.model_copy(update={"memory": MemoryKind.VRAM, "device": ordinal})
 
 
 def _host_kinds(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -> frozenset[ComponentKind]:
@@ -123,6 +139,22 @@ def _host(
     )
 
 
+def _hot_slots(
+    config: PrefillConfig | DecodeConfig,
+    geometry: ModelGeometry,
+    host_kinds: frozenset[ComponentKind],
+    spaces: Collection[IndexSpace],
+) -> dict[IndexSpace, int]:
+    """Request slots to give out for the hot buffer's sake, where the model's own state does not need any."""
+    if not isinstance(config, DecodeConfig) or config.sparse is None:
+        return {}
+    try:
+        config.sparse.check_component(sparse_component(geometry, host_kinds))
+    except InvalidInputError as error:
+        raise ConfigError(f"sparse: {error}") from error
+    return {} if IndexSpace.REQUEST in spaces else {IndexSpace.REQUEST: config.sparse.max_requests}
+
+
 def _host_pages(asked: HostPoolConfig, geometry: ModelGeometry, kinds: frozenset[ComponentKind]) -> int:
     if asked.pages:
         return asked.pages
@@ -142,7 +174,7 @@ def _page_count(placement: Placement) -> int:
 
 @dataclass
 class NodeMemory:
-    """The pools of a node, in memory. Blocking to create: call `create` from a thread."""
+    """The pools that a node makes, in memory. Blocking to create: call `create` from a thread."""
 
     layout: NodeLayout
     device: dict[Rank, tuple[SharedRegion, ...]] = field(default_factory=dict)
@@ -157,9 +189,9 @@ class NodeMemory:
         remove_stale(directory, prefix)
         remove_stale(directory, PROOF_PREFIX)  # a killed rank worker leaves one
         done = 0
-        total = self.layout.total_bytes
+        total = self.layout.node_bytes
         try:
-            for rank, placement in self.layout.device.items():
+            for rank, placement in self.layout.shared_device().items():
                 report = _offset_progress(on_progress, done, total)
                 pool = DevicePool.create(placement, directory, f"{prefix}{incarnation}.{rank}", on_progress=report)
                 self._stack.callback(pool.close)

@@ -337,7 +337,7 @@ class Node(ABC):
             incarnation=self.incarnation,
             on_progress=self._memory_progress,
         )
-        log.info("memory_created", bytes=self.layout.total_bytes, seconds=round(time.monotonic() - begun_s, 3))
+        log.info("memory_created", bytes=self.layout.node_bytes, seconds=round(time.monotonic() - begun_s, 3))
 
     def _memory_progress(self, done_bytes: int, total_bytes: int) -> None:
         self._memory_problem = (
@@ -355,6 +355,7 @@ class Node(ABC):
             tp_size=config.parallelism.tp_size,
             layers=self.layout.parts[rank].layers,
             device=self.memory.device.get(rank, ()),
+            allocate=self.layout.orders.get(rank),
             host=self.memory.host,
             transports=config.transports.model_dump_json(),
             transfer_timeout_s=config.timeouts.transfer_s,
@@ -367,8 +368,10 @@ class Node(ABC):
         self._readiness_changed()
 
     def worker_down(self, rank: Rank, reason: str) -> None:
-        """A rank worker is gone."""
+        """A rank worker is gone, and with it the device memory that it made."""
         self.worker_lost(rank, reason)
+        if rank in self.layout.orders:  # after its rooms, so that engines hear of those first
+            self.door.memory_lost(rank, f"rank worker {rank} is gone: {reason}")
         self._readiness_changed()
 
     @property
@@ -390,6 +393,7 @@ class Node(ABC):
         """Answer an attach. Raises NotReadyError while the memory to be attached to is being made."""
         if self._memory_problem and self.layout.total_bytes:  # engines that adopt still share our host pool
             raise NotReadyError(f"nothing to attach to yet: {self._memory_problem}; try again shortly")
+        made = {rank: self.workers.device(rank) for rank in ranks if rank in self.layout.orders}
         return Attached(
             call=call,
             instance=self.config.instance,
@@ -399,7 +403,7 @@ class Node(ABC):
             layers={str(rank): self.layout.parts[rank].layers for rank in ranks},
             pp_size=self.config.parallelism.pp_size,
             tp_size=self.config.parallelism.tp_size,
-            device={str(rank): self.memory.device.get(rank, ()) for rank in ranks},
+            device={str(rank): made.get(rank) or self.memory.device.get(rank, ()) for rank in ranks},
             host=self.memory.host,
         )
 

@@ -24,6 +24,7 @@ from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import MemoryKind, Rank, Role
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
+from kvbridge.pool.extent import Progress, ignore_progress
 from kvbridge.service.worker_life import open_node_link, serve_rank
 
 log = structlog.get_logger(__name__)
@@ -99,11 +100,19 @@ def adopt(
     regions: Mapping[Rank, Sequence[Region]],
     *,
     call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
+    on_progress: Progress | None = ignore_progress,
 ) -> Attachment:
     """Serve ranks out of this process's own tensors and attach to their node. Raises like `attachment.attach`."""
     workers = [AdoptedWorker(Path(runtime_dir), rank, ours) for rank, ours in regions.items()]
     try:
-        attachment = attach(runtime_dir, role, ranks=tuple(regions), call_timeout_s=call_timeout_s, adopted=regions)
+        attachment = attach(
+            runtime_dir,
+            role,
+            ranks=tuple(regions),
+            call_timeout_s=call_timeout_s,
+            adopted=regions,
+            on_progress=on_progress,
+        )
     except BaseException:
         for worker in workers:
             worker.close()

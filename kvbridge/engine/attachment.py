@@ -8,19 +8,25 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+
+import torch
 
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import Attach, Attached, RoomEvent
+from kvbridge.engine.device_order import DeviceOrder
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.adopted_pool import AdoptedPool
+from kvbridge.pool.extent import Progress, ignore_progress
+from kvbridge.pool.host_registration import HostRegistration
 from kvbridge.pool.layout import RankPart
 from kvbridge.pool.sharing import MappedRegions
 
@@ -37,8 +43,10 @@ class Attachment:
     mapped: MappedRegions
     views: dict[Rank, PoolViews]
     """For each rank that this engine serves: its device pools and the node's host pool."""
+    order: DeviceOrder
+    """The GPUs of these ranks."""
     closers: list[Callable[[], None]] = field(default_factory=list)
-    """What else ends with the attachment, and before it (adopted pools: the workers)."""
+    """What else ends with the attachment, and before its memory is unmapped (adopted pools: the workers)."""
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -59,13 +67,18 @@ class Attachment:
         return self.link.events(timeout_s)
 
     def close(self) -> None:
-        """Drop the views, unmap the memory and leave the node. Tensors that came from the views must not be used any more."""
-        for close in self.closers:
-            close()
-        self.closers.clear()
-        self.views.clear()
-        self.mapped.close()
-        self.link.close()
+        """Drop the views, unmap the memory and leave the node.
+
+        Tensors that came from the views must not be used any more, and nothing on any GPU uses the pools.
+        """
+        with _present_gpu_kept(), ExitStack() as stack:  # in the order from bottom to top
+            stack.callback(self.link.close)
+            stack.callback(self.mapped.close)
+            stack.callback(self.views.clear)
+            stack.callback(self.order.close)
+            for close in self.closers:
+                stack.callback(close)
+            self.closers.clear()
 
 
 def attach(
@@ -75,29 +88,60 @@ def attach(
     ranks: Iterable[Rank] = (),
     call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
     adopted: Mapping[Rank, Sequence[Region]] | None = None,
+    on_progress: Progress | None = ignore_progress,
 ) -> Attachment:
     """Attach to the daemon whose runtime directory this is, for `ranks` (none named: every rank of the node).
 
-    `adopted` is the device memory that this process brings for its ranks. Raises DeadlineError when no daemon answers,
-    NotReadyError when the node's memory is not there within `call_timeout_s`, InvalidInputError for ranks of other nodes,
-    the wrong role, or adopted memory that does not fit the model.
+    `adopted` is the device memory that this process brings for its ranks. `on_progress` hears how far page-locking the
+    node's host pool for this process's GPUs has come, which takes a while in a large pool; None leaves it pageable, so that
+    kernels cannot reach it.
+
+    Raises DeadlineError when no daemon answers, NotReadyError when the node's memory is not there within `call_timeout_s`,
+    InvalidInputError for ranks of other nodes, the wrong role, or adopted memory that does not fit the model;
+    RegistrationError when its memory cannot be opened or page-locked, UnsupportedError when its GPU cannot be used here.
     """
     link = EngineLink(Path(runtime_dir), name=f"engine-{os.getpid()}-{secrets.token_hex(4)}", timeout_s=call_timeout_s)
-    try:
+    with ExitStack() as stack:
+        stack.callback(link.close)
         answer = _call_attach(link, role, tuple(ranks), timeout_s=call_timeout_s)
         brought = {rank: _adopted_regions(answer, rank, given) for rank, given in (adopted or {}).items()}
         devices = [region for rank in answer.ranks for region in answer.device.get(str(rank), ())]
-        mapped = MappedRegions((*answer.host, *devices))
-    except BaseException:
-        link.close()
-        raise
+        with _present_gpu_kept():
+            mapped = stack.enter_context(MappedRegions((*answer.host, *devices)))
+            views = _views(answer, mapped, brought)
+            order = DeviceOrder(views)
+            attachment = Attachment(link, answer, mapped, views, order)
+            if order.devices and on_progress is not None:
+                registration = stack.enter_context(
+                    HostRegistration(mapped.mappings, device=order.devices[0], on_progress=on_progress)
+                )
+                attachment.closers.append(registration.close)
+        stack.pop_all()
+    return attachment
+
+
+def _views(
+    answer: Attached, mapped: MappedRegions, brought: Mapping[Rank, tuple[Region, ...]]
+) -> dict[Rank, PoolViews]:
     left = iter(mapped.regions)
     host = tuple(islice(left, len(answer.host)))
     views = {}
     for rank in answer.ranks:
         owned = tuple(islice(left, len(answer.device.get(str(rank), ()))))
         views[rank] = PoolViews(answer.geometry, owned + brought.get(rank, ()) + host)
-    return Attachment(link, answer, mapped, views)
+    return views
+
+
+@contextmanager
+def _present_gpu_kept() -> Iterator[None]:
+    """Opening memory makes its GPU the thread's current one; the choice of an engine that has made one is put back."""
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    before = torch.cuda.current_device() if used else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            torch.cuda.set_device(before)
 
 
 def _call_attach(link: EngineLink, role: Role, ranks: tuple[Rank, ...], *, timeout_s: float) -> Attached:

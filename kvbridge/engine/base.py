@@ -5,18 +5,23 @@ Owns: one attachment. Must not know: the verbs of either role.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
 
+from kvbridge.core.errors import DetachedError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, RoomEvent
+from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Release, RoomEvent
 from kvbridge.engine.adopted import adopt
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
+from kvbridge.engine.device_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
+from kvbridge.engine.link import AnswerT
 from kvbridge.engine.views import PoolViews
+from kvbridge.pool.extent import Progress, ignore_progress
 
 
 class AttachedEngine:
@@ -24,17 +29,27 @@ class AttachedEngine:
 
     role: ClassVar[Role]
 
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: Attachment, *, close_timeout_s: float = DEFAULT_CALL_TIMEOUT_S) -> None:
         """Use `attach` or `adopt` instead."""
         self._attachment = attachment
         self._link = attachment.link
+        self._order = attachment.order
+        self._deferred = DeferredCalls()
+        self._close_timeout_s = close_timeout_s
+        self._closed = False
 
     @classmethod
     def attach(
-        cls, runtime_dir: Path | str, *, ranks: Iterable[Rank] = (), call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S
+        cls,
+        runtime_dir: Path | str,
+        *,
+        ranks: Iterable[Rank] = (),
+        call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
+        on_progress: Progress | None = ignore_progress,
     ) -> Self:
         """Attach to a daemon that owns the pools. See `attachment.attach`."""
-        return cls(attach(runtime_dir, cls.role, ranks=ranks, call_timeout_s=call_timeout_s))
+        attachment = attach(runtime_dir, cls.role, ranks=ranks, call_timeout_s=call_timeout_s, on_progress=on_progress)
+        return cls(attachment, close_timeout_s=call_timeout_s)
 
     @classmethod
     def adopt(
@@ -43,9 +58,11 @@ class AttachedEngine:
         regions: Mapping[Rank, Sequence[Region]],
         *,
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
+        on_progress: Progress | None = ignore_progress,
     ) -> Self:
         """Bring this process's own tensors, for each rank that it serves. See `adopted.adopt`."""
-        return cls(adopt(runtime_dir, cls.role, regions, call_timeout_s=call_timeout_s))
+        attachment = adopt(runtime_dir, cls.role, regions, call_timeout_s=call_timeout_s, on_progress=on_progress)
+        return cls(attachment, close_timeout_s=call_timeout_s)
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -66,17 +83,66 @@ class AttachedEngine:
         """Global layer ids of a rank."""
         return self._attachment.layers(rank)
 
-    def abort(self, room: int, reason: str) -> None:
-        """Give a room up; this engine does not touch its pages any more. Harmless on a room that is over."""
-        self._link.call(AbortRoom(call=self._link.number(), room=room, reason=reason), Accepted)
+    def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
+        """Give a room up; this engine submits nothing more that touches its pages. Harmless on a room that is over.
+
+        With pools on a GPU the node hears of it when `stream` (default: the current one) has come to this point, which the
+        next call of this object finds; see `events`.
+        """
+        self._let_go(AbortRoom(call=self._link.number(), room=room, reason=reason), stream)
 
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
-        """Return what happened to rooms since the last call, waiting up to `timeout_s` for the first event."""
-        return self._attachment.events(timeout_s)
+        """Return what happened to rooms since the last call, waiting up to `timeout_s` for the first event.
+
+        Calls that wait for a GPU (release, abort) are sent by this and every other call, so an engine that is otherwise
+        idle calls this now and then. Raises DetachedError, once there are no events left, when the device memory is gone.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._deferred.send_due()
+            left_s = max(0.0, deadline_s - time.monotonic())
+            events = self._attachment.events(min(left_s, LOOK_AGAIN_S) if self._deferred else left_s)
+            if events:
+                return events
+            if self._link.lost:
+                raise DetachedError(
+                    f"the device memory of this engine is gone: {self._link.lost}; close it and attach again"
+                )
+            if time.monotonic() >= deadline_s:
+                return []
 
     def close(self) -> None:
-        """Leave the node. Rooms that this engine still works on fail; views must not be used any more."""
-        self._attachment.close()
+        """Leave the node. Rooms that this engine still works on fail; views must not be used any more.
+
+        Nothing that uses the pools may be on its way on any stream but the current ones, which this waits for, at most
+        as long as one call. Raises DeadlineError when they do not end in time; then it has left all the same. Harmless when
+        closed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._order.devices and not self._link.lost:
+                self._deferred.send_when(self._order.reached(None), "close", lambda: None)
+            self._deferred.finish(self._close_timeout_s)
+        finally:
+            self._attachment.close()
+
+    def _call(self, message: Call, answer: type[AnswerT]) -> AnswerT:
+        """Send what is due, then this. Raises the BridgeError that the node answers, or DeadlineError."""
+        self._deferred.send_due()
+        return self._link.call(message, answer)
+
+    def _let_go(self, message: Release | AbortRoom, stream: StreamChoice) -> None:
+        """Tell the node that pages can be used again, as soon as this engine's GPU does not use them any more."""
+        if not self._order.devices:
+            self._call(message, Accepted)
+            return
+        what = f"{message.type} of room {message.room}"
+        self._deferred.send_when(self._order.reached(stream), what, lambda: self._say(message))
+
+    def _say(self, message: Release | AbortRoom) -> None:
+        self._link.call(message, Accepted)
 
     def __enter__(self) -> Self:
         return self

@@ -18,8 +18,9 @@ from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release, RoomEvent
 from kvbridge.core.wire.messages import from_wire, to_wire
-from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
 from kvbridge.engine.base import AttachedEngine
+from kvbridge.engine.device_order import StreamChoice
 
 EVENTS_KEPT = 4_096
 """Events of other rooms that `wait_claim` keeps for `events`; a room whose event was dropped can still be claimed."""
@@ -45,18 +46,18 @@ class DecodeEngine(AttachedEngine):
 
     role = Role.DECODE
 
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: Attachment, *, close_timeout_s: float = DEFAULT_CALL_TIMEOUT_S) -> None:
         """Use `attach` or `adopt` instead."""
-        super().__init__(attachment)
+        super().__init__(attachment, close_timeout_s=close_timeout_s)
         self._later: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
 
     def provide(self, room: int, tables: Tables) -> None:
         """Adopted pools: name the device pages of a room that a `wanted` event asked for; keep them until the room is over."""
-        self._link.call(Provide(call=self._link.number(), room=room, tables=to_wire(tables)), Accepted)
+        self._call(Provide(call=self._link.number(), room=room, tables=to_wire(tables)), Accepted)
 
     def claim(self, room: int) -> DecodeRoom:
         """Take a committed room. Raises RoomFailedError with the first cause, ConflictError when it is not committed yet."""
-        pages = self._link.call(Claim(call=self._link.number(), room=room), Pages)
+        pages = self._call(Claim(call=self._link.number(), room=room), Pages)
         return DecodeRoom(
             room,
             pages.generation,
@@ -95,15 +96,22 @@ class DecodeEngine(AttachedEngine):
 
     def extend(self, room: int, tokens: int) -> Tables:
         """Make room for `tokens` tokens in all (prompt and generated) and return the tables. Raises CapacityError."""
-        pages = self._link.call(Extend(call=self._link.number(), room=room, tokens=tokens), Pages)
+        pages = self._call(Extend(call=self._link.number(), room=room, tokens=tokens), Pages)
         return from_wire(pages.tables)
 
-    def release(self, room: int) -> None:
-        """Say that the request is over. The pages may be used again at once: read nothing of them afterwards."""
-        self._link.call(Release(call=self._link.number(), room=room), Accepted)
+    def release(self, room: int, *, stream: StreamChoice = None) -> None:
+        """Say that the request is over: submit nothing more that touches its pages.
+
+        With pools on a GPU the pages are used again when `stream` (default: the current one) has come to this point. The node
+        hears of it in this call or in a later one, `events` included; this call does not wait.
+        """
+        self._let_go(Release(call=self._link.number(), room=room), stream)
 
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
         """Return what happened to rooms since the last call, waiting up to `timeout_s` for the first event."""
+        if not self._later:
+            return super().events(timeout_s)
         kept = list(self._later)
         self._later.clear()
-        return kept + super().events(0.0 if kept else timeout_s)
+        self._deferred.send_due()
+        return kept + self._attachment.events(0.0)

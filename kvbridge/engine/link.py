@@ -17,7 +17,7 @@ from kvbridge.control.addresses import ENGINE_SOCKET
 from kvbridge.control.local import LocalClient
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, ProtocolError, error_codes
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
-from kvbridge.core.wire.engine_messages import Answer, Call, EngineToNode, NodeToEngine, Refused, RoomEvent
+from kvbridge.core.wire.engine_messages import Answer, Call, Detached, EngineToNode, NodeToEngine, Refused, RoomEvent
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
@@ -32,6 +32,8 @@ class EngineLink:
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
         self._events: deque[RoomEvent] = deque()
+        self.lost = ""
+        """Why the device memory behind this attachment is gone; empty while it is there."""
 
     def number(self) -> int:
         """Return the number for the next call."""
@@ -49,8 +51,8 @@ class EngineLink:
                     f"the daemon did not answer '{type(message).__name__}' within {self._timeout_s} s "
                     "(call_timeout_s); is it running, and is this its runtime directory?"
                 )
-            if isinstance(received, RoomEvent):
-                self._events.append(received)
+            if isinstance(received, RoomEvent | Detached):
+                self._note(received)
             elif received.call == message.call:
                 return _checked(received, answer)
 
@@ -58,12 +60,18 @@ class EngineLink:
         """Return the events that have come, waiting up to `timeout_s` for the first."""
         wait_s = 0.0 if self._events else timeout_s
         while (received := self._client.receive(wait_s)) is not None:
-            if isinstance(received, RoomEvent):
-                self._events.append(received)
+            if isinstance(received, RoomEvent | Detached):
+                self._note(received)
             wait_s = 0.0
         events = list(self._events)
         self._events.clear()
         return events
+
+    def _note(self, told: RoomEvent | Detached) -> None:
+        if isinstance(told, Detached):
+            self.lost = told.reason
+        else:
+            self._events.append(told)
 
     def close(self) -> None:
         """Leave the node; it notices when the process ends."""

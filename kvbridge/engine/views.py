@@ -156,6 +156,7 @@ class PoolViews:
 
     def __init__(self, geometry: ModelGeometry, regions: Sequence[Region]) -> None:
         self.geometry = geometry
+        self._device = _only_device(regions)
         self._homes: dict[tuple[ComponentKind, int], dict[IndexSpace, RegionView]] = {}
         for region in regions:
             spaces = self._homes.setdefault((region.component, region.layer), {})
@@ -164,6 +165,11 @@ class PoolViews:
                     f"{region.component} layer {region.layer} has two regions in space '{region.space}'"
                 )
             spaces[region.space] = RegionView(geometry.component(region.component), region)
+
+    @property
+    def device(self) -> int | None:
+        """CUDA ordinal of the rank's GPU in this process, None when all of its pools are host memory."""
+        return self._device
 
     def layers(self, kind: ComponentKind) -> tuple[int, ...]:
         """Return the global ids of the layers whose `kind` this rank holds, ascending."""
@@ -224,6 +230,13 @@ class PoolViews:
         return "PoolViews(" + ", ".join(f"{kind} x {len(self.layers(kind))}" for kind in kinds) + ")"
 
 
+def _only_device(regions: Iterable[Region]) -> int | None:
+    found = sorted({region.device for region in regions if region.memory is MemoryKind.VRAM})
+    if len(found) > 1:
+        raise InvalidInputError(f"the regions of one rank lie on several GPUs: {', '.join(map(str, found))}")
+    return found[0] if found else None
+
+
 def _names(spaces: Iterable[IndexSpace]) -> str:
     return ", ".join(f"'{space}'" for space in sorted(spaces)) or "no space"
 
@@ -256,7 +269,10 @@ def _host_memory(address: int, words: int, word_bytes: int, _: Region) -> torch.
 
 
 def _device_memory(address: int, words: int, word_bytes: int, region: Region) -> torch.Tensor:
-    return torch.as_tensor(_DeviceArray(address, words, word_bytes), device=torch.device("cuda", region.device))
+    view = torch.as_tensor(_DeviceArray(address, words, word_bytes), device=torch.device("cuda", region.device))
+    if view.data_ptr() != address:  # a copy would be written without anybody seeing it
+        raise InvalidInputError(f"{region.label}: {address:#x} is not memory of cuda:{region.device}")
+    return view
 
 
 class _DeviceArray:

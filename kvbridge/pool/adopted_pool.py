@@ -19,8 +19,7 @@ from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.pool.extent import pages_per_extent
 from kvbridge.pool.layout import DEFAULT_EXTENT_BYTES, RankPart
 from kvbridge.pool.memory_pool import MemoryPool
-from kvbridge.pool.shared_mapping import SharedMapping
-from kvbridge.pool.sharing import registered_extents
+from kvbridge.pool.sharing import Holder, registered_extents
 
 
 class AdoptedPool(MemoryPool):
@@ -33,13 +32,13 @@ class AdoptedPool(MemoryPool):
         given: Sequence[Region],
         *,
         exclude: Collection[ComponentKind] = frozenset(),
-        mappings: Sequence[SharedMapping] = (),
+        holders: Sequence[Holder] = (),
         extent_bytes: int = DEFAULT_EXTENT_BYTES,
     ) -> None:
         """Check and adopt `given`: every component of `part` but `exclude`, each layer once, in the geometry's form.
 
-        `given` are regions of one extent each, at this process's addresses; `mappings` are shared mappings in which
-        some of them lie, so that other processes of the host can reach those. Raises InvalidInputError that names the
+        `given` are regions of one extent each, at this process's addresses; `holders` is memory in which
+        some of them lie and that other processes of the host can reach. Raises InvalidInputError that names the
         component and layer that is missing, too much, or of another form.
         """
         _require_complete(geometry, part, given, exclude)
@@ -52,7 +51,7 @@ class AdoptedPool(MemoryPool):
         )
         check_manifest(manifest, geometry)
         regions = cut_regions(given, extent_bytes)
-        super().__init__(regions, registered_extents(regions, mappings))
+        super().__init__(regions, registered_extents(regions, holders))
         self._closed = False
 
     def close(self) -> None:

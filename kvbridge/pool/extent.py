@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
+from kvbridge.core.wire.shared_memory import Origin
 
 Progress = Callable[[int, int], None]
 """Called with (done bytes, total bytes) by the thread that called the long operation, at last with both equal."""
@@ -37,10 +38,10 @@ class Extent(FrozenModel):
     length_bytes: Positive
     memory: MemoryKind = MemoryKind.DRAM
     device: NonNegative = 0
-    path: str = ""
-    """The file behind it when it is a shared mapping, else empty."""
+    origin: Origin | None = None
+    """Where other processes of the host find it; None when they cannot."""
     offset_bytes: NonNegative = 0
-    """Where the extent begins in that file."""
+    """Where the extent begins there."""
     label: str = ""
     """What it is, for error messages ("host 0 extent 3")."""
 

@@ -11,12 +11,12 @@ from typing import ClassVar, Self
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.ids import IndexSpace, MemoryKind
-from kvbridge.core.wire.worker_messages import SharedRegion
+from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.pool.extent import Progress, ignore_progress
 from kvbridge.pool.memory_pool import MemoryPool
 from kvbridge.pool.placement import Placement
 from kvbridge.pool.shared_mapping import DEFAULT_CHUNK_BYTES, SharedMapping, close_all, require_memory
-from kvbridge.pool.sharing import registered_extents
+from kvbridge.pool.sharing import Holder, registered_extents
 
 
 def mapping_paths(placement: Placement, directory: Path | str, prefix: str) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ class MappedPool(MemoryPool):
                 f"a {type(self).__name__} holds pages of {sorted(self.spaces)}, got regions of {sorted(spaces)}"
             )
         regions = placement.regions_at([mapping.address for mapping in mappings])
-        super().__init__(regions, registered_extents(regions, mappings))
+        super().__init__(regions, registered_extents(regions, [Holder.of(mapping) for mapping in mappings]))
         self.placement = placement
         self._mappings = tuple(mappings)
 
@@ -112,7 +112,7 @@ class MappedPool(MemoryPool):
 
     def shared_regions(self) -> tuple[SharedRegion, ...]:
         """The regions as other processes of the host map them (`sharing.MappedRegions`)."""
-        return self.placement.shared_regions(self.paths)
+        return self.placement.shared_regions([FileOrigin(path=path) for path in self.paths])
 
     def close(self) -> None:
         """Unmap everything; the creator removes the files. Harmless when closed.

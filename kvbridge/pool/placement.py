@@ -18,7 +18,7 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive
-from kvbridge.core.wire.worker_messages import SharedRegion
+from kvbridge.core.wire.shared_memory import Origin, SharedRegion
 
 
 class PlacedMapping(FrozenModel):
@@ -98,14 +98,14 @@ class Placement(FrozenModel):
             )
         return tuple(region.at(addresses, self.memory, self.device) for region in self.regions)
 
-    def shared_regions(self, paths: Sequence[str]) -> tuple[SharedRegion, ...]:
-        """The regions as another process of the host finds them, when mapping `i` is the file `paths[i]`."""
-        if len(paths) != len(self.mappings):
+    def shared_regions(self, origins: Sequence[Origin]) -> tuple[SharedRegion, ...]:
+        """The regions as another process of the host finds them, when mapping `i` is `origins[i]`."""
+        if len(origins) != len(self.mappings):
             raise InvalidInputError(
-                f"a placement of {len(self.mappings)} mappings needs one path for each, got {len(paths)}"
+                f"a placement of {len(self.mappings)} mappings needs one origin for each, got {len(origins)}"
             )
         offsets = self.regions_at([0] * len(self.mappings))
         return tuple(
-            SharedRegion(region=region, paths=tuple(paths[start.mapping] for start in placed.starts))
+            SharedRegion(region=region, origins=tuple(origins[start.mapping] for start in placed.starts))
             for region, placed in zip(offsets, self.regions, strict=True)
         )

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import structlog
 
-from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, InvalidInputError
+from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, DetachedError, InvalidInputError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
@@ -27,6 +27,7 @@ from kvbridge.core.wire.engine_messages import (
     Begin,
     Call,
     Claim,
+    Detached,
     EngineToNode,
     Extend,
     Finish,
@@ -47,14 +48,18 @@ from kvbridge.service.tables import tables_from_wire
 
 log = structlog.get_logger(__name__)
 
+_LETTING_GO = Finish | Release | AbortRoom
 
-@dataclass(frozen=True)
+
+@dataclass
 class AttachedEngine:
     """One engine process."""
 
     name: str
     pid: int
     ranks: tuple[Rank, ...]
+    lost: str = ""
+    """Why memory that it is attached to is gone: it may only let go of what it has."""
 
 
 class Admissions(Protocol):
@@ -108,7 +113,7 @@ class EngineDoor(ABC):
             answer = (
                 self._attach(engine, message)
                 if isinstance(message, Attach)
-                else self._call(self._known(engine), message)
+                else self._call(self._attached(engine, message), message)
             )
         except CapacityError as error:
             answer = _refused(message, error, retry_after_s=self._retry_after_s(message, error))
@@ -142,6 +147,23 @@ class EngineDoor(ABC):
         self._engines[engine] = AttachedEngine(engine, message.pid, ranks)
         log.info("engine_attached", engine=engine, pid=message.pid, ranks=[str(rank) for rank in ranks])
         return answer
+
+    def memory_lost(self, rank: Rank, reason: str) -> None:
+        """The device memory of a rank is gone: its engines hold nothing but a dead mapping, and have to attach again."""
+        for engine in self._engines.values():
+            if rank in engine.ranks and not engine.lost:
+                engine.lost = reason
+                log.warning("engine_detached", engine=engine.name, reason=reason)
+                self._send(engine.name, Detached(reason=reason[:REASON_CHARS]))
+
+    def _attached(self, engine: str, message: Call) -> AttachedEngine:
+        """Return who calls. Raises DetachedError when its memory is gone and the call needs it."""
+        known = self._known(engine)
+        if known.lost and not isinstance(message, _LETTING_GO):
+            raise DetachedError(
+                f"the device memory of this engine is gone ({known.lost}); release or abort its rooms, close it and attach again"
+            )
+        return known
 
     def _known(self, engine: str) -> AttachedEngine:
         try:
@@ -198,7 +220,12 @@ class PrefillDoor(EngineDoor):
                 return _pages(message.call, room)
             case Publish():
                 rooms.publish(
-                    engine.name, engine.ranks, message.room, upto_token=message.upto_token, layers=message.layers
+                    engine.name,
+                    engine.ranks,
+                    message.room,
+                    upto_token=message.upto_token,
+                    layers=message.layers,
+                    after=message.after,
                 )
             case Finish():
                 rooms.finish(engine.name, engine.ranks, message.room, metadata=message.metadata)

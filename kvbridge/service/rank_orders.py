@@ -13,11 +13,11 @@ import structlog
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.ids import Tables
+from kvbridge.core.ids import Rank, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, Operations, add_amounts
 from kvbridge.core.plan.planner import plan
-from kvbridge.core.wire.worker_messages import OpenRoom, Send
+from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent
 from kvbridge.service.rank_digests import DigestWork
 from kvbridge.service.rank_peers import ConnectedPeer, Target
 from kvbridge.service.rooms import REASON_CHARS
@@ -154,3 +154,25 @@ class Order:
         """A transport that had failed it has been closed: nothing of it reads or sends any more."""
         self.transfers = [(used, transfer) for used, transfer in self.transfers if used is not transport]
         self.loud.discard(transport)
+
+    def report(self, rank: Rank) -> list[Digested | Sent]:
+        """What the node is told of how it ended: digests first."""
+        request = self.request
+        room, generation, number = request.room, request.generation, request.order
+        digests = [
+            Digested(room=room, generation=generation, rank=rank, order=number, digests=part)
+            for part in self.digest_parts
+        ]
+        sent = Sent(
+            room=room,
+            generation=generation,
+            rank=rank,
+            order=number,
+            amounts={} if self.error_code else self.amounts,
+            seconds=self.seconds,
+            error_code=self.error_code,
+            error=self.error,
+            quiet=not self.loud,
+            in_transit=self.in_transit,
+        )
+        return [*digests, sent]

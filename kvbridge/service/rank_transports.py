@@ -20,6 +20,7 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import TransportEndpoint
+from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.transport.base import Memory, Transport
 
 PROGRESS_INTERVAL_S = 0.2
@@ -43,6 +44,8 @@ class RankIdentity:
     """Transport names in order of preference."""
     epoch: int = 0
     """Of the first endpoints that are given out."""
+    made: tuple[SharedRegion, ...] = ()
+    """Device memory that this worker has made, as engines open it."""
 
     @property
     def rank(self) -> Rank:

@@ -24,7 +24,6 @@ from kvbridge.core.wire.messages import Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,
-    Digested,
     DisconnectPeer,
     EndpointsRevoked,
     NodeToWorker,
@@ -34,12 +33,12 @@ from kvbridge.core.wire.worker_messages import (
     RevokeEndpoints,
     RoomClosed,
     Send,
-    Sent,
     Shutdown,
     Verify,
     WorkerProgress,
     WorkerReady,
 )
+from kvbridge.pool.stream_points import StreamPoints
 from kvbridge.service.node_link import NodeLink
 from kvbridge.service.rank_digests import Verifications
 from kvbridge.service.rank_orders import OpenedRoom, Order, RoomKey
@@ -67,7 +66,7 @@ MESSAGES_A_STEP = 64
 class RankWorker:
     """Executes the node's orders for one rank. Not thread-safe; everything happens in `run` or `step`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the last two are for tests
         self,
         identity: RankIdentity,
         link: NodeLink,
@@ -76,6 +75,7 @@ class RankWorker:
         transfer_timeout_s: float,
         pid: int,
         clock: Clock = monotonic,
+        points: StreamPoints | None = None,
     ) -> None:
         self._identity = identity
         self._link = link
@@ -97,6 +97,7 @@ class RankWorker:
         self._queued: list[Order] = []
         self._active: list[Order] = []
         self._verifications = Verifications(identity, link, clock=clock)
+        self._points = points or StreamPoints()
         self._stopping = False
         self._beaten_s = clock()
 
@@ -118,7 +119,7 @@ class RankWorker:
         self._beat()
         idle = not (self._active or self._queued or self._to_connect or self._retired or self._verifications)
         self._receive(IDLE_WAIT_S if idle else 0.0)
-        if not self._advance() and self._active:
+        if not self._advance() and (self._active or self._queued):
             time.sleep(BUSY_PAUSE_S)
 
     def _receive(self, wait_s: float) -> None:
@@ -138,6 +139,7 @@ class RankWorker:
     def close(self) -> None:
         """Tear every transport down; nothing of this worker moves a byte afterwards."""
         self._transports.close()
+        self._points.close()
 
     def __repr__(self) -> str:
         return (
@@ -150,8 +152,15 @@ class RankWorker:
 
     def _report_ready(self) -> None:
         description = RankDescription(manifest=self._identity.manifest, endpoints=self._transports.endpoints())
-        epoch = self._transports.epoch
-        self._link.send(WorkerReady(rank=self._identity.rank, pid=self._pid, description=description, epoch=epoch))
+        self._link.send(
+            WorkerReady(
+                rank=self._identity.rank,
+                pid=self._pid,
+                description=description,
+                epoch=self._transports.epoch,
+                device=self._identity.made,
+            )
+        )
 
     # ------------------------------------------------------------------ messages
 
@@ -311,9 +320,17 @@ class RankWorker:
         if room is None:
             return False
         name = room.opening.peer
-        if name in self._to_connect:
+        if name in self._to_connect or not self._is_written(order):
             return True
         return sum(other.peer is not None and other.peer.name == name for other in self._active) >= ACTIVE_ORDERS
+
+    def _is_written(self, order: Order) -> bool:
+        """Whether the engine's GPU has written what the order reads. One that cannot be asked fails the order."""
+        try:
+            return self._points.reached(order.request.after)
+        except BridgeError as error:
+            order.fail(error.code, str(error))
+            return True
 
     def _start(self, order: Order) -> None:
         self._active.append(order)
@@ -337,27 +354,9 @@ class RankWorker:
         order.reported = True
         if not order.loud:
             self._active.remove(order)
-        request, rank = order.request, self._identity.rank
         order.seconds["move"] = self._clock() - order.received_s - order.seconds.get("first_byte", 0.0)
-        for part in order.digest_parts:
-            found = Digested(
-                room=request.room, generation=request.generation, rank=rank, order=request.order, digests=part
-            )
-            self._link.send(found)
-        self._link.send(
-            Sent(
-                room=request.room,
-                generation=request.generation,
-                rank=rank,
-                order=request.order,
-                amounts={} if order.error_code else order.amounts,
-                seconds=order.seconds,
-                error_code=order.error_code,
-                error=order.error,
-                quiet=not order.loud,
-                in_transit=order.in_transit,
-            )
-        )
+        for message in order.report(self._identity.rank):
+            self._link.send(message)
         self._confirm_closed(order.key)
 
     # ------------------------------------------------------------------ transports

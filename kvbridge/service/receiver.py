@@ -69,6 +69,7 @@ WORKER_GONE = "worker_gone"
 _BEFORE_COMMIT = frozenset(
     {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}
 )
+_ARRIVED = frozenset({ReceiverState.COMMITTED, ReceiverState.CLAIMED})
 
 
 class ReceiverService:
@@ -165,6 +166,8 @@ class ReceiverService:
         check_demand(needed)
         if self._adopted:
             return {space: count for space, count in needed.items() if space is IndexSpace.HOST}
+        if IndexSpace.REQUEST in self._ports.book.owned_spaces():
+            needed.setdefault(IndexSpace.REQUEST, 1)  # of the hot buffer, where the model's own state needs none
         return needed
 
     def in_use(self) -> Mapping[str, int]:
@@ -357,10 +360,14 @@ class ReceiverService:
                 self._driver.raise_event(room, ReceiverEvent.FAULT, PeerError.code, why)
             self._driver.follow(room)
 
-    def worker_gone(self, rank: Rank, reason: str) -> None:
-        """A rank worker of this node died: nothing can arrive through it, so rooms under way fail."""
+    def worker_gone(self, rank: Rank, reason: str, *, memory_lost: bool = False) -> None:
+        """A rank worker of this node died: nothing can arrive through it, so rooms under way fail.
+
+        `memory_lost`: the device memory was its own, so rooms that have arrived fail as well.
+        """
+        failing = _BEFORE_COMMIT | _ARRIVED if memory_lost else _BEFORE_COMMIT
         for room in self.rooms:
-            if room.state in _BEFORE_COMMIT:
+            if room.state in failing:
                 why = f"rank worker {rank} of the decode node died: {reason}"
                 self._driver.raise_event(room, ReceiverEvent.FAULT, WORKER_GONE, why)
 

@@ -30,7 +30,8 @@ from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SENDER_TABLE, SenderEvent, SenderState
 from kvbridge.core.wire.messages import Abort, Drained, Failed, Offer
-from kvbridge.core.wire.worker_messages import Digested, RoomClosed, Sent
+from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.worker_messages import MAX_POINTS, Digested, RoomClosed, Sent
 from kvbridge.pool.book import PageBook, PageState
 from kvbridge.service.observer import Observer
 from kvbridge.service.offers import EarlyOffers, check_offer
@@ -196,9 +197,19 @@ class SenderService:
         room.tables = tables
 
     def publish(
-        self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, upto_token: int, layers: tuple[int, ...] | None
+        self,
+        engine: str,
+        ranks: tuple[Rank, ...],
+        room_id: int,
+        *,
+        upto_token: int,
+        layers: tuple[int, ...] | None,
+        after: Mapping[str, StreamPoint] | None = None,
     ) -> None:
-        """An engine has made tokens final on its ranks. See RankProgress.publish for what is refused."""
+        """An engine has made tokens final on its ranks. See RankProgress.publish for what is refused.
+
+        `after`: the point at which they are, for each rank (by name) whose pages a GPU writes.
+        """
         room = self._room_of(engine, room_id)
         self._require_alive(room)
         self._require_begun(room, engine, ranks)
@@ -210,6 +221,7 @@ class SenderService:
             room.ranks[rank].progress.check(upto_token, chosen[rank])
         for rank in ranks:
             room.ranks[rank].progress.publish(upto_token, chosen[rank])
+            _note_point(room, rank, (after or {}).get(str(rank)))
         self._driver.flush(room)
 
     def finish(self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, metadata: bytes) -> None:
@@ -426,3 +438,13 @@ class SenderService:
 def _own_layers(work: RankWork, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """The layers of a publication that a rank holds; None stays all of them."""
     return None if layers is None else tuple(layer for layer in layers if layer in work.progress.layers)
+
+
+def _note_point(room: SenderRoom, rank: Rank, point: StreamPoint | None) -> None:
+    """Keep where a publication is final. The oldest goes when there are too many: later ones of a GPU cover it."""
+    if point is None:
+        return
+    points = room.ranks[rank].after
+    points[point] = None
+    if len(points) > MAX_POINTS:
+        del points[next(iter(points))]

@@ -139,11 +139,16 @@ class SenderDriver:
         if room.state is not SenderState.SENDING or not room.open_ranks:
             return
         for rank, work in room.ranks.items():
-            for section in work.progress.next_sections(room.prefix_tokens):
+            sections = work.progress.next_sections(room.prefix_tokens)
+            after = tuple(work.after)
+            work.after.clear()
+            for section in sections:
                 self._orders += 1
                 work.outstanding.add(self._orders)
                 work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
-                order = Send(room=room.room, generation=room.generation, order=self._orders, section=section)
+                order = Send(
+                    room=room.room, generation=room.generation, order=self._orders, section=section, after=after
+                )
                 self._ports.workers.send(rank, order)
 
     def settle(self, room: SenderRoom) -> None:

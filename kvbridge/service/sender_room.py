@@ -16,6 +16,7 @@ from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SENDER_TABLE, SenderState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import PeerMessage, WireTable
+from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import NodeToWorker
 from kvbridge.pool.book import PageBook
 from kvbridge.service.observer import Observer
@@ -85,6 +86,8 @@ class RankWork:
     """The engine that began the room on this rank; empty before."""
     finished: bool = False
     metadata: bytes = b""
+    after: dict[StreamPoint, None] = field(default_factory=dict)
+    """Where in the work of the engine's GPU all that is published and not ordered yet is final; a set in order."""
     outstanding: set[int] = field(default_factory=set)
     amounts: Amounts = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)

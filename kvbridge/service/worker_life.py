@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from kvbridge.config.transports import TransportSettings
@@ -23,16 +24,14 @@ from kvbridge.core.wire.worker_messages import (
     Shutdown,
     WorkerFailed,
     WorkerHello,
+    WorkerProgress,
     WorkerSetup,
     WorkerToNode,
 )
-from kvbridge.pool.adopted_pool import AdoptedPool
-from kvbridge.pool.extent import Extent
-from kvbridge.pool.layout import RankPart
-from kvbridge.pool.sharing import MappedRegions, registered_extents
 from kvbridge.service.rank_worker import NodeLink, RankIdentity, RankWorker
 from kvbridge.service.rooms import REASON_CHARS
-from kvbridge.transport.base import Memory, SharedFile, Transport
+from kvbridge.service.worker_memory import WorkerMemory, bring_memory
+from kvbridge.transport.base import Transport
 from kvbridge.transport.registry import create_transport
 
 
@@ -62,8 +61,8 @@ def serve_rank(
         return
     try:
         with ExitStack() as stack:
-            regions, extents = _pools(setup, adopted, stack)
-            identity = _identity(setup, regions, extents)
+            memory = bring_memory(setup, adopted, stack, on_progress=partial(_report_progress, link, rank))
+            identity = _identity(setup, memory)
             worker = RankWorker(identity, link, _factory(setup), transfer_timeout_s=setup.transfer_timeout_s, pid=pid)
             worker.run(stopped)
     except Exception as error:
@@ -89,40 +88,22 @@ def _setup(link: NodeLink, timeout_s: float, stopped: Callable[[], bool]) -> Wor
     raise DeadlineError(f"the node did not answer the worker's hello within {timeout_s} s (timeouts.worker_start_s)")
 
 
-def _pools(setup: WorkerSetup, adopted: Sequence[Region], stack: ExitStack) -> tuple[tuple[Region, ...], list[Extent]]:
-    """Map what the node owns and adopt what this process brings; `stack` unmaps it again."""
-    mapped = stack.enter_context(MappedRegions((*setup.device, *setup.host)))
-    regions, extents = mapped.regions, registered_extents(mapped.regions, mapped.mappings)
-    if adopted:
-        part = RankPart(rank=setup.rank, pp_size=setup.pp_size, tp_size=setup.tp_size, layers=setup.layers)
-        pool = AdoptedPool(setup.geometry, part, adopted, exclude={shared.region.component for shared in setup.host})
-        regions, extents = regions + pool.regions(), [*extents, *pool.extents()]
-    return regions, extents
+def _report_progress(link: NodeLink, rank: Rank, done_bytes: int, total_bytes: int) -> None:
+    link.send(WorkerProgress(rank=rank, done_bytes=done_bytes, total_bytes=total_bytes))
 
 
-def _identity(setup: WorkerSetup, regions: tuple[Region, ...], extents: Sequence[Extent]) -> RankIdentity:
+def _identity(setup: WorkerSetup, memory: WorkerMemory) -> RankIdentity:
     manifest = RankManifest(
         fingerprint=fingerprint(setup.geometry),
         rank=setup.rank,
         pp_size=setup.pp_size,
         tp_size=setup.tp_size,
-        regions=regions,
+        regions=memory.regions,
     )
     check_manifest(manifest, setup.geometry)
-    memory = tuple(
-        Memory(
-            address=extent.address,
-            length_bytes=extent.length_bytes,
-            kind=extent.memory,
-            device=extent.device,
-            shared=SharedFile(path=extent.path, offset_bytes=extent.offset_bytes) if extent.path else None,
-            label=extent.label,
-        )
-        for extent in extents
-    )
     settings = TransportSettings.model_validate_json(setup.transports)
     order = tuple(str(name) for name in settings.order)
-    return RankIdentity(setup.geometry, manifest, memory, order, epoch=setup.epoch)
+    return RankIdentity(setup.geometry, manifest, memory.for_transports(), order, epoch=setup.epoch, made=memory.made)
 
 
 def _factory(setup: WorkerSetup) -> Callable[[str, int], Transport]:

@@ -12,10 +12,11 @@ from enum import StrEnum
 
 import structlog
 
-from kvbridge.core.errors import ProtocolError
+from kvbridge.core.errors import NotReadyError, ProtocolError
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import RankDescription
+from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import (
     NodeToWorker,
     Shutdown,
@@ -46,6 +47,8 @@ class _Worker:
     """The name of its connection; a restarted worker has another."""
     pid: int = 0
     description: RankDescription | None = None
+    device: tuple[SharedRegion, ...] = ()
+    """Device memory that it has made; empty when the node or an engine owns it."""
     progress: float = 0.0
     """Share of its memory that is registered."""
     error: str = ""
@@ -103,6 +106,16 @@ class WorkerSet:
         """What a peer needs to write to our ranks."""
         return tuple(worker.description for worker in self._workers.values() if worker.description is not None)
 
+    def device(self, rank: Rank) -> tuple[SharedRegion, ...]:
+        """The device memory that a rank's worker has made, as engines open it.
+
+        Raises NotReadyError while the worker is not there with it.
+        """
+        worker = self._worker(rank)
+        if worker.state is not WorkerState.READY:
+            raise NotReadyError(f"nothing to attach to yet: {self._lack(worker)}; try again shortly")
+        return worker.device
+
     def epoch(self, rank: Rank) -> int:
         """Of the endpoints that a rank gives out."""
         return self._worker(rank).epoch
@@ -133,7 +146,7 @@ class WorkerSet:
         self._links.pop(worker.link, None)
         self._links[link] = worker
         worker.state, worker.link, worker.pid = WorkerState.STARTING, link, message.pid
-        worker.description, worker.progress, worker.error = None, 0.0, ""
+        worker.description, worker.device, worker.progress, worker.error = None, (), 0.0, ""
         worker.lives += 1
         self._send(link, setup)
         return replaced
@@ -150,7 +163,7 @@ class WorkerSet:
         if not worker.link:
             raise ProtocolError(f"rank worker {message.rank} says ready without having said hello; it is ignored")
         worker.state, worker.description, worker.error = WorkerState.READY, message.description, ""
-        worker.epoch = message.epoch
+        worker.epoch, worker.device = message.epoch, message.device
         log.info("worker_ready", rank=str(message.rank), pid=message.pid)
 
     def failed(self, message: WorkerFailed) -> None:
@@ -164,7 +177,7 @@ class WorkerSet:
         worker = self._worker(rank)
         self._links.pop(worker.link, None)
         worker.state, worker.link, worker.pid, worker.description = WorkerState.ABSENT, "", 0, None
-        worker.progress = 0.0
+        worker.device, worker.progress = (), 0.0
         worker.error = worker.error or reason
 
     def _worker(self, rank: Rank) -> _Worker:

@@ -20,7 +20,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
 from kvbridge.core.plan.operations import Operations
@@ -33,6 +35,23 @@ class SharedFile(FrozenModel):
     offset_bytes: NonNegative = 0
 
 
+class SharedAllocation(FrozenModel):
+    """The device allocation in which memory lies, so that another process of the same host can open it by CUDA IPC.
+
+    To be opened by `pool.device_memory.OpenedAllocation`, never by CUDA directly: a process may open an allocation once
+    only, and not at all when it is its own.
+    """
+
+    model_config = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex")  # added to FrozenModel's
+
+    handle: Annotated[bytes, Field(min_length=64, max_length=64)]
+    """What `cudaIpcGetMemHandle` says of the whole allocation."""
+    device_uuid: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    """The device that holds it; CUDA ordinals may differ from process to process."""
+    offset_bytes: NonNegative = 0
+    """Where the memory begins in the allocation."""
+
+
 class Memory(FrozenModel):
     """A stretch of this process's memory that peers may be given access to."""
 
@@ -40,8 +59,8 @@ class Memory(FrozenModel):
     length_bytes: Positive
     kind: MemoryKind = MemoryKind.DRAM
     device: NonNegative = 0
-    shared: SharedFile | None = None
-    """Set when the memory is a shared mapping; the `local` backend can only reach such memory."""
+    shared: SharedFile | SharedAllocation | None = None
+    """What another process of the host maps to reach it; the `local` backend can only reach such memory."""
     label: str = ""
     """What it is, for error messages ("host pool extent 3")."""
 
@@ -168,6 +187,7 @@ class Transport(ABC):
 
         The transports that gave out those endpoints have been closed, in this process or by the end of an earlier one.
         For a backend whose bytes arrive through its agent nothing else is needed.
+        Device memory that peers may have open is not freed before this is true, unless by the end of its process.
         """
         del before_epoch
         return True

@@ -1,7 +1,7 @@
-"""Two processes and one host: the proof that they share it, and the mapping of one's shared files in the other.
+"""Two processes and one host: the proof that they share it, and the locks by which one sees who can write to it.
 
-Owns: files as the kernel knows them, the proof's form and its check, mapped files. Must not know: transfers, the
-transport's state.
+Owns: files as the kernel knows them, the proof's form and its check, presence under an epoch, gates. Must not know:
+what is mapped, transfers, the transport's state.
 
 Proved, not guessed: two containers can have one address, and two hosts one path. A peer is believed when the
 kernel's boot id is the same, a secret that the peer wrote beside its shared memory reads back alike, the peer still
@@ -12,31 +12,38 @@ own.
 A writer needs no help of the process that it writes to, so that process cannot shut it out. What it can do is know:
 whoever maps a file under an endpoint of some epoch holds a shared lock on that epoch's byte of it, far behind its end,
 and the kernel takes the lock away when the process ends, after its last store.
+
+Device memory has no file, so a `Gate` stands for it: an empty locked file, one for each allocation, on which the same
+locks are taken. It belongs to the process that owns the memory and not to one of its transports, since an endpoint of
+an earlier epoch was given out by an earlier transport. It ends with the process, and so does the memory: a later
+life of the process has other memory, which an earlier life's endpoint does not reach.
+
+A writer that is killed while a device copies for it loses its locks a little before its CUDA context: both go when the
+kernel closes its files, in no promised order. What the device was given before still arrives. It is bounded by bytes
+(`local_lanes`), so on a host with a GPU the locks have to be gone for `transports.local.settle_s` before they count.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
 import fcntl
 import hmac
-import mmap
 import os
 import secrets
 import stat
 import struct
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 from pydantic import Field
 
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
-from kvbridge.core.plan.operations import AddressArray
-from kvbridge.transport.base import Memory
+from kvbridge.transport.base import Memory, SharedFile
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SECRET_BYTES = 32
@@ -86,24 +93,9 @@ class Proof:
     """A file with a secret, locked for as long as its writer lives; removed by `close`."""
 
     def __init__(self, directory: Path) -> None:
-        path = directory / f"{PROOF_PREFIX}{secrets.token_hex(8)}"
         secret = secrets.token_hex(SECRET_BYTES)
-        try:
-            # It gets its name only when it is locked, so that a sweep for files of the dead cannot take it for one.
-            self._descriptor = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            os.write(self._descriptor, secret.encode())
-            source = f"/proc/self/fd/{self._descriptor}"
-            os.link(source, path, src_dir_fd=self._descriptor, follow_symlinks=True)
-        except OSError as error:
-            raise RegistrationError(
-                f"cannot write {path}, by which peers recognise that they share this host: {error}; make the "
-                "directory of the "
-                "shared memory writable for this process"
-            ) from error
-        self.claim = HostClaim(
-            pid=os.getpid(), boot_id=_boot_id(), file=_identity(str(path), os.fstat(self._descriptor)), secret=secret
-        )
+        self._descriptor, file = _locked_file(directory, secret)
+        self.claim = HostClaim(pid=os.getpid(), boot_id=_boot_id(), file=file, secret=secret)
 
     def close(self) -> None:
         """Remove the file. Peers that are connected stay connected; nobody else can connect any more."""
@@ -112,12 +104,64 @@ class Proof:
         os.close(self._descriptor)
 
 
+class Gate:
+    """The file on which writers to one device allocation of this process hold their locks; removed at its end."""
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor, self.file = _locked_file(directory, "")
+        self.own_path = f"/proc/self/fd/{self._descriptor}"
+        """Opens the file in this process, whatever has become of its name."""
+        atexit.register(self._remove)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            Path(self.file.path).unlink()
+
+
+_gates: dict[tuple[int, int], Gate] = {}
+_gates_lock = threading.Lock()
+
+
+def gate_of(device: int, address: int, directory: Path) -> Gate:
+    """The gate of the device memory at an address of this process, made in `directory` when there is none yet."""
+    with _gates_lock:
+        if (device, address) not in _gates:
+            _gates[device, address] = Gate(directory)
+        return _gates[device, address]
+
+
+def known_gate(device: int, address: int) -> Gate | None:
+    """The gate of the device memory at an address, if it was ever named to a peer."""
+    with _gates_lock:
+        return _gates.get((device, address))
+
+
+def _locked_file(directory: Path, content: str) -> tuple[int, FileIdentity]:
+    """Make a file that this process holds the lock of, and return its descriptor and itself."""
+    path = directory / f"{PROOF_PREFIX}{secrets.token_hex(8)}"
+    descriptor = -1
+    try:
+        # It gets its name only when it is locked, so that a sweep for files of the dead cannot take it for one.
+        descriptor = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, content.encode())
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise RegistrationError(
+            f"cannot write {path}, by which peers recognise that they share this host: {error}; make the directory of the "
+            "shared memory (transports.local.proof_directory where there is none) writable for this process"
+        ) from error
+    return descriptor, identity_of(str(path), os.fstat(descriptor))
+
+
 def require_same_host(told: HostClaim) -> None:
     """Raise TransportError unless the process that says this shares our host and lives."""
     who = f"process {told.pid}"
     if told.boot_id != _boot_id():
         raise TransportError(f"{who} is not on this host: it runs on another kernel (boot id {told.boot_id})")
-    with _opened(who, told.file, os.O_RDONLY) as descriptor:
+    with opened(who, told.file, os.O_RDONLY) as descriptor:
         found = os.read(descriptor, 2 * SECRET_BYTES + 1)
         if not hmac.compare_digest(found, told.secret.encode()):
             raise TransportError(f"{who} is not on this host: {told.file.path} does not hold here what it wrote there")
@@ -126,43 +170,6 @@ def require_same_host(told: HostClaim) -> None:
         except BlockingIOError:
             return
     raise TransportError(f"{who} has ended: nobody holds the lock on {told.file.path}; remove that file")
-
-
-class MappedFiles:
-    """A peer's files, mapped here, and where each of its addresses is here. Unmapped when the last reference goes."""
-
-    def __init__(
-        self,
-        told: HostClaim,
-        files: Sequence[FileIdentity],
-        extents: Sequence[SharedExtent],
-        *,
-        presence: Presence | None = None,
-    ) -> None:
-        """`presence` is kept for as long as the files are mapped."""
-        who = f"process {told.pid}"
-        self._presence = presence
-        self._maps = [_map(who, told, identity) for identity in files]
-        bases = [ctypes.addressof(ctypes.c_char.from_buffer(mapped)) for mapped in self._maps]
-        ordered = sorted(extents, key=lambda extent: extent.address)
-        for extent in ordered:
-            if extent.file >= len(bases) or extent.offset_bytes + extent.length_bytes > len(self._maps[extent.file]):
-                raise TransportError(f"{who} names {extent.length_bytes} bytes that its shared file does not have")
-        self._starts = np.array([extent.address for extent in ordered], dtype=np.uint64)
-        here = np.array([bases[extent.file] + extent.offset_bytes for extent in ordered], dtype=np.uint64)
-        self._shift = here - self._starts  # wraps where a mapping lies below the peer's address; the sum wraps back
-        self.resident = [
-            (base, len(mapped))
-            for base, mapped, identity in zip(bases, self._maps, files, strict=True)
-            if _is_resident(identity.path, len(mapped))
-        ]
-        """(address, bytes) of the mappings whose file is allocated in full."""
-
-    def here(self, addresses: AddressArray) -> AddressArray:
-        """Translate addresses of the peer, each within one of its extents, to addresses of this process."""
-        if not len(addresses):
-            return addresses
-        return addresses + self._shift[np.searchsorted(self._starts, addresses, side="right") - 1]
 
 
 class Presence:
@@ -175,7 +182,7 @@ class Presence:
 
     def __init__(self, told: HostClaim, identity: FileIdentity, epoch: int) -> None:
         who = f"process {told.pid}"
-        with _opened(who, identity, os.O_RDONLY) as descriptor:
+        with opened(who, identity, os.O_RDONLY) as descriptor:
             kept = os.dup(descriptor)
         weakref.finalize(self, os.close, kept)
         if not _lock(kept, fcntl.F_RDLCK, EPOCH_BYTES_START + epoch, 1):
@@ -203,8 +210,8 @@ def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
 
 
 def identify(memory: Memory) -> FileIdentity | None:
-    """The file behind some memory, None if it is private. Raises RegistrationError when the file does not hold it."""
-    if memory.shared is None:
+    """The file behind some memory, None if there is none. Raises RegistrationError when the file does not hold it."""
+    if not isinstance(memory.shared, SharedFile):
         return None
     path = memory.shared.path
     label = memory.label or f"memory at {memory.address:#x}"
@@ -220,16 +227,17 @@ def identify(memory: Memory) -> FileIdentity | None:
             f"{found.st_size} "
             f"bytes of {path}"
         )
-    return _identity(path, found)
+    return identity_of(path, found)
 
 
-def _identity(path: str, found: os.stat_result) -> FileIdentity:
+def identity_of(path: str, found: os.stat_result) -> FileIdentity:
+    """The file that a path led to."""
     absolute = str(Path(path).absolute())
     return FileIdentity(path=absolute, device=found.st_dev, inode=found.st_ino, owner=found.st_uid)
 
 
 @contextlib.contextmanager
-def _opened(who: str, told: FileIdentity, flags: int) -> Iterator[int]:
+def opened(who: str, told: FileIdentity, flags: int) -> Iterator[int]:
     """Open a file that a peer named, provided that it is the file that the peer meant."""
     try:
         descriptor = os.open(told.path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -251,26 +259,6 @@ def _opened(who: str, told: FileIdentity, flags: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _map(who: str, told: HostClaim, identity: FileIdentity) -> mmap.mmap:
-    if identity.owner != told.file.owner:
-        raise TransportError(
-            f"{who} names {identity.path}, which belongs to another user than the process; it was refused"
-        )
-    with _opened(who, identity, os.O_RDWR) as descriptor:
-        try:
-            return mmap.mmap(descriptor, 0)
-        except (OSError, ValueError) as error:
-            raise TransportError(f"cannot map {identity.path} of {who}: {error}") from error
-
-
-def _is_resident(path: str, length_bytes: int) -> bool:
-    """Whether every page exists, so that touching all of them allocates nothing."""
-    try:
-        return Path(path).stat().st_blocks * 512 >= length_bytes
-    except OSError:
-        return False
 
 
 def _boot_id() -> str:

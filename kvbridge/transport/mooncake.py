@@ -42,12 +42,18 @@ from pydantic import Field
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
-from kvbridge.core.ids import FrozenModel, Positive
+from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport import extents
 from kvbridge.transport.base import Capabilities, Endpoint, Memory, Peer, Transfer, Transport
 from kvbridge.transport.endpoints import read_endpoint
-from kvbridge.transport.mooncake_library import Library, create_library, memory_kinds, probe
+from kvbridge.transport.mooncake_library import (
+    Library,
+    create_library,
+    memory_kinds,
+    probe,
+    why_no_device_memory,
+)
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
 
 NAME = "mooncake"
@@ -165,18 +171,18 @@ class MooncakeTransport(Transport):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Device memory needs the CUDA build of the library."""
-        return Capabilities(memory_kinds=memory_kinds(), max_operation_bytes=self._settings.max_operation_bytes)
+        """Device memory needs a CUDA build of the library, and RDMA (`why_no_device_memory`)."""
+        return Capabilities(
+            memory_kinds=memory_kinds(self._settings.protocol), max_operation_bytes=self._settings.max_operation_bytes
+        )
 
     def register(self, memory: Sequence[Memory]) -> None:
         """See `Transport.register`."""
         library = self._engine.library
         for part in memory:
-            if part.kind not in memory_kinds():
-                raise RegistrationError(
-                    f"cannot register {part.label or 'memory'} at {part.address:#x}: this build of mooncake does not "
-                    f"reach '{part.kind}' memory; install mooncake-transfer-engine in place of its non-CUDA build"
-                )
+            reason = why_no_device_memory(self._settings.protocol) if part.kind is MemoryKind.VRAM else ""
+            if reason:
+                raise RegistrationError(f"cannot register {part.label or 'memory'} at {part.address:#x}: {reason}")
         if not memory:
             return
         added = extents.of(memory)

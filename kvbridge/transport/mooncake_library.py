@@ -91,16 +91,41 @@ def require_adapter(topology: str, device_name: str) -> None:
         )
 
 
-def memory_kinds() -> frozenset[MemoryKind]:
-    """What this build reaches.
+CUDA_DISTRIBUTIONS = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 
-    Both builds install the package `mooncake`; they differ by the name of their distribution.
+
+def memory_kinds(protocol: MooncakeProtocol) -> frozenset[MemoryKind]:
+    """What this build reaches with a protocol."""
+    return frozenset({MemoryKind.DRAM} if why_no_device_memory(protocol) else {MemoryKind.DRAM, MemoryKind.VRAM})
+
+
+def why_no_device_memory(protocol: MooncakeProtocol) -> str:
+    """Why device memory is refused, with the cure; empty where it is taken.
+
+    All builds install the package `mooncake`; they differ by the name of their distribution. Over TCP the CUDA builds take
+    device memory (its place is found from the address, so nothing has to be said of it), and copy it through pageable host
+    memory in pieces of 64 KiB. But they report a write as done when the receiver's last copy to the device has been begun,
+    not when it has arrived, which is less than `TransferState.DONE` promises.
     """
+    if not any(_is_installed(name) for name in CUDA_DISTRIBUTIONS):
+        return (
+            "this build of mooncake does not reach device memory; install mooncake-transfer-engine (CUDA 12) or "
+            "mooncake-transfer-engine-cuda13 in place of its non-CUDA build"
+        )
+    if protocol is MooncakeProtocol.TCP:
+        return (
+            "over tcp mooncake reports device memory as written before it is; set transports.mooncake.protocol to rdma, or "
+            "transports.order to local (one host) or nixl"
+        )
+    return ""
+
+
+def _is_installed(distribution: str) -> bool:
     try:
-        importlib.metadata.distribution("mooncake-transfer-engine")
+        importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return frozenset({MemoryKind.DRAM})
-    return frozenset({MemoryKind.DRAM, MemoryKind.VRAM})
+        return False
+    return True
 
 
 def _set_environment(settings: MooncakeSettings) -> None:

@@ -18,6 +18,12 @@ What the library does and does not do (1.5.1, measured), and what follows for th
 - A peer's death surfaces at once: at the next post or check, which raises.
 - Without a word in `ucx_tls`, two processes of one host talk by CMA: no network, `post` does the whole copy, and a
   frozen peer is written to without noticing.
+- Device memory needs UCX's `cuda_copy` and `cuda_ipc`, which are added to `ucx_tls` where there is a GPU. Without them UCX takes
+  a device address for host memory. Each call is made with the memory's device as the thread's current one. The library's own
+  progress thread has none, and with `cuda_copy` it has been seen to crash in production (NIXL issue 2102, open at the time of
+  writing): on one host prefer `local`, which is also faster by far (VRAM to another process's DRAM: 0.5 GB/s here).
+- One request has one kind of memory on each side, so a batch becomes a request for each pair of kinds. Registrations and
+  descriptors carry the device.
 - Nobody is authenticated: whoever has the metadata and reaches the port can read and write registered memory. Fence
   it by the network.
 """
@@ -344,7 +350,8 @@ class NixlTransport(Transport):
 
         A read that does not end stays behind; all it can ever touch is the byte that this transport owns for it.
         """
-        for extent in content.extents[:1]:
+        ordered = sorted(content.extents, key=lambda extent: extent.kind is not MemoryKind.DRAM)  # host memory, if any
+        for extent in ordered[:1]:
             remote = np.array([[extent.address, 1, extent.device]], dtype=np.uint64)
             request = self._agent.post_read(content.agent, (MemoryKind.DRAM, self._probe_row()), (extent.kind, remote))
             ends_at_s = self._clock() + self._settings.connect_timeout_s

@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import sys
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +27,16 @@ import numpy.typing as npt
 from kvbridge.config.transports import NixlSettings
 from kvbridge.core.errors import ConfigError, TransportError
 from kvbridge.core.ids import MemoryKind
+from kvbridge.kernels.cuda import runtime
+from kvbridge.transport.accelerators import has_accelerator
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 BACKEND = "UCX"
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+CUDA_13_DRIVER = 580
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
-ACCELERATOR_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+CUDA_TRANSPORTS = ("cuda_copy", "cuda_ipc")
 
 Descriptors = npt.NDArray[np.uint64]
 """One row (address, bytes, device) for each stretch of memory, C-contiguous."""
@@ -58,6 +62,8 @@ class NixlAgent:
         self.name = f"kvbridge-{uuid.uuid4().hex}"
         self._library = _load(settings)
         self._errors = _errors(self._library)
+        self._device: int | None = None
+        """Of the device memory that was last used."""
         self._segments = {
             MemoryKind.DRAM: self._library.DRAM_SEG,
             MemoryKind.VRAM: self._library.VRAM_SEG,
@@ -70,7 +76,7 @@ class NixlAgent:
         self.memory_kinds = frozenset(
             kind
             for kind, segment in self._segments.items()
-            if segment.name in reachable and (kind is not MemoryKind.VRAM or _has_accelerator())
+            if segment.name in reachable and (kind is not MemoryKind.VRAM or has_accelerator())
         )
 
     def __repr__(self) -> str:
@@ -86,6 +92,7 @@ class NixlAgent:
 
     def register(self, kind: MemoryKind, rows: Descriptors) -> None:
         """Make memory usable by transfers, on this side and for peers that load the metadata from now on."""
+        self._enter_device(kind, rows)
         with self._translated(f"register {int(rows[:, 1].sum())} bytes of {kind}"):
             self._alive().registerMem(self._library.nixlRegDList(self._segments[kind], rows), [self._backend])
 
@@ -101,6 +108,8 @@ class NixlAgent:
 
     def load_peer(self, metadata: bytes) -> str:
         """Take in a peer's metadata and return the name that it carries."""
+        if self._device is not None:
+            runtime.use(self._device)  # keys of device memory are unpacked in the current context
         with self._translated("read a peer's metadata; both sides must run the same NIXL release"):
             name = self._alive().loadRemoteMD(metadata)
         return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
@@ -124,6 +133,7 @@ class NixlAgent:
 
     def _post(self, verb: object, peer: str, local: Side, remote: Side) -> int:
         agent = self._alive()
+        self._enter_device(*local)
         with self._translated(f"prepare {len(local[1])} operations to peer {peer}"):
             request: int = agent.createXferReq(verb, self._list(local), self._list(remote), peer, "", [self._backend])
         try:
@@ -162,6 +172,13 @@ class NixlAgent:
             with contextlib.suppress(*self._errors):
                 self._agent.releaseXferReq(request)
 
+    def _enter_device(self, kind: MemoryKind, rows: Descriptors) -> None:
+        """Make the device of some memory the current one of this thread: UCX looks for a context where it copies."""
+        if kind is MemoryKind.VRAM:
+            self._device = int(rows[0, 2])
+            with self._translated(f"use cuda:{self._device}"):
+                runtime.use(self._device)
+
     def _list(self, side: Side) -> Native:
         kind, rows = side
         return self._library.nixlXferDList(self._segments[kind], rows)
@@ -197,7 +214,7 @@ class UnclearPostError(TransportError):
 
 def environment(settings: NixlSettings) -> dict[str, str]:
     """What UCX is to read from its environment. A variable that is set wins over a default, not over a setting."""
-    wanted = {"UCX_TLS": settings.ucx_tls, "UCX_NET_DEVICES": settings.ucx_net_devices}
+    wanted = {"UCX_TLS": _transports(settings.ucx_tls), "UCX_NET_DEVICES": settings.ucx_net_devices}
     defaults = {"UCX_LOG_LEVEL": settings.log_level}
     if settings.ucx_modules != "auto":
         wanted["UCX_MODULES"] = settings.ucx_modules
@@ -230,19 +247,31 @@ def _load(settings: NixlSettings) -> ModuleType:
         ) from error
 
 
+def _transports(asked: str) -> str:
+    """What UCX is to use, with those for device memory where there is a GPU: without them it takes that for host memory."""
+    names = asked.split(",")
+    if not asked or asked.startswith("^") or "all" in names or not has_accelerator():
+        return asked
+    return ",".join([*names, *(name for name in CUDA_TRANSPORTS if name not in names and "cuda" not in names)])
+
+
 def _package() -> str:
-    """The installed build; of two, that of a loaded torch's CUDA release, else the older, which suits any driver."""
+    """The installed build. Of two: that of CUDA 13 where the driver is new enough for it, else the one that suits any driver."""
     found = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
     if not found:
         raise TransportError("no nixl library is installed; install kvbridge[cpu] (nixl-cu12) or kvbridge[cuda] (nixl)")
-    cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""
-    matching = f"nixl_cu{cuda.partition('.')[0]}"
-    return matching if matching in found else found[0]
+    if len(found) == 1:
+        return found[0]
+    return PACKAGES[1] if has_accelerator() and _driver_release() >= CUDA_13_DRIVER else PACKAGES[0]
 
 
-def _has_accelerator() -> bool:
-    """UCX lists device memory as reachable whether there is a device or not."""
-    return any(node.exists() for node in ACCELERATOR_NODES)
+def _driver_release() -> int:
+    """The first part of the NVIDIA driver's version, 0 when it cannot be told."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+)\.\d", DRIVER_VERSION.read_text(encoding="utf-8"))
+    except OSError:
+        return 0
+    return int(found.group(1)) if found else 0
 
 
 def _errors(library: ModuleType) -> tuple[type[Exception], ...]:

@@ -9,17 +9,32 @@ from pathlib import Path
 import pytest
 
 from kvbridge.transport.base import Transport
-from tests.contract.harness import BACKENDS, Backend, Pair, PeerProcess, require_library
-from tests.helpers.shared_buffer import SharedBuffer
+from tests.contract.harness import BACKENDS, DEVICE_BACKENDS, Backend, Pair, PeerProcess, require_library
+from tests.helpers.gpu import skip_without_device
 
 MIB = 1 << 20
 BUFFER_BYTES = 24 * MIB
 
 
-@pytest.fixture(scope="module", params=list(BACKENDS))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each backend with host memory; tests that ask for it (`any_memory`) with device memory as well."""
+    if "backend" not in metafunc.fixturenames:
+        return
+    chosen = [pytest.param(label, id=label) for label in BACKENDS]
+    on_device = getattr(metafunc.function, "device_backends", ())
+    chosen += [pytest.param(label, id=label, marks=pytest.mark.gpu) for label in on_device]
+    metafunc.parametrize("backend", chosen, indirect=True, scope="module")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` when this process has no device."""
+    skip_without_device(items)
+
+
+@pytest.fixture(scope="module")
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Each backend in turn; a missing library is a failure."""
-    found = BACKENDS[request.param]
+    found = (BACKENDS | DEVICE_BACKENDS)[request.param]
     require_library(found)
     return found
 
@@ -39,10 +54,11 @@ def shared_pair(backend: Backend) -> Iterator[Pair]:
         PeerProcess(backend, Path(path) / "peer", BUFFER_BYTES) as process,
     ):
         transport = backend.create()
-        source = SharedBuffer(Path(path) / "source", BUFFER_BYTES)
+        source = backend.source_buffer(Path(path) / "source", BUFFER_BYTES)
         transport.register([source.memory()])
         yield Pair(transport, source, process, transport.connect(process.endpoint))
         transport.close()
+        source.close()
 
 
 @pytest.fixture

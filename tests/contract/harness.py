@@ -1,12 +1,14 @@
 """What the contract suite needs: the backends with settings fit for tests, and a handle on a peer process.
 
-Owns: `BACKENDS`, `PeerProcess`, `wait`. Every wait has a limit; a peer that misses it is killed and its stderr shown.
+Owns: `BACKENDS` and `DEVICE_BACKENDS`, `any_memory` and `any_local_memory`, `PeerProcess`, `wait`. Every wait has a limit; a
+peer that misses it is killed and its stderr shown.
 """
 
 from __future__ import annotations
 
 import base64
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -14,9 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import pytest
@@ -30,10 +34,16 @@ from kvbridge.config.transports import (
     TransportSettings,
 )
 from kvbridge.core.errors import TransportError
+from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
+from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus, Transport
 from kvbridge.transport.registry import create_transport
+from tests.helpers.device_buffer import DeviceBuffer
 from tests.helpers.shared_buffer import SharedBuffer
+
+Buffer = SharedBuffer | DeviceBuffer
+TestT = TypeVar("TestT", bound=Callable[..., None])
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER_START_LIMIT_S = 30.0
@@ -56,10 +66,23 @@ class Backend:
     settings: TransportSettings
     """Short timeouts, and a quiet timeout that is long enough for a frozen peer's operations to end."""
     module: str
-    """The library behind it, empty for none."""
+    """The library behind it, empty for none; of several, separated by "|", the first that is installed."""
     outlives_peer: bool = False
     """Whether a write can succeed although the peer's process is dead or stopped, since its memory is reached
     directly."""
+    source: MemoryKind = MemoryKind.DRAM
+    destination: MemoryKind = MemoryKind.DRAM
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether it moves device memory."""
+        return MemoryKind.VRAM in {self.source, self.destination}
+
+    def source_buffer(self, path: Path, length_bytes: int) -> Buffer:
+        """Memory of this process to write from: `path`, or of device 0."""
+        if self.source is MemoryKind.VRAM:
+            return DeviceBuffer(0, length_bytes)
+        return SharedBuffer(path, length_bytes)
 
     def create(self) -> Transport:
         """A new transport of this backend in this process."""
@@ -79,7 +102,7 @@ BACKENDS = {
     backend.label: backend
     for backend in (
         Backend("mooncake", "mooncake", TransportSettings(mooncake=MOONCAKE), "mooncake.engine"),
-        Backend("nixl", "nixl", TransportSettings(nixl=NIXL), "nixl_cu12"),
+        Backend("nixl", "nixl", TransportSettings(nixl=NIXL), "nixl_cu12|nixl_cu13"),
         Backend("local", "local", TransportSettings(local=LocalSettings()), "", outlives_peer=True),
         Backend(
             "faulty",
@@ -93,15 +116,58 @@ BACKENDS = {
     )
 }
 
+DRAM, VRAM = MemoryKind.DRAM, MemoryKind.VRAM
+SMALL_SLICES = LocalSettings(device_slice_bytes=1 << 20, registration_wait_s=10.0)
+"""So that an abort meets a transfer that has not been given to the device as a whole."""
+DEVICE_BACKENDS = {
+    f"{name} {source}-{destination}": replace(
+        BACKENDS[name],
+        label=f"{name} {source}-{destination}",
+        settings=TransportSettings(nixl=NIXL, local=SMALL_SLICES),
+        source=source,
+        destination=destination,
+    )
+    for name, source, destination in (
+        ("local", VRAM, DRAM),
+        ("local", VRAM, VRAM),
+        ("local", DRAM, VRAM),
+        ("nixl", VRAM, DRAM),
+        ("nixl", VRAM, VRAM),
+    )
+}
+"""The same with device memory, for a machine with a GPU. Mooncake refuses it on TCP."""
+
+
+def any_memory(test: TestT) -> TestT:
+    """Mark a test that runs with every kind of memory; the others run with host memory only."""
+    return _with_memory(test, DEVICE_BACKENDS)
+
+
+def any_local_memory(test: TestT) -> TestT:
+    """Mark a test that runs with every kind of memory of the local transport: what only tells of our own code."""
+    return _with_memory(test, [label for label, backend in DEVICE_BACKENDS.items() if backend.name == "local"])
+
+
+def _with_memory(test: TestT, labels: Iterable[str]) -> TestT:
+    test.device_backends = tuple(labels)  # type: ignore[attr-defined]
+    return test
+
 
 def require_library(backend: Backend) -> None:
     """A missing library fails the test, unless KVBRIDGE_ALLOW_MISSING_TRANSPORTS=1 asks for a skip."""
     if not backend.module:
         return
+    names = backend.module.split("|")
+    chosen = next((name for name in names if importlib.util.find_spec(name.partition(".")[0]) is not None), names[0])
     if os.environ.get("KVBRIDGE_ALLOW_MISSING_TRANSPORTS") == "1":
-        pytest.importorskip(backend.module)
+        pytest.importorskip(chosen)
     else:
-        importlib.import_module(backend.module)
+        importlib.import_module(chosen)
+
+
+def last_device() -> int:
+    """Where peers have their device memory: not on our device, if there is another one."""
+    return runtime.device_count() - 1
 
 
 class PeerProcess:
@@ -116,8 +182,9 @@ class PeerProcess:
         *,
         extents: list[tuple[int, int]] | None = None,
     ) -> None:
-        self.buffer = SharedBuffer(path, length_bytes)
-        """The peer's memory, seen from here. `address` of it is *ours*; the peer's is `self.address`."""
+        self._on_device = backend.destination is MemoryKind.VRAM
+        self._length_bytes = length_bytes
+        self._buffer: Buffer | None = None if self._on_device else SharedBuffer(path, length_bytes)
         self._log = path.with_suffix(".log").open("w+")
         arguments = {
             "name": backend.name,
@@ -125,6 +192,8 @@ class PeerProcess:
             "path": str(path),
             "length_bytes": length_bytes,
             "extents": extents,
+            "memory": backend.destination.value,
+            "device": last_device() if self._on_device else 0,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.transport_peer", json.dumps(arguments)],
@@ -142,9 +211,19 @@ class PeerProcess:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        if self._buffer is not None:
+            self._buffer.close()
         for pipe in (self._process.stdin, self._process.stdout, self._log):
             if pipe is not None:
                 pipe.close()
+
+    @property
+    def buffer(self) -> Buffer:
+        """The peer's memory, seen from here. `address` of it is *ours*; the peer's is `self.address`."""
+        if self._buffer is None:
+            _ = self.endpoint
+            self._buffer = DeviceBuffer(0, self._length_bytes, opened=self._opening)
+        return self._buffer
 
     @property
     def pid(self) -> int:
@@ -156,6 +235,7 @@ class PeerProcess:
         if self._endpoint is None:
             first = self._answer(PEER_START_LIMIT_S)
             self.address = first["address"]
+            self._opening = first.get("opening")
             self._endpoint = Endpoint(transport=first["transport"], data=base64.b64decode(first["data"]))
         return self._endpoint
 
@@ -187,6 +267,14 @@ class PeerProcess:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(ANSWER_LIMIT_S)
+
+    def ended_by_itself(self, limit_s: float = 1.0) -> str:
+        """What it said last when it ends within `limit_s`, else nothing."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+            self._log.seek(0)
+            return self._log.read()[-4000:] or "nothing"
+        return ""
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -232,14 +320,14 @@ class Pair:
     """A transport, its registered source buffer, a peer process and the connection to it."""
 
     transport: Transport
-    source: SharedBuffer
+    source: Buffer
     process: PeerProcess
     peer: Peer
 
     def reset(self, seed: int = 1) -> None:
         """Fill the source with random non-zero bytes and the destination with zeros."""
-        self.source.bytes[:] = np.random.default_rng(seed).integers(1, 256, self.source.length_bytes, dtype=np.uint8)
-        self.process.buffer.bytes[:] = 0
+        self.source.write(np.random.default_rng(seed).integers(1, 256, self.source.length_bytes, dtype=np.uint8))
+        self.process.buffer.fill(0)
 
     def operations(self, copies: list[tuple[int, int, int]]) -> Operations:
         """Operations from (source offset, destination offset, bytes)."""

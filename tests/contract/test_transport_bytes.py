@@ -11,12 +11,13 @@ from kvbridge.core.errors import InvalidInputError, TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Endpoint, TransferState, TransferStatus
 from tests.contract.conftest import MIB
-from tests.contract.harness import BACKENDS, Backend, Pair, wait, wait_all
+from tests.contract.harness import BACKENDS, Backend, Pair, any_memory, wait, wait_all
 from tests.helpers.shared_buffer import SharedBuffer
 
 DONE = TransferStatus(TransferState.DONE)
 
 
+@any_memory
 def test_mixed_sizes_arrive_exactly_and_touch_nothing_else(pair: Pair) -> None:
     sizes = [1, 584, 4096, 37_440, MIB, 3 * MIB] * 2
     rng = np.random.default_rng(3)
@@ -30,12 +31,14 @@ def test_mixed_sizes_arrive_exactly_and_touch_nothing_else(pair: Pair) -> None:
         placed.append((source, destination, size))
         destination += size + 13
     assert pair.move(pair.operations(placed)) == DONE
-    expected = np.zeros_like(pair.process.buffer.bytes)
+    expected = np.zeros(pair.process.buffer.length_bytes, dtype=np.uint8)
+    content = pair.source.read()
     for source, target, size in placed:
-        expected[target : target + size] = pair.source.bytes[source : source + size]
-    np.testing.assert_array_equal(pair.process.buffer.bytes, expected)
+        expected[target : target + size] = content[source : source + size]
+    np.testing.assert_array_equal(pair.process.buffer.read(), expected)
 
 
+@any_memory
 def test_peer_itself_sees_the_bytes(pair: Pair) -> None:
     assert pair.move(pair.blocks(37_440, 64)) == DONE
     import hashlib
@@ -43,30 +46,33 @@ def test_peer_itself_sees_the_bytes(pair: Pair) -> None:
     length = 64 * 37_440
     assert (
         pair.process.ask("checksum", offset=0, length=length)["sha256"]
-        == hashlib.sha256(pair.source.bytes[:length]).hexdigest()
+        == hashlib.sha256(pair.source.read(0, length)).hexdigest()
     )
 
 
+@any_memory
 def test_more_operations_than_a_library_queue_holds(pair: Pair) -> None:
     """Mooncake's queue takes about 2,050 and applies a larger batch in part."""
     assert pair.move(pair.blocks(584, 5_000)) == DONE
     length = 584 * 5_000
-    np.testing.assert_array_equal(pair.process.buffer.bytes[:length], pair.source.bytes[:length])
-    assert not pair.process.buffer.bytes[length:].any()
+    np.testing.assert_array_equal(pair.process.buffer.read(0, length), pair.source.read(0, length))
+    assert not pair.process.buffer.read(length).any()
 
 
+@any_memory
 def test_concurrent_transfers_to_one_peer(pair: Pair) -> None:
     parts = [pair.blocks(4_096, 100, first=100 * index) for index in range(12)]
     transfers = [pair.transport.submit(pair.peer, part, deadline_s=10.0) for part in parts]
     assert wait_all(transfers) == [DONE] * 12
     length = 12 * 100 * 4_096
-    np.testing.assert_array_equal(pair.process.buffer.bytes[:length], pair.source.bytes[:length])
+    np.testing.assert_array_equal(pair.process.buffer.read(0, length), pair.source.read(0, length))
 
 
 def test_no_operation_is_done_at_once(pair: Pair) -> None:
     assert pair.move(Operations.empty()) == DONE
 
 
+@any_memory
 def test_source_outside_of_registered_memory_is_refused(pair: Pair) -> None:
     """Mooncake would send it on TCP."""
     private = np.full(8_192, 9, dtype=np.uint8)
@@ -80,9 +86,10 @@ def test_source_outside_of_registered_memory_is_refused(pair: Pair) -> None:
         with pytest.raises(InvalidInputError, match="register"):
             pair.transport.submit(pair.peer, operations, deadline_s=5.0)
     assert pair.move(pair.blocks(4_096, 1, first=2_000)) == DONE  # anything of the refused ones would have come first
-    assert not pair.process.buffer.bytes[: 5 * 4_096].any()
+    assert not pair.process.buffer.read(0, 5 * 4_096).any()
 
 
+@any_memory
 def test_refused_destinations_do_not_disturb_the_next_write(pair: Pair) -> None:
     """Mooncake closes one of four lanes for each address that a peer rejects; the fifth write then fails or stalls."""
     end = pair.process.buffer.length_bytes
@@ -113,7 +120,7 @@ def test_registering_and_forgetting_many_extents(pair: Pair, shm) -> None:
         np.array([65_536], dtype=np.uint64),
     )
     assert pair.move(from_pool) == DONE
-    assert (pair.process.buffer.bytes[:65_536] == 77).all()
+    assert (pair.process.buffer.read(0, 65_536) == 77).all()
     pair.transport.unregister(extents)
     with pytest.raises(InvalidInputError, match="register"):
         pair.transport.submit(pair.peer, from_pool, deadline_s=5.0)
@@ -124,6 +131,7 @@ def test_registering_and_forgetting_many_extents(pair: Pair, shm) -> None:
     pair.transport.unregister(extents)
 
 
+@any_memory
 def test_endpoint_covers_what_was_registered_when_it_was_asked_for(backend: Backend, pair: Pair) -> None:
     """The peer withdraws part of its memory; whoever connects by the newer endpoint is refused it."""
     pair.process.ask("unregister")

@@ -19,8 +19,7 @@ import pytest
 from kvbridge.core.errors import TransportError
 from kvbridge.transport.base import Endpoint, TransferState, TransferStatus, Transport
 from tests.contract.conftest import BUFFER_BYTES, MIB
-from tests.contract.harness import BACKENDS, Backend, Pair, PeerProcess, wait
-from tests.helpers.shared_buffer import SharedBuffer
+from tests.contract.harness import BACKENDS, Backend, Pair, PeerProcess, any_local_memory, any_memory, wait
 
 DONE = TransferStatus(TransferState.DONE)
 OLD, NEW = 0x11, 0x22
@@ -32,13 +31,13 @@ OBSERVE_S = 0.7
 def owned(backend: Backend, shm: Path, transport: Transport) -> Iterator[Pair]:
     """A pair of the test's own, for tests that break it."""
     with PeerProcess(backend, shm / "peer", BUFFER_BYTES) as process:
-        yield connect(transport, shm, process)
+        yield connect(backend, transport, shm, process)
 
 
-def connect(transport: Transport, shm: Path, process: PeerProcess) -> Pair:
-    source = SharedBuffer(shm / "source", BUFFER_BYTES)
+def connect(backend: Backend, transport: Transport, shm: Path, process: PeerProcess) -> Pair:
+    source = backend.source_buffer(shm / "source", BUFFER_BYTES)
     transport.register([source.memory()])
-    source.bytes[:] = OLD
+    source.fill(OLD)
     return Pair(transport, source, process, transport.connect(process.endpoint))
 
 
@@ -51,6 +50,7 @@ def assert_failed(backend: Backend, status: TransferStatus) -> None:
     assert not (backend.outlives_peer and status.in_transit), "a copy is there or not, never on its way"
 
 
+@any_local_memory
 def test_peer_killed_before(backend: Backend, owned: Pair, shm: Path) -> None:
     with PeerProcess(backend, shm / "other", BUFFER_BYTES) as other:
         other_peer = owned.transport.connect(other.endpoint)
@@ -62,9 +62,10 @@ def test_peer_killed_before(backend: Backend, owned: Pair, shm: Path) -> None:
         assert time.monotonic() - begun_s < 8.0
         to_other = Pair(owned.transport, owned.source, other, other_peer)
         assert to_other.move(to_other.blocks(4_096, 64)) == DONE
-        assert (other.buffer.bytes[: 64 * 4_096] == OLD).all()
+        assert (other.buffer.read(0, 64 * 4_096) == OLD).all()
 
 
+@any_memory
 def test_peer_killed_during_and_restarted(backend: Backend, owned: Pair, shm: Path) -> None:
     transfer = owned.transport.submit(owned.peer, owned.blocks(16_384, BUFFER_BYTES // 16_384), deadline_s=10.0)
     transfer.poll()
@@ -78,26 +79,31 @@ def test_peer_killed_during_and_restarted(backend: Backend, owned: Pair, shm: Pa
     with PeerProcess(backend, shm / "restarted", BUFFER_BYTES) as restarted:
         again = Pair(owned.transport, owned.source, restarted, owned.transport.connect(restarted.endpoint))
         assert again.move(again.blocks(MIB, 8)) == DONE
-        assert (restarted.buffer.bytes[: 8 * MIB] == OLD).all()
+        assert (restarted.buffer.read(0, 8 * MIB) == OLD).all()
 
 
+@any_memory
 @pytest.mark.parametrize("patience", ["patient", "impatient"])
 def test_frozen_peer_receives_nothing_written_after_the_report(backend: Backend, shm: Path, patience: str) -> None:
     transport = backend.create() if patience == "patient" else backend.impatient()
     try:
         with PeerProcess(backend, shm / "peer", BUFFER_BYTES) as process:
-            pair = connect(transport, shm, process)
+            pair = connect(backend, transport, shm, process)
             assert pair.move(pair.blocks(4_096, 8)) == DONE
             process.stop()
             status = pair.move(pair.blocks(MIB, BUFFER_BYTES // MIB), deadline_s=0.5)
             if status.state is TransferState.FAILED_NOT_QUIET:
                 transport.close()
-            pair.source.bytes[:] = NEW
+            pair.source.fill(NEW)
             process.resume()
+            if backend.name == "nixl" and backend.needs_device and (words := process.ended_by_itself()):
+                # With device memory UCX ends a process whose endpoint ran out of time; nothing arrives in it then.
+                assert "Endpoint timeout" in words
+                return
             process.ask("checksum")  # it runs again
             assert count_of_new_bytes(process) == 0, status
             if status.state is TransferState.DONE:
-                assert (process.buffer.bytes == OLD).all()
+                assert (process.buffer.read() == OLD).all()
             else:
                 assert len(status.error) > 20, status
                 assert status.in_transit is not backend.outlives_peer, (
@@ -115,7 +121,7 @@ def count_of_new_bytes(process: PeerProcess) -> int:
     ends_at_s = time.monotonic() + OBSERVE_S
     found = 0
     while time.monotonic() < ends_at_s and not found:
-        found = int(np.count_nonzero(process.buffer.bytes == NEW))
+        found = int(np.count_nonzero(process.buffer.read() == NEW))
     return found
 
 
@@ -149,6 +155,7 @@ def test_connecting_to_a_dead_peer_fails_or_its_first_transfer_does(backend: Bac
     assert time.monotonic() - begun_s < 5.0
 
 
+@any_memory
 def test_abort_ends_a_transfer_early_and_quietly(backend: Backend, owned: Pair) -> None:
     transfer = owned.transport.submit(owned.peer, owned.blocks(4_096, BUFFER_BYTES // 4_096), deadline_s=10.0)
     transfer.poll()
@@ -158,26 +165,28 @@ def test_abort_ends_a_transfer_early_and_quietly(backend: Backend, owned: Pair) 
     if status != DONE:
         assert "the test said so" in status.error
         assert not status.in_transit, "what was started has been waited for"
-    arrived = owned.process.buffer.bytes.copy()
-    owned.source.bytes[:] = NEW
+    arrived = owned.process.buffer.read().copy()
+    owned.source.fill(NEW)
     assert count_of_new_bytes(owned.process) == 0
-    np.testing.assert_array_equal(owned.process.buffer.bytes, arrived)
+    np.testing.assert_array_equal(owned.process.buffer.read(), arrived)
     transfer.abort("again")
     assert transfer.poll() == status
     assert owned.move(owned.blocks(4_096, 8)) == DONE
 
 
+@any_local_memory
 def test_deadline_of_a_transfer_that_cannot_finish_in_time(backend: Backend, owned: Pair) -> None:
     status = owned.move(owned.blocks(4_096, BUFFER_BYTES // 4_096), deadline_s=0.001)
     assert status.state is TransferState.FAILED_QUIET or status == DONE
     assert owned.move(owned.blocks(MIB, 4)) == DONE
 
 
+@any_memory
 def test_closing_ends_active_transfers(backend: Backend, owned: Pair) -> None:
     transfer = owned.transport.submit(owned.peer, owned.blocks(4_096, BUFFER_BYTES // 4_096), deadline_s=10.0)
     transfer.poll()
     owned.transport.close()
-    owned.source.bytes[:] = NEW
+    owned.source.fill(NEW)
     status = transfer.poll()
     assert status.state.terminal
     if status != DONE:
@@ -186,6 +195,7 @@ def test_closing_ends_active_transfers(backend: Backend, owned: Pair) -> None:
     assert transfer.poll() == status
 
 
+@any_local_memory
 def test_two_lives_of_a_transport_in_one_process(backend: Backend, owned: Pair, shm: Path) -> None:
     """What the rank worker does after FAILED_NOT_QUIET: close, build again, register the same memory, connect again."""
     endpoint = owned.process.endpoint
@@ -199,6 +209,7 @@ def test_two_lives_of_a_transport_in_one_process(backend: Backend, owned: Pair, 
         rebuilt.close()
 
 
+@any_local_memory
 def test_a_successor_beside_its_predecessor(backend: Backend, owned: Pair) -> None:
     """What the rank worker does for the sake of other peers: the old one ends what it has begun, the new one begins."""
     count = BUFFER_BYTES // 4_096
@@ -212,7 +223,7 @@ def test_a_successor_beside_its_predecessor(backend: Backend, owned: Pair) -> No
         assert wait(begun, 30.0) == DONE
         owned.transport.close()
         assert again.move(again.blocks(4_096, count)) == DONE
-        assert (owned.process.buffer.bytes == OLD).all()
+        assert (owned.process.buffer.read() == OLD).all()
     finally:
         successor.close()
 

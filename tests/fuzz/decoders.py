@@ -35,6 +35,7 @@ from kvbridge.core.wire.codec import (
     FrameError,
     MessageCodec,
 )
+from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceOrder, FileOrigin, SharedRegion, StreamPoint
 from kvbridge.http.problems import Problem, error_of, make_problem, problem_response
 from kvbridge.service import ports
 from kvbridge.service.offers import check_offer
@@ -89,7 +90,13 @@ NODE = wire.NodeDescription(
     instance="decode-0", node="node-0", role=Role.DECODE, incarnation=ME, geometry=GEOMETRY, ranks=(DESCRIPTION,)
 )
 AMOUNTS = {"c4_kv": Amount(lane_rows=64, bytes=37_440, operations=1)}
-REGION = worker_wire.SharedRegion(region=manifest(GEOMETRY).regions[0], paths=("/dev/shm/x",))
+REGION = SharedRegion(region=manifest(GEOMETRY).regions[0], origins=(FileOrigin(path="/dev/shm/x"),))
+UUID = "0123456789abcdef" * 2
+VRAM = SharedRegion(
+    region=manifest(GEOMETRY).regions[0],
+    origins=(CudaOrigin(handle=bytes(range(200, 256)) + b"8 bytes.", device_uuid=UUID, length_bytes=4096),),
+)
+POINT = StreamPoint(ring="r", handle=bytes(64), device_uuid=UUID)
 SECTION = Section(prompt_tokens=600, start_token=0, stop_token=512, layers=(0, 1))
 
 MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
@@ -107,13 +114,25 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
     NODE_TO_WORKER: (
         worker_wire.ConnectPeer(peer=ME, ranks=(DESCRIPTION,)),
         worker_wire.OpenRoom(**ROOM, peer=ME, prompt_tokens=600, prefix_tokens=0, source=TABLES, destination=TABLES),
-        worker_wire.Send(**ROOM, order=1, section=SECTION),
+        worker_wire.Send(**ROOM, order=1, section=SECTION, after=(POINT,)),
+        worker_wire.WorkerSetup(
+            geometry=GEOMETRY,
+            rank=RANK,
+            pp_size=1,
+            tp_size=1,
+            layers=(0, 1),
+            device=(),
+            allocate=DeviceOrder(device=1, page_counts={IndexSpace.FULL: 4}),
+            host=(REGION,),
+            transports="{}",
+            transfer_timeout_s=1.0,
+        ),
         worker_wire.CloseRoom(**ROOM),
         worker_wire.Shutdown(),
     ),
     WORKER_TO_NODE: (
         worker_wire.WorkerHello(rank=RANK, pid=1),
-        worker_wire.WorkerReady(rank=RANK, pid=1, description=DESCRIPTION),
+        worker_wire.WorkerReady(rank=RANK, pid=1, description=DESCRIPTION, device=(VRAM,)),
         worker_wire.PeerConnected(rank=RANK, peer=ME, transports=("local",)),
         worker_wire.Sent(**ROOM, rank=RANK, order=1, amounts=AMOUNTS, seconds={"move": 0.1}),
         worker_wire.RoomClosed(**ROOM, rank=RANK, quiet=True),
@@ -121,7 +140,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
     ENGINE_TO_NODE: (
         engine.Attach(call=1, role=Role.PREFILL, ranks=(RANK,), pid=1),
         engine.Begin(call=2, room=5, prompt_tokens=600, tables=TABLES),
-        engine.Publish(call=3, room=5, upto_token=512, layers=(0, 1)),
+        engine.Publish(call=3, room=5, upto_token=512, layers=(0, 1), after={"pp0.tp0": POINT}),
         engine.Finish(call=4, room=5, metadata=b"first token"),
         engine.AbortRoom(call=5, room=5, reason="enough"),
     ),
@@ -135,8 +154,9 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
             layers={"pp0.tp0": (0, 1)},
             pp_size=1,
             tp_size=1,
-            device={"pp0.tp0": (REGION,)},
+            device={"pp0.tp0": (REGION, VRAM)},
         ),
+        engine.Detached(reason="the worker is gone"),
         engine.Pages(call=2, room=5, generation=1, prompt_tokens=600, tables=TABLES, amounts=AMOUNTS),
         engine.RoomEvent(room=5, generation=1, kind="committed"),
     ),

@@ -10,6 +10,7 @@ import mmap
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbridge.transport.base import Memory, SharedFile
 
@@ -33,3 +34,18 @@ class SharedBuffer:
         length = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         shared = SharedFile(path=str(self.path), offset_bytes=offset_bytes)
         return Memory(address=self.address + offset_bytes, length_bytes=length, shared=shared, label=self.path.name)
+
+    def read(self, offset: int = 0, length: int | None = None) -> npt.NDArray[np.uint8]:
+        """Return a view of some bytes: it changes with them."""
+        return self.bytes[offset : self.length_bytes if length is None else offset + length]
+
+    def write(self, content: npt.NDArray[np.uint8], offset: int = 0) -> None:
+        """Replace some bytes."""
+        self.bytes[offset : offset + content.nbytes] = content
+
+    def fill(self, value: int, offset: int = 0, length: int | None = None) -> None:
+        """Set every byte of a part."""
+        self.read(offset, length)[:] = value
+
+    def close(self) -> None:
+        """Does nothing: the mapping goes with the last view of it."""

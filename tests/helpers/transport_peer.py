@@ -2,9 +2,9 @@
 commands.
 
 Run as `python -m tests.helpers.transport_peer '<json>'` with keys name, settings, path, length_bytes and (optional)
-extents, a list of [offset, length] to register instead of the whole buffer. One JSON object a line in, one out; the
-first line out is the answer to an implied `endpoint`. Whatever libraries print goes to stderr. End of input ends the
-process.
+extents, a list of [offset, length] to register instead of the whole buffer; memory, "dram" or "vram"; device, an
+ordinal. One JSON object a line in, one out; the first line out is the answer to an implied `endpoint`. Whatever
+libraries print goes to stderr. End of input ends the process.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from kvbridge.config.transports import TransportSettings
 from kvbridge.core.errors import BridgeError
 from kvbridge.transport.base import Transport
 from kvbridge.transport.registry import create_transport
+from tests.helpers.device_buffer import DeviceBuffer
 from tests.helpers.shared_buffer import SharedBuffer
 
+Buffer = SharedBuffer | DeviceBuffer
 
-def execute(command: dict[str, Any], transport: Transport, buffer: SharedBuffer) -> dict[str, Any]:
+
+def execute(command: dict[str, Any], transport: Transport, buffer: Buffer) -> dict[str, Any]:
     """Do what one line asks and return the answer."""
     offset, length = command.get("offset", 0), command.get("length", buffer.length_bytes)
-    part = buffer.bytes[offset : offset + length]
     match command["do"]:
         case "endpoint":
             endpoint = transport.endpoint()
             return {"transport": endpoint.transport, "data": base64.b64encode(endpoint.data).decode()}
         case "fill":
-            part[:] = command["value"]
+            buffer.fill(command["value"], offset, length)
         case "checksum":
-            return {"sha256": hashlib.sha256(part).hexdigest()}
+            return {"sha256": hashlib.sha256(buffer.read(offset, length)).hexdigest()}
         case "register":
             transport.register([buffer.memory(offset, length)])
         case "unregister":
@@ -50,14 +52,20 @@ def execute(command: dict[str, Any], transport: Transport, buffer: SharedBuffer)
 def serve(arguments: dict[str, Any], answers: TextIO) -> None:
     """Build the transport, report the endpoint, then answer each line until the input ends."""
     transport = create_transport(arguments["name"], TransportSettings.model_validate(arguments["settings"]))
-    buffer = SharedBuffer(Path(arguments["path"]), arguments["length_bytes"])
+    buffer: Buffer
+    opening = {}
+    if arguments.get("memory") == "vram":
+        buffer = DeviceBuffer(arguments["device"], arguments["length_bytes"])
+        opening = {"opening": buffer.facts()}
+    else:
+        buffer = SharedBuffer(Path(arguments["path"]), arguments["length_bytes"])
     extents = arguments.get("extents") or [[0, buffer.length_bytes]]
     transport.register([buffer.memory(offset, length) for offset, length in extents])
 
     def answer(content: dict[str, Any]) -> None:
         print(json.dumps(content), file=answers, flush=True)
 
-    answer(execute({"do": "endpoint"}, transport, buffer) | {"address": buffer.address})
+    answer(execute({"do": "endpoint"}, transport, buffer) | {"address": buffer.address} | opening)
     for line in sys.stdin:
         try:
             answer(execute(json.loads(line), transport, buffer))

@@ -17,7 +17,7 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Uint64
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, Text, WireTable
-from kvbridge.core.wire.worker_messages import SharedRegion
+from kvbridge.core.wire.shared_memory import SharedRegion, StreamPoint
 
 # ---------------------------------------------------------------------------------------------- calls
 
@@ -63,6 +63,8 @@ class Publish(Call):
     room: Uint64
     upto_token: NonNegative
     layers: tuple[NonNegative, ...] | None = None
+    after: dict[str, StreamPoint] = Field(default_factory=dict)
+    """For each rank whose pages a GPU writes, keyed by `str(rank)`: where in its work they are final."""
 
 
 class Finish(Call):
@@ -189,4 +191,11 @@ class RoomEvent(FrozenModel):
     reason: Text = ""
 
 
-NodeToEngine = Annotated[Accepted | Refused | Attached | Pages | RoomEvent, Field(discriminator="type")]
+class Detached(FrozenModel):
+    """Pushed to an engine whose device memory is gone with the process that made it. It is to let go and attach again."""
+
+    type: Literal["detached"] = "detached"
+    reason: Text
+
+
+NodeToEngine = Annotated[Accepted | Refused | Attached | Pages | RoomEvent | Detached, Field(discriminator="type")]

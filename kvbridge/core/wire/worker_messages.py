@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, Section
@@ -23,16 +22,10 @@ from kvbridge.core.wire.messages import (
     Text,
     WireTable,
 )
+from kvbridge.core.wire.shared_memory import DeviceOrder, SharedRegion, StreamPoint
 
-
-class SharedRegion(FrozenModel):
-    """A region as another process of the node can map it.
-
-    `extent_addresses` of `region` are offsets, each into the shared file of the same position in `paths`.
-    """
-
-    region: Region
-    paths: tuple[str, ...]
+MAX_POINTS = 8_192
+"""Points that one order waits for at most: as many as an engine's events."""
 
 
 class WorkerHello(FrozenModel):
@@ -55,7 +48,9 @@ class WorkerSetup(FrozenModel):
     layers: tuple[NonNegative, ...]
     """The global layer ids of the rank."""
     device: tuple[SharedRegion, ...]
-    """Owned device memory of this rank; empty when the worker adopts an engine's."""
+    """Device memory of this rank that the node has made (device: cpu)."""
+    allocate: DeviceOrder | None = None
+    """Device memory of this rank that the worker is to make (device: cuda). With neither, it adopts an engine's."""
     host: tuple[SharedRegion, ...]
     """The node's host pool; empty when there is none."""
     transports: Annotated[str, Field(max_length=100_000)]
@@ -77,6 +72,8 @@ class WorkerReady(FrozenModel):
     description: RankDescription
     epoch: NonNegative = 0
     """Of the endpoints in the description."""
+    device: tuple[SharedRegion, ...] = ()
+    """The device memory that this worker has made, for engines to open."""
 
 
 class WorkerProgress(FrozenModel):
@@ -143,6 +140,8 @@ class Send(RoomMessage):
     type: Literal["send"] = "send"
     order: Positive
     section: Section
+    after: Annotated[tuple[StreamPoint, ...], Field(max_length=MAX_POINTS)] = ()
+    """Read nothing of it before the engine's GPU has reached all of these."""
 
 
 class Sent(RoomMessage):

@@ -9,9 +9,11 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
+from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.pool.adopted_pool import AdoptedPool, cut_regions
 from kvbridge.pool.device_pool import DevicePool
 from kvbridge.pool.layout import RankPart, device_placement
+from kvbridge.pool.sharing import Holder
 
 TINY = preset("tiny-v4")
 GQA = preset("tiny-gqa")
@@ -89,9 +91,9 @@ def test_memory_in_a_shared_mapping_carries_its_file(shm):
     part = RankPart.of(TINY, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
     counts = {IndexSpace.FULL: 3, IndexSpace.SWA: 3, IndexSpace.REQUEST: 3}
     with DevicePool.create(device_placement(TINY, part, page_counts=counts), shm, "engine") as owned:
-        pool = AdoptedPool(TINY, part, owned.regions(), mappings=owned.mappings)
+        pool = AdoptedPool(TINY, part, owned.regions(), holders=[Holder.of(mapping) for mapping in owned.mappings])
         assert pool.extents() == owned.extents()
-        assert {extent.path for extent in pool.extents()} == set(owned.paths)
+        assert {extent.origin for extent in pool.extents()} == {FileOrigin(path=path) for path in owned.paths}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import RankManifest, fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
+from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.pool.extent import pages_per_extent
 from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement, stage_layers
 from kvbridge.pool.placement import Placement
@@ -198,15 +199,15 @@ def test_a_placement_that_reaches_beyond_its_mapping_is_not_built():
             Placement.model_validate(document)
 
 
-def test_addresses_and_paths_must_match_the_mappings():
+def test_addresses_and_origins_must_match_the_mappings():
     placement = host_placement(FLASH, {C4}, page_count=5)
     with pytest.raises(InvalidInputError, match="one address for each, got 2"):
         placement.regions_at([1, 2])
-    with pytest.raises(InvalidInputError, match="one path for each, got 0"):
+    with pytest.raises(InvalidInputError, match="one origin for each, got 0"):
         placement.shared_regions([])
-    shared = placement.shared_regions(["/dev/shm/x"])
+    shared = placement.shared_regions([FileOrigin(path="/dev/shm/x")])
     assert shared[0].region.extent_addresses == (0,)
-    assert shared[0].paths == ("/dev/shm/x",)
+    assert shared[0].origins == (FileOrigin(path="/dev/shm/x"),)
 
 
 def test_blocks_never_touch_even_where_pages_fill_memory_pages_exactly():

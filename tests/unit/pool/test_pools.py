@@ -16,7 +16,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.worker_messages import SharedRegion
+from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.pool.device_pool import DevicePool
 from kvbridge.pool.host_pool import HostPool
 from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement
@@ -74,7 +74,7 @@ def test_every_page_lies_in_exactly_one_extent_with_its_file(shm, layout, chunki
                 assert len(holding) == 1
         for extent in extents:
             assert extent.length_bytes <= chunking.extent_bytes
-            mapping = next(one for one in pool.mappings if str(one.path) == extent.path)
+            mapping = next(one for one in pool.mappings if FileOrigin(path=str(one.path)) == extent.origin)
             assert extent.address == mapping.address + extent.offset_bytes
             assert mapping.path.name in extent.label
 
@@ -151,9 +151,9 @@ def test_a_region_beyond_its_file_is_refused_before_it_is_touched(shm):
         offset = pool.total_bytes - good.region.page_bytes
         far = good.region.model_copy(update={"extent_addresses": (offset,)})
         with pytest.raises(InvalidInputError, match="ends at byte"):
-            MappedRegions([SharedRegion(region=far, paths=good.paths)])
-        with pytest.raises(InvalidInputError, match="1 extents, but 2 paths"):
-            MappedRegions([SharedRegion(region=good.region, paths=good.paths * 2)])
+            MappedRegions([SharedRegion(region=far, origins=good.origins)])
+        with pytest.raises(InvalidInputError, match="1 extents, but 2 origins"):
+            MappedRegions([SharedRegion(region=good.region, origins=good.origins * 2)])
 
 
 def test_repr_is_for_the_operator(shm):

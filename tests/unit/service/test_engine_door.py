@@ -13,6 +13,7 @@ from kvbridge.core.wire.engine_messages import (
     Attached,
     Begin,
     Claim,
+    Detached,
     Extend,
     Finish,
     Pages,
@@ -203,3 +204,37 @@ def pick_events(door: Door):
 
 def test_pick_is_not_confused_by_other_messages():
     assert pick([("a", Heartbeat()), ("b", 3)], Heartbeat, "a") == [Heartbeat()]
+
+
+def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attach_again():
+    door = prefill(ranks=(R0, R1))
+    door.attach("of both")
+    door.attach("of the other", ranks=(R1,))
+    door.call(Admit(call=2, room=1, prompt_tokens=PAGE), "of both")
+    door.call(Begin(call=3, room=1, prompt_tokens=PAGE), "of both")
+    door.messages.clear()
+    for _ in range(2):
+        door.door.memory_lost(R0, "rank worker pp0.tp0 is gone: killed")
+    assert door.messages == [("of both", Detached(reason="rank worker pp0.tp0 is gone: killed"))]
+    door.bench.service.worker_gone(R0, "killed")
+    refused = door.call(Publish(call=4, room=1, upto_token=PAGE), "of both")
+    assert (refused.code, "attach again" in refused.message) == ("detached", True)
+    assert door.bench.free == 15
+    assert isinstance(door.call(AbortRoom(call=5, room=1, reason="lost"), "of both"), Accepted)
+    assert door.bench.free == 16
+    assert isinstance(door.call(Admit(call=2, room=2, prompt_tokens=PAGE), "of the other"), Accepted)
+    assert isinstance(door.attach("of both"), Attached)
+    assert isinstance(door.call(Admit(call=2, room=3, prompt_tokens=PAGE), "of both"), Accepted)
+
+
+def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
+    door = decode()
+    door.attach()
+    door.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,)))
+    door.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(PAGE), phases_s={}))
+    assert isinstance(door.call(Claim(call=2, room=1)), Pages)
+    door.door.memory_lost(R0, "killed")
+    door.bench.service.worker_gone(R0, "killed", memory_lost=True)
+    assert door.call(Extend(call=3, room=1, tokens=2 * PAGE)).code == "detached"
+    assert isinstance(door.call(Release(call=4, room=1)), Accepted)
+    assert door.bench.free == 16

@@ -10,6 +10,7 @@ from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
 from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
 from kvbridge.core.plan.operations import Operations, Section
 from kvbridge.core.wire.messages import Heartbeat, RankDescription, TransportEndpoint, WireTable, to_wire
+from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,
@@ -780,3 +781,96 @@ def test_a_node_that_is_gone_ends_the_worker():
     bench.link.receive = gone
     with pytest.raises(PeerError):
         bench.worker.step()
+
+
+# ------------------------------------------------------------------------------------------- points of an engine's GPU
+
+
+class Points:
+    """Points that are reached when a test says so."""
+
+    def __init__(self) -> None:
+        self.done: set[str] = set()
+        self.broken: set[str] = set()
+        self.closed = False
+
+    def reached(self, points) -> bool:
+        for one in points:
+            if one.ring in self.broken:
+                raise TransportError(f"the engine's GPU cannot be asked: {one.ring} is gone")
+        return all(one.ring in self.done for one in points)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def gated_bench() -> tuple[Bench, Points]:
+    bench = ready_bench()
+    points = Points()
+    bench.worker._points = points  # type: ignore[assignment]
+    return bench, points
+
+
+def gated_order(bench: Bench, *rings: str, room: int = 1, steps: int = 1) -> int:
+    bench.orders += 1
+    section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
+    after = tuple(StreamPoint(ring=ring, handle=bytes(64), device_uuid="0" * 32) for ring in rings)
+    bench.say(Send(room=room, generation=1, order=bench.orders, section=section, after=after), steps=steps)
+    return bench.orders
+
+
+def test_nothing_of_an_order_is_read_before_the_engines_gpu_has_written_it():
+    bench, points = gated_bench()
+    gated_order(bench, "a", "b", steps=5)
+    assert bench.transport().transfers == []
+    points.done.add("a")
+    bench.say(steps=3)
+    assert bench.transport().transfers == []
+    points.done.add("b")
+    bench.say()
+    assert len(bench.transport().transfers) == 1
+    bench.end(DONE)
+    assert bench.sent()[0].error_code == ""
+    bench.worker.close()
+    assert points.closed
+
+
+def test_orders_that_are_written_overtake_those_that_are_not():
+    bench, _ = gated_bench()
+    bench.open(room=2)
+    gated_order(bench, "a")
+    free = bench.order(room=2)
+    bench.end(DONE)
+    assert [sent.order for sent in bench.sent()] == [free]
+
+
+def test_an_engine_that_is_gone_fails_its_order_alone():
+    bench, points = gated_bench()
+    bench.open(room=2)
+    broken, waiting = gated_order(bench, "a"), gated_order(bench, "b", room=2)
+    points.broken.add("a")
+    bench.say()
+    (sent,) = bench.sent()
+    assert (sent.order, sent.error_code, sent.quiet) == (broken, "transport_failed", True)
+    assert "a is gone" in sent.error
+    points.done.add("b")
+    bench.say()
+    bench.end(DONE)
+    assert [(sent.order, sent.error_code) for sent in bench.sent()] == [(waiting, "")]
+
+
+def test_a_room_is_closed_while_its_order_waits_for_a_gpu():
+    bench, _ = gated_bench()
+    gated_order(bench, "never")
+    bench.say(CloseRoom(room=1, generation=1), steps=2)
+    assert bench.closed == [1]
+    assert [sent.error_code for sent in bench.sent()] == ["aborted"]
+    assert bench.transport().transfers == []
+
+
+def test_waiting_for_a_gpu_does_not_spin(monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(rank_worker.time, "sleep", pauses.append)
+    bench, _ = gated_bench()
+    gated_order(bench, "never", steps=4)
+    assert pauses == [rank_worker.BUSY_PAUSE_S] * 4

@@ -437,6 +437,19 @@ def test_a_dead_worker_fails_what_is_not_committed(stage):
     assert bench.free == (14 if stage == "offered" else 16)
 
 
+def test_device_memory_that_died_with_its_worker_takes_what_had_arrived_along():
+    waiting, read = committed(), claimed()
+    for bench in (waiting, read):
+        bench.service.worker_gone(R0, "killed", memory_lost=True)
+        assert bench.service.report(1).state is RoomState.FAILED
+        assert bench.service.report(1).reason_code == "worker_gone"
+    assert (state(waiting), waiting.free) == (ReceiverState.FAILED, 16)
+    assert (state(read), read.free) == (ReceiverState.FAILING_CLAIMED, 14)
+    assert read.engines.kinds[-1] == "cancel"
+    read.service.release("engine", 1)
+    assert (state(read), read.free) == (ReceiverState.FAILED, 16)
+
+
 # ------------------------------------------------------------------------------------------- engines
 
 

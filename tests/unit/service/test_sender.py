@@ -14,8 +14,10 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, WireTable, to_wire
+from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, RoomClosed, Send, Sent
 from kvbridge.pool.book import Owner, PageState
+from kvbridge.service import sender
 from kvbridge.service.ports import AdmissionRequest, PeerAddress, RoomState
 from tests.helpers.rooms import DECODE, PAGE, R0, R1, SenderBench, full_amounts, pick
 
@@ -810,3 +812,39 @@ def test_repr_counts():
     bench = sending()
     bench.service.offer(DECODE, offer(room=9))
     assert repr(bench.service) == "<SenderService {'transferring': 1} early offers: 1>"
+
+
+# ------------------------------------------------------------------------------------------- points of an engine's GPU
+
+
+def point(number: int) -> StreamPoint:
+    return StreamPoint(ring="ring", handle=bytes([number]) * 64, device_uuid="0" * 32)
+
+
+def publish_at(bench: SenderBench, upto: int, **points: StreamPoint) -> None:
+    named = {name.replace("_", "."): one for name, one in points.items()}
+    bench.service.publish("engine", bench.ranks, 1, upto_token=upto, layers=None, after=named)
+
+
+def test_orders_name_the_points_of_all_that_they_send_each_rank_its_own():
+    bench = SenderBench(ranks=(R0, R1))
+    admit(bench)
+    begin(bench)
+    publish_at(bench, PAGE, pp0_tp0=point(1), pp0_tp1=point(2))
+    publish_at(bench, PAGE, pp0_tp0=point(1), pp0_tp1=point(3))
+    bench.service.offer(DECODE, offer())
+    assert [order.after for order in orders(bench, R0)] == [(point(1),)]
+    assert [order.after for order in orders(bench, R1)] == [(point(2), point(3))]
+    publish_at(bench, TOKENS, pp0_tp0=point(4))
+    assert [orders(bench, rank)[-1].after for rank in bench.ranks] == [(point(4),), ()]
+
+
+def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
+    monkeypatch.setattr(sender, "MAX_POINTS", 2)
+    bench = SenderBench()
+    admit(bench)
+    begin(bench)
+    for number in range(4):
+        publish_at(bench, PAGE, pp0_tp0=point(number))
+    bench.service.offer(DECODE, offer())
+    assert orders(bench)[0].after == (point(2), point(3))

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.core.errors import ConfigError, ProtocolError
+from kvbridge.core.errors import ConfigError, NotReadyError, ProtocolError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Heartbeat, RankDescription, TransportEndpoint
+from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.core.wire.worker_messages import (
     Shutdown,
     WorkerFailed,
@@ -130,3 +131,23 @@ def test_a_setup_that_cannot_be_made_leaves_the_worker_as_it_was():
         workers.hello("link", WorkerHello(rank=R0, pid=1))
     assert workers.rank_of("link") is None
     assert "is not there" in workers.missing()
+
+
+def test_device_memory_that_a_worker_has_made_is_there_while_it_is_ready():
+    bench = Bench()
+    vram = (SharedRegion(region=manifest().regions[0], origins=(FileOrigin(path="/dev/shm/x"),)),)
+    with pytest.raises(NotReadyError, match=r"nothing to attach to yet: rank worker pp0\.tp0 is not there"):
+        bench.workers.device(R0)
+    bench.hello()
+    bench.workers.progress(WorkerProgress(rank=R0, done_bytes=1, total_bytes=4))
+    with pytest.raises(NotReadyError, match="is starting \\(25% of its memory is registered\\); try again shortly"):
+        bench.workers.device(R0)
+    described = RankDescription(manifest=manifest(rank=R0, tp_size=2), endpoints=())
+    bench.workers.ready(WorkerReady(rank=R0, pid=11, description=described, device=vram))
+    assert bench.workers.device(R0) == vram
+    bench.workers.gone(R0, "killed by SIGKILL")
+    with pytest.raises(NotReadyError, match="killed by SIGKILL"):
+        bench.workers.device(R0)
+    bench.hello(link="again")
+    bench.ready()
+    assert bench.workers.device(R0) == ()

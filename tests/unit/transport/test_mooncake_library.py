@@ -10,7 +10,9 @@ from pydantic import ValidationError
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, TransportSettings
 from kvbridge.core.errors import TransportError, UnsupportedError
-from kvbridge.transport.mooncake_library import require_adapter
+from kvbridge.core.ids import MemoryKind
+from kvbridge.transport import mooncake_library
+from kvbridge.transport.mooncake_library import memory_kinds, require_adapter, why_no_device_memory
 from kvbridge.transport.registry import create_transport
 
 NONE_FOUND = '{"cpu:0": [[], []]}'
@@ -82,6 +84,20 @@ print("mooncake.engine" in sys.modules, any(name.startswith("nixl") for name in 
 def test_unknown_transport_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"no transport 'carrier-pigeon'.*local, mooncake, nixl, faulty"):
         create_transport("carrier-pigeon", TransportSettings())
+
+
+def test_device_memory_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would take it over TCP, and say that it is written before it is."""
+    installed: set[str] = set()
+    monkeypatch.setattr(mooncake_library, "_is_installed", installed.__contains__)
+    assert "non-CUDA build" in why_no_device_memory(MooncakeProtocol.RDMA)
+    for distribution in mooncake_library.CUDA_DISTRIBUTIONS:
+        installed.clear()
+        installed.add(distribution)
+        assert "rdma, or transports.order to local" in why_no_device_memory(MooncakeProtocol.TCP)
+        assert memory_kinds(MooncakeProtocol.TCP) == {MemoryKind.DRAM}
+        assert why_no_device_memory(MooncakeProtocol.RDMA) == ""
+        assert memory_kinds(MooncakeProtocol.RDMA) == set(MemoryKind)
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,16 @@ import pytest
 
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.transport.base import Memory, SharedFile
+from kvbridge.transport.local_files import MappedFiles
 from kvbridge.transport.local_host import (
     FileIdentity,
     HostClaim,
-    MappedFiles,
     Proof,
     SharedExtent,
     identify,
     require_same_host,
 )
+from kvbridge.transport.local_memory import Stretches
 
 
 @pytest.fixture
@@ -96,15 +97,17 @@ def test_mapping_translates_addresses_of_several_extents(proof: Proof, tmp_path:
         SharedExtent(address=2**62, length_bytes=4096, file=1, offset_bytes=4096),
         SharedExtent(address=0x1000, length_bytes=100, file=0, offset_bytes=50),
     ]
-    mapped = MappedFiles(proof.claim, files, extents)
-    here = mapped.here(np.array([0x1000 + 99, 2**62 + 7], dtype=np.uint64))
+    mapped = Stretches(MappedFiles(proof.claim, files, extents).stretches)
+    addresses = np.array([0x1000 + 99, 2**62 + 7], dtype=np.uint64)
+    here = mapped.here(addresses, mapped.find(addresses))
     import ctypes
 
     ctypes.memset(int(here[0]), 7, 1)
     ctypes.memset(int(here[1]), 8, 1)
     assert (tmp_path / "a").read_bytes()[149] == 7
     assert (tmp_path / "b").read_bytes()[4096 + 7] == 8
-    assert len(mapped.here(np.empty(0, dtype=np.uint64))) == 0
+    nothing = np.empty(0, dtype=np.uint64)
+    assert len(mapped.here(nothing, mapped.find(nothing))) == 0
 
 
 def test_extent_beyond_its_file_is_refused(proof: Proof, tmp_path: Path) -> None:

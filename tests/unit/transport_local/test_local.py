@@ -13,6 +13,7 @@ from kvbridge.config.transports import LocalSettings
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
+from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.base import Memory, TransferState
 from kvbridge.transport.local import LocalTransport
 from tests.contract.harness import wait
@@ -91,8 +92,9 @@ def test_closed_peer_is_refused(reader, writer, tmp_path: Path) -> None:
         writer.connect(endpoint)
 
 
-def test_device_memory_is_refused(writer) -> None:
-    with pytest.raises(RegistrationError, match="host memory only"):
+def test_device_memory_without_a_device_is_refused(writer, monkeypatch) -> None:
+    monkeypatch.setattr(runtime, "reason_without_device", lambda: "the driver is on holiday")
+    with pytest.raises(RegistrationError, match="cannot use a GPU: the driver is on holiday"):
         writer.register([Memory(address=4096, length_bytes=4096, kind=MemoryKind.VRAM)])
 
 

@@ -3,6 +3,7 @@ suite's matter."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from pathlib import Path
 
@@ -219,6 +220,7 @@ def test_a_peer_whose_name_is_no_text_is_named_all_the_same():
     """The library takes any bytes for a name: the transport refuses it as another one than the endpoint's."""
     agent = object.__new__(nixl_agent.NixlAgent)
     agent._errors = (RuntimeError,)
+    agent._device = None
 
     class Library:
         def loadRemoteMD(self, metadata: bytes) -> bytes:
@@ -226,3 +228,69 @@ def test_a_peer_whose_name_is_no_text_is_named_all_the_same():
 
     agent._agent = Library()
     assert agent.load_peer(b"") == "kvbridge-\ufffd\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ("tcp", "tcp,cuda_copy,cuda_ipc"),
+        ("rc,cuda_copy", "rc,cuda_copy,cuda_ipc"),
+        ("tcp,cuda", "tcp,cuda"),
+        ("^rc", "^rc"),
+        ("all", "all"),
+        ("", ""),
+    ],
+)
+def test_device_transports_are_added_where_there_is_a_gpu(
+    no_infiniband: Path, monkeypatch: pytest.MonkeyPatch, asked: str, wanted: str
+) -> None:
+    settings = NixlSettings(ucx_tls=asked)
+    monkeypatch.setattr(nixl_agent, "has_accelerator", lambda: False)
+    assert environment(settings).get("UCX_TLS", "") == asked
+    monkeypatch.setattr(nixl_agent, "has_accelerator", lambda: True)
+    assert environment(settings).get("UCX_TLS", "") == wanted
+
+
+@pytest.mark.parametrize(
+    ("installed", "driver", "chosen"),
+    [
+        ({"nixl_cu12"}, "580.159.04", "nixl_cu12"),
+        ({"nixl_cu13"}, "", "nixl_cu13"),
+        ({"nixl_cu12", "nixl_cu13"}, "580.159.04", "nixl_cu13"),
+        ({"nixl_cu12", "nixl_cu13"}, "for x86_64  590.44.01", "nixl_cu13"),
+        ({"nixl_cu12", "nixl_cu13"}, "575.51.03", "nixl_cu12"),
+        ({"nixl_cu12", "nixl_cu13"}, "", "nixl_cu12"),
+    ],
+)
+def test_the_build_that_the_driver_suits_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, installed: set[str], driver: str, chosen: str
+) -> None:
+    monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(nixl_agent, "has_accelerator", lambda: bool(driver))
+    monkeypatch.setattr(nixl_agent, "DRIVER_VERSION", tmp_path / "version")
+    if driver:
+        (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Wed\n")
+    assert nixl_agent._package() == chosen
+
+
+def test_no_build_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TransportError, match="no nixl library is installed"):
+        nixl_agent._package()
+
+
+def test_device_memory_is_used_with_its_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX looks for a CUDA context on the thread that calls it."""
+    used: list[int] = []
+    monkeypatch.setattr(nixl_agent.runtime, "use", used.append)
+    agent = object.__new__(nixl_agent.NixlAgent)
+    agent._errors = (RuntimeError,)
+    agent._device = None
+    agent._agent = None  # so every call ends once it has chosen the device
+    host = (MemoryKind.DRAM, np.array([[1, 2, 0]], dtype=np.uint64))
+    for device, call in enumerate((agent.register, agent._enter_device), start=3):
+        with contextlib.suppress(TransportError):
+            call(*host)
+        with contextlib.suppress(TransportError):
+            call(MemoryKind.VRAM, np.array([[1, 2, device]], dtype=np.uint64))
+    assert used == [3, 4]

@@ -11,21 +11,21 @@ from kvbridge.engine.adapters.synthetic import check, fill
 from kvbridge.engine.views import PoolViews
 from tests.helpers.torch_pools import make_pools
 
+pytestmark = pytest.mark.gpu
 TINY = preset("tiny-v4")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_pages_in_device_memory_are_filled_and_read_in_place():
+def test_pages_in_device_memory_are_filled_and_read_in_place(device: int) -> None:
     tokens = 600
     host = make_pools(TINY, tokens=tokens)
     memory, regions = [], []
     for region in host.regions:
-        pages = torch.zeros((region.page_count, region.page_bytes), dtype=torch.uint8, device="cuda:0")
+        pages = torch.zeros((region.page_count, region.page_bytes), dtype=torch.uint8, device=f"cuda:{device}")
         memory.append(pages)
-        moved = {"memory": MemoryKind.VRAM, "device": 0, "extent_addresses": (pages.data_ptr(),)}
+        moved = {"memory": MemoryKind.VRAM, "device": device, "extent_addresses": (pages.data_ptr(),)}
         regions.append(region.model_copy(update={**moved, "page_stride_bytes": region.page_bytes}))
     views = PoolViews(TINY, regions)
+    assert (views.device, host.views.device) == (device, None)
     section = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
     fill(views, room=3, tables=host.tables, section=section)
     assert check(views, room=3, tables=host.tables, tokens=tokens) == []

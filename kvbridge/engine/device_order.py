@@ -1,0 +1,184 @@
+"""The order between an engine's own work on its GPUs and what the bridge does with the same pages.
+
+Owns: the points that publications name, and calls that wait until the engine's GPU has come far enough. Must not know: the
+verbs, sockets.
+
+Everything here asks and nothing waits, except `DeferredCalls.finish`. With pools in host memory there is no GPU to wait for:
+then there are no points, and every call is sent at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+import torch
+
+from kvbridge.core.errors import BridgeError, DeadlineError, InvalidInputError
+from kvbridge.core.ids import Rank
+from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.engine.views import PoolViews
+from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.stream_points import EventRing
+
+log = structlog.get_logger(__name__)
+
+StreamChoice = torch.cuda.Stream | int | None
+"""A stream, its handle, or None for the current one of each GPU."""
+LOOK_AGAIN_S = 0.0005
+"""Pause between two questions to a GPU, where somebody waits."""
+
+
+class DeviceOrder:
+    """The GPUs that one engine process writes and reads pages with. Used by one thread."""
+
+    def __init__(self, views: Mapping[Rank, PoolViews]) -> None:
+        self._devices = {rank: device for rank, held in views.items() if (device := held.device) is not None}
+        self._rings: dict[int, EventRing] = {}
+        self._spare: dict[int, list[runtime.Event]] = {}
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Ordinals of the GPUs, none for pools in host memory."""
+        return tuple(sorted(set(self._devices.values())))
+
+    def points(self, stream: StreamChoice) -> dict[str, StreamPoint]:
+        """Mark the present end of the stream for each rank with a GPU, by the rank's name."""
+        if not self._devices:
+            return {}
+        marked = {device: self._mark(device, handle) for device, handle in self._streams(stream).items()}
+        return {str(rank): marked[device] for rank, device in self._devices.items()}
+
+    def _mark(self, device: int, handle: int) -> StreamPoint:
+        with _current(device):
+            ring = self._rings.get(device)
+            if ring is None:
+                ring = self._rings[device] = EventRing.on(device)
+            return ring.record(handle)
+
+    def reached(self, stream: StreamChoice) -> Reached:
+        """Mark the present end of the stream on each GPU; the result tells when all of them are there."""
+        events: list[tuple[int, runtime.Event]] = []
+        for device, handle in self._streams(stream).items():
+            spare = self._spare.setdefault(device, [])
+            with _current(device):
+                event = spare.pop() if spare else runtime.Event.create(device)
+                event.record(handle)
+            events.append((device, event))
+        return Reached(events, self._give_back)
+
+    def _give_back(self, events: Sequence[tuple[int, runtime.Event]]) -> None:
+        for device, event in events:
+            self._spare.setdefault(device, []).append(event)
+
+    def _streams(self, stream: StreamChoice) -> dict[int, int]:
+        """The handle to use on each GPU. Raises InvalidInputError for one stream where there are several GPUs."""
+        if stream is None:
+            return {device: int(torch.cuda.current_stream(device).cuda_stream) for device in self.devices}
+        if len(self.devices) > 1:
+            raise InvalidInputError(
+                f"this engine has pages on cuda:{', cuda:'.join(map(str, self.devices))}: a stream belongs to one of them; "
+                "make the right stream current on each, and name none"
+            )
+        handle = stream if isinstance(stream, int) else int(stream.cuda_stream)
+        return dict.fromkeys(self.devices, handle)
+
+    def close(self) -> None:
+        """Destroy the events of this process's own; nothing waits for them any more."""
+        for ring in self._rings.values():
+            ring.close()
+        self._rings.clear()
+        for events in self._spare.values():
+            for event in events:
+                event.close()
+        self._spare.clear()
+
+
+class Asked(Protocol):
+    """Something that happens at some time."""
+
+    def __call__(self) -> bool:
+        """Whether it has; never waits."""
+
+
+class Reached:
+    """Whether a set of events has been reached; their events are given back then."""
+
+    def __init__(
+        self,
+        events: list[tuple[int, runtime.Event]],
+        give_back: Callable[[Sequence[tuple[int, runtime.Event]]], None],
+    ) -> None:
+        self._events = events
+        self._give_back = give_back
+
+    def __call__(self) -> bool:
+        """Ask; never waits. Raises TransportError for what has failed on the GPU."""
+        for device, event in self._events:
+            with _current(device):
+                if not event.reached():
+                    return False
+        events, self._events = self._events, []
+        self._give_back(events)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    what: str
+    ready: Asked
+    send: Callable[[], None]
+
+
+class DeferredCalls:
+    """Calls that are sent as soon as their point is reached, in the order in which they were made. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Deferred] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def send_when(self, ready: Asked, what: str, send: Callable[[], None]) -> None:
+        """Send now if it is time and nothing waits before it (errors are the caller's then), else keep it for `send_due`."""
+        self.send_due()
+        if not self._waiting and ready():
+            send()
+            return
+        self._waiting.append(_Deferred(what, ready, send))
+
+    def send_due(self) -> None:
+        """Send what is due. What goes wrong with one is logged: whoever asked for it is told nothing more."""
+        while self._waiting:
+            first = self._waiting[0]
+            try:
+                if not first.ready():
+                    return
+                self._waiting.pop(0)
+                first.send()
+            except BridgeError as error:
+                if self._waiting and self._waiting[0] is first:
+                    self._waiting.pop(0)
+                log.warning("deferred_call_failed", call=first.what, code=error.code, reason=str(error))
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until everything is sent. Raises DeadlineError, which names what is left."""
+        deadline_s = time.monotonic() + timeout_s
+        self.send_due()
+        while self._waiting:
+            if time.monotonic() >= deadline_s:
+                names = ", ".join(one.what for one in self._waiting)
+                raise DeadlineError(
+                    f"the GPU has not come to the end of its work within {timeout_s} s; still to do: {names}"
+                )
+            time.sleep(LOOK_AGAIN_S)
+            self.send_due()
+
+
+def _current(device: int) -> AbstractContextManager[None]:
+    """Leave the thread's current GPU as the engine has it."""
+    return torch.cuda.device(device)

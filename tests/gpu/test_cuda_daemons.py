@@ -1,0 +1,376 @@
+"""Whole daemons with their pools on GPUs: every byte of every request, the order between engines and workers, and workers that die.
+
+One GPU serves both sides (two where there are two), and this process is the engine of both.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvbridge.core.errors import DetachedError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Tables
+from kvbridge.core.plan.operations import Section
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.adapters import synthetic
+from kvbridge.engine.adopted import adopted_region
+from kvbridge.engine.base import AttachedEngine
+from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.engine.views import PoolViews
+from kvbridge.pool.layout import RankPart
+from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually
+from tests.helpers.gpu_children import SLEEP_CYCLES
+from tests.helpers.rank_harness import Case, Setting, draw_tables
+from tests.helpers.rank_pools import Form, Ranks
+
+pytestmark = pytest.mark.gpu
+TINY = preset("tiny-v4")
+FULL, SWA, REQUEST, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST, IndexSpace.HOST
+C4_KV = frozenset({ComponentKind.C4_KV})
+CLAIM_S = 30.0
+RESTART_S = 60.0
+
+
+def on_devices(*devices: int) -> dict[str, Any]:
+    """A configuration of tensor-parallel ranks on GPUs."""
+    ranks = [{"pp": 0, "tp": number, "device": f"cuda:{device}"} for number, device in enumerate(devices)]
+    return {"parallelism": {"tp_size": len(devices), "ranks": ranks}}
+
+
+@contextmanager
+def nodes(prefill: dict[str, Any], decode: dict[str, Any], **more: Any) -> Iterator[Cluster]:
+    """Daemons over the `local` transport; what they said is shown when a test fails."""
+    with cluster({"preset": "tiny-v4"}, transport="local", prefill=prefill, decode=decode, **more) as running:
+        try:
+            yield running
+        except BaseException as error:
+            for daemon in (running.prefill, running.decode):
+                error.add_note(f"{daemon.name}:\n{daemon.log(30)}")
+            raise
+
+
+@pytest.fixture(scope="module")
+def running(device: int) -> Iterator[Cluster]:
+    with nodes(on_devices(device), on_devices(device)) as started:
+        yield started
+
+
+@pytest.fixture
+def sender(running: Cluster) -> Iterator[PrefillEngine]:
+    with PrefillEngine.attach(running.prefill.runtime_dir) as engine:
+        yield engine
+
+
+@pytest.fixture
+def reader(running: Cluster) -> Iterator[DecodeEngine]:
+    with DecodeEngine.attach(running.decode.runtime_dir) as engine:
+        yield engine
+
+
+def write(engine: PrefillEngine, room: int, case: Case, tables: Tables | None = None) -> None:
+    """Compute a request chunk by chunk, and finish."""
+    pages = tables or engine.begin(room, prompt_tokens=case.tokens).tables
+    for section in case.sections(range(TINY.layer_count)):
+        for views in engine.views.values():
+            synthetic.fill(views, room=room, tables=pages, section=section)
+        engine.publish(room, section.stop_token, layers=section.layers)
+    engine.finish(room, metadata=b"first token")
+
+
+def check_rows(engine: DecodeEngine, room: DecodeRoom) -> None:
+    for rank, views in engine.views.items():
+        wrong = synthetic.check(views, room=room.room, tables=room.tables, tokens=room.prompt_tokens, most_mismatches=3)
+        assert not wrong, f"rank {rank}: " + "; ".join(map(str, wrong))
+
+
+def cross(running: Cluster, sender: PrefillEngine, reader: DecodeEngine, case: Case) -> DecodeRoom:
+    """One request, all of it compared."""
+    room = running.pair(case.tokens, max_new_tokens=10)["room"]
+    write(sender, room, case)
+    claimed = reader.wait_claim(room, CLAIM_S)
+    check_rows(reader, claimed)
+    assert set(claimed.metadata.values()) == {b"first token"}
+    return claimed
+
+
+def free_pages(daemon: DaemonProcess) -> dict[str, int]:
+    return {space: states["free"] for space, states in daemon.get("/status")["pools"].items()}
+
+
+def all_free(daemon: DaemonProcess, engine: AttachedEngine) -> bool:
+    """Whether nothing is in use; the engine is given the chance to say what it still has to."""
+    engine.events()
+    pools = daemon.get("/status")["pools"]
+    return all(pages == 0 for states in pools.values() for state, pages in states.items() if state != "free")
+
+
+CASES = (
+    Case(700),
+    Case(3, (2,)),
+    Case(130, (57,), by_layer=True),
+    Case(259, (256,)),
+    Case(1023, (333, 777), by_layer=True),
+    Case(4354, (1025, 3001)),
+)
+
+
+def test_every_byte_crosses_from_gpu_to_gpu_and_to_the_host_pool(
+    running: Cluster, sender: PrefillEngine, reader: DecodeEngine, device: int
+) -> None:
+    (views,) = reader.views.values()
+    assert (views.device, next(iter(sender.views.values())).device) == (device, device)
+    c4 = views.region(ComponentKind.C4_KV, views.layers(ComponentKind.C4_KV)[0], space=HOST)
+    assert c4.region.memory is MemoryKind.DRAM
+    assert c4.page(0).is_pinned(), "kernels reach the host pool"
+    for case in CASES:
+        claimed = cross(running, sender, reader, case)
+        reader.release(claimed.room)
+    eventually("all pages back", lambda: all_free(running.decode, reader))
+    eventually("all pages back", lambda: all_free(running.prefill, sender))
+
+
+def pages_of(engine: AttachedEngine) -> list[torch.Tensor]:
+    """All device memory of an engine's ranks, as [pages, page_bytes] of each region."""
+    return [
+        pages
+        for views in engine.views.values()
+        for homes in views._homes.values()
+        for view in homes.values()
+        if view.region.memory is MemoryKind.VRAM
+        for pages in view._pages
+    ]
+
+
+def test_nothing_is_sent_before_the_engines_gpu_has_written_it(
+    running: Cluster, sender: PrefillEngine, reader: DecodeEngine, device: int
+) -> None:
+    """The GPU sleeps for a second, then writes the pages; publish and finish do not wait for that."""
+    tokens = 1023
+    stream = torch.cuda.Stream(device)
+    for round_ in range(2):  # an event of the ring and its successor
+        room = running.pair(tokens)["room"]
+        tables = sender.begin(room, prompt_tokens=tokens).tables
+        whole = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
+        for views in sender.views.values():
+            synthetic.fill(views, room=room, tables=tables, section=whole)
+        pages = pages_of(sender)
+        kept = [page.clone() for page in pages]
+        for page in pages:
+            page.zero_()
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            for page, right in zip(pages, kept, strict=True):
+                page.copy_(right)
+        begun_s = time.monotonic()
+        if round_ == 0:
+            sender.publish(room, tokens, stream=stream)
+        else:
+            with torch.cuda.stream(stream):
+                sender.publish(room, tokens)
+        sender.finish(room)
+        said_s = time.monotonic() - begun_s
+        assert not stream.query(), "publish or finish waited for the GPU, or it was too fast for this test"
+        assert said_s < 0.5
+        claimed = reader.wait_claim(room, CLAIM_S)
+        assert stream.query()
+        check_rows(reader, claimed)
+        reader.release(room)
+
+
+def test_pages_are_used_again_only_when_the_decode_engines_gpu_is_done_with_them(
+    running: Cluster, sender: PrefillEngine, reader: DecodeEngine, device: int
+) -> None:
+    before = free_pages(running.decode)
+    claimed = cross(running, sender, reader, Case(700))
+    held = free_pages(running.decode)
+    assert held != before
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+    begun_s = time.monotonic()
+    reader.release(claimed.room, stream=stream)
+    assert time.monotonic() - begun_s < 0.5, "release waited for the GPU"
+    assert not stream.query(), "the GPU was too fast for this test"
+    reader.events()
+    assert free_pages(running.decode) == held
+    stream.synchronize()
+    eventually("the release", lambda: (reader.events(), free_pages(running.decode) == before)[1])
+
+
+def test_an_engine_that_leaves_has_released_what_it_said(running: Cluster, sender: PrefillEngine, device: int) -> None:
+    with DecodeEngine.attach(running.decode.runtime_dir) as reader:
+        claimed = cross(running, sender, reader, Case(300))
+        torch.cuda._sleep(SLEEP_CYCLES)
+        reader.release(claimed.room)
+    report = running.decode.get(f"/v1/requests/{claimed.room}")
+    assert report["state"] == "completed"
+
+
+def kill_worker(daemon: DaemonProcess) -> None:
+    rank = daemon.get("/status")["ranks"][0]
+    os.kill(rank["pid"], signal.SIGKILL)
+    eventually("the worker's end noticed", lambda: daemon.get("/status")["ranks"][0]["pid"] != rank["pid"])
+
+
+def wait_detached(engine: AttachedEngine) -> list[RoomEvent]:
+    """Wait until an engine learns that its memory is gone; returns the events before."""
+    events: list[RoomEvent] = []
+    deadline_s = time.monotonic() + RESTART_S
+    while time.monotonic() < deadline_s:
+        try:
+            events += engine.events(0.1)
+        except DetachedError:
+            return events
+    raise AssertionError("the engine was never told that its memory is gone")
+
+
+def test_a_prefill_worker_that_is_killed_fails_its_rooms_and_the_next_is_fine(device: int) -> None:
+    with nodes(on_devices(device), on_devices(device)) as running:
+        sender = PrefillEngine.attach(running.prefill.runtime_dir)
+        reader = DecodeEngine.attach(running.decode.runtime_dir)
+        reader.release(cross(running, sender, reader, Case(700)).room)
+        room = running.pair(700)["room"]
+        tables = sender.begin(room, prompt_tokens=700).tables
+        half = Section(prompt_tokens=700, start_token=0, stop_token=256)
+        synthetic.fill(sender.views[Rank(pp=0, tp=0)], room=room, tables=tables, section=half)
+        sender.publish(room, 256)
+        kill_worker(running.prefill)
+        failed = wait_detached(sender)
+        assert ("failed", room) in {(event.kind, event.room) for event in failed}
+        with pytest.raises(DetachedError, match="attach again"):
+            sender.publish(room, 700)
+        sender.abort(room, "its memory is gone")
+        sender.close()
+        running.prefill.wait_ready(RESTART_S)
+        running.wait_ready()
+        with PrefillEngine.attach(running.prefill.runtime_dir, call_timeout_s=RESTART_S) as again:
+            for case in (Case(700), Case(130, (57,))):
+                reader.release(cross(running, again, reader, case).room)
+            eventually("all pages back", lambda: all_free(running.decode, reader))
+        reader.close()
+
+
+def test_a_decode_worker_that_is_killed_takes_its_memory_along(device: int) -> None:
+    with nodes(on_devices(device), on_devices(device)) as running:
+        sender = PrefillEngine.attach(running.prefill.runtime_dir)
+        reader = DecodeEngine.attach(running.decode.runtime_dir)
+        claimed = cross(running, sender, reader, Case(700))
+        unclaimed = running.pair(300)["room"]
+        write(sender, unclaimed, Case(300))
+        eventually("the commit", lambda: running.decode.get(f"/v1/requests/{unclaimed}")["state"] == "committed")
+        kill_worker(running.decode)
+        events = {(event.kind, event.room) for event in wait_detached(reader)}
+        assert {("cancel", claimed.room), ("failed", unclaimed)} <= events
+        reader.release(claimed.room)
+        reader.close()
+        running.decode.wait_ready(RESTART_S)
+        running.wait_ready()
+        with DecodeEngine.attach(running.decode.runtime_dir, call_timeout_s=RESTART_S) as again:
+            for case in (Case(700), Case(130, (57,))):
+                again.release(cross(running, sender, again, case).room)
+            eventually("all pages back", lambda: all_free(running.decode, again))
+        sender.close()
+
+
+def test_two_gpus_and_two_ranks_on_decode(device: int, second_device: int) -> None:
+    with (
+        nodes(on_devices(device), on_devices(second_device, device), decode_tp=2) as running,
+        PrefillEngine.attach(running.prefill.runtime_dir) as sender,
+        DecodeEngine.attach(running.decode.runtime_dir) as reader,
+    ):
+        assert [views.device for views in reader.views.values()] == [second_device, device]
+        for case in CASES:
+            reader.release(cross(running, sender, reader, case).room)
+        eventually("all pages back", lambda: all_free(running.decode, reader))
+
+
+def test_two_gpus_send_one_request_in_stripes(device: int, second_device: int) -> None:
+    with (
+        nodes(on_devices(device, second_device), on_devices(second_device), prefill_tp=2) as running,
+        PrefillEngine.attach(running.prefill.runtime_dir) as sender,
+        DecodeEngine.attach(running.decode.runtime_dir) as reader,
+    ):
+        for case in CASES:
+            reader.release(cross(running, sender, reader, case).room)
+        eventually("all pages back", lambda: all_free(running.prefill, sender))
+
+
+# ------------------------------------------------------------------------------------------- adopted
+
+SETTING = Setting(
+    TINY,
+    Ranks(),
+    Ranks(),
+    Form({FULL: 8, SWA: 4, REQUEST: 3}),
+    Form({FULL: 9, SWA: 4, REQUEST: 3, HOST: 48}, host=C4_KV),
+    "local",
+)
+
+
+def engine_memory(
+    pages: dict[IndexSpace, int], device: int, exclude: frozenset[ComponentKind]
+) -> tuple[dict[Rank, list[Any]], list[torch.Tensor]]:
+    """An engine's own tensors: rows of larger ones, as engines have them."""
+    rank = Rank(pp=0, tp=0)
+    part = RankPart.of(TINY, rank, pp_size=1, tp_size=1)
+    regions, tensors = [], []
+    for component, layers in part.components(TINY, exclude):
+        for layer in layers:
+            shape = pages[component.space], component.page_bytes() + 64
+            tensors.append(torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{device}"))
+            regions.append(adopted_region(component, layer, tensors[-1][:, : component.page_bytes()]))
+    return {rank: regions}, tensors
+
+
+def test_engines_bring_their_own_tensors(device: int) -> None:
+    adopted = {"memory": "adopted"}
+    theirs, source_tensors = engine_memory(SETTING.source_form.pages, device, frozenset())
+    ours, destination_tensors = engine_memory(SETTING.destination_form.pages, device, C4_KV)
+    torch.cuda.synchronize(device)
+    host = {"host": {"pages": SETTING.destination_form.pages[HOST]}}
+    random = np.random.default_rng(5)
+    with nodes(
+        on_devices(device) | {"pools": adopted}, on_devices(device) | {"pools": adopted | host}, wait=False
+    ) as running:
+        for daemon in (running.prefill, running.decode):
+            daemon.endpoint()
+        with (
+            PrefillEngine.adopt(running.prefill.runtime_dir, theirs) as sender,
+            DecodeEngine.adopt(running.decode.runtime_dir, ours) as reader,
+        ):
+            running.wait_ready()
+            for case in (Case(3), Case(130, (57,)), Case(1023, (333, 777), longest_run=3)):
+                source, destination = draw_tables(SETTING, case, random)
+                del destination[HOST]
+                room = running.pair(case.tokens)["room"]
+                assert [(event.kind, event.room) for event in reader.events(CLAIM_S)] == [("wanted", room)]
+                reader.provide(room, destination)
+                sender.begin(room, prompt_tokens=case.tokens, tables=source)
+                write(sender, room, case, source)
+                check_rows(reader, reader.wait_claim(room, CLAIM_S))
+                reader.release(room)
+                for engine in (sender, reader):
+                    eventually(
+                        "the end", lambda engine=engine: [e for e in engine.events(0.1) if e.kind == "completed"]
+                    )
+    del source_tensors, destination_tensors
+
+
+def test_views_of_adopted_tensors_are_the_tensors(device: int) -> None:
+    regions, tensors = engine_memory(SETTING.source_form.pages, device, frozenset())
+    views = PoolViews(TINY, regions[Rank(pp=0, tp=0)])
+    for page in (page for homes in views._homes.values() for view in homes.values() for page in view._pages):
+        page.fill_(5)
+    assert all(bool((tensor[:, :-64] == 5).all()) and not bool(tensor[:, -64:].any()) for tensor in tensors)

@@ -1,0 +1,90 @@
+"""Shared host memory, page-locked for CUDA by every process that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.host_registration import HostRegistration, registered_ranges
+from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
+from tests.helpers.gpu_children import MARKED, child, write_registered
+
+pytestmark = pytest.mark.gpu
+LENGTH = 64 << 20
+
+
+@pytest.fixture
+def mapping(tmp_path: Path) -> Iterator[SharedMapping]:
+    with SharedMapping.create(DEFAULT_DIRECTORY, f"kvbridge-test-{tmp_path.name}", LENGTH) as made:
+        yield made
+
+
+def is_pinned(mapping: SharedMapping) -> bool:
+    torch.cuda.init()  # before that, torch calls nothing pinned
+    return torch.frombuffer(mapping.buffer, dtype=torch.uint8).is_pinned()
+
+
+def test_a_mapping_is_page_locked_while_somebody_holds_it(mapping: SharedMapping, device: int) -> None:
+    told: list[tuple[int, int]] = []
+    assert not is_pinned(mapping)
+    first = HostRegistration([mapping], device=device, on_progress=lambda *done: told.append(done))
+    with HostRegistration([mapping], device=device):
+        assert is_pinned(mapping)
+    assert is_pinned(mapping)
+    first.close()
+    assert not is_pinned(mapping)
+    assert told[-1] == (LENGTH, LENGTH)
+    assert registered_ranges() == {}
+
+
+def test_the_copy_engines_reach_it(mapping: SharedMapping, device: int) -> None:
+    source = torch.arange(LENGTH // 4, dtype=torch.int32, device=f"cuda:{device}")
+    torch.cuda.synchronize(device)
+    half = LENGTH // 2
+    with HostRegistration([mapping], device=device), runtime.Stream.create(device) as stream:
+        # The two halves change places.
+        runtime.copy_batch(
+            [mapping.address + half, mapping.address],
+            [source.data_ptr(), source.data_ptr() + half],
+            [half, half],
+            device=device,
+            stream=stream.handle,
+        )
+        stream.synchronize()
+    found = torch.frombuffer(mapping.buffer, dtype=torch.int32)
+    assert torch.equal(torch.cat([found[half // 4 :], found[: half // 4]]), source.cpu())
+    del found
+
+
+def test_several_processes_register_and_write_one_mapping(mapping: SharedMapping, device: int) -> None:
+    half = LENGTH // 2
+    with (
+        HostRegistration([mapping], device=device),
+        child(write_registered, str(mapping.path), 0, half, device) as one,
+        child(write_registered, str(mapping.path), half, LENGTH, device) as other,
+    ):
+        for process in (one, other):
+            assert process.hear() == "registered"
+        for process in (one, other):
+            process.pipe.send("write")
+        assert [process.hear() for process in (one, other)] == [True, True]
+        found = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
+        assert bool((found == MARKED).all())
+        del found
+
+
+def test_a_process_that_is_killed_leaves_the_others_registration_alone(mapping: SharedMapping, device: int) -> None:
+    with HostRegistration([mapping], device=device):
+        with child(write_registered, str(mapping.path), 0, 4096, device) as process:
+            assert process.hear() == "registered"
+            process.kill()
+        assert is_pinned(mapping)
+        data = torch.full((LENGTH,), 3, dtype=torch.uint8, device=f"cuda:{device}")
+        found = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
+        found.copy_(data)
+        assert bool((found == 3).all())
+        del found

@@ -1,0 +1,100 @@
+"""A real model on a GPU that decodes with a hot buffer: the rows are the very ones, the logits are the dense model's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+import torch
+
+from kvbridge.core.geometry.components import Encoding
+from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
+from kvbridge.engine.adapters.transformers import generate
+from tests.helpers import torch_pools
+from tests.helpers.sparse_scene import SparseScene, admitted, comparable_steps, fed
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 1e-5
+DEMO_TIMEOUT_S = 240
+
+
+@pytest.fixture(autouse=True)
+def pages_that_a_gpu_reads(monkeypatch):
+    """Host pages in page-locked memory, as a registered host pool is."""
+
+    def garbage(size_bytes: int) -> torch.Tensor:
+        return torch.full((size_bytes,), 0xA5, dtype=torch.uint8, pin_memory=True)
+
+    monkeypatch.setattr(torch_pools, "_garbage", garbage)
+
+
+@pytest.mark.parametrize(("encoding", "hot_rows"), [(Encoding.NATIVE, 64), (Encoding.FP8_V4, 128)])
+def test_past_many_evictions(device, encoding, hot_rows):
+    steps, tokens = 150, 2049
+    scene = SparseScene(encoding, f"cuda:{device}")
+    prefill = scene.prefill(tokens, offset=97)
+    dense, selections = scene.dense_and_selections(prefill, steps)
+    held = scene.held(prefill, dense.tokens)
+    pools = scene.pools(prefill, steps=steps)
+    with (
+        scene.store(pools, hot_rows=hot_rows, max_tokens=tokens + steps) as store,
+        SparseDecoder(scene.model, scene.codec, store) as decoder,
+    ):
+        request = admitted(decoder, pools, 1, tokens=tokens)
+        logits = fed(decoder, request, dense.tokens)
+        store.check()
+        counts = store.counts(1)
+    shared = comparable_steps(selections, held.selections)
+    apart = (logits[:shared] - dense.logits[:shared]).abs().max()
+    print(f"{encoding}, hot_rows {hot_rows}: at most {apart:.2e} apart in {shared} of {steps} steps, {counts}")
+    assert torch.equal(logits, held.generated.logits), "not the very rows"
+    assert apart <= TOLERANCE
+    assert torch.equal(logits[:shared].argmax(dim=1), dense.logits[:shared].argmax(dim=1))
+    assert counts.evicted > 20 * hot_rows
+    complete = (tokens + steps) // 4 // 64 * 64
+    for layer in scene.c4.layers:
+        rows = scene.host_rows(pools, layer, pools.tables, start=0, stop=complete)
+        assert torch.equal(rows, held.rows[layer].rows[:complete].cpu())
+
+
+@pytest.mark.parametrize("tokens", [3, 255, 257, 514])
+def test_the_newest_rows_are_right_from_the_first_step(device, tokens):
+    scene = SparseScene(device=f"cuda:{device}")
+    prefill = scene.prefill(tokens, offset=tokens)
+    dense = scene.dense(prefill, 9)
+    pools = scene.pools(prefill, steps=9)
+    with (
+        scene.store(pools, hot_rows=64, max_tokens=1024, preload_rows=0) as store,
+        SparseDecoder(scene.model, scene.codec, store) as decoder,
+    ):
+        logits = fed(decoder, admitted(decoder, pools, 0, tokens=tokens), dense.tokens)
+    assert torch.equal(logits, scene.held(prefill, dense.tokens).generated.logits)
+    assert (logits - dense.logits).abs().max() <= TOLERANCE
+
+
+def test_weights_are_the_same_on_every_device(device):
+    on_cpu, on_gpu = SparseScene(), SparseScene(device=f"cuda:{device}")
+    ours, theirs = on_cpu.prefill(600), on_gpu.prefill(600)
+    answer = generate(on_cpu.model, ours.cache, first_token=ours.first_token, steps=3)
+    other = generate(on_gpu.model, theirs.cache, first_token=ours.first_token, steps=3)
+    assert (answer.logits - other.logits.cpu()).abs().max() < 1e-3
+
+
+def test_the_demo_decodes_sparsely_on_a_gpu(device):
+    """The whole way: pools in device memory, C4 into the registered host pool, swap-in by the kernel."""
+    arguments = ("--sparse", "--device", "cuda", "--hot-rows", "64", "--prompts", "2", "--steps", "70", "--json")
+    command = [sys.executable, "-m", "kvbridge", "demo", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEMO_TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["verdict"].startswith("EQUAL: 2 of 2 requests gave the very tokens")
+    assert report["device"] == "cuda"
+    assert report["pages_left"] == 0
+    assert all(request["sparse"]["evicted"] > 0 for request in report["requests"])

@@ -1,0 +1,309 @@
+"""The local transport on real devices, where the contract suite does not look: whole pools of pages, and who else is there.
+
+Each test prints the rates that it saw; they are measured properly by `tests.bench.gpu`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbridge.config.transports import LocalSettings
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.plan.operations import Operations
+from kvbridge.kernels.cuda import runtime
+from kvbridge.transport.base import Memory, TransferState
+from kvbridge.transport.local import LocalTransport
+from tests.contract.harness import ROOT, wait
+from tests.helpers.device_buffer import DeviceBuffer
+from tests.helpers.gpu import SMALL
+from tests.helpers.local_bed import local_bed
+from tests.helpers.shared_buffer import SharedBuffer
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+LIMIT_S = 30.0
+WAITING = LocalSettings(registration_wait_s=LIMIT_S)
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
+        yield Path(path)
+
+
+def one(source: int, destination: int, length: int) -> Operations:
+    return Operations(*(np.array([value], dtype=np.uint64) for value in (source, destination, length)))
+
+
+@pytest.mark.parametrize("way", ["by default", "engines only", "kernel only"])
+@pytest.mark.parametrize("page_first", [False, True])
+@pytest.mark.parametrize("destination", [MemoryKind.DRAM, MemoryKind.VRAM])
+def test_scattered_c4_pages(device: int, shm: Path, destination: MemoryKind, page_first: bool, way: str) -> None:
+    below = {"by default": 256 * 1024, "engines only": 0, "kernel only": 1 << 40}[way]
+    settings = WAITING.model_copy(update={"copy_kernel_below_bytes": below})
+    with local_bed(shm, destination, pages=16 if SMALL else 256, page_first=page_first, settings=settings) as bed:
+        first_s = bed.move()
+        bed.check()
+        best_s = min(bed.move() for _ in range(3))
+        bed.check()
+    rate = bed.total_bytes / best_s / 1e9
+    print(f"{destination} page_first={page_first} {way}: {rate:.1f} GB/s, first {first_s * 1e3:.1f} ms")
+
+
+def test_one_submission_to_both_kinds_of_memory_and_of_any_length(device: int, shm: Path) -> None:
+    """Lengths and alignments that no plan has; in one process, which CUDA does not let open its own memory."""
+    total = 32 * MIB
+    source, target = DeviceBuffer(0, total), DeviceBuffer(runtime.device_count() - 1, total)
+    pool = SharedBuffer(shm / "pool", total)
+    rng = np.random.default_rng(1)
+    content = rng.integers(1, 256, total, dtype=np.uint8)
+    source.write(content)
+    writer, reader = LocalTransport(WAITING), LocalTransport(WAITING)
+    writer.register([source.memory()])
+    reader.register([pool.memory(), target.memory()])
+    peer = writer.connect(reader.endpoint())
+    rows, offset = [], 3
+    expected = {goal: np.zeros(total, np.uint8) for goal in (pool.address, target.address)}
+    for length in [1, 7, 16, 583, 584, 4096, 37_440, 262_143, 262_144, 786_240, 3 * MIB + 5] * 2:
+        for goal in (pool, target):
+            shift = int(rng.integers(0, 17))
+            rows.append((source.address + offset, goal.address + offset + shift, length))
+            expected[goal.address][offset + shift : offset + shift + length] = content[offset : offset + length]
+            offset += length + 32
+    operations = Operations(*(column.copy() for column in np.array(rows, dtype=np.uint64).T))
+    assert wait(writer.submit(peer, operations, deadline_s=LIMIT_S)).state is TransferState.DONE
+    for goal in (pool, target):
+        np.testing.assert_array_equal(goal.read(), expected[goal.address])
+    writer.close()
+    reader.close()
+    for buffer in (source, target):
+        buffer.close()
+
+
+@pytest.mark.skipif(SMALL, reason="needs a pool of more than a GiB")
+def test_an_operation_across_two_registrations(device: int, shm: Path) -> None:
+    """Host memory is registered by the GiB, and the copy engines refuse what crosses from one piece into the next."""
+    edge = runtime.REGISTER_CHUNK_BYTES
+    pool = SharedBuffer(shm / "pool", edge + 4 * MIB)
+    source = DeviceBuffer(0, 4 * MIB)
+    source.fill(9)
+    writer, reader = LocalTransport(WAITING), LocalTransport(WAITING)
+    writer.register([source.memory()])
+    reader.register([pool.memory()])
+    begun_s = time.monotonic()
+    peer = writer.connect(reader.endpoint())
+    print(f"mapped and registered {pool.length_bytes / 1e9:.2f} GB in {time.monotonic() - begun_s:.2f} s")
+    crossing = one(source.address, pool.address + edge - MIB, 3 * MIB)
+    assert wait(writer.submit(peer, crossing, deadline_s=LIMIT_S)).state is TransferState.DONE
+    assert (pool.read(edge - MIB, 3 * MIB) == 9).all()
+    assert not pool.read(edge - MIB - 4096, 4096).any()
+    assert not pool.read(edge + 2 * MIB).any()
+    writer.close()
+    reader.close()
+    source.close()
+
+
+WRITER = """
+import json, sys
+import numpy as np
+import structlog
+from kvbridge.config.transports import LocalSettings
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport.base import Endpoint
+from kvbridge.transport.local import LocalTransport
+from tests.contract.harness import wait
+from tests.helpers.device_buffer import DeviceBuffer
+
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # answers go to standard output
+told = json.loads(sys.stdin.readline())
+source = DeviceBuffer(told["device"], told["page_bytes"] * len(told["targets"]))
+source.fill(told["value"])
+transport = LocalTransport(LocalSettings(registration_wait_s=30.0))
+transport.register([source.memory()])
+peer = transport.connect(Endpoint(transport="local", data=told["endpoint"].encode()))
+pages = np.arange(len(told["targets"]), dtype=np.uint64) * np.uint64(told["page_bytes"])
+operations = Operations(
+    pages + np.uint64(source.address),
+    np.array(told["targets"], dtype=np.uint64),
+    np.full(len(pages), told["page_bytes"], dtype=np.uint64),
+)
+print("ready", flush=True)
+while sys.stdin.readline():
+    status = wait(transport.submit(peer, operations, deadline_s=30.0))
+    print(status.state.value, status.error, flush=True)
+"""
+
+
+class Writer:
+    """A process that writes one value to some pages of a peer, whenever it is told to."""
+
+    def __init__(self, endpoint: bytes, *, device: int, value: int, targets: list[int], page_bytes: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", WRITER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        told = {"endpoint": endpoint.decode(), "device": device, "value": value, "targets": targets}
+        self.send(json.dumps(told | {"page_bytes": page_bytes}))
+
+    def send(self, line: str = "") -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> str:
+        assert self._process.stdout is not None
+        overdue = threading.Timer(LIMIT_S, self._process.kill)
+        overdue.start()
+        try:
+            return self._process.stdout.readline().strip()
+        finally:
+            overdue.cancel()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("destination", [MemoryKind.DRAM, MemoryKind.VRAM])
+def test_several_processes_write_their_stripes_into_one_pool(device: int, shm: Path, destination: MemoryKind) -> None:
+    """What the ranks of a prefill instance do with one request: each its own pages of the same registered pool."""
+    page_bytes, pages, writers = 37_440, 96, 3
+    total = page_bytes * pages
+    pool = SharedBuffer(shm / "pool", total) if destination is MemoryKind.DRAM else DeviceBuffer(0, total)
+    reader = LocalTransport(WAITING)
+    reader.register([pool.memory()])
+    endpoint = reader.endpoint().data
+    started = [
+        Writer(
+            endpoint,
+            device=number % runtime.device_count(),
+            value=number + 1,
+            targets=[pool.address + page * page_bytes for page in range(number, pages, writers)],
+            page_bytes=page_bytes,
+        )
+        for number in range(writers)
+    ]
+    try:
+        assert [writer.answer() for writer in started] == ["ready"] * writers
+        for writer in started:
+            writer.send()
+        assert [writer.answer() for writer in started] == ["done"] * writers
+        found = pool.read().reshape(pages, page_bytes)
+        expected = np.arange(pages, dtype=np.uint8) % writers + 1
+        np.testing.assert_array_equal(found, np.broadcast_to(expected[:, None], found.shape))
+    finally:
+        for writer in started:
+            writer.kill()
+        reader.close()
+        pool.close()
+
+
+@pytest.mark.parametrize("destination", [MemoryKind.DRAM, MemoryKind.VRAM])
+def test_a_killed_writer_has_stopped_when_its_endpoint_counts_as_revoked(
+    device: int, shm: Path, destination: MemoryKind
+) -> None:
+    """It is killed with copies on their way; whatever is put into the pool after `revoked` stays there."""
+    page_bytes, pages = 37_440, 4096
+    total = page_bytes * pages
+    pool = SharedBuffer(shm / "pool", total) if destination is MemoryKind.DRAM else DeviceBuffer(0, total)
+    reader = LocalTransport(WAITING)
+    reader.register([pool.memory()])
+    targets = [pool.address + page * page_bytes for page in range(pages)]
+    writer = Writer(reader.endpoint().data, device=0, value=7, targets=targets, page_bytes=page_bytes)
+    try:
+        assert writer.answer() == "ready"
+        assert not reader.revoked(1)
+        for _ in range(20):
+            writer.send()
+        ends_at_s = time.monotonic() + LIMIT_S
+        while not (pool.read(total - page_bytes) == 7).any() and time.monotonic() < ends_at_s:
+            pass  # it is in the midst of its copies
+        writer.kill()
+        begun_s = time.monotonic()
+        while not reader.revoked(1):
+            assert time.monotonic() - begun_s < LIMIT_S
+        print(f"revoked {time.monotonic() - begun_s:.3f} s after the end")
+        pool.fill(1)
+        watch_until_s = time.monotonic() + 1.0
+        while time.monotonic() < watch_until_s:
+            assert (pool.read() == 1).all(), "a byte came after the proof that none would"
+    finally:
+        writer.kill()
+        reader.close()
+        pool.close()
+
+
+def test_memory_of_a_peer_that_was_killed_can_still_be_written(device: int, shm: Path) -> None:
+    """The driver keeps device memory while it is open here: no fault ends this process, and other peers are served."""
+    pool = SharedBuffer(shm / "other", MIB)
+    owner = LocalTransport(WAITING)
+    owner.register([pool.memory()])
+    with local_bed(shm, MemoryKind.VRAM, pages=256) as bed:
+        other = bed.transport.connect(owner.endpoint())
+        transfer = bed.transport.submit(bed.peer, bed.operations(), deadline_s=LIMIT_S)
+        bed.process.kill()
+        assert wait(transfer).state is TransferState.DONE
+        bed.source.fill(5)
+        bed.move()
+        bed.check()
+        small = one(bed.source.address, pool.address, MIB)
+        assert wait(bed.transport.submit(other, small, deadline_s=LIMIT_S)).state is TransferState.DONE
+        assert (pool.read() == 5).all()
+        bed.transport.disconnect(bed.peer)
+        gc.collect()
+    owner.close()
+
+
+def test_letting_go_of_a_peer_gives_everything_back(device: int, shm: Path) -> None:
+    """Mappings, registrations and opened memory go with the last connection, so many connections cost nothing."""
+    source, target = DeviceBuffer(0, MIB), DeviceBuffer(0, MIB)
+    pool = SharedBuffer(shm / "pool", 64 * MIB)
+    writer = LocalTransport(WAITING)
+    writer.register([source.memory()])
+    for epoch in range(8):
+        reader = LocalTransport(WAITING, epoch=epoch)
+        reader.register([pool.memory(), target.memory()])
+        peer = writer.connect(reader.endpoint())
+        assert wait(writer.submit(peer, one(source.address, pool.address, MIB), deadline_s=LIMIT_S)).state.terminal
+        assert not reader.revoked(epoch + 1)
+        writer.disconnect(peer)
+        del peer
+        gc.collect()
+        reader.close()
+    locked = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(pool.path) in line]
+    ends_at_s = time.monotonic() + LIMIT_S
+    while len(locked) > 1 and time.monotonic() < ends_at_s:  # unmapped in the background
+        locked = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(pool.path) in line]
+    assert len(locked) == 1, locked
+    writer.close()
+    source.close()
+    target.close()
+
+
+def test_private_host_memory_is_a_source_too(device: int, shm: Path) -> None:
+    own = np.random.default_rng(2).integers(0, 256, 4 * MIB, dtype=np.uint8)
+    target = DeviceBuffer(0, 4 * MIB)
+    reader = LocalTransport(WAITING)
+    reader.register([target.memory()])
+    for _ in range(2):  # a second life registers the same memory again
+        writer = LocalTransport(WAITING)
+        writer.register([Memory(address=int(own.ctypes.data), length_bytes=own.nbytes, label="scratch")])
+        peer = writer.connect(reader.endpoint())
+        target.fill(0)
+        row = one(int(own.ctypes.data), target.address, own.nbytes)
+        assert wait(writer.submit(peer, row, deadline_s=LIMIT_S)).state is TransferState.DONE
+        np.testing.assert_array_equal(target.read(), own)
+        writer.close()
+    reader.close()
+    target.close()

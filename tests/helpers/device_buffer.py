@@ -1,0 +1,92 @@
+"""A stretch of device memory as tests use it: written and read from the host, and as the `Memory` that a transport registers.
+
+Owns: the allocation, or the opening of another process's. Without torch; every call waits until its bytes are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.ids import MemoryKind
+from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.device_memory import OpenedAllocation, export
+from kvbridge.transport.base import Memory, SharedAllocation
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class DeviceBuffer:
+    """`length_bytes` of zeroed device memory, or, by `opened`, another process's."""
+
+    def __init__(self, device: int, length_bytes: int, *, opened: dict[str, Any] | None = None) -> None:
+        self.device = device
+        self.length_bytes = length_bytes
+        self._stream = runtime.Stream.create(device)
+        self._give_back: Callable[[], None]
+        if opened is not None:
+            found = OpenedAllocation(bytes.fromhex(opened["handle"]), device_uuid=opened["uuid"], device=device)
+            self.address = found.address + opened["offset_bytes"]
+            self._give_back = found.close
+            return
+        self.address = runtime.allocate(device, length_bytes)
+        self.fill(0)
+        self._exported = export(device, self.address)
+        self._give_back = self._free
+
+    def facts(self) -> dict[str, Any]:
+        """What `opened` takes in another process."""
+        exported = self._exported
+        offset = self.address - exported.allocation.address
+        return {"handle": exported.handle.hex(), "uuid": exported.device_uuid, "offset_bytes": offset}
+
+    def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Memory:
+        """Part of the buffer (all of it by default) as something to register."""
+        facts = self.facts()
+        return Memory(
+            address=self.address + offset_bytes,
+            length_bytes=self.length_bytes - offset_bytes if length_bytes is None else length_bytes,
+            kind=MemoryKind.VRAM,
+            device=self.device,
+            shared=SharedAllocation(
+                handle=bytes.fromhex(facts["handle"]),
+                device_uuid=facts["uuid"],
+                offset_bytes=facts["offset_bytes"] + offset_bytes,
+            ),
+            label=f"cuda:{self.device}",
+        )
+
+    def read(self, offset: int = 0, length: int | None = None) -> Bytes:
+        """Return a copy of some bytes."""
+        found = np.empty(self.length_bytes - offset if length is None else length, dtype=np.uint8)
+        self._copy(int(found.ctypes.data), self.address + offset, found.nbytes)
+        return found
+
+    def write(self, content: Bytes, offset: int = 0) -> None:
+        """Replace some bytes."""
+        assert offset + content.nbytes <= self.length_bytes
+        content = np.ascontiguousarray(content)
+        self._copy(self.address + offset, int(content.ctypes.data), content.nbytes)
+
+    def fill(self, value: int, offset: int = 0, length: int | None = None) -> None:
+        """Set every byte of a part."""
+        length_bytes = self.length_bytes - offset if length is None else length
+        runtime.fill(self.device, self.address + offset, length_bytes, value, stream=self._stream.handle)
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back. Nobody uses it any more."""
+        self._give_back()
+        self._stream.close()
+
+    def _copy(self, destination: int, source: int, length_bytes: int) -> None:
+        if length_bytes:
+            runtime.copy(destination, source, length_bytes, device=self.device, stream=self._stream.handle)
+            self._stream.synchronize()
+
+    def _free(self) -> None:
+        self._exported.forget()
+        runtime.free(self.device, self.address)

@@ -1,0 +1,152 @@
+"""What pools ask of CUDA, on host memory: enough to go through their code where there is no GPU.
+
+Device memory is anonymous host memory, a handle names it, and opening it in "another process" gives the same address. So what
+one side writes the other sees, and the counts say whether everything was given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvbridge.core.errors import RegistrationError, UnsupportedError
+from kvbridge.kernels.cuda import allocations, runtime
+from kvbridge.kernels.cuda.allocations import Allocation
+from kvbridge.pool import device_memory, stream_points
+
+
+class FakeCuda:
+    """Takes the place of the runtime for one test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> None:
+        self._monkeypatch = monkeypatch
+        self.uuids = [f"{number:032x}" for number in range(1, devices + 1)]
+        self.memory: dict[int, mmap.mmap] = {}
+        self.handles: dict[bytes, int] = {}
+        self.opened: list[tuple[int, int]] = []
+        self.registered: dict[int, int] = {}
+        self.registrations = 0
+        self.shareable = True
+        self.refuse_register = ""
+        self.free_bytes = 1 << 30
+        for name in ("allocate", "free", "fill", "synchronize", "open_memory", "close_memory", "device_facts"):
+            monkeypatch.setattr(runtime, name, getattr(self, name))
+        for name in ("register_host", "unregister_host", "use"):
+            monkeypatch.setattr(runtime, name, getattr(self, name))
+        monkeypatch.setattr(runtime, "device_count", lambda: devices)
+        monkeypatch.setattr(allocations, "allocation_of", self.allocation_of)
+        for module in (device_memory, stream_points):
+            monkeypatch.setattr(module, "device_by_uuid", self.device_by_uuid)
+        monkeypatch.setattr(device_memory, "allocation_of", self.allocation_of)
+        monkeypatch.setattr(device_memory, "export_allocation", self.export_allocation)
+
+    @contextmanager
+    def other_process(self) -> Iterator[None]:
+        """Within, nothing is known of what this process has exported."""
+        with self._monkeypatch.context() as patch:
+            patch.setattr(device_memory, "_exported", {})
+            yield
+
+    def use(self, device: int) -> None:
+        if device >= len(self.uuids):
+            raise UnsupportedError(f"cuda:{device} cannot be used")
+
+    def allocate(self, device: int, length_bytes: int) -> int:
+        self.use(device)
+        if length_bytes > self.free_bytes:
+            raise RegistrationError(f"cuda:{device} has no {length_bytes} bytes left: {self.free_bytes} are free")
+        self.free_bytes -= length_bytes
+        memory = mmap.mmap(-1, length_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        ctypes.memset(address, 0xEE, length_bytes)
+        self.memory[address] = memory
+        return address
+
+    def free(self, device: int, address: int) -> None:
+        self.free_bytes += len(self.memory[address])
+        del self.memory[address]
+
+    def fill(self, device: int, address: int, length_bytes: int, value: int = 0, *, stream: int = 0) -> None:
+        ctypes.memset(address, value, length_bytes)
+
+    def synchronize(self, device: int) -> None:
+        self.use(device)
+
+    def device_facts(self, device: int) -> runtime.DeviceFacts:
+        return runtime.DeviceFacts("fake", 1, (9, 0), 1 << 30, self.free_bytes, self.uuids[device])
+
+    def device_by_uuid(self, uuid: str) -> int:
+        if uuid not in self.uuids:
+            raise UnsupportedError(f"this process does not see the GPU {uuid}")
+        return self.uuids.index(uuid)
+
+    def allocation_of(self, device: int, address: int) -> Allocation:
+        for start, memory in self.memory.items():
+            if start <= address < start + len(memory):
+                return Allocation(start, len(memory))
+        raise RegistrationError(f"{address:#x} is not in any device memory")
+
+    def export_allocation(self, device: int, allocation: Allocation) -> bytes:
+        if not self.shareable:
+            raise RegistrationError("device memory cannot be shared with other processes: no expandable_segments")
+        known = [handle for handle, address in self.handles.items() if address == allocation.address]
+        handle = known[0] if known else secrets.token_bytes(64)
+        self.handles[handle] = allocation.address
+        return handle
+
+    def open_memory(self, device: int, handle: bytes) -> int:
+        if self.handles.get(handle) not in self.memory:
+            raise RegistrationError(f"cuda:{device} cannot open another process's device memory")
+        self.opened.append((device, self.handles[handle]))
+        return self.handles[handle]
+
+    def close_memory(self, device: int, address: int) -> None:
+        self.opened.remove((device, address))
+
+    def register_host(
+        self, address: int, length_bytes: int, *, device: int = 0, on_progress=None, label: str = "", **_: object
+    ) -> None:
+        self.use(device)
+        if self.refuse_register:
+            raise RegistrationError(f"{label}: {self.refuse_register}")
+        assert address not in self.registered
+        if on_progress is not None:
+            on_progress(length_bytes // 2, length_bytes)
+            on_progress(length_bytes, length_bytes)
+        self.registered[address] = length_bytes
+        self.registrations += 1
+
+    def unregister_host(self, address: int, length_bytes: int, **_: object) -> None:
+        assert self.registered.pop(address) == length_bytes
+
+
+class FakeEvent:
+    """An event that is reached when a test says so."""
+
+    def __init__(self, handle: bytes = b"") -> None:
+        self.handle = handle or secrets.token_bytes(64)
+        self.streams: list[int] = []
+        self.done = True
+        self.closed = False
+        self.broken: Exception | None = None
+
+    def record(self, stream: int) -> None:
+        self.streams.append(stream)
+        self.done = False
+
+    def reached(self) -> bool:
+        if self.broken is not None:
+            raise self.broken
+        return self.done
+
+    def export(self) -> bytes:
+        return self.handle
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True

@@ -1,0 +1,177 @@
+"""Processes of GPU tests: each attaches to memory or makes it, does one thing with it and says so.
+
+Functions here are the targets of spawned processes: they get a pipe and plain data, and end when the pipe does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.pages import pages_needed
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Tables
+from kvbridge.core.plan.operations import Section
+from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.engine.adapters import synthetic
+from kvbridge.engine.views import PoolViews
+from kvbridge.pool.cuda_pool import CudaPool
+from kvbridge.pool.host_registration import HostRegistration
+from kvbridge.pool.layout import RankPart, device_placement
+from kvbridge.pool.placement import Placement
+from kvbridge.pool.shared_mapping import SharedMapping
+from kvbridge.pool.sharing import MappedRegions
+from kvbridge.pool.stream_points import EventRing
+from kvbridge.service.tables import request_tables
+
+TINY = preset("tiny-v4")
+COUNTS = {IndexSpace.FULL: 12, IndexSpace.SWA: 6, IndexSpace.REQUEST: 4}
+TOKENS = 600
+ANSWER_S = 60.0
+SLEEP_CYCLES = 2_000_000_000
+"""About a second of a GPU's time."""
+MARKED = 0x77
+
+
+@dataclass
+class Child:
+    """A spawned process and the pipe to it."""
+
+    process: BaseProcess
+    pipe: Connection
+
+    def hear(self, timeout_s: float = ANSWER_S) -> Any:
+        """Return what it says next, or fail."""
+        assert self.pipe.poll(timeout_s), f"{self.process.name} said nothing within {timeout_s} s"
+        try:
+            return self.pipe.recv()
+        except EOFError as error:
+            raise AssertionError(f"{self.process.name} ended with exit code {self.process.exitcode}") from error
+
+    def kill(self) -> None:
+        """End it without a chance to clean up."""
+        self.process.kill()
+        self.process.join(ANSWER_S)
+
+
+@contextmanager
+def child(target: Callable[..., None], *arguments: object) -> Iterator[Child]:
+    """Run `target(pipe, *arguments)` in a new process, which is ended at exit."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), name=target.__name__, daemon=True)
+    process.start()
+    theirs.close()
+    started = Child(process, ours)
+    try:
+        yield started
+    finally:
+        ours.close()
+        process.join(10)
+        if process.is_alive():
+            started.kill()
+
+
+def placement(device: int, geometry: ModelGeometry = TINY) -> Placement:
+    """A pool of one rank on a GPU."""
+    part = RankPart.of(geometry, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
+    part = part.model_copy(update={"memory": MemoryKind.VRAM, "device": device})
+    return device_placement(geometry, part, page_counts=COUNTS)
+
+
+def tables(seed: int) -> Tables:
+    """Pages of a request of `TOKENS` tokens, anywhere in the pool."""
+    random = np.random.default_rng(seed)
+    needed = pages_needed(TINY, tokens=TOKENS, prompt_tokens=TOKENS)
+    ids = {space: random.permutation(COUNTS[space])[:count].astype(np.int32) for space, count in needed.items()}
+    return request_tables(TINY, ids, prompt_tokens=TOKENS)
+
+
+def write(views: PoolViews, room: int) -> None:
+    """Write every row of a request, and wait for it."""
+    whole = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
+    synthetic.fill(views, room=room, tables=tables(room), section=whole)
+    torch.cuda.synchronize(views.device)
+
+
+def wrong_rows(views: PoolViews, room: int) -> list[str]:
+    """What is wrong with a request's rows."""
+    return [str(one) for one in synthetic.check(views, room=room, tables=tables(room), tokens=TOKENS)]
+
+
+# ------------------------------------------------------------------------------------------- targets
+
+
+def read_and_write(pipe: Connection, shared: tuple[SharedRegion, ...], expected: int, own: int) -> None:
+    """Check the rows of one request in somebody's pool and write another's. Says (device, what was wrong)."""
+    with MappedRegions(shared) as mapped:
+        views = PoolViews(TINY, mapped.regions)
+        wrong = wrong_rows(views, expected)
+        write(views, own)
+        pipe.send((views.device, wrong))
+        _wait(pipe)
+        del views
+
+
+def mark_late(pipe: Connection, shared: tuple[SharedRegion, ...]) -> None:
+    """Have the GPU write the first page after a second, name that point at once, and again whenever told to."""
+    with MappedRegions(shared) as mapped:
+        views = PoolViews(TINY, mapped.regions)
+        page = views.page(ComponentKind.C4_KV, views.layers(ComponentKind.C4_KV)[0], space=IndexSpace.FULL, page_id=0)
+        ring = EventRing.on(mapped.regions[0].device)
+        stream = torch.cuda.current_stream(page.device)
+        page.fill_(0)
+        stream.synchronize()
+        pipe.send("ready")
+        while (value := _next(pipe)) is not None:
+            torch.cuda._sleep(SLEEP_CYCLES)
+            page.fill_(value)
+            point = ring.record(stream.cuda_stream)
+            pipe.send((point, stream.query()))
+        torch.cuda.synchronize(page.device)
+        ring.close()
+        del views, page
+
+
+def own_pool(pipe: Connection, device: int) -> None:
+    """Make a pool, write one request into it and say how others open it."""
+    pool = CudaPool.create(placement(device))
+    views = PoolViews(TINY, pool.regions())
+    write(views, 1)
+    pipe.send(pool.shared_regions())
+    _wait(pipe)
+
+
+def write_registered(pipe: Connection, path: str, start: int, stop: int, device: int) -> None:
+    """Register a shared file and have the GPU write [start, stop) of it."""
+    with SharedMapping.open(path) as mapping, HostRegistration([mapping], device=device):
+        pipe.send("registered")
+        _next(pipe)
+        host = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
+        host[start:stop].copy_(torch.full((stop - start,), MARKED, dtype=torch.uint8, device=f"cuda:{device}"))
+        pinned = host.is_pinned()
+        del host
+        pipe.send(pinned)
+        _wait(pipe)
+
+
+def _next(pipe: Connection) -> Any:
+    """Return what the test says, None when it is over."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def _wait(pipe: Connection) -> None:
+    while _next(pipe) is not None:
+        pass

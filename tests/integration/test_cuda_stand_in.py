@@ -1,0 +1,241 @@
+"""Whole daemons with `device: cuda`, where a stand-in takes CUDA's place: what nodes, workers and engines do about device memory.
+
+The engine is this process. It looks at device memory as at host memory, since that is what it is here. What a real GPU adds
+is in `tests/gpu/test_cuda_daemons.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvbridge.core.errors import DetachedError
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import MemoryKind, Rank
+from kvbridge.core.plan.operations import Section
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine import attachment
+from kvbridge.engine.adapters import synthetic
+from kvbridge.engine.base import AttachedEngine
+from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.sharing import MappedRegions
+from kvbridge.pool.stream_points import EventRing
+from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually
+from tests.helpers.rank_harness import Case
+from tests.helpers.stand_in_cuda import cuda_stand_in
+
+TINY = preset("tiny-v4")
+WAIT_S = 30.0
+CASES = (Case(700), Case(3, (2,)), Case(130, (57,), by_layer=True), Case(1023, (333, 777)))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class SeenFromTheHost(MappedRegions):
+    """Device memory that torch may treat as its own kind of memory."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__(shared)
+        self.kinds = {region.memory for region in self.regions}
+        self.regions = tuple(
+            region.model_copy(update={"memory": MemoryKind.DRAM, "device": 0}) for region in self.regions
+        )
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[cuda_stand_in.Runtime]:
+    """The stand-in, here and in every process that is started."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = Path(cuda_stand_in.__file__).parent
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{ROOT}")
+    monkeypatch.setattr(attachment, "MappedRegions", SeenFromTheHost)
+    yield cuda_stand_in.install(monkeypatch.setattr)
+    cuda_stand_in.sweep()
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def nodes(prefill: int = 1, decode: int = 1) -> Iterator[Cluster]:
+    """Daemons with so many GPUs, over the `local` transport."""
+    on_gpus = [{"parallelism": {"tp_size": count, "device": "cuda"}} for count in (prefill, decode)]
+    with cluster(
+        {"preset": "tiny-v4"},
+        transport="local",
+        prefill=on_gpus[0],
+        decode=on_gpus[1],
+        prefill_tp=prefill,
+        decode_tp=decode,
+    ) as running:
+        try:
+            yield running
+        except BaseException as error:
+            for daemon in (running.prefill, running.decode):
+                error.add_note(f"{daemon.name}:\n{daemon.log(30)}")
+            raise
+
+
+def write(engine: PrefillEngine, room: int, case: Case) -> None:
+    tables = engine.begin(room, prompt_tokens=case.tokens).tables
+    for section in case.sections(range(TINY.layer_count)):
+        for views in engine.views.values():
+            synthetic.fill(views, room=room, tables=tables, section=section)
+        engine.publish(room, section.stop_token, layers=section.layers)
+    engine.finish(room, metadata=b"first token")
+
+
+def check_rows(engine: DecodeEngine, room: DecodeRoom) -> None:
+    for rank, views in engine.views.items():
+        wrong = synthetic.check(views, room=room.room, tables=room.tables, tokens=room.prompt_tokens, most_mismatches=3)
+        assert not wrong, f"rank {rank}: " + "; ".join(map(str, wrong))
+
+
+def cross(running: Cluster, sender: PrefillEngine, reader: DecodeEngine, case: Case) -> DecodeRoom:
+    room = running.pair(case.tokens, max_new_tokens=10)["room"]
+    write(sender, room, case)
+    claimed = reader.wait_claim(room, WAIT_S)
+    check_rows(reader, claimed)
+    return claimed
+
+
+def kill_worker(daemon: DaemonProcess) -> None:
+    rank = daemon.get("/status")["ranks"][0]
+    os.kill(rank["pid"], signal.SIGKILL)
+
+
+def wait_detached(engine: AttachedEngine) -> set[tuple[str, int]]:
+    """Wait until an engine learns that its memory is gone; returns (kind, room) of the events before."""
+    events: list[RoomEvent] = []
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        try:
+            events += engine.events(0.1)
+        except DetachedError:
+            return {(event.kind, event.room) for event in events}
+    raise AssertionError("the engine was never told that its memory is gone")
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2)])
+def test_every_byte_crosses_between_pools_that_workers_made(prefill: int, decode: int) -> None:
+    with (
+        nodes(prefill, decode) as running,
+        PrefillEngine.attach(running.prefill.runtime_dir) as sender,
+        DecodeEngine.attach(running.decode.runtime_dir) as reader,
+    ):
+        assert sender._attachment.mapped.kinds == {MemoryKind.VRAM}
+        assert reader._attachment.mapped.kinds == {MemoryKind.VRAM, MemoryKind.DRAM}
+        for case in CASES:
+            reader.release(cross(running, sender, reader, case).room)
+
+
+class OwnGpu:
+    """The engine's GPU: it has recorded its points, and has come nowhere yet."""
+
+    devices = ()
+
+    def __init__(self) -> None:
+        self._ring = EventRing.on(0)
+
+    def points(self, stream: object) -> dict[str, Any]:
+        del stream
+        return {str(Rank(pp=0, tp=0)): self._ring.record(0)}
+
+    def catch_up(self) -> None:
+        for entry in self._ring._entries:
+            runtime._library().cudaEventRecord(entry.event.handle, 0)
+
+    def close(self) -> None:
+        self._ring.close()
+
+
+def test_nothing_is_read_before_the_engines_gpu_has_come_to_the_point_of_its_publication(
+    gpu: cuda_stand_in.Runtime,
+) -> None:
+    with (
+        nodes() as running,
+        PrefillEngine.attach(running.prefill.runtime_dir) as sender,
+        DecodeEngine.attach(running.decode.runtime_dir) as reader,
+    ):
+        own = sender._order = sender._attachment.order = OwnGpu()  # type: ignore[assignment]
+        room = running.pair(700)["room"]
+        tables = sender.begin(room, prompt_tokens=700).tables
+        gpu.events_reached = False
+        for upto in (256, 700):
+            sender.publish(room, upto)
+        sender.finish(room)
+        # Everything is published, and nothing is written yet.
+        assert reader.events(1.0) == []
+        whole = Section(prompt_tokens=700, start_token=0, stop_token=700)
+        for views in sender.views.values():
+            synthetic.fill(views, room=room, tables=tables, section=whole)
+        gpu.events_reached = True
+        own.catch_up()
+        claimed = reader.wait_claim(room, WAIT_S)
+        check_rows(reader, claimed)
+        reader.release(room)
+
+
+def test_an_engine_that_dies_before_its_gpu_is_done_fails_its_room_and_no_other(gpu: cuda_stand_in.Runtime) -> None:
+    with nodes() as running, DecodeEngine.attach(running.decode.runtime_dir) as reader:
+        with PrefillEngine.attach(running.prefill.runtime_dir) as dying:
+            dying._order = dying._attachment.order = OwnGpu()  # type: ignore[assignment]
+            room = running.pair(700)["room"]
+            dying.begin(room, prompt_tokens=700)
+            gpu.events_reached = False
+            dying.publish(room, 256)
+        gpu.events_reached = True
+        (event,) = reader.events(WAIT_S)
+        assert (event.kind, event.room) == ("failed", room)
+        with PrefillEngine.attach(running.prefill.runtime_dir) as sender:
+            for case in CASES[:2]:
+                reader.release(cross(running, sender, reader, case).room)
+
+
+def test_a_prefill_worker_that_is_killed_takes_its_memory_along_and_the_next_room_is_fine() -> None:
+    with nodes() as running:
+        sender = PrefillEngine.attach(running.prefill.runtime_dir)
+        reader = DecodeEngine.attach(running.decode.runtime_dir)
+        reader.release(cross(running, sender, reader, CASES[0]).room)
+        room = running.pair(700)["room"]
+        sender.begin(room, prompt_tokens=700)
+        kill_worker(running.prefill)
+        assert ("failed", room) in wait_detached(sender)
+        with pytest.raises(DetachedError, match="attach again"):
+            sender.publish(room, 700)
+        sender.abort(room, "its memory is gone")
+        sender.close()
+        with PrefillEngine.attach(running.prefill.runtime_dir, call_timeout_s=WAIT_S) as again:
+            running.wait_ready()
+            for case in CASES[:2]:
+                reader.release(cross(running, again, reader, case).room)
+        reader.close()
+
+
+def test_a_decode_worker_that_is_killed_fails_what_had_arrived() -> None:
+    with nodes() as running:
+        sender = PrefillEngine.attach(running.prefill.runtime_dir)
+        reader = DecodeEngine.attach(running.decode.runtime_dir)
+        claimed = cross(running, sender, reader, CASES[0])
+        unclaimed = running.pair(300)["room"]
+        write(sender, unclaimed, Case(300))
+        eventually("the commit", lambda: running.decode.get(f"/v1/requests/{unclaimed}")["state"] == "committed")
+        kill_worker(running.decode)
+        assert {("cancel", claimed.room), ("failed", unclaimed)} <= wait_detached(reader)
+        reader.release(claimed.room)
+        reader.close()
+        with DecodeEngine.attach(running.decode.runtime_dir, call_timeout_s=WAIT_S) as again:
+            running.wait_ready()
+            for case in CASES[:2]:
+                again.release(cross(running, sender, again, case).room)
+        pools = running.decode.get("/status")["pools"]
+        assert all(states["free"] == sum(states.values()) for states in pools.values()), pools
+        sender.close()

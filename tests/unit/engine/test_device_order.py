@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import pytest
+
+from kvbridge.core.errors import DeadlineError, InvalidInputError, TransportError, UnknownRoomError
+from kvbridge.core.ids import Rank
+from kvbridge.engine import device_order
+from kvbridge.engine.device_order import DeferredCalls, DeviceOrder, Reached
+from tests.helpers.fake_cuda import FakeEvent
+
+R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
+
+
+class Views:
+    def __init__(self, device: int | None) -> None:
+        self.device = device
+
+
+class Calls:
+    """Deferred calls that note what was sent."""
+
+    def __init__(self) -> None:
+        self.deferred = DeferredCalls()
+        self.sent: list[str] = []
+        self.ready: dict[str, bool] = {}
+
+    def ask(self, name: str, *, ready: bool = False) -> None:
+        self.ready.setdefault(name, ready)
+        self.deferred.send_when(lambda: self.ready[name], name, lambda: self.sent.append(name))
+
+
+def test_what_is_ready_is_sent_at_once_and_the_rest_in_order():
+    calls = Calls()
+    calls.ask("a", ready=True)
+    calls.ask("b")
+    calls.ask("c", ready=True)
+    assert (calls.sent, len(calls.deferred)) == (["a"], 2)
+    calls.deferred.send_due()
+    assert calls.sent == ["a"]
+    calls.ready["b"] = True
+    calls.deferred.send_due()
+    assert (calls.sent, len(calls.deferred)) == (["a", "b", "c"], 0)
+
+
+def test_an_error_is_the_callers_at_once_and_a_log_line_later():
+    def refuse() -> None:
+        raise UnknownRoomError("no such room")
+
+    calls = Calls()
+    with pytest.raises(UnknownRoomError):
+        calls.deferred.send_when(lambda: True, "release of room 1", refuse)
+    ready = []
+    calls.deferred.send_when(lambda: bool(ready), "release of room 2", refuse)
+    calls.ask("next", ready=True)
+    ready.append(1)
+    calls.deferred.send_due()
+    assert (calls.sent, len(calls.deferred)) == (["next"], 0)
+
+
+def test_a_gpu_that_fails_does_not_hold_the_others_up():
+    def broken() -> bool:
+        raise TransportError("CUDA: cudaEventQuery failed")
+
+    calls = Calls()
+    calls.ask("first")
+    calls.deferred.send_when(broken, "release of room 1", lambda: calls.sent.append("never"))
+    calls.ask("next", ready=True)
+    calls.ready["first"] = True
+    calls.deferred.send_due()
+    assert calls.sent == ["first", "next"]
+
+
+def test_finishing_waits_and_names_what_is_left():
+    calls = Calls()
+    asked = []
+
+    def third_time() -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    calls.deferred.send_when(third_time, "release of room 1", lambda: calls.sent.append("1"))
+    calls.deferred.finish(5.0)
+    assert calls.sent == ["1"]
+    calls.ask("release of room 2")
+    with pytest.raises(DeadlineError, match=r"within 0.0 s; still to do: release of room 2"):
+        calls.deferred.finish(0.0)
+
+
+def test_host_pools_have_no_order_to_keep():
+    order = DeviceOrder({R0: Views(None)})
+    assert (order.devices, order.points(None)) == ((), {})
+    order.close()
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs whose events are fakes."""
+    events: list[FakeEvent] = []
+
+    class Ring:
+        def __init__(self, device: int) -> None:
+            self.device, self.streams = device, []
+
+        def record(self, stream: int) -> tuple[int, int]:
+            self.streams.append(stream)
+            return self.device, stream
+
+        def close(self) -> None:
+            pass
+
+    def create(device: int) -> FakeEvent:
+        events.append(FakeEvent())
+        return events[-1]
+
+    class Current:
+        def __init__(self, device: int) -> None:
+            pass
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(device_order.EventRing, "on", Ring)
+    monkeypatch.setattr(device_order.runtime.Event, "create", create)
+    monkeypatch.setattr(device_order, "_current", Current)
+    monkeypatch.setattr(
+        device_order.torch.cuda, "current_stream", lambda device: type("S", (), {"cuda_stream": 100 + device})
+    )
+    return events
+
+
+def test_each_rank_is_marked_on_its_own_gpu(gpus):
+    order = DeviceOrder({R0: Views(0), R1: Views(3)})
+    assert order.devices == (0, 3)
+    assert order.points(None) == {"pp0.tp0": (0, 100), "pp0.tp1": (3, 103)}
+    with pytest.raises(InvalidInputError, match="cuda:0, cuda:3"):
+        order.points(7)
+    same = DeviceOrder({R0: Views(2), R1: Views(2)})
+    assert same.points(7) == {"pp0.tp0": (2, 7), "pp0.tp1": (2, 7)}
+
+
+def test_local_events_are_used_again_once_they_are_reached(gpus):
+    order = DeviceOrder({R0: Views(0), R1: Views(1)})
+    first = order.reached(None)
+    assert (first(), [event.streams for event in gpus]) == (False, [[100], [101]])
+    gpus[0].done = True
+    assert not first()
+    gpus[1].done = True
+    assert first()
+    assert first()
+    second = order.reached(None)
+    assert not second()
+    assert len(gpus) == 2
+    order.close()
+    assert isinstance(second, Reached)

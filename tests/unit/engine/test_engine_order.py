@@ -1,0 +1,173 @@
+"""The verbs of engines whose pools are on a GPU: what is said when. The node and the GPU are this test's."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from kvbridge.core.errors import DeadlineError, DetachedError
+from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Publish, Release, RoomEvent
+from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.decode import DecodeEngine
+from kvbridge.engine.device_order import LOOK_AGAIN_S
+from kvbridge.engine.prefill import PrefillEngine
+
+POINT = StreamPoint(ring="ring", handle=bytes(64), device_uuid="0" * 32)
+
+
+class Link:
+    """A node that accepts everything."""
+
+    def __init__(self) -> None:
+        self.said: list[object] = []
+        self.coming: deque[RoomEvent] = deque()
+        self.waits: list[float] = []
+        self.lost = ""
+        self.closed = False
+        self.tells_who_waits = False
+        """Whether a wait ends with an event, unless it is a short one."""
+
+    def number(self) -> int:
+        return len(self.said) + 1
+
+    def call(self, message, answer):
+        assert not self.closed
+        self.said.append(message)
+        return answer(call=message.call) if answer is Accepted else None
+
+    def events(self, timeout_s: float) -> list[RoomEvent]:
+        self.waits.append(timeout_s)
+        if self.tells_who_waits and timeout_s > LOOK_AGAIN_S:
+            return [event(9)]
+        found = list(self.coming)
+        self.coming.clear()
+        return found
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Gpu:
+    """A GPU that comes as far as the test says. `None` is its current stream."""
+
+    devices = (0,)
+
+    def __init__(self) -> None:
+        self.streams: list[object] = []
+        self.asked = 0
+        self.reached_after = 10**9
+        self.closed = False
+
+    def points(self, stream) -> dict[str, StreamPoint]:
+        self.streams.append(stream)
+        return {"pp0.tp0": POINT}
+
+    def reached(self, stream):
+        self.streams.append(stream)
+
+        def ask() -> bool:
+            self.asked += 1
+            return self.asked > self.reached_after
+
+        return ask
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Mapped:
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def engine(kind, *, gpu: Gpu | None = None):
+    gpu = gpu or Gpu()
+    made = kind(Attachment(Link(), None, Mapped(), {}, gpu), close_timeout_s=0.05)
+    return made, made._link, gpu
+
+
+def event(room: int, kind: str = "committed") -> RoomEvent:
+    return RoomEvent(room=room, generation=1, kind=kind)
+
+
+def test_a_publication_names_the_point_of_its_stream():
+    prefill, link, gpu = engine(PrefillEngine)
+    prefill.publish(1, 256)
+    prefill.publish(1, 512, stream=7)
+    assert [message.after for message in link.said if isinstance(message, Publish)] == [{"pp0.tp0": POINT}] * 2
+    assert gpu.streams == [None, 7]
+
+
+def test_pages_go_back_when_the_gpu_is_done_with_them():
+    decode, link, gpu = engine(DecodeEngine)
+    decode.release(1)
+    decode.abort(2, "enough", stream=7)
+    assert (link.said, gpu.streams) == ([], [None, 7])
+    gpu.reached_after = gpu.asked
+    assert decode.events() == []
+    assert [(type(message), message.room) for message in link.said] == [(Release, 1), (AbortRoom, 2)]
+
+
+def test_a_gpu_that_is_done_already_costs_no_delay():
+    decode, link, gpu = engine(DecodeEngine)
+    gpu.reached_after = 0
+    decode.release(1)
+    assert len(link.said) == 1
+
+
+def test_every_call_sends_what_is_due_before_it():
+    decode, link, gpu = engine(DecodeEngine)
+    decode.release(1)
+    gpu.reached_after = gpu.asked
+    decode.provide(2, {})
+    assert [message.room for message in link.said] == [1, 2]
+
+
+def test_waiting_for_events_looks_after_what_is_due():
+    decode, link, gpu = engine(DecodeEngine)
+    link.tells_who_waits = True
+    decode.release(1)
+    gpu.reached_after = gpu.asked + 3
+    assert [found.room for found in decode.events(10.0)] == [9]
+    assert [message.room for message in link.said] == [1]
+    assert max(link.waits[:-1]) <= LOOK_AGAIN_S < link.waits[-1]
+
+
+def test_events_come_at_once_while_something_waits():
+    decode, link, _ = engine(DecodeEngine)
+    decode.release(1)
+    link.coming.append(event(5))
+    assert [found.room for found in decode.events(10.0)] == [5]
+
+
+def test_closing_waits_for_the_gpu_and_leaves_all_the_same():
+    decode, link, gpu = engine(DecodeEngine)
+    decode.release(1)
+    gpu.reached_after = gpu.asked + 3
+    decode.close()
+    assert ([message.room for message in link.said], link.closed, gpu.closed) == ([1], True, True)
+    decode.close()
+    stuck, link, gpu = engine(DecodeEngine)
+    stuck.release(1)
+    with pytest.raises(DeadlineError, match="release of room 1, close"):
+        stuck.close()
+    assert (link.said, link.closed, stuck._attachment.mapped.closed) == ([], True, True)
+
+
+@pytest.mark.parametrize("kind", [PrefillEngine, DecodeEngine])
+def test_an_engine_without_memory_hears_of_it_after_the_last_event(kind):
+    made, link, gpu = engine(kind)
+    gpu.reached_after = 0
+    link.lost = "rank worker pp0.tp0 is gone"
+    link.coming.append(event(5, "failed"))
+    assert [found.room for found in made.events()] == [5]
+    with pytest.raises(DetachedError, match=r"pp0\.tp0 is gone; close it and attach again"):
+        made.events(1.0)
+    made.abort(5, "lost")
+    assert [message.room for message in link.said] == [5]
+    made.close()
