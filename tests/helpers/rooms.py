@@ -237,6 +237,8 @@ class ReceiverBench:
     adopted: bool = False
     digest: DigestKind = DigestKind.NONE
     pages: int = 16
+    request_slots: int = 0
+    """Slots of a hot buffer, which the model itself does not need."""
     clock: ManualClock = field(default_factory=ManualClock)
     nodes: FakeNodes = field(default_factory=FakeNodes)
     fence: FakeFence = field(default_factory=FakeFence)
@@ -246,6 +248,8 @@ class ReceiverBench:
 
     def __post_init__(self) -> None:
         space = {IndexSpace.FULL: self.pages}
+        if self.request_slots:
+            space[IndexSpace.REQUEST] = self.request_slots
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
         self.service = ReceiverService(
             geometry=GEOMETRY,

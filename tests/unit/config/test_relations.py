@@ -47,11 +47,28 @@ REFUSED = [
     ({"instance": "a/b"}, "instance"),
 ]
 
+ON_HOST = {"pools.host.pages": 8}
+
 REFUSED_DECODE = [
     ({"pools.host": {}}, "host pool without pages"),
     ({"pools.host": {"pages": 1, "size_bytes": 1}}, "keep one"),
     ({"pools.host": {"pages": 1, "components": ["c4_kv", "c4_kv"]}}, "one kind twice"),
     ({"pools.host": {"pages": 1, "extent_bytes": "2GiB", "mapping_bytes": "1GiB"}}, "must not exceed mapping_bytes"),
+    (
+        {**ON_HOST, "sparse": {"max_requests": 4}, "pools.device.request": 5},
+        "gives out 5 request slots, but the hot buffer has 4",
+    ),
+    (
+        {"sparse": {"max_requests": 4}, "pools.host": {"components": []}},
+        "must name the one component that is decoded sparsely",
+    ),
+    (
+        {**ON_HOST, "sparse": {"max_requests": 4}, "pools.memory": "adopted", "pools.device.full": 0},
+        "the engine names its own request slots",
+    ),
+    ({**ON_HOST, "sparse": {"max_requests": 4, "hot_rows": 64}}, "hot_rows is 64, less than top_k 512"),
+    ({**ON_HOST, "sparse": {"max_requests": 4, "hot_row": 64}}, "did you mean 'hot_rows'?"),
+    ({**ON_HOST, "sparse": {"hot_rows": 4096}}, "sparse.max_requests: is required"),
 ]
 
 REFUSED_BOOTSTRAP = [

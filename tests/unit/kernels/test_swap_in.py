@@ -76,9 +76,11 @@ def test_what_was_used_longest_ago_gives_way_first() -> None:
     world = SwapWorld(shape, layers=1, requests=1, device=CPU)
     world.admit(0, 1024)
     swap = _reference(world)
-    for start in (0, 16, 32, 48):  # fills the hot slots; each step begins a new generation
+    for start in (0, 16, 32):  # the third ends the first generation, of 42 slots
         _ask(swap, world, 0, [0], [1024], np.arange(start, start + 16)[None])
-    _ask(swap, world, 0, [0], [1024], np.arange(16)[None])  # the first rows are recent again
+    assert world.tallies[0, 0, 0] == 0
+    _ask(swap, world, 0, [0], [1024], np.arange(16)[None])  # the first rows are of the second generation, too
+    _ask(swap, world, 0, [0], [1024], np.arange(48, 64)[None])  # and these fill the hot slots
     _ask(swap, world, 0, [0], [1024], np.arange(64, 80)[None])
     resident = set(np.flatnonzero(world.slot_of_row[0, 0].numpy() >= 0).tolist())
     assert resident == set(range(16)) | set(range(32, 80))

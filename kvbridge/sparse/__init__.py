@@ -1,0 +1,13 @@
+"""Sparse decode: the full C4 cache stays in host memory, and a small hot buffer of each request on the device.
+
+Owns: which row is where, what is loaded and what gives way. Must not know: rooms, transports, daemons; it runs in the engine's
+process, on the engine's stream.
+"""
+
+from __future__ import annotations
+
+from kvbridge.core.geometry.hot_buffer import SparseSettings
+from kvbridge.sparse.cache import SparseCache
+from kvbridge.sparse.order import Quiet
+
+__all__ = ["Quiet", "SparseCache", "SparseSettings"]

@@ -1,0 +1,387 @@
+"""The hot buffer of a decode rank: admit, step, release.
+
+Owns: the verbs, and the order in which they touch device and host memory. Must not know: rooms, daemons, how a model computes.
+
+A step, for the requests that decode together, as the engine calls it:
+
+    begin_step(entries)            the host says which requests, and how many rows each has after the step
+    for each sparse layer:
+        append(layer, rows)        the new rows, of the requests that complete one
+        swap_in(layer, top_k)      physical rows for the indexer's choice; attention reads them in `hot_pages(layer)`
+    end_step()                     pages that are complete now start on their way to the host
+
+`append` and `swap_in` read only device memory that never moves, so they may be captured into a CUDA graph for a batch size and
+replayed; the other verbs stay outside. No verb waits for the device, and none allocates device memory. All of it happens on
+torch's current stream of the device, or beside it and in order with it.
+
+Host pages: a request's page table names them, and they are this request's alone from `admit` until what `release` returned says
+that they are quiet. Give them back only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+
+from kvbridge.core.errors import ConflictError, InvalidInputError, NotFoundError, PageOutOfBoundsError
+from kvbridge.core.geometry.components import Component
+from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.ids import PageIdArray
+from kvbridge.kernels.append_rows import append_rows
+from kvbridge.kernels.swap_in import CudaSwapIn, ReferenceSwapIn, SwapIn
+from kvbridge.sparse.checks import check_structure
+from kvbridge.sparse.memory import HotMemory
+from kvbridge.sparse.order import Order, Point, Quiet
+from kvbridge.sparse.paths import HostPaths, checked_regions, id_pairs
+from kvbridge.sparse.reading import RequestCounts, gather_rows
+from kvbridge.sparse.requests import PagePlace, Request, RequestBook
+from kvbridge.sparse.staging import Staging
+
+STEPS_AHEAD = 16
+"""So many steps may a host be ahead of its device before it waits."""
+ADMISSIONS_AHEAD = 8
+
+
+class SparseCache:
+    """The hot buffer of one component on one device. Used by one thread."""
+
+    def __init__(
+        self, settings: SparseSettings, component: Component, host_regions: Sequence[Region], device: torch.device
+    ) -> None:
+        """Allocate everything. `host_regions`: the component's host-pool region of each layer that this rank holds.
+
+        Their addresses are this process's own, and on a GPU registered with CUDA; they stay mapped until `close`. Raises
+        InvalidInputError or UnsupportedError for sizes that do not suit each other, torch's OutOfMemoryError.
+        """
+        regions = checked_regions(component, host_regions)
+        device = _resolved(device)
+        ordinal = device.index if device.type == "cuda" else None
+        self.settings = settings
+        self.component = component
+        self.device = device
+        self.layers = tuple(region.layer for region in regions)
+        """Global ids, ascending."""
+        self.memory = HotMemory(settings, component, layer_count=len(regions), device=device)
+        self.requests = RequestBook(self.memory.shape, settings.max_requests)
+        self._host_page_count = min(region.page_count for region in regions)
+        self._positions = {layer: position for position, layer in enumerate(self.layers)}
+        self._order = Order.on(device)
+        self._load_lane, self._backup_lane = self._order.lane(), self._order.lane()
+        self._paths = HostPaths(component, regions, self.memory.pages, ordinal)
+        self._swap_in = _swap_in(self.memory, self._paths, ordinal)
+        self._append = append_rows(self.memory.shape, ordinal)
+        self._admitted = [self._order.point() for _ in range(settings.max_requests)]
+        self._unsettled: set[int] = set()
+        """Slots whose admission compute has not been told to wait for."""
+        self._backed_up = [
+            [self._order.point() for _ in range(settings.ring_pages)] for _ in range(settings.max_requests)
+        ]
+        self._preloaded = [0] * settings.max_requests
+        self._open()
+
+    def _open(self) -> None:
+        requests, pinned = self.settings.max_requests, self.device.type == "cuda"
+        table_words = 2 * self.memory.shape.max_pages + 1
+        id_words = 2 * self.settings.pages_per_request(self.component)
+        self._tables = Staging(self._order, words=table_words + id_words, count=ADMISSIONS_AHEAD, pinned=pinned)
+        self._steps = Staging(self._order, words=3 * requests, count=STEPS_AHEAD, pinned=pinned)
+        most_ids = max(requests, self.component.slots_per_page)
+        self._ids = Staging(self._order, words=2 * most_ids, count=STEPS_AHEAD, pinned=pinned)
+        # The memory was set on the current stream; lanes come after it.
+        self._load_lane.follow_compute()
+        self._backup_lane.follow_compute()
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def admit(self, request_slot: int, host_page_ids: PageIdArray, rows: int) -> None:
+        """Begin a request of `rows` complete rows in a free slot.
+
+        `host_page_ids`: int32, the request's host pages in the order of its rows; all pages that it will need, or as many as it
+        has now and the rest by `extend`. What its first step needs is loaded beside compute. Raises CapacityError,
+        ConflictError, InvalidInputError, PageOutOfBoundsError; then nothing has changed.
+        """
+        self._check_ids(request_slot, host_page_ids)
+        request = self.requests.admit(request_slot, host_page_ids.copy(), rows)
+        loads = self._loads(request)
+        lane, memory = self._load_lane, self.memory
+        lane.follow_compute()  # steps of whoever was in the slot before
+        lane.follow(self._backup_lane)
+        with self._tables.buffer(lane) as words, lane.running():
+            memory.forget(request_slot)
+            self._send_table(request, words)
+            memory.ring_begin[request_slot : request_slot + 1].copy_(
+                self._number(words, request.ring_begin), non_blocking=True
+            )
+            if loads:
+                ids = words[2 * memory.shape.max_pages + 1 :]
+                self._paths.load(
+                    id_pairs(ids, [(place.host_page, place.hot_page) for place in loads]), stream=lane.handle()
+                )
+            if self._preloaded[request_slot]:
+                memory.note_resident(request_slot, self._preloaded[request_slot])
+        lane.mark(self._admitted[request_slot])
+        self._unsettled.add(request_slot)
+
+    def extend(self, request_slot: int, host_page_ids: PageIdArray) -> None:
+        """Give a request a longer page table, which begins with the one that it has. Not between begin_step and end_step."""
+        self._check_idle("extend")
+        self._check_ids(request_slot, host_page_ids)
+        request = self.requests.extend(request_slot, host_page_ids.copy())
+        self._settle(request_slot)
+        with self._tables.buffer() as words:
+            self._send_table(request, words)
+
+    def flush(self, request_slot: int) -> Quiet:
+        """Write the rows of the incomplete last page to the host as well, so that the host pages hold all rows.
+
+        For a request that is to be parked or moved. What is returned says when they do.
+        """
+        self._check_idle("flush")
+        place = self.requests.partial_page(request_slot)
+        self._settle(request_slot)
+        self._backup_lane.follow_compute()
+        if place is not None:
+            slots = self.component.slots_per_page
+            count = self.requests.get(request_slot).rows % slots
+            rows = [(place.hot_page * slots + slot, place.host_page * slots + slot) for slot in range(count)]
+            with self._ids.buffer(self._backup_lane) as words:
+                self._paths.flush(id_pairs(words, rows), stream=self._backup_lane.handle())
+        return self._quiet(f"request slot {request_slot}")
+
+    def release(self, request_slot: int) -> Quiet:
+        """End a request. Its slot may be admitted to at once; its host pages may be given back when the result is reached."""
+        self.requests.release(request_slot)
+        self._settle(request_slot)
+        self._backup_lane.follow_compute()
+        self._preloaded[request_slot] = 0
+        return self._quiet(f"request slot {request_slot}")
+
+    # ------------------------------------------------------------------ a step
+
+    def begin_step(self, entries: Sequence[tuple[int, int]]) -> None:
+        """Begin a step of some requests: (request slot, its complete rows after this step), in the order of the batch.
+
+        Each has as many rows as before or one more. Raises InvalidInputError, NotFoundError, ConflictError before anything
+        has been changed or enqueued: for a page that would be complete with this step but has no host page, too.
+        """
+        plan = self.requests.begin_step(entries)
+        for slot, _ in entries:
+            self._settle(slot)
+        for place in plan.overwritten:
+            self._order.wait(self._point(place))
+        with self._steps.buffer() as words:
+            step = words.numpy().reshape(self.memory.step.shape)
+            step.fill(-1)
+            if entries:
+                step[:2, : len(entries)] = np.array(entries, dtype=np.int32).T
+                step[2, : len(entries)] = plan.places
+            self.memory.step.copy_(words.view(self.memory.step.shape), non_blocking=True)
+
+    def end_step(self) -> None:
+        """Back up the pages that are complete with this step: one copy for all layers, beside compute."""
+        plan = self.requests.end_step()
+        if not plan.completed:
+            return
+        lane = self._backup_lane
+        lane.follow_compute()
+        with self._ids.buffer(lane) as words:
+            pairs = id_pairs(words, [(place.hot_page, place.host_page) for place in plan.completed])
+            self._paths.back_up(pairs, stream=lane.handle())
+        for place in plan.completed:
+            lane.mark(self._point(place))
+
+    def places(self, batch: int) -> torch.Tensor:
+        """Where the step's new rows go: int32 [batch], physical rows, -1 for requests that complete none, and for padding.
+
+        Memory of the cache, so that a captured graph reads each step's own.
+        """
+        return self.memory.step[2, :batch]
+
+    def append(self, layer: int, rows: torch.Tensor) -> None:
+        """Write the step's new rows of one layer: uint8 [batch, row_bytes], contiguous, on the device; `places` says where.
+
+        Rows of requests that complete none are skipped, whatever they hold.
+        """
+        batch, row_bytes = rows.shape[0], self.component.row_bytes
+        if rows.dtype is not torch.uint8 or tuple(rows.shape) != (batch, row_bytes) or not rows.is_contiguous():
+            raise InvalidInputError(
+                f"new rows are a contiguous uint8 tensor [batch, {row_bytes}], got {rows.dtype} of shape {tuple(rows.shape)}"
+            )
+        self._check_batch(rows, batch)
+        pages = self.hot_pages(layer)
+        self._append.append(
+            rows=rows.data_ptr(),
+            places=self.memory.step[2].data_ptr(),
+            count=batch,
+            hot_address=pages.data_ptr(),
+            hot_stride_bytes=pages.stride(0),
+            stream=self._order.handle(),
+        )
+
+    def swap_in(self, layer: int, top_k: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the physical rows of the selected ones: int32 [batch, top_k], of the same shape as `top_k`.
+
+        -1 where `top_k` is -1 or no row of the request, and for padding. Without `out` the answer lies in memory of the cache,
+        until the next call.
+        """
+        batch = top_k.shape[0]
+        self._check_batch(top_k, batch)
+        found = self.memory.found[:batch] if out is None else out
+        for tensor in (top_k, found):
+            if (
+                tensor.dtype is not torch.int32
+                or tuple(tensor.shape) != (batch, self.settings.top_k)
+                or not tensor.is_contiguous()
+            ):
+                raise InvalidInputError(
+                    f"selected rows are a contiguous int32 tensor [batch, {self.settings.top_k}], got {tensor.dtype} of shape "
+                    f"{tuple(tensor.shape)}; fill up with -1"
+                )
+        self._swap_in.swap_in(
+            self._position(layer),
+            self.memory.step_of(batch),
+            top_k=top_k.data_ptr(),
+            out=found.data_ptr(),
+            stream=self._order.handle(),
+        )
+        return found
+
+    # ------------------------------------------------------------------ reading
+
+    def hot_pages(self, layer: int) -> torch.Tensor:
+        """The hot region of a layer: uint8 [pages, page_bytes]; physical row p is slot p % slots_per_page of page p // that."""
+        return self.memory.pages[self._position(layer)]
+
+    def rows(self, layer: int, physical_rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy of physical rows, parts together: uint8 [*physical_rows.shape, row_bytes], zeros for -1.
+
+        For attention in plain torch; a kernel reads `hot_pages` itself.
+        """
+        return gather_rows(self.hot_pages(layer), self.component, physical_rows)
+
+    def counts(self, request_slot: int) -> RequestCounts:
+        """What became of a request's selected rows so far. Waits for the device."""
+        self.requests.get(request_slot)
+        self._order.synchronize()
+        _, hits, loaded, _ = self.memory.tallies[:, request_slot].sum(dim=0).tolist()
+        resident = int((self.memory.row_of_slot[:, request_slot] >= 0).sum())
+        return RequestCounts(hits, loaded, self._preloaded[request_slot] * len(self.layers), resident)
+
+    def memory_bytes(self) -> SparseBytes:
+        """Device memory by part. The copiers' descriptions, some KiB, come on top."""
+        return self.memory.bytes_by_part()
+
+    def check(self) -> None:
+        """Compare the tables with one another. Waits for the device. Raises IntegrityError naming what contradicts what."""
+        self._order.synchronize()
+        self._paths.check()
+        check_structure(self.memory, self.requests)
+
+    def close(self) -> None:
+        """Wait for the device and let go of what is held; the host regions may be unmapped afterwards. Harmless when closed."""
+        self._order.synchronize()
+        self._paths.close()
+        if isinstance(self._swap_in, CudaSwapIn):
+            self._swap_in.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        used = len(self.requests.slots())
+        return f"<SparseCache on {self.device}: {used} of {self.settings.max_requests} requests, {len(self.layers)} layers>"
+
+    # ------------------------------------------------------------------ inside
+
+    def _loads(self, request: Request) -> list[PagePlace]:
+        """Host pages to load at admission: the incomplete one into the ring; all complete ones of a short request."""
+        slot, slots = request.slot, self.component.slots_per_page
+        complete = request.rows // slots
+        short = request.rows <= self.settings.preload_limit_rows
+        self._preloaded[slot] = complete * slots if short else 0
+        first = slot * self.settings.pages_per_request(self.component)
+        loads = [
+            PagePlace(slot, page, first + page, int(request.pages[page])) for page in range(complete if short else 0)
+        ]
+        partial = self.requests.partial_page(slot)
+        return [*loads, partial] if partial is not None else loads
+
+    def _send_table(self, request: Request, words: torch.Tensor) -> None:
+        """Upload a request's host pages and their ranks, to whichever stream is torch's current one."""
+        table = self.memory.host_pages[request.slot]
+        staged = words[: table.numel()].view(table.shape)
+        numbers = staged.numpy()
+        numbers.fill(-1)
+        count = len(request.pages)
+        numbers[:count, 0] = request.pages
+        numbers[np.argsort(request.pages), 1] = np.arange(count)
+        table.copy_(staged, non_blocking=True)
+
+    def _number(self, words: torch.Tensor, number: int) -> torch.Tensor:
+        """One integer in the staging buffer, behind the table."""
+        at = 2 * self.memory.shape.max_pages
+        words[at] = number
+        return words[at : at + 1]
+
+    def _settle(self, slot: int) -> None:
+        """Compute goes on only when the slot's admission is done; said once an admission."""
+        if slot in self._unsettled:
+            self._unsettled.discard(slot)
+            self._order.wait(self._admitted[slot])
+
+    def _quiet(self, label: str) -> Quiet:
+        point = self._order.point()
+        self._backup_lane.mark(point)
+        return Quiet(point, label)
+
+    def _point(self, place: PagePlace) -> Point:
+        return self._backed_up[place.slot][place.page % self.settings.ring_pages]
+
+    def _position(self, layer: int) -> int:
+        try:
+            return self._positions[layer]
+        except KeyError:
+            raise NotFoundError(f"layer {layer} has no {self.component.kind} here; there are {self.layers}") from None
+
+    def _check_batch(self, tensor: torch.Tensor, batch: int) -> None:
+        if tensor.device != self.memory.pages.device or batch > self.settings.max_requests:
+            raise InvalidInputError(
+                f"a batch of at most {self.settings.max_requests} on {self.memory.pages.device} is needed, got {batch} on "
+                f"{tensor.device}"
+            )
+
+    def _check_ids(self, slot: int, host_page_ids: PageIdArray) -> None:
+        if len(host_page_ids) and int(host_page_ids.max()) >= self._host_page_count:
+            raise PageOutOfBoundsError(
+                f"request slot {slot}: host page {int(host_page_ids.max())} does not exist: the host pool has "
+                f"{self._host_page_count} pages"
+            )
+
+    def _check_idle(self, verb: str) -> None:
+        if self.requests.stepping:
+            raise ConflictError(f"{verb} between begin_step and end_step; end the step first")
+
+
+def _swap_in(memory: HotMemory, paths: HostPaths, ordinal: int | None) -> SwapIn:
+    if ordinal is None:
+        return ReferenceSwapIn(memory.shape, memory.state, paths.layers)
+    return CudaSwapIn(ordinal, memory.shape, memory.state, paths.layers)
+
+
+def _resolved(device: torch.device) -> torch.device:
+    """The device with its number: "cuda" alone is torch's current one. Raises InvalidInputError for another kind."""
+    if device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    if device.type != "cpu":
+        raise InvalidInputError(f"a sparse cache lives on 'cpu' or 'cuda:N', got '{device}'")
+    return device

@@ -1,0 +1,104 @@
+"""The device memory of sparse decode: made once, never moved.
+
+Owns: the tensors, their shapes, the addresses that kernels are given, how much they take. Must not know: requests, order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvbridge.core.geometry.components import Component
+from kvbridge.core.geometry.hot_buffer import AGE_PLANES, TALLIES, SparseBytes, SparseSettings
+from kvbridge.kernels.swap_in import Step, SwapInShape, SwapInState
+
+
+class HotMemory:
+    """All tensors of one cache, on its device. L layers, R request slots, N = hot rows + ring rows of a request.
+
+    Physical row p of a layer lies in page p // rows_per_page of `pages[layer]`, slot p % rows_per_page.
+    """
+
+    def __init__(
+        self, settings: SparseSettings, component: Component, *, layer_count: int, device: torch.device
+    ) -> None:
+        """Allocate, and set everything to its start: nothing is resident."""
+        self.shape = swap_in_shape(settings, component)
+        shape, requests, rows_per_page = self.shape, settings.max_requests, component.slots_per_page
+
+        def integers(*sizes: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full(sizes, fill, dtype=dtype, device=device)
+
+        pages = requests * settings.pages_per_request(component)
+        self.pages = integers(layer_count, pages, component.page_bytes(), dtype=torch.uint8)
+        """uint8 [L, R * N / rows_per_page, page_bytes]."""
+        self.slot_of_row = integers(layer_count, requests, shape.max_rows, fill=-1, dtype=torch.int16)
+        self.row_of_slot = integers(layer_count, requests, shape.hot_rows, fill=-1)
+        self.ages = integers(layer_count, requests, shape.hot_rows // 32, AGE_PLANES)
+        self.tallies = integers(layer_count, requests, TALLIES)
+        self.host_pages = integers(requests, shape.max_pages, 2, fill=-1)
+        """int32 [R, max_pages, 2]: (host page id, its rank among the request's pages)."""
+        self.ring_begin = integers(requests)
+        self.step = integers(3, requests, fill=-1)
+        """int32 [3, R]: request slots, rows, places of a step."""
+        self.found = integers(requests, shape.top_k, fill=-1)
+        """int32 [R, top_k]: what `swap_in` answers into by default."""
+        self.numbers = torch.arange(settings.preload_limit_rows, dtype=torch.int32, device=device)
+        """int32: 0, 1, 2, ... as far as a request is preloaded; and the same in 16 bits."""
+        self.short_numbers = self.numbers.to(torch.int16)
+        self.rows_per_page = rows_per_page
+
+    @property
+    def state(self) -> SwapInState:
+        """Addresses of the arrays of `swap_in`."""
+        return SwapInState(
+            requests=self.ring_begin.shape[0],
+            slot_of_row=self.slot_of_row.data_ptr(),
+            row_of_slot=self.row_of_slot.data_ptr(),
+            ages=self.ages.data_ptr(),
+            tallies=self.tallies.data_ptr(),
+            pages=self.host_pages.data_ptr(),
+            ring_begin=self.ring_begin.data_ptr(),
+        )
+
+    def step_of(self, batch: int) -> Step:
+        """The first `batch` entries of the step tensors."""
+        return Step(batch, self.step[0].data_ptr(), self.step[1].data_ptr())
+
+    def forget(self, slot: int) -> None:
+        """Set everything of a request slot back to its start, in the order of torch's current stream. Allocates nothing."""
+        self.slot_of_row[:, slot].fill_(-1)
+        self.row_of_slot[:, slot].fill_(-1)
+        self.ages[:, slot].zero_()
+        self.tallies[:, slot].zero_()
+
+    def note_resident(self, slot: int, rows: int) -> None:
+        """Rows 0 to `rows` are in the hot slots of the same numbers, in the order of torch's current stream."""
+        layers = self.pages.shape[0]
+        self.slot_of_row[:, slot, :rows].copy_(self.short_numbers[:rows].expand(layers, rows))
+        self.row_of_slot[:, slot, :rows].copy_(self.numbers[:rows].expand(layers, rows))
+
+    def bytes_by_part(self) -> SparseBytes:
+        """What the device memory is used for; `steps` includes the constants for preloading."""
+        layers, requests = self.pages.shape[0], self.ring_begin.shape[0]
+        page_bytes = self.pages.shape[2]
+        return SparseBytes(
+            hot_rows=layers * requests * (self.shape.hot_rows // self.rows_per_page) * page_bytes,
+            ring=layers * requests * (self.shape.ring_rows // self.rows_per_page) * page_bytes,
+            residency=self.slot_of_row.nbytes + self.row_of_slot.nbytes,
+            ages=self.ages.nbytes + self.tallies.nbytes,
+            page_tables=self.host_pages.nbytes + self.ring_begin.nbytes,
+            steps=self.step.nbytes + self.found.nbytes + self.numbers.nbytes + self.short_numbers.nbytes,
+        )
+
+
+def swap_in_shape(settings: SparseSettings, component: Component) -> SwapInShape:
+    """What the kernels are made for. Raises InvalidInputError or UnsupportedError, naming what does not suit."""
+    settings.check_component(component)
+    return SwapInShape(
+        hot_rows=settings.hot_rows,
+        ring_rows=settings.ring_pages * component.slots_per_page,
+        max_rows=settings.max_rows(component),
+        top_k=settings.top_k,
+        slots_per_page=component.slots_per_page,
+        row_parts_bytes=component.row_parts_bytes,
+    )

@@ -1,0 +1,248 @@
+"""Who is in which request slot, how far it has come, and what a step has to do about it. Pure.
+
+Owns: the host's account of every request slot: rows, host pages, which pages wait for their backup. Must not know: memory,
+streams, kernels.
+
+Everything here is decided from numbers that the scheduler knows anyway, so that no step has to look at the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError, NotFoundError
+from kvbridge.core.ids import PageIdArray
+from kvbridge.kernels.swap_in import SwapInShape
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What is known of the request in one slot."""
+
+    slot: int
+    rows: int
+    """Complete rows, those of the step under way included."""
+    ring_begin: int
+    """First row that was put into the ring; a multiple of a page's rows."""
+    pages: PageIdArray
+    """Host page ids, in the order of the request's rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagePlace:
+    """A logical page of a request, where it lies in the ring, and its host page."""
+
+    slot: int
+    page: int
+    hot_page: int
+    """Page id in a layer's hot region."""
+    host_page: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step, decided and not yet begun."""
+
+    entries: tuple[tuple[int, int], ...]
+    """(request slot, rows after the step)."""
+    places: IntArray
+    """int32 [entries]: the physical row of the entry's new row, or -1."""
+    overwritten: tuple[PagePlace, ...]
+    """Ring pages whose first row is written in this step and that held another page: its backup must be over."""
+    completed: tuple[PagePlace, ...]
+    """Pages that are complete with this step, and go to the host after it."""
+
+
+@dataclass(slots=True)
+class RequestBook:
+    """All request slots of one cache. Called from the engine's thread."""
+
+    shape: SwapInShape
+    max_requests: int
+    _requests: dict[int, Request] = field(default_factory=dict)
+    _step: StepPlan | None = None
+
+    # ------------------------------------------------------------------ asking
+
+    def get(self, slot: int) -> Request:
+        """Return the request in a slot. Raises NotFoundError."""
+        try:
+            return self._requests[slot]
+        except KeyError:
+            raise NotFoundError(f"request slot {slot} holds no request; admit it first") from None
+
+    def slots(self) -> tuple[int, ...]:
+        """Slots in use, in the order of their admission."""
+        return tuple(self._requests)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is under way."""
+        return self._step is not None
+
+    def free_slot(self) -> int:
+        """Return the lowest free slot. Raises CapacityError when all are taken."""
+        for slot in range(self.max_requests):
+            if slot not in self._requests:
+                return slot
+        raise CapacityError(
+            f"all {self.max_requests} request slots of the hot buffer are in use; release one, or raise sparse.max_requests"
+        )
+
+    def hot_page(self, slot: int, page: int) -> int:
+        """Where logical page `page` lies in the ring: a page id in the hot region."""
+        each = self.shape.rows_per_request // self._page_rows
+        hot_pages = self.shape.hot_rows // self._page_rows
+        return slot * each + hot_pages + page % (each - hot_pages)
+
+    def physical_row(self, slot: int, row: int) -> int:
+        """Where a row lies while it is in the ring."""
+        return slot * self.shape.rows_per_request + self.shape.hot_rows + row % self.shape.ring_rows
+
+    def ring_start(self, request: Request) -> int:
+        """The first row that is found in the ring."""
+        return self.shape.ring_start(request.rows, request.ring_begin)
+
+    # ------------------------------------------------------------------ verbs
+
+    def admit(self, slot: int, pages: PageIdArray, rows: int) -> Request:
+        """Put a request into a free slot. Raises CapacityError, InvalidInputError; then nothing has changed."""
+        if not 0 <= slot < self.max_requests:
+            raise CapacityError(
+                f"request slot {slot} does not exist: the hot buffer was made for {self.max_requests} requests "
+                "(sparse.max_requests)"
+            )
+        if slot in self._requests:
+            raise ConflictError(f"request slot {slot} is in use; release it first")
+        self._check(slot, rows, pages)
+        needed = -(-rows // self._page_rows)
+        if len(pages) < needed:
+            raise InvalidInputError(
+                f"request slot {slot}: {rows} rows lie in {needed} host pages, the page table names {len(pages)}"
+            )
+        request = Request(slot, rows, ring_begin=rows // self._page_rows * self._page_rows, pages=pages)
+        self._requests[slot] = request
+        return request
+
+    def extend(self, slot: int, pages: PageIdArray) -> Request:
+        """Give a request a longer page table, which begins with the pages that it has."""
+        request = self.get(slot)
+        self._check(slot, request.rows, pages)
+        held = len(request.pages)
+        if len(pages) < held or not np.array_equal(pages[:held], request.pages):
+            raise InvalidInputError(
+                f"request slot {slot}: the new page table of {len(pages)} pages must begin with the {held} that it has"
+            )
+        request.pages = pages
+        return request
+
+    def begin_step(self, entries: Sequence[tuple[int, int]]) -> StepPlan:
+        """Decide a step and take note of it; entries are (request slot, rows after the step).
+
+        Raises InvalidInputError or NotFoundError naming the request, and ConflictError while another step is under way;
+        then nothing has changed.
+        """
+        if self._step is not None:
+            raise ConflictError("a step is under way already; call end_step first")
+        slots = [slot for slot, _ in entries]
+        if len(set(slots)) != len(slots):
+            raise InvalidInputError(f"a request may be in a step once, got request slots {slots}")
+        places = np.full(len(entries), -1, dtype=np.int32)
+        overwritten, completed = [], []
+        for number, (slot, rows) in enumerate(entries):
+            request = self.get(slot)
+            self._check_step(request, rows)
+            if rows == request.rows:
+                continue
+            new = rows - 1
+            places[number] = self.physical_row(slot, new)
+            page = new // self._page_rows
+            earlier = page - self._ring_pages
+            if new % self._page_rows == 0 and earlier * self._page_rows >= request.ring_begin:
+                overwritten.append(self._place(request, earlier))
+            if rows % self._page_rows == 0:
+                completed.append(self._place(request, page))
+        self._step = StepPlan(tuple(entries), places, tuple(overwritten), tuple(completed))
+        for slot, rows in entries:
+            self._requests[slot].rows = rows
+        return self._step
+
+    def end_step(self) -> StepPlan:
+        """The step is over. Raises ConflictError when there was none."""
+        step, self._step = self._step, None
+        if step is None:
+            raise ConflictError("no step is under way; call begin_step first")
+        return step
+
+    def partial_page(self, slot: int) -> PagePlace | None:
+        """The page that a request is filling; None when its rows end with a page. Raises InvalidInputError without host page."""
+        request = self.get(slot)
+        page = request.rows // self._page_rows
+        if request.rows % self._page_rows == 0:
+            return None
+        if page >= len(request.pages):
+            raise InvalidInputError(self._without_page(request, page))
+        return self._place(request, page)
+
+    def release(self, slot: int) -> Request:
+        """Take a request out of its slot. Raises NotFoundError, and ConflictError while a step is under way with it."""
+        self.get(slot)
+        if self._step is not None and any(slot == entry for entry, _ in self._step.entries):
+            raise ConflictError(f"request slot {slot} is in the step under way; call end_step first")
+        return self._requests.pop(slot)
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _page_rows(self) -> int:
+        return self.shape.slots_per_page
+
+    @property
+    def _ring_pages(self) -> int:
+        return self.shape.ring_rows // self._page_rows
+
+    def _place(self, request: Request, page: int) -> PagePlace:
+        return PagePlace(request.slot, page, self.hot_page(request.slot, page), int(request.pages[page]))
+
+    def _check(self, slot: int, rows: int, pages: PageIdArray) -> None:
+        if not 0 <= rows <= self.shape.max_rows:
+            raise InvalidInputError(
+                f"request slot {slot}: {rows} rows, the hot buffer's tables hold {self.shape.max_rows} (sparse.max_tokens)"
+            )
+        if pages.dtype != np.int32 or pages.ndim != 1:
+            raise InvalidInputError(
+                f"request slot {slot}: host page ids are a one-dimensional int32 array, got {pages.dtype} of shape {pages.shape}"
+            )
+        if len(pages) > self.shape.max_pages:
+            raise InvalidInputError(
+                f"request slot {slot}: {len(pages)} host pages, the hot buffer's tables hold {self.shape.max_pages} "
+                "(sparse.max_tokens)"
+            )
+        if len(np.unique(pages)) != len(pages) or (len(pages) and int(pages.min()) < 0):
+            raise InvalidInputError(f"request slot {slot}: host page ids must be distinct and not negative")
+
+    def _check_step(self, request: Request, rows: int) -> None:
+        if rows not in {request.rows, request.rows + 1}:
+            raise InvalidInputError(
+                f"request slot {request.slot} has {request.rows} rows; after one step it has as many or one more, got {rows}"
+            )
+        if rows > self.shape.max_rows:
+            raise InvalidInputError(
+                f"request slot {request.slot}: {rows} rows, the hot buffer's tables hold {self.shape.max_rows} "
+                "(sparse.max_tokens)"
+            )
+        page = (rows - 1) // self._page_rows
+        if rows > request.rows and rows % self._page_rows == 0 and page >= len(request.pages):
+            raise InvalidInputError(self._without_page(request, page))
+
+    def _without_page(self, request: Request, page: int) -> str:
+        return (
+            f"request slot {request.slot}: logical page {page} is to be written to the host, but its page table names only "
+            f"{len(request.pages)} pages; extend the request first"
+        )

@@ -1,0 +1,137 @@
+"""What a request costs on decode, and how many fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.geometry.costs import DecodePlan, fit_memory, fit_pools, hot_slot_bytes, request_cost
+from kvbridge.core.geometry.hot_buffer import SparseSettings, sparse_request_bytes
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace as Space
+
+FLASH = preset("deepseek-v4-flash")
+HOST = frozenset({Kind.C4_KV})
+SPARSE = SparseSettings(max_requests=64, hot_rows=4096, top_k=512, max_tokens=1 << 20)
+DENSE, ON_HOST = DecodePlan(geometry=FLASH), DecodePlan(geometry=FLASH, host=HOST)
+PLAN = DecodePlan(geometry=FLASH, host=HOST, sparse=SPARSE)
+
+
+def test_flash_at_128k_costs_what_was_worked_out_by_hand():
+    cost = request_cost(PLAN, prompt_tokens=131_072, max_new_tokens=0)
+    assert cost.host == {Kind.C4_KV: 512 * 37_440 * 21}
+    assert cost.device[Kind.C4_INDEXER] == 512 * 8_448 * 21
+    assert cost.device[Kind.C128_KV] == 512 * 1_728 * 20
+    assert cost.device[Kind.C128_STATE] == 524_288 * 20
+    assert cost.device[Kind.SWA_KV] == 1 * 149_760 * 43
+    assert cost.pages == {Space.FULL: 512, Space.HOST: 512, Space.SWA: 1, Space.REQUEST: 1}
+
+
+def test_a_slot_of_the_hot_buffer_by_hand():
+    each = sparse_request_bytes(SPARSE, FLASH.component(Kind.C4_KV), layer_count=21)
+    assert each.hot_rows == 64 * 37_440 * 21
+    assert each.ring == 2 * 37_440 * 21
+    assert each.residency == 21 * (262_144 * 2 + 4096 * 4)
+    assert each.ages == 21 * (128 * 16 + 16)
+    assert each.page_tables == 4096 * 8 + 4
+    assert each.steps == 12 + 512 * 4
+    assert each.total == sum(each.model_dump().values())
+
+
+def test_what_is_on_the_host_is_not_on_the_device():
+    dense, split = (request_cost(plan, prompt_tokens=8192, max_new_tokens=100) for plan in (DENSE, ON_HOST))
+    assert dense.host_bytes == 0
+    assert split.host_bytes == dense.device[Kind.C4_KV]
+    assert split.device_bytes == dense.device_bytes - split.host_bytes
+    assert split.sparse is None
+
+
+def test_a_rank_pays_for_its_layers_and_its_lanes():
+    half = DecodePlan(geometry=FLASH, host=HOST, sparse=SPARSE, layers=frozenset(range(21)))
+    cost, whole = (request_cost(plan, prompt_tokens=1000, max_new_tokens=0) for plan in (half, PLAN))
+    assert cost.device[Kind.C4_INDEXER] == whole.device[Kind.C4_INDEXER] * 10 // 21
+    assert cost.host == whole.host, "the host pool is the node's, whatever its ranks hold"
+    assert cost.sparse.hot_rows == whole.sparse.hot_rows * 10 // 21
+    heads = DecodePlan(geometry=preset("tiny-gqa"))
+    one, four = (
+        request_cost(heads.model_copy(update={"tp_size": size}), prompt_tokens=512, max_new_tokens=0) for size in (1, 4)
+    )
+    assert one.device[Kind.MHA_KV] == 4 * four.device[Kind.MHA_KV]
+
+
+@pytest.mark.parametrize("tokens", [100, 8192, 131_072, 1_000_000])
+def test_fit_memory_is_the_largest_number_that_fits(tokens):
+    cost = request_cost(PLAN, prompt_tokens=tokens, max_new_tokens=1000)
+    for device_bytes, host_bytes in ((60 << 30, 1 << 40), (60 << 30, 16 << 30), (cost.device_bytes - 1, 1 << 40)):
+        fit = fit_memory(PLAN, cost, device_bytes=device_bytes, host_bytes=host_bytes)
+        assert fit.requests * cost.device_bytes <= device_bytes
+        assert fit.requests * cost.host_bytes <= host_bytes
+        more = fit.requests + 1
+        scarce = (
+            more * cost.device_bytes > device_bytes
+            if fit.limit == "device memory"
+            else more * cost.host_bytes > host_bytes
+        )
+        assert scarce
+
+
+def test_fit_pools_names_the_resource_that_runs_out():
+    cost = request_cost(PLAN, prompt_tokens=10_000, max_new_tokens=240)  # 40 pages
+    plenty = {Space.FULL: 10_000, Space.HOST: 10_000, Space.SWA: 10_000, Space.REQUEST: 10_000}
+    assert fit_pools(PLAN, cost, pages=plenty).model_dump() == {"requests": 64, "limit": "sparse.max_requests"}
+    for space, pages, requests in (
+        (Space.HOST, 119, 2),
+        (Space.FULL, 80, 2),
+        (Space.SWA, 9, 9 // cost.pages[Space.SWA]),
+        (Space.REQUEST, 3, 3),
+    ):
+        fit = fit_pools(PLAN, cost, pages=plenty | {space: pages})
+        assert (fit.requests, fit.limit) == (requests, f"pages of '{space}'")
+    assert fit_pools(PLAN, cost, pages={Space.HOST: 80}).requests == 2, "spaces without a number set no limit"
+
+
+def test_a_request_that_is_longer_than_the_tables_never_fits():
+    plan = PLAN.model_copy(update={"sparse": SPARSE.model_copy(update={"max_tokens": 4096})})
+    cost = request_cost(plan, prompt_tokens=4000, max_new_tokens=97)
+    assert fit_memory(plan, cost, device_bytes=1 << 50, host_bytes=1 << 50).model_dump() == {
+        "requests": 0,
+        "limit": "sparse.max_tokens",
+    }
+    assert fit_pools(plan, request_cost(plan, prompt_tokens=4000, max_new_tokens=96), pages={}).requests == 64
+
+
+def test_sparse_decode_needs_one_component_on_the_host():
+    with pytest.raises(InvalidInputError, match="exactly one component in the host pool"):
+        hot_slot_bytes(DecodePlan(geometry=FLASH, sparse=SPARSE))
+    with pytest.raises(InvalidInputError, match="no hot buffer is configured"):
+        hot_slot_bytes(ON_HOST)
+
+
+@pytest.mark.parametrize(
+    ("facts", "match"),
+    [
+        ({"hot_rows": 256}, "less than top_k 512"),
+        ({"preload_rows": 5000}, "more than the 4096 hot rows"),
+        ({"hot_rows": 40_000}, "less than or equal to 32704"),
+        ({"ring_pages": 1}, "greater than or equal to 2"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(facts, match):
+    with pytest.raises(ValueError, match=match):
+        SparseSettings(max_requests=1, **facts)
+
+
+def test_sizes_that_do_not_suit_the_component_are_refused():
+    component = FLASH.component(Kind.C4_KV)
+    with pytest.raises(
+        InvalidInputError, match=r"hot_rows \(sparse.hot_rows\) is 4000, which is not a multiple of the 64"
+    ):
+        SparseSettings(max_requests=1, hot_rows=4000).check_component(component)
+    with pytest.raises(InvalidInputError, match="cannot be decoded sparsely"):
+        SparseSettings(max_requests=1).check_component(FLASH.component(Kind.SWA_KV))
+
+
+@pytest.mark.parametrize(("max_tokens", "rows"), [(1, 64), (256, 64), (259, 64), (260, 128), (131_072, 32_768)])
+def test_tables_are_made_for_whole_pages(max_tokens, rows):
+    assert SparseSettings(max_requests=1, max_tokens=max_tokens).max_rows(FLASH.component(Kind.C4_KV)) == rows

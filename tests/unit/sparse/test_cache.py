@@ -1,0 +1,308 @@
+"""The hot buffer against a plain model of its rows: what is selected is there, bytes and all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvbridge.core.errors import (
+    CapacityError,
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    PageOutOfBoundsError,
+)
+from kvbridge.core.geometry.hot_buffer import sparse_request_bytes
+from kvbridge.sparse import SparseCache
+from tests.helpers.sparse_worlds import HostPool, SparseWorld, c4_component, settings
+
+
+@pytest.mark.parametrize("preload_rows", [None, 0, 64])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 255, 256, 257, 259, 260, 511, 512, 515, 1023, 1024, 1027, 1500])
+def test_first_steps_after_admission_find_every_row(tokens, preload_rows):
+    """The newest row included, whatever L mod 4 and the fill of the last page are."""
+    world = SparseWorld(settings(preload_rows=preload_rows))
+    world.admit(1, tokens)
+    world.cache.check()
+    for _ in range(9):
+        world.step([1])
+        world.cache.check()
+
+
+def test_a_long_decode_past_many_evictions_and_backups():
+    world = SparseWorld(settings(hot_rows=64, top_k=64, max_requests=1))
+    world.admit(0, 1000, more_tokens=2400)
+    for _ in range(2300):
+        world.step([0])
+    world.cache.check()
+    world.verify_host(0)
+    counts = world.cache.counts(0)
+    assert counts.resident == 64 * 2
+    assert counts.evicted > 1000
+    assert world.requests[0].complete_rows_on_host == 3300 // 4 // 64 * 64
+
+
+@pytest.mark.parametrize("ring_pages", [2, 3])
+@pytest.mark.parametrize("page_first", [False, True])
+def test_a_batch_of_requests_that_come_and_go(page_first, ring_pages):
+    world = SparseWorld(settings(ring_pages=ring_pages), page_first=page_first, seed=3)
+    random = np.random.default_rng(5)
+    for turn in range(400):
+        for slot in range(3):
+            if slot not in world.requests and random.random() < 0.2:
+                world.admit(slot, int(random.integers(0, 1400)), more_tokens=600)
+            elif slot in world.requests and (random.random() < 0.01 or not world.can_step(slot)):
+                world.release(slot)
+        batch = [slot for slot in random.permutation(3).tolist() if slot in world.requests and random.random() < 0.8]
+        world.step(batch, padding=int(random.integers(0, 4 - len(batch))) if len(batch) < 3 else 0)
+        if turn % 20 == 0:
+            world.cache.check()
+    for slot in list(world.requests):
+        world.release(slot)
+
+
+def test_a_slot_is_used_again_without_a_trace_of_its_last_request():
+    world = SparseWorld(settings(max_requests=1))
+    for tokens in (1200, 40, 700):
+        world.admit(0, tokens)
+        world.cache.check()
+        for _ in range(30):
+            world.step([0])
+        world.release(0)
+
+
+def test_selecting_one_row_many_times_loads_it_once():
+    world = SparseWorld(settings(preload_rows=0))
+    world.admit(0, 1000)
+    world.step([0], choose=lambda slot, layer: np.full(48, 17, dtype=np.int32))
+    counts = world.cache.counts(0)
+    assert (counts.loaded, counts.hits, counts.resident, counts.evicted) == (2, 0, 2, 0)  # two layers
+    world.step([0], choose=lambda slot, layer: np.full(48, 17, dtype=np.int32))
+    assert world.cache.counts(0).hits == 2
+
+
+def test_a_short_request_is_loaded_whole_at_admission():
+    world = SparseWorld()
+    world.admit(0, 4 * 128 - 1)
+    assert world.cache.counts(0).preloaded == 64 * 2
+    world.step([0], choose=lambda slot, layer: np.arange(48, dtype=np.int32))
+    assert world.cache.counts(0).loaded == 0
+
+
+def test_a_longer_request_starts_empty():
+    world = SparseWorld()
+    world.admit(0, 4 * 129)
+    assert world.cache.counts(0).resident == 0
+
+
+def test_a_request_grows_into_pages_that_it_is_given_later():
+    world = SparseWorld(settings(top_k=48))
+    world.admit(0, 250, more_tokens=1200, named_pages=1)
+    for _ in range(1000):
+        if not world.can_step(0):
+            world.extend(0)
+            world.cache.check()
+        world.step([0])
+    assert len(world.requests[0].pages) > 4
+    world.verify_host(0)
+
+
+def test_flush_puts_the_rows_of_the_last_page_on_the_host():
+    world = SparseWorld()
+    world.admit(0, 300)
+    for _ in range(100):
+        world.step([0])
+    world.cache.flush(0).wait(5)
+    world.requests[0].complete_rows_on_host = 100
+    world.verify_host(0)
+    for _ in range(200):  # and nothing of what follows suffers
+        world.step([0])
+    world.verify_host(0)
+
+
+def test_nothing_reaches_the_host_before_its_page_is_complete():
+    world = SparseWorld()
+    world.admit(0, 256)
+    for _ in range(255):
+        world.step([0])
+    page = int(world.requests[0].pages[1])
+    assert (world.pool.memory[:, page] == 0xEE).all()
+    world.step([0])
+    assert not (world.pool.memory[:, page] == 0xEE).all()
+
+
+def test_other_pages_of_the_host_are_left_alone():
+    world = SparseWorld()
+    world.admit(0, 900, more_tokens=600)
+    untouched = [page for page in range(96) if page not in world.requests[0].pages]
+    for _ in range(500):
+        world.step([0])
+    assert (world.pool.memory[:, torch.tensor(untouched)] == 0xEE).all()
+
+
+def test_what_it_takes_is_what_the_accounts_say():
+    options = settings(max_requests=5)
+    world = SparseWorld(options)
+    by_part, each = world.cache.memory_bytes(), sparse_request_bytes(options, world.component, layer_count=2)
+    memory = world.cache.memory
+    constants = memory.numbers.nbytes + memory.short_numbers.nbytes
+    expected = {part: 5 * size for part, size in each.model_dump().items()}
+    expected["steps"] += constants
+    assert by_part.model_dump() == expected
+    tensors = [value for value in vars(memory).values() if isinstance(value, torch.Tensor)]
+    assert by_part.total == sum(tensor.nbytes for tensor in tensors)
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def pages(*ids: int) -> np.ndarray:
+    return np.array(ids, dtype=np.int32)
+
+
+def test_more_requests_than_slots_are_refused():
+    world = SparseWorld()
+    for _ in range(3):
+        world.admit(world.cache.requests.free_slot(), 100)
+    with pytest.raises(CapacityError, match="all 3 request slots of the hot buffer are in use"):
+        world.cache.requests.free_slot()
+    with pytest.raises(CapacityError, match="request slot 3 does not exist"):
+        world.cache.admit(3, pages(1), 10)
+    with pytest.raises(ConflictError, match="request slot 2 is in use"):
+        world.cache.admit(2, pages(1), 10)
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "error", "match"),
+    [
+        (pages(1), 65, InvalidInputError, "65 rows lie in 2 host pages, the page table names 1"),
+        (pages(*range(20)), 1025, InvalidInputError, "1025 rows, the hot buffer's tables hold 1024"),
+        (pages(*range(17)), 10, InvalidInputError, "17 host pages, the hot buffer's tables hold 16"),
+        (pages(1, 1), 10, InvalidInputError, "distinct"),
+        (pages(-1), 10, InvalidInputError, "not negative"),
+        (pages(96), 10, PageOutOfBoundsError, "host page 96 does not exist: the host pool has 96 pages"),
+        (np.array([1], dtype=np.int64), 10, InvalidInputError, "int32"),
+    ],
+)
+def test_an_admission_that_cannot_be_is_refused_and_leaves_nothing(ids, rows, error, match):
+    world = SparseWorld()
+    with pytest.raises(error, match=match):
+        world.cache.admit(0, ids, rows)
+    assert world.cache.requests.slots() == ()
+    world.admit(0, 100)
+
+
+def test_a_step_whose_page_has_no_host_page_is_refused_before_it_begins():
+    world = SparseWorld()
+    world.cache.admit(0, pages(3), 63)
+    world.cache.begin_step([(0, 64)])
+    world.cache.end_step()
+    for rows in range(65, 128):
+        world.cache.begin_step([(0, rows)])
+        world.cache.end_step()
+    with pytest.raises(
+        InvalidInputError, match="logical page 1 is to be written to the host, but its page table names only 1"
+    ):
+        world.cache.begin_step([(0, 128)])
+    world.cache.extend(0, pages(3, 9))
+    world.cache.begin_step([(0, 128)])
+    world.cache.end_step()
+
+
+def test_a_refused_step_changes_nothing():
+    world = SparseWorld()
+    world.admit(0, 100)
+    world.admit(1, 100)
+    for entries, error in (
+        ([(0, 26), (1, 27)], InvalidInputError),
+        ([(0, 26), (2, 1)], NotFoundError),
+        ([(0, 26), (0, 26)], InvalidInputError),
+    ):
+        with pytest.raises(error):
+            world.cache.begin_step(entries)
+    world.step([0, 1])
+
+
+def test_verbs_in_the_wrong_order_are_refused():
+    world = SparseWorld()
+    world.admit(0, 100)
+    with pytest.raises(ConflictError, match="no step is under way"):
+        world.cache.end_step()
+    world.cache.begin_step([(0, 25)])
+    for call in (
+        lambda: world.cache.begin_step([(0, 25)]),
+        lambda: world.cache.release(0),
+        lambda: world.cache.flush(0),
+        lambda: world.cache.extend(0, world.requests[0].pages),
+    ):
+        with pytest.raises(ConflictError):
+            call()
+    world.cache.end_step()
+    world.release(0)
+    with pytest.raises(NotFoundError, match="request slot 0 holds no request"):
+        world.cache.begin_step([(0, 25)])
+
+
+def test_a_page_table_must_go_on_from_the_one_before():
+    world = SparseWorld()
+    world.cache.admit(0, pages(3, 4), 70)
+    for wrong in (pages(3), pages(4, 3, 5)):
+        with pytest.raises(InvalidInputError, match="must begin with the 2 that it has"):
+            world.cache.extend(0, wrong)
+
+
+def test_tensors_of_another_form_are_refused():
+    world = SparseWorld()
+    world.admit(0, 100)
+    world.cache.begin_step([(0, 25)])
+    with pytest.raises(InvalidInputError, match="fill up with -1"):
+        world.cache.swap_in(2, torch.zeros(1, 47, dtype=torch.int32))
+    with pytest.raises(InvalidInputError, match="int64"):
+        world.cache.swap_in(2, torch.zeros(1, 48, dtype=torch.int64))
+    with pytest.raises(InvalidInputError, match="new rows are"):
+        world.cache.append(2, torch.zeros(1, 10, dtype=torch.uint8))
+    with pytest.raises(InvalidInputError, match="batch of at most 3"):
+        world.cache.append(2, torch.zeros(4, 104, dtype=torch.uint8))
+    with pytest.raises(NotFoundError, match="layer 3 has no c4_kv here"):
+        world.cache.swap_in(3, torch.zeros(1, 48, dtype=torch.int32))
+
+
+def test_regions_that_are_not_the_components_are_refused():
+    component, pool = c4_component(), HostPool(c4_component(), 4)
+    cpu = torch.device("cpu")
+    with pytest.raises(InvalidInputError, match="got none"):
+        SparseCache(settings(), component, [], cpu)
+    with pytest.raises(InvalidInputError, match="named twice"):
+        SparseCache(settings(), component, [pool.regions[0]] * 2, cpu)
+    with pytest.raises(InvalidInputError, match="pages of 6720 bytes, not 37440"):
+        SparseCache(settings(), c4_component("deepseek-v4-flash"), pool.regions, cpu)
+    with pytest.raises(InvalidInputError, match="'cpu' or 'cuda:N'"):
+        SparseCache(settings(), component, pool.regions, torch.device("meta"))
+
+
+# ------------------------------------------------------------------------------------------- the check itself
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda memory: memory.slot_of_row[1, 0, :].fill_(3), "rows say that they are resident"),
+        (lambda memory: memory.row_of_slot[0, 0, :].fill_(200), "slots hold one"),
+        (lambda memory: memory.ages[0, 0, -1].fill_(1 << 20), "an empty slot has an age"),
+        (lambda memory: memory.tallies[1, 0, 0].add_(1), "are counted"),
+        (lambda memory: memory.ring_begin[0].fill_(0), "the ring begins"),
+        (lambda memory: memory.host_pages[0, 0, 0].fill_(0), "page tables of device and host differ"),
+        (lambda memory: memory.host_pages[0, :4, 1].fill_(0), "ranks"),
+    ],
+)
+def test_the_check_finds_damage(damage, match):
+    world = SparseWorld(settings(preload_rows=0))
+    world.free_pages = list(range(95, 0, -1))
+    world.admit(0, 1000)
+    world.step([0], choose=lambda slot, layer: np.arange(48, dtype=np.int32))
+    world.cache.check()
+    damage(world.cache.memory)
+    with pytest.raises(IntegrityError, match=match):
+        world.cache.check()
