@@ -71,6 +71,26 @@ def test_a_request_decodes_elsewhere_as_it_would_at_home(scratch, tmp_path):
     assert not shared_memory_of((logs / "b" / "log.jsonl").read_text())
 
 
+def test_sparse_decode_gives_the_tokens_and_nearly_the_logits(scratch):
+    arguments = ("--sparse", "--hot-rows", "64", "--prompts", "2", "--steps", "70", "--transport", "local", "--json")
+    with demo(*arguments) as process:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    report = json.loads(output)
+    assert report["verdict"].startswith("EQUAL: 2 of 2 requests gave the very tokens of the model alone")
+    assert report["hot_buffer"]["hot_rows"] == 64
+    assert report["pages_left"] == 0
+    for request in report["requests"]:
+        figures = request["sparse"]
+        assert request["comparison"]["positions"] == 1 + 70
+        assert request["comparison"]["largest_difference"] <= 1e-5
+        assert figures["selected"] == 70 * 3 * 64
+        assert figures["selected"] == figures["in_ring"] + figures["in_hot_slots"] + figures["loaded"]
+        assert figures["evicted"] == figures["loaded"] - 3 * 64
+        assert figures["rows"] == (request["prompt_tokens"] + 70) // 4 > 4 * 64
+    assert not list(scratch.iterdir())
+
+
 def test_interrupting_leaves_nothing(scratch, tmp_path):
     logs = tmp_path / "logs"
     with demo("--transport", "local", "--keep-logs", str(logs)) as process:

@@ -8,21 +8,22 @@ from __future__ import annotations
 import importlib.util
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from kvbridge.cli.config import EXIT_CONFIG
 from kvbridge.cli.daemons import EXIT_FAILED
-from kvbridge.cli.demo.lengths import DEFAULT_PROMPTS
-from kvbridge.cli.demo.plan import DemoOptions
+from kvbridge.cli.demo.lengths import DEFAULT_PROMPTS, DEFAULT_SPARSE_PROMPTS
+from kvbridge.cli.demo.plan import DEFAULT_HOT_ROWS, DemoOptions
 from kvbridge.cli.demo.report import DemoReport, print_report
 from kvbridge.cli.demo.run import Demo
 from kvbridge.cli.progress import ShownProgress, shown_progress
 from kvbridge.cli.signals import EXIT_INTERRUPTED, terminated_like_interrupted
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.components import Encoding
+from kvbridge.kernels.cuda.runtime import reason_without_device
 
 SYSTEM_LIBRARIES = {
     "libibverbs.so": "libibverbs1",
@@ -35,12 +36,22 @@ SYSTEM_LIBRARIES = {
 """The Debian package of each shared library that the wheels expect to find."""
 
 
+DEFAULT_STEPS, DEFAULT_SPARSE_STEPS = 16, 256
+
+
 class DemoTransport(StrEnum):
     """What the two daemons may use."""
 
     MOONCAKE = "mooncake"
     NIXL = "nixl"
     LOCAL = "local"
+
+
+class DemoDevice(StrEnum):
+    """Where the models compute."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class DemoEncoding(StrEnum):
@@ -50,10 +61,31 @@ class DemoEncoding(StrEnum):
     FP8_V4 = "fp8_v4"
 
 
+_TRANSPORTS = {DemoDevice.CPU: DemoTransport.MOONCAKE, DemoDevice.CUDA: DemoTransport.LOCAL}
+"""What each device is best served by on one host."""
+
+
 def demo(  # noqa: PLR0913, PLR0917 - one parameter an option
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="Decode with a hot buffer; the C4 cache stays in the host pool.")
+    ] = False,
+    hot_rows: Annotated[
+        int | None,
+        typer.Option(
+            "--hot-rows",
+            min=1,
+            metavar="N",
+            help="Hot buffer: rows of a request in each layer.",
+            show_default=str(DEFAULT_HOT_ROWS),
+        ),
+    ] = None,
+    device: Annotated[
+        DemoDevice, typer.Option(help="Where the models compute and the device pools are: cuda means cuda:0.")
+    ] = DemoDevice.CPU,
     transport: Annotated[
-        DemoTransport, typer.Option(help="The only transport that both sides may use.")
-    ] = DemoTransport.MOONCAKE,
+        DemoTransport | None,
+        typer.Option(help="The only transport that both sides may use.", show_default="mooncake; local on a GPU"),
+    ] = None,
     prefill_pp: Annotated[
         int,
         typer.Option("--prefill-pp", min=1, metavar="N", help="Pipeline stages of prefill; they need not be equal."),
@@ -66,9 +98,25 @@ def demo(  # noqa: PLR0913, PLR0917 - one parameter an option
         DemoEncoding, typer.Option(help="native: the model's own numbers; fp8_v4: as DeepSeek-V4 is served.")
     ] = (DemoEncoding.NATIVE),
     prompts: Annotated[
-        int, typer.Option(min=1, max=500, metavar="N", help="Requests; lengths are chosen at the edges.")
-    ] = DEFAULT_PROMPTS,
-    steps: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Tokens that are decoded for each.")] = 16,
+        int | None,
+        typer.Option(
+            min=1,
+            max=500,
+            metavar="N",
+            help="Requests; lengths are chosen at the edges.",
+            show_default=f"{DEFAULT_PROMPTS}; {DEFAULT_SPARSE_PROMPTS} longer ones with --sparse",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=10_000,
+            metavar="N",
+            help="Tokens that are decoded for each.",
+            show_default=f"{DEFAULT_STEPS}; {DEFAULT_SPARSE_STEPS} with --sparse",
+        ),
+    ] = None,
     chunk_tokens: Annotated[
         int,
         typer.Option(
@@ -93,20 +141,31 @@ def demo(  # noqa: PLR0913, PLR0917 - one parameter an option
     with Hugging Face's DeepSeek-V4 (random weights), and a third process that
     runs the model alone. Needs no GPU and no network.
 
+    With --sparse, decode keeps a small hot buffer of the C4 cache and fetches
+    selected rows from the host pool; then tokens must be equal, and logits
+    within 1e-5 of the model's, whose sums have other terms.
+
     Exit codes: 0: every logit of every request is equal; 1: not so, or something
     failed; 2: wrong options; 130: interrupted.
     """
     errors = Console(stderr=True)
+    if hot_rows is not None and not sparse:
+        _refuse("--hot-rows is the size of the hot buffer, which only --sparse has")
+    if device is DemoDevice.CUDA and (reason := reason_without_device()):
+        _refuse(f"--device cuda: {reason}")
     options = DemoOptions(
-        transport=transport.value,
+        transport=(transport or _TRANSPORTS[device]).value,
         prefill_pp=prefill_pp,
         hf_config=hf_config,
         encoding=Encoding(encoding.value),
-        prompts=prompts,
-        steps=steps,
+        prompts=prompts or (DEFAULT_SPARSE_PROMPTS if sparse else DEFAULT_PROMPTS),
+        steps=steps or (DEFAULT_SPARSE_STEPS if sparse else DEFAULT_STEPS),
         chunk_tokens=chunk_tokens,
         patience_s=patience_s,
         keep_logs=keep_logs,
+        sparse=sparse,
+        hot_rows=hot_rows or DEFAULT_HOT_ROWS,
+        device=device.value,
     )
     report = _run(options, errors)
     if as_json:
@@ -147,19 +206,23 @@ def _prepared(options: DemoOptions, progress: ShownProgress) -> Demo:
     """Return the demo, or end with the exit code for wrong options."""
     kept = options.keep_logs
     if kept is not None and kept.exists() and not (kept.is_dir() and not any(kept.iterdir())):
-        _complain(f"--keep-logs {kept}: there is something already; name an empty or a new directory")
-        raise typer.Exit(EXIT_CONFIG)
+        _refuse(f"--keep-logs {kept}: there is something already; name an empty or a new directory")
     try:
         return Demo(options, progress)
     except InvalidInputError as error:
-        _complain(str(error))
-        raise typer.Exit(EXIT_CONFIG) from error
+        _refuse(str(error))
 
 
 def system_library_hint(text: str) -> str:
     """Return what to install when a message is about a missing system library, else nothing."""
     packages = [package for library, package in SYSTEM_LIBRARIES.items() if library in text]
     return f" (on Debian and Ubuntu: apt install {' '.join(packages)})" if packages else ""
+
+
+def _refuse(text: str) -> NoReturn:
+    """Wrong options."""
+    _complain(text)
+    raise typer.Exit(EXIT_CONFIG)
 
 
 def _complain(text: str) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from kvbridge.cli.demo.generation import Generation, Generations, generations
 from kvbridge.cli.demo.job import (
     Attached,
     Claimed,
@@ -25,8 +25,6 @@ from kvbridge.cli.demo.job import (
 from kvbridge.cli.demo.model import DemoModel, load_and_tell, save_logits
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adapters.deepseek_v4 import Placement, unpack
-from kvbridge.engine.adapters.transformers import decode_step
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 
 IDLE_WAIT_S = 0.2
@@ -38,13 +36,13 @@ class _Request:
 
     number: int
     room: int
-    cache: Any
+    generation: Generation
     tokens: list[int]
     """Fed so far, and the next one to feed."""
     logits: list[torch.Tensor] = field(default_factory=list)
 
-    def step(self, model: Any) -> None:  # noqa: ANN401 - transformers is untyped
-        self.logits.append(decode_step(model, self.cache, token=self.tokens[-1]))
+    def step(self) -> None:
+        self.logits.append(self.generation.step(self.tokens[-1]))
         self.tokens.append(int(self.logits[-1].argmax()))
 
 
@@ -53,9 +51,10 @@ def serve(job: Job, channel: DemoChannel) -> None:
     loaded = load_and_tell(job, channel)
     if channel.next_order() is None:
         return
-    with DecodeEngine.attach(job.decode_runtime_dir) as engine:
+    with DecodeEngine.attach(job.decode_runtime_dir) as engine, generations(job, loaded, engine) as begun:
         channel.tell(Attached())
-        _Decoding(job, channel, loaded, engine).run()
+        _Decoding(job, channel, loaded, engine, begun).run()
+        engine.events(IDLE_WAIT_S)  # on a GPU, releases are sent once it is through with the pages
         while channel.next_order() is not None:
             pass
 
@@ -63,12 +62,14 @@ def serve(job: Job, channel: DemoChannel) -> None:
 class _Decoding:
     """The engine's loop: claim what has arrived, take a step for every request, release what is through."""
 
-    def __init__(self, job: Job, channel: DemoChannel, loaded: DemoModel, engine: DecodeEngine) -> None:
+    def __init__(
+        self, job: Job, channel: DemoChannel, loaded: DemoModel, engine: DecodeEngine, begun: Generations
+    ) -> None:
         self._job = job
         self._channel = channel
         self._loaded = loaded
         self._engine = engine
-        self._codec = loaded.codec(engine.geometry)
+        self._generations = begun
         self._missing = {prompt.number for prompt in job.prompts}
         self._active: list[_Request] = []
 
@@ -78,7 +79,7 @@ class _Decoding:
             for event in self._engine.events(0.0 if self._active else IDLE_WAIT_S):
                 self._on_event(event)
             for request in self._active:
-                request.step(self._loaded.model)
+                request.step()
             if self._active:
                 self._channel.tell(Stepped(steps=len(self._active)))
             for request in [request for request in self._active if len(request.logits) == self._job.steps]:
@@ -100,8 +101,7 @@ class _Decoding:
                 f"request {first.number} was computed by a model with weights {first.weights}, this process has "
                 f"{self._loaded.weights}; two releases of torch or transformers?"
             )
-        placements = [Placement(views, claimed.tables) for views in self._engine.views.values()]
-        cache = unpack(self._codec, placements, tokens=claimed.prompt_tokens)
+        generation = self._generations.begin(claimed)
         self._channel.tell(
             Claimed(
                 number=first.number,
@@ -112,14 +112,16 @@ class _Decoding:
                 claimed_s=claimed_s,
             )
         )
-        return _Request(first.number, room, cache, [first.first_token])
+        return _Request(first.number, room, generation, [first.first_token])
 
     def _release(self, request: _Request) -> None:
         self._active.remove(request)
         self._missing.discard(request.number)
         save_logits(self._job.logits_file("decode", request.number), torch.stack(request.logits))
+        figures = request.generation.end(self._job.selected_file("decode", request.number))
         self._engine.release(request.room)
-        self._channel.tell(Decoded(number=request.number, tokens=tuple(request.tokens[: self._job.steps])))
+        tokens = tuple(request.tokens[: self._job.steps])
+        self._channel.tell(Decoded(number=request.number, tokens=tokens, sparse=figures))
 
 
 def _first_token(room: DecodeRoom) -> FirstToken:

@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter
 
 from kvbridge.cli.engines.channel import Channel, Failed
 from kvbridge.core.geometry.components import Encoding
+from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Tables, Uint64
 from kvbridge.core.plan.operations import Amounts
 
@@ -43,13 +44,49 @@ class Job(FrozenModel):
     steps: Positive
     chunk_tokens: Positive
     seed: int = 0
+    device: str = "cpu"
+    """Where the models compute, as torch names it."""
+    sparse: SparseSettings | None = None
+    """The hot buffer that decode uses; None: decode keeps whole caches."""
     prefill_runtime_dir: Path
     decode_runtime_dir: Path
     logits_dir: Path
 
     def logits_file(self, who: str, number: int) -> Path:
         """Where a process puts a request's logits: float32 [positions, vocabulary] as .npy."""
-        return self.logits_dir / f"{number:04d}-{who}.npy"
+        return logits_file(self.logits_dir, who, number)
+
+    def selected_file(self, who: str, number: int) -> Path:
+        """Where a process puts which rows a request selected, when decode is sparse: .npz of `rows` and `scores`."""
+        return selected_file(self.logits_dir, who, number)
+
+
+def logits_file(folder: Path, who: str, number: int) -> Path:
+    """Where logits are in a job's folder."""
+    return folder / f"{number:04d}-{who}.npy"
+
+
+def selected_file(folder: Path, who: str, number: int) -> Path:
+    """Where selections are in a job's folder."""
+    return folder / f"{number:04d}-{who}-selected.npz"
+
+
+class SparseFigures(FrozenModel):
+    """What sparse decode did for one request, all C4 layers together. A selected row is one row of one layer in one step."""
+
+    selected: NonNegative
+    in_ring: NonNegative
+    """Selected rows that were in the ring of new rows."""
+    in_hot_slots: NonNegative
+    """Selected rows that were in hot slots already."""
+    loaded: NonNegative
+    """Selected rows that came from the host pool."""
+    evicted: NonNegative
+    """Rows that gave way to these."""
+    backed_up: NonNegative
+    """New rows that went to the host pool, by whole pages."""
+    rows: NonNegative
+    """Of the context in the end, in one layer."""
 
 
 class FirstToken(FrozenModel):
@@ -151,6 +188,8 @@ class Decoded(FrozenModel):
     number: Positive
     tokens: tuple[int, ...]
     """The tokens that were fed, the first of them the prompt's."""
+    sparse: SparseFigures | None = None
+    """Decode, when it was sparse."""
     mean_kl: float | None = None
     """The model alone, when rows are quantised: divergence from the same model without it, in nats a step."""
     top1_agreement: float | None = None

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from kvbridge.cli.demo.job import Computed, DemoChannel, Job, Loaded, Prompt
-from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.huggingface import geometry_from_config
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec
+from kvbridge.engine.adapters.selection_watch import Selections
 from kvbridge.engine.adapters.transformers import (
     BYTE_VOCABULARY,
     OnChunk,
@@ -39,6 +40,7 @@ class DemoModel:
 
     model: Any
     dtype: torch.dtype
+    device: torch.device
     geometry: ModelGeometry
     weights: str
 
@@ -57,12 +59,18 @@ class DemoModel:
         geometry = geometry_from_config(
             facts, encoding=job.encoding, native_dtype_bytes=dtype.itemsize, name=job.hf_config.stem
         )
-        model = load_model(facts, seed=job.seed, dtype=dtype)
-        return cls(model, dtype, geometry, weights_digest(model))
+        device = torch.device(job.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise UnsupportedError(
+                f"--device cuda: torch {torch.__version__} cannot use a GPU here; install a build of torch with CUDA, or leave "
+                "--device out"
+            )
+        model = load_model(facts, seed=job.seed, dtype=dtype, device=device)
+        return cls(model, dtype, device, geometry, weights_digest(model))
 
     def codec(self, geometry: ModelGeometry | None = None) -> CacheCodec:
         """Return the codec for the geometry that a daemon serves, or for this model's own."""
-        return CacheCodec(geometry or self.geometry, self.model.config, dtype=self.dtype)
+        return CacheCodec(geometry or self.geometry, self.model.config, dtype=self.dtype, device=self.device)
 
     def prefill(self, job: Job, prompt: Prompt, *, on_chunk: OnChunk, tell: Callable[[Computed], None]) -> Prefill:
         """Compute a prompt in the job's chunks, and tell after each."""
@@ -88,4 +96,9 @@ def load_and_tell(job: Job, channel: DemoChannel) -> DemoModel:
 
 def save_logits(file: Path, logits: torch.Tensor) -> None:
     """Write logits [positions, vocabulary] as float32 .npy."""
-    np.save(file, logits.float().numpy())
+    np.save(file, logits.float().cpu().numpy())
+
+
+def save_selections(file: Path, selections: Selections) -> None:
+    """Write selections as .npz."""
+    np.savez(file, rows=selections.rows, scores=selections.scores)

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvbridge.cli.demo.job import Job, Prompt
-from kvbridge.cli.demo.lengths import prompt_lengths
+from kvbridge.cli.demo.lengths import prompt_lengths, sparse_prompt_lengths
+from kvbridge.cli.demo.report import HotBuffer
 from kvbridge.core.errors import ConfigError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
+from kvbridge.core.geometry.hot_buffer import SparseSettings, sparse_request_bytes
 from kvbridge.core.geometry.huggingface import geometry_from_config
 from kvbridge.core.geometry.pages import NO_HOST, pages_needed
 from kvbridge.core.ids import IndexSpace
@@ -27,6 +29,14 @@ MODEL_TYPE = "deepseek_v4"
 TEXT_STRIDE = 97
 """Prompts begin at different places of the text."""
 LONG_S = 3600.0
+DEFAULT_HOT_ROWS = 128
+RING_PAGES = 2
+LIBRARY_TOP_K = 512
+"""What transformers takes when a config.json does not say."""
+RESERVED_STEPS = 64
+"""Sparse decode reserves pages for so many steps, and asks for more as it goes on."""
+SPARSE_TOLERANCE = 1e-5
+"""Logits of sparse and dense decode in fp32 differ by the rounding of sums: by some 2e-6 where all logits are below 4."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,9 @@ class DemoOptions:
     patience_s: float
     keep_logs: Path | None
     in_flight: int = 4
+    sparse: bool = False
+    hot_rows: int = DEFAULT_HOT_ROWS
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,7 @@ class DemoPlan:
     geometry: ModelGeometry
     lengths: tuple[int, ...]
     stages: tuple[tuple[int, ...], ...]
+    sparse: SparseSettings | None
 
     @classmethod
     def of(cls, options: DemoOptions) -> Self:
@@ -71,7 +85,36 @@ class DemoPlan:
         stages = tuple(
             stage_layers(geometry.layer_count, options.prefill_pp, stage) for stage in range(options.prefill_pp)
         )
-        return cls(options, name, facts, geometry, prompt_lengths(options.prompts, most_tokens=most_tokens), stages)
+        lengths = (sparse_prompt_lengths if options.sparse else prompt_lengths)(
+            options.prompts, most_tokens=most_tokens
+        )
+        sparse = _sparse_settings(options, facts, geometry, most_tokens=max(lengths)) if options.sparse else None
+        return cls(options, name, facts, geometry, lengths, stages, sparse)
+
+    @property
+    def tolerance(self) -> float:
+        """How far a logit may be from the model's own."""
+        return SPARSE_TOLERANCE if self.sparse else 0.0
+
+    def hot_buffer(self) -> HotBuffer | None:
+        """Return what decode keeps on its device of the C4 cache, for the report; None when it keeps whole caches."""
+        if self.sparse is None:
+            return None
+        component = self.geometry.component(ComponentKind.C4_KV)
+        layers = len(component.layers)
+        return HotBuffer(
+            hot_rows=self.sparse.hot_rows,
+            ring_rows=self.sparse.ring_pages * component.slots_per_page,
+            top_k=self.sparse.top_k,
+            layers=layers,
+            request_bytes=sparse_request_bytes(self.sparse, component, layers).total,
+            row_bytes=component.row_bytes,
+        )
+
+    @property
+    def reserved_steps(self) -> int:
+        """Steps that a request has pages for when it is admitted."""
+        return min(self.options.steps, RESERVED_STEPS) if self.sparse else self.options.steps
 
     @property
     def reference(self) -> str:
@@ -109,6 +152,8 @@ class DemoPlan:
             ),
             steps=self.options.steps,
             chunk_tokens=self.options.chunk_tokens,
+            device=_device(self.options.device),
+            sparse=self.sparse,
             prefill_runtime_dir=prefill_runtime_dir,
             decode_runtime_dir=decode_runtime_dir,
             logits_dir=logits_dir,
@@ -129,15 +174,22 @@ class DemoPlan:
                 instance=f"{instance}-prefill",
                 pp=self.options.prefill_pp,
                 pools={"device": self._prefill_pages()},
-                more={"timeouts": timeouts},
+                more={"timeouts": timeouts, **self._ranks(self.options.prefill_pp)},
             ),
             decode=NodeSpec(
                 instance=f"{instance}-decode",
                 pools={"device": decode_pages, "host": host_pool},
-                more={"timeouts": timeouts},
+                more={"timeouts": timeouts, **self._ranks(1)},
             ),
             ends_with_us=True,
         )
+
+    def _ranks(self, stages: int) -> dict[str, Any]:
+        """Where the ranks of a node are, unless on the CPU: all of them on one device, with the models."""
+        if self.options.device == "cpu":
+            return {}
+        ranks = [{"pp": stage, "tp": 0, "device": _device(self.options.device)} for stage in range(stages)]
+        return {"parallelism": {"pp_size": stages, "tp_size": 1, "ranks": ranks}}
 
     def _host_kinds(self) -> frozenset[ComponentKind]:
         kinds = {component.kind for component in self.geometry.components}
@@ -170,6 +222,40 @@ class DemoPlan:
     def _largest(self) -> list[int]:
         """The longest prompts that can be in flight at once, and one more, whose pages may still be on their way back."""
         return sorted(self.lengths)[-self.options.in_flight - 1 :]
+
+
+def _device(kind: str) -> str:
+    return "cpu" if kind == "cpu" else f"{kind}:0"
+
+
+def _sparse_settings(
+    options: DemoOptions, facts: dict[str, Any], geometry: ModelGeometry, *, most_tokens: int
+) -> SparseSettings:
+    """Return the hot buffer. Raises InvalidInputError for options or a model that it does not suit."""
+    dtype = facts.get("dtype") or facts.get("torch_dtype") or "float32"
+    if dtype != "float32":
+        raise InvalidInputError(
+            f"--sparse: the model computes in {dtype}; logits are compared within {SPARSE_TOLERANCE:.0e}, which takes float32"
+        )
+    if not any(component.kind is ComponentKind.C4_KV for component in geometry.components):
+        raise InvalidInputError("--sparse: the model has no compressed_sparse_attention layer")
+    component = geometry.component(ComponentKind.C4_KV)
+    top_k = int(facts.get("index_topk", LIBRARY_TOP_K))
+    least_rows = -(-top_k // component.slots_per_page) * component.slots_per_page
+    if options.hot_rows < least_rows or options.hot_rows % component.slots_per_page:
+        raise InvalidInputError(
+            f"--hot-rows {options.hot_rows}: need a multiple of {component.slots_per_page} of at least {least_rows}, for the "
+            f"{top_k} rows that the model selects in a step"
+        )
+    settings = SparseSettings(
+        max_requests=options.in_flight,
+        hot_rows=options.hot_rows,
+        ring_pages=RING_PAGES,
+        top_k=top_k,
+        max_tokens=most_tokens + options.steps,
+    )
+    settings.check_component(component)
+    return settings
 
 
 def _model(hf_config: Path | None) -> tuple[dict[str, Any], str]:

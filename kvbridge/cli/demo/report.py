@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvbridge.cli.demo.job import Pages
+from kvbridge.cli.demo.job import Pages, SparseFigures
 from kvbridge.cli.demo.verdict import Comparison
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
@@ -29,6 +29,12 @@ _LEGEND = (
     "Bytes that arrived, by component, with K and M for KiB and MiB. Move: plan, submit and wait until arrived, all chunks "
     "of the busiest prefill rank added; MiB/s is bytes by that. Tail: from the end of the prompt's computation until decode "
     "could claim it (last line: the median)."
+)
+
+_SPARSE_LEGEND = (
+    "Rows: the C4 context of one layer at the end. Selected, all layers and steps: in the ring of new rows, in hot slots, or "
+    "loaded from the host pool, where others then gave way. To host: new rows, by whole pages. Apart: the largest difference "
+    "of a logit."
 )
 
 
@@ -49,11 +55,12 @@ class RequestReport(FrozenModel):
     comparison: Comparison
     mean_kl: float | None = None
     top1_agreement: float | None = None
+    sparse: SparseFigures | None = None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def equal(self) -> bool:
-        """Whether every logit is the model's own."""
+        """Whether every logit is the model's own, or as near as agreed."""
         return self.comparison.equal
 
     @property
@@ -77,11 +84,28 @@ class Divergence(FrozenModel):
     top1_agreement: float
 
 
+class HotBuffer(FrozenModel):
+    """What sparse decode kept on the device of a request's C4 cache."""
+
+    hot_rows: Positive
+    """Of a request, in each layer."""
+    ring_rows: Positive
+    """Of a request, in each layer: the newest rows."""
+    top_k: Positive
+    """Rows that attention reads in a step and layer."""
+    layers: Positive
+    request_bytes: Positive
+    """Device memory of a request: rows and tables of all layers."""
+    row_bytes: Positive
+
+
 class DemoReport(FrozenModel):
     """A whole demo."""
 
     verdict: str
     transport: str
+    device: str = "cpu"
+    """Where the models compute and where device pools are."""
     encoding: str
     prefill_stages: tuple[tuple[int, ...], ...]
     """The layers of each."""
@@ -95,6 +119,8 @@ class DemoReport(FrozenModel):
     """Whose pages are not consecutive on at least one side."""
     most_in_flight: NonNegative
     divergence: Divergence | None = None
+    hot_buffer: HotBuffer | None = None
+    """None: decode kept whole caches."""
     pages_left: NonNegative = 0
     """Pages that were not free again at the end; 0 unless there is a defect."""
     seconds: dict[str, float]
@@ -102,7 +128,7 @@ class DemoReport(FrozenModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def equal(self) -> bool:
-        """Whether every request gave the very logits."""
+        """Whether every request gave the very logits, or as near as agreed."""
         return bool(self.requests) and all(request.equal for request in self.requests)
 
     @property
@@ -142,7 +168,16 @@ class _Column:
 
 def print_report(report: DemoReport, console: Console) -> None:
     """Print the table and what it adds up to, in the width that the console has; the last line is the verdict."""
-    columns = _columns(report, wide=console.width >= WIDE)
+    _print_table(report, _columns(report, wide=console.width >= WIDE), console)
+    if report.hot_buffer is not None:
+        _print_table(report, _sparse_columns(), console)
+    for line in _notes(report):
+        console.print(Text(line), width=min(console.width, TEXT_WIDTH))
+    console.print()
+    console.print(Text(report.verdict, style="bold green" if report.good else "bold red"), soft_wrap=True)
+
+
+def _print_table(report: DemoReport, columns: list[_Column], console: Console) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
@@ -152,10 +187,43 @@ def print_report(report: DemoReport, console: Console) -> None:
     table.add_row(*(column.total(report) for column in columns), style="bold")
     console.print(table)
     console.print()
-    for line in _notes(report):
-        console.print(Text(line), width=min(console.width, TEXT_WIDTH))
-    console.print()
-    console.print(Text(report.verdict, style="bold green" if report.good else "bold red"), soft_wrap=True)
+
+
+def _sparse_columns() -> list[_Column]:
+    def count(title: str, of: Callable[[SparseFigures], int]) -> _Column:
+        return _Column(title, _if_sparse(lambda each: f"{of(each):,}"), lambda r: f"{sum(map(of, _figures(r))):,}")
+
+    def share(title: str, of: Callable[[SparseFigures], int]) -> _Column:
+        return _Column(
+            title,
+            _if_sparse(lambda each: _percent(of(each), each.selected)),
+            lambda r: _percent(sum(map(of, _figures(r))), sum(each.selected for each in _figures(r))),
+        )
+
+    return [
+        _Column("#", lambda request: str(request.number), lambda _: ""),
+        _Column("rows", _if_sparse(lambda each: f"{each.rows:,}"), lambda _: ""),
+        count("selected", lambda each: each.selected),
+        share("in ring", lambda each: each.in_ring),
+        share("in slots", lambda each: each.in_hot_slots),
+        count("loaded", lambda each: each.loaded),
+        count("evicted", lambda each: each.evicted),
+        count("to host", lambda each: each.backed_up),
+        _Column("apart", lambda request: f"{request.comparison.largest_difference:.1e}", _apart),
+        _Column("equal", lambda request: "yes" if request.equal else "NO", lambda r: "yes" if r.equal else "NO"),
+    ]
+
+
+def _if_sparse(cell: Callable[[SparseFigures], str]) -> Callable[[RequestReport], str]:
+    return lambda request: "-" if request.sparse is None else cell(request.sparse)
+
+
+def _figures(report: DemoReport) -> list[SparseFigures]:
+    return [request.sparse for request in report.requests if request.sparse is not None]
+
+
+def _apart(report: DemoReport) -> str:
+    return f"{max((request.comparison.largest_difference for request in report.requests), default=0.0):.1e}"
 
 
 def _columns(report: DemoReport, *, wide: bool) -> list[_Column]:
@@ -201,10 +269,13 @@ def _notes(report: DemoReport) -> list[str]:
         _LEGEND,
         (
             f"Model {report.model}, random weights, {report.encoding} rows; prefill in {len(report.prefill_stages)} stage(s) "
-            f"of {stages} layers; transport {report.transport}; up to {report.most_in_flight} requests in flight at once."
+            f"of {stages} layers; transport {report.transport}; device {report.device}; up to {report.most_in_flight} requests in "
+            "flight at once."
         ),
         f"Page ids differed between the two sides in: {ids} requests; scattered pages in {report.scattered_requests}.",
     ]
+    if report.hot_buffer is not None:
+        lines += _sparse_notes(report, report.hot_buffer)
     if report.divergence is not None:
         lines.append(
             f"Against the model with unquantised rows: mean KL divergence {report.divergence.mean_kl:.2e} nats a step, "
@@ -217,6 +288,31 @@ def _notes(report: DemoReport) -> list[str]:
     spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.seconds.items())
     lines.append(f"Time: {spent}.")
     return lines
+
+
+def _sparse_notes(report: DemoReport, buffer: HotBuffer) -> list[str]:
+    figures = _figures(report)
+    loaded, selected = sum(each.loaded for each in figures), sum(each.selected for each in figures)
+    longest = max(each.rows for each in figures)
+    whole_bytes = longest * buffer.layers * buffer.row_bytes
+    steps = sum(request.steps for request in report.requests)
+    ties = [request.comparison for request in report.requests if request.comparison.tied_step is not None]
+    return [
+        _SPARSE_LEGEND,
+        *(
+            f"Request {each.number} is compared up to decode step {each.tied_step}: there the scores of two rows are as near as "
+            "rounding, and each run selected another one."
+            for each in ties
+        ),
+        (
+            f"Sparse decode: {steps:,} steps, {steps * buffer.layers:,} swap-ins of up to {buffer.top_k} rows, in "
+            f"{buffer.layers} C4 layers; {_percent(selected - loaded, selected)} of the selected rows were on the device already."
+        ),
+        (
+            f"Hot buffer: {buffer.hot_rows} rows and a ring of {buffer.ring_rows} a layer, {format_bytes(buffer.request_bytes)} a "
+            f"request with its tables; the longest C4 cache has {longest:,} rows a layer, {format_bytes(whole_bytes)} on the host."
+        ),
+    ]
 
 
 def add_all(requests: Iterable[RequestReport]) -> Amounts:
@@ -260,6 +356,10 @@ def _rate_of_all(report: DemoReport) -> str:
 def _median_after(report: DemoReport) -> str:
     times = sorted(request.after_prefill_s for request in report.requests)
     return _milliseconds(times[len(times) // 2] if times else None)
+
+
+def _percent(count: int, whole: int) -> str:
+    return f"{count / whole:.1%}" if whole else "-"
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,8 +31,6 @@ from kvbridge.cli.demo.job import (
     Decoded,
     Finished,
     Loaded,
-    Pages,
-    Prompt,
     RoomEnded,
     Serve,
     Stepped,
@@ -46,13 +43,13 @@ from kvbridge.cli.demo.report import (
     compare_page_ids,
     is_scattered,
 )
-from kvbridge.cli.demo.verdict import compare, read_logits, verdict_line
+from kvbridge.cli.demo.requests import DemoRequest
+from kvbridge.cli.demo.verdict import verdict_line
 from kvbridge.cli.engines.processes import SCRATCH, EngineProcess, Reports
 from kvbridge.cli.progress import ShownProgress
 from kvbridge.cli.signals import interrupts_ignored
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, DeadlineError, PeerError, RoomFailedError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.core.plan.operations import Amounts
 from kvbridge.daemon.children import stop_all
 from kvbridge.daemon.cluster import Cluster, ask, first_worker_error, plan_cluster, wait_ended
 from kvbridge.service.ports import AdmissionRequest, PairRequest, RoomReport
@@ -68,41 +65,6 @@ STOP_S, HURRY_S = 8.0, 1.0
 ENGINE_STOP_S = 3.0
 
 
-@dataclass
-class _Request:
-    """What is known of one request so far."""
-
-    prompt: Prompt
-    room: int = 0
-    source_pages: Pages = field(default_factory=dict)
-    destination_pages: Pages = field(default_factory=dict)
-    amounts: Amounts = field(default_factory=dict)
-    phases_s: dict[str, float] = field(default_factory=dict)
-    finished_s: float = 0.0
-    claimed_s: float = 0.0
-    decoded: Decoded | None = None
-    alone: Decoded | None = None
-
-    def report(self, steps: int, logits_file: Callable[[str, int], Path]) -> RequestReport:
-        number = self.prompt.number
-        ours = read_logits(logits_file("prefill", number), logits_file("decode", number))
-        phases = self.phases_s
-        moving = {"first_byte", "move"} <= phases.keys()
-        return RequestReport(
-            number=number,
-            prompt_tokens=self.prompt.tokens,
-            steps=steps,
-            amounts=self.amounts,
-            moving_s=phases["first_byte"] + phases["move"] if moving else None,
-            after_prefill_s=max(0.0, self.claimed_s - phases.get("commit_to_claim", 0.0) - self.finished_s),
-            source_pages=self.source_pages,
-            destination_pages=self.destination_pages,
-            comparison=compare(number, ours, read_logits(logits_file("alone", number))),
-            mean_kl=self.alone.mean_kl if self.alone else None,
-            top1_agreement=self.alone.top1_agreement if self.alone else None,
-        )
-
-
 class Demo:
     """Use as a context; leaving it ends every process and removes the folder."""
 
@@ -112,7 +74,7 @@ class Demo:
         self._progress = progress
         self._plan = DemoPlan.of(options)
         self._folder = Path(tempfile.mkdtemp(prefix="kvbridge-demo-"))
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, DemoRequest] = {}
         self._reports = Reports(silence_s=options.patience_s)
         self._engines: dict[str, EngineProcess] = {}
         self._cluster: Cluster | None = None
@@ -189,7 +151,7 @@ class Demo:
         job = plan.job(
             model_file, cluster.prefill.runtime_dir, cluster.decode.runtime_dir, logits_dir=self._folder / "logits"
         )
-        self._requests = {prompt.number: _Request(prompt) for prompt in job.prompts}
+        self._requests = {prompt.number: DemoRequest(prompt) for prompt in job.prompts}
         job_file = self._folder / "job.json"
         job_file.write_text(job.model_dump_json(indent=2))
         for part, name in (
@@ -262,9 +224,9 @@ class Demo:
             self._most_in_flight = max(self._most_in_flight, self._in_flight())
             self._next(cluster.check_running)
 
-    def _admit(self, cluster: Cluster, request: _Request) -> bool:
+    def _admit(self, cluster: Cluster, request: DemoRequest) -> bool:
         """Pair a request and hand it to the prefill engine; False: it does not fit now, and others are still running."""
-        asked = PairRequest(prompt_tokens=request.prompt.tokens, max_new_tokens=self._options.steps)
+        asked = PairRequest(prompt_tokens=request.prompt.tokens, max_new_tokens=self._plan.reserved_steps)
         try:
             request.room = self._pair(cluster, asked, wait_s=0.0 if self._in_flight() else PAIR_S)
         except CapacityError:
@@ -287,7 +249,7 @@ class Demo:
             time.sleep(PAIR_PAUSE_S)
 
     def _in_flight(self) -> int:
-        return sum(1 for request in self._requests.values() if request.room and request.decoded is None)
+        return sum(request.in_flight for request in self._requests.values())
 
     def _wait_alone(self) -> None:
         while any(request.alone is None for request in self._requests.values()):
@@ -312,9 +274,7 @@ class Demo:
             case Finished():
                 self._requests[event.number].finished_s = event.finished_s
             case Claimed():
-                request = self._requests[event.number]
-                request.destination_pages, request.amounts = event.pages, event.amounts
-                request.phases_s, request.claimed_s = event.phases_s, event.claimed_s
+                self._requests[event.number].on_claimed(event)
             case Stepped() if engine.part == "decode":
                 self._progress.advance("decode (steps)", event.steps)
             case Decoded():
@@ -361,7 +321,7 @@ class Demo:
     def _report(self, pages_left: int) -> DemoReport:
         plan, options = self._plan, self._options
         requests = tuple(
-            request.report(options.steps, lambda who, number: self._folder / "logits" / f"{number:04d}-{who}.npy")
+            request.report(options.steps, self._folder / "logits", tolerance=plan.tolerance)
             for request in self._requests.values()
         )
         comparisons = [request.comparison for request in requests]
@@ -378,6 +338,8 @@ class Demo:
             scattered_requests=sum(map(is_scattered, requests)),
             most_in_flight=self._most_in_flight,
             divergence=_divergence(requests),
+            device=options.device,
+            hot_buffer=plan.hot_buffer(),
             pages_left=pages_left,
             seconds=self._seconds,
         )

@@ -1,4 +1,5 @@
 """Engines that kvbridge knows well enough to fill and read their caches itself.
 
-`transformers` and `deepseek_v4` need the extra of the same name as the former; `synthetic` needs nothing.
+`transformers`, `deepseek_v4`, `sparse_deepseek_v4` and `selection_watch` need the extra of the first one's name; `synthetic`
+needs nothing.
 """

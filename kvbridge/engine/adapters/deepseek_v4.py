@@ -24,6 +24,7 @@ from transformers import DeepseekV4Config, DynamicCache
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
+from kvbridge.core.geometry.pages import NO_HOST
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.encodings import RowCodec, row_codec
@@ -59,6 +60,8 @@ _KINDS = {
     HEAVY: (ComponentKind.SWA_KV, ComponentKind.C128_KV, ComponentKind.C128_STATE),
 }
 
+CPU = torch.device("cpu")
+
 CacheLayer = Any
 """DeepseekV4CSACache, DeepseekV4HCACache or DynamicSlidingWindowLayer: which one follows from the layer's type."""
 
@@ -78,17 +81,24 @@ class CacheCodec:
     """Turns a model's cache into rows and back. One for a model; keeps nothing of a request.
 
     `config` is the model's DeepseekV4Config, `geometry` the one that both instances agreed on, `dtype` what the model
-    computes in. Raises InvalidInputError when geometry and model do not fit.
+    computes in and `device` where: caches that are made here live there, wherever their pages are. Raises
+    InvalidInputError when geometry and model do not fit.
 
     Bit-exact for the native encoding, with one exception: a bf16 model whose position bias is fp32 has fp32 overlap
     gates, which only fp32 states (those of fp8_v4) keep whole.
     """
 
     def __init__(
-        self, geometry: ModelGeometry, config: DeepseekV4Config, *, dtype: torch.dtype = torch.float32
+        self,
+        geometry: ModelGeometry,
+        config: DeepseekV4Config,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
     ) -> None:
         self.geometry = geometry
         self.dtype = dtype
+        self.device = device
         self._config = config
         self._window: int = config.sliding_window
         self._kinds = [_KINDS[kind] for kind in config.layer_types or ()]
@@ -112,18 +122,35 @@ class CacheCodec:
             )
         return self._codecs[component.kind].encode(values)
 
-    def decode(self, tokens: int, read: ReadRows) -> DynamicCache:
-        """Return a cache of `tokens` tokens made of the rows that `read` answers; its tensors are its own."""
+    def decode(
+        self,
+        tokens: int,
+        read: ReadRows,
+        *,
+        into: DynamicCache | None = None,
+        elsewhere: frozenset[ComponentKind] = NO_HOST,
+    ) -> DynamicCache:
+        """Return a cache of `tokens` tokens made of the rows that `read` answers; its tensors are its own.
+
+        `into` is an empty cache to fill; left out, a new one of the model's own layers. Entries of the kinds in
+        `elsewhere` are not read, only counted: the layers of `into` know how to come by them.
+        """
         if tokens < 1:
             raise InvalidInputError(f"a cache of {tokens} tokens has nothing to continue from")
-        cache = DynamicCache(config=self._config)
+        cache = DynamicCache(config=self._config) if into is None else into
         for layer in range(len(cache.layers)):
             held = _layer(cache, layer)
             self._decode_window(held, layer, tokens=tokens, read=read)
             for kind in self._kinds[layer]:
                 if kind in _ENTRIES:
-                    self._decode_entries(held, kind, layer, tokens=tokens, read=read)
+                    self._decode_state(held, kind, layer, tokens=tokens, read=read)
+                if kind in _ENTRIES and kind not in elsewhere:
+                    self._decode_entries(held, kind, layer, read=read)
         return cache
+
+    def row_codec(self, kind: ComponentKind) -> RowCodec:
+        """Return what turns rows of one component into numbers and back."""
+        return self._codecs[kind]
 
     def components(self) -> Iterator[tuple[Component, int]]:
         """Every component of every layer."""
@@ -141,7 +168,7 @@ class CacheCodec:
         return row_codec(component, width=dim, dtype=self.dtype, rope=config.qk_rope_head_dim)
 
     def _values(self, kind: ComponentKind, layer: int, read: ReadRows, *, start: int, stop: int) -> torch.Tensor:
-        return self._codecs[kind].decode(read(self.geometry.component(kind), layer, start, stop))
+        return self._codecs[kind].decode(read(self.geometry.component(kind), layer, start, stop)).to(self.device)
 
     def _decode_window(self, held: CacheLayer, layer: int, *, tokens: int, read: ReadRows) -> None:
         start = max(0, tokens - self._window + 1)
@@ -151,13 +178,14 @@ class CacheCodec:
         held.keys = held.values = keys
         held.cumulative_length = tokens
 
-    def _decode_entries(
-        self, held: CacheLayer, kind: ComponentKind, layer: int, *, tokens: int, read: ReadRows
-    ) -> None:
-        name, component = _ENTRIES[kind], self.geometry.component(kind)
-        count = tokens // component.tokens_per_row
-        held.compressed_kv[name] = self._values(kind, layer, read, start=0, stop=count)[None]
-        held.entry_count[name] = count
+    def _decode_entries(self, held: CacheLayer, kind: ComponentKind, layer: int, *, read: ReadRows) -> None:
+        name = _ENTRIES[kind]
+        held.compressed_kv[name] = self._values(kind, layer, read, start=0, stop=held.entry_count[name])[None]
+
+    def _decode_state(self, held: CacheLayer, kind: ComponentKind, layer: int, *, tokens: int, read: ReadRows) -> None:
+        """Set the count of entries, and what waits to become the next one."""
+        name = _ENTRIES[kind]
+        held.entry_count[name] = tokens // self.geometry.component(kind).tokens_per_row
         state = self.geometry.component(_STATE_OF[kind])
         live = state.live_rows(tokens)
         rows = self._values(state.kind, layer, read, start=live.start, stop=live.stop)
@@ -211,11 +239,19 @@ def append(codec: CacheCodec, cache: DynamicCache, *, placement: Placement, from
         _write(codec, cache, placement, component, layer, (start, live.stop))
 
 
-def unpack(codec: CacheCodec, placements: Sequence[Placement], *, tokens: int) -> DynamicCache:
+def unpack(
+    codec: CacheCodec,
+    placements: Sequence[Placement],
+    *,
+    tokens: int,
+    into: DynamicCache | None = None,
+    elsewhere: frozenset[ComponentKind] = NO_HOST,
+) -> DynamicCache:
     """Return a fresh cache of `tokens` tokens from pages; decoding continues from it.
 
     `placements` together hold every layer (pipeline stages hold different ones); the first that holds a component of a
-    layer is read. Nothing in the cache refers to page memory. Raises InvalidInputError when one is held by nobody.
+    layer is read. Nothing in the cache refers to page memory. `into` and `elsewhere` are as in `CacheCodec.decode`.
+    Raises InvalidInputError when one is held by nobody.
     """
     homes: dict[tuple[ComponentKind, int], Placement] = {}
     for placement in placements:
@@ -228,16 +264,16 @@ def unpack(codec: CacheCodec, placements: Sequence[Placement], *, tokens: int) -
             raise InvalidInputError(f"no rank here holds {component.kind} layer {layer}; pass the views of every stage")
         return home.views.read_rows(component.kind, layer, tables=home.tables, start_row=start, stop_row=stop)
 
-    return codec.decode(tokens, read)
+    return codec.decode(tokens, read, into=into, elsewhere=elsewhere)
 
 
-def reencoded(codec: CacheCodec, cache: DynamicCache) -> DynamicCache:
+def reencoded(codec: CacheCodec, cache: DynamicCache, *, into: DynamicCache | None = None) -> DynamicCache:
     """Return what decode would see of `cache`: the same cache after encoding and decoding, without pages."""
 
     def read(component: Component, layer: int, start: int, stop: int) -> torch.Tensor:
         return codec.encode(cache, component, layer, start=start, stop=stop)
 
-    return codec.decode(cache.get_seq_length(), read)
+    return codec.decode(cache.get_seq_length(), read, into=into)
 
 
 class PrefillPacker:

@@ -1,10 +1,10 @@
-"""Hugging Face's own DeepSeek-V4, small and with random weights, as an engine that runs on a CPU.
+"""Hugging Face's own DeepSeek-V4, small and with random weights, as an engine that runs on a CPU or a GPU.
 
 Owns: a model that is the same in every process, its prefill in chunks, its greedy decode, and how far two runs differ.
 Must not know: pages, rows, rooms. `deepseek_v4` moves its cache.
 
-The same numbers come out of two processes when these are the same in both: config, seed, dtype, thread count, the
-library versions, and the chunks that the prompt was cut into (a matrix product of other shape rounds differently).
+The same numbers come out of two processes when these are the same in both: config, seed, dtype, device, thread count,
+the library versions, and the chunks that the prompt was cut into (a matrix product of other shape rounds differently).
 """
 
 from __future__ import annotations
@@ -77,12 +77,18 @@ def load_config(path: Path | None = None) -> dict[str, Any]:
 
 
 def load_model(
-    config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32, threads: int | None = 1
+    config: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    threads: int | None = 1,
+    device: torch.device | None = None,
 ) -> Any:  # noqa: ANN401 - transformers is untyped
     """Return a DeepseekV4ForCausalLM with random weights that depend on `config`, `seed` and `dtype` only.
 
-    It is in evaluation mode, without gradients, with eager attention and experts. `threads` sets torch's thread count
-    for this whole process (None leaves it): the logits depend on it.
+    They are made on the CPU, wherever the model then lives: `device`, by default the CPU. It is in evaluation mode,
+    without gradients, with eager attention and experts. `threads` sets torch's thread count for this whole process (None
+    leaves it): the logits depend on it.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -94,7 +100,7 @@ def load_model(
         build: Any = AutoModelForCausalLM.from_config
         model = build(model_config, attn_implementation="eager", experts_implementation="eager", dtype=dtype)
         _fill_what_checkpoints_bring(model, experts=model_config.n_routed_experts)
-    return model.eval().requires_grad_(requires_grad=False)
+    return model.to(device or "cpu").eval().requires_grad_(requires_grad=False)
 
 
 def weights_digest(model: torch.nn.Module) -> str:
@@ -102,7 +108,7 @@ def weights_digest(model: torch.nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -177,7 +183,7 @@ def token_text(tokens: Sequence[int]) -> str:
 
 @torch.no_grad()
 def _forward(model: Any, cache: DynamicCache, tokens: Sequence[int]) -> torch.Tensor:  # noqa: ANN401
-    ids = torch.tensor([list(tokens)], dtype=torch.long)
+    ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
     output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     logits: torch.Tensor = output.logits[0, -1].float()
     return logits

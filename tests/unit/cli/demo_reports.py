@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvbridge.cli.demo.report import DemoReport, RequestReport, compare_page_ids
+from kvbridge.cli.demo.job import SparseFigures
+from kvbridge.cli.demo.report import DemoReport, HotBuffer, RequestReport, compare_page_ids
 from kvbridge.cli.demo.verdict import Comparison, verdict_line
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.plan.operations import Amount
@@ -27,6 +28,25 @@ def request(number: int = 1, *, first_difference: int | None = None, tokens: int
         destination_pages={"full": (0, 1), "host": (4, 5), "swa": (1,), "request": (1,)},
         comparison=Comparison(number=number, positions=17, first_difference=first_difference),
     )
+
+
+def sparse_request(number: int = 1, *, tokens: int = 4099, loaded: int = 20_000, apart: float = 2e-6) -> RequestReport:
+    """One request that was decoded sparsely for 320 steps."""
+    figures = SparseFigures(
+        selected=61_440,
+        in_ring=6_000,
+        in_hot_slots=55_440 - loaded,
+        loaded=loaded,
+        evicted=loaded - 384,
+        backed_up=192,
+        rows=(tokens + 320) // 4,
+    )
+    comparison = Comparison(number=number, positions=321, tolerance=1e-5, largest_difference=apart)
+    more = {"steps": 320, "sparse": figures, "comparison": comparison}
+    return request(number, tokens=tokens).model_copy(update=more)
+
+
+HOT_BUFFER = HotBuffer(hot_rows=128, ring_rows=128, top_k=64, layers=3, request_bytes=1_600_000, row_bytes=2048)
 
 
 def report(*requests: RequestReport, **more: object) -> DemoReport:

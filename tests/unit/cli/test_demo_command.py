@@ -20,8 +20,10 @@ class EndingDemo:
 
     end: object = None
 
+    options = None
+
     def __init__(self, options, progress):
-        self.options = options
+        EndingDemo.options = options
 
     def __enter__(self):
         return self
@@ -94,6 +96,25 @@ def test_told_to_end(demo):
     assert "told to end" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {"prompts": 24, "steps": 16, "sparse": False, "device": "cpu", "transport": "mooncake"}),
+        (["--sparse"], {"prompts": 4, "steps": 256, "sparse": True, "hot_rows": 128, "transport": "mooncake"}),
+        (
+            ["--sparse", "--prompts", "2", "--steps", "7", "--hot-rows", "64"],
+            {"prompts": 2, "steps": 7, "hot_rows": 64},
+        ),
+        (["--device", "cuda"], {"device": "cuda", "transport": "local"}),
+        (["--device", "cuda", "--transport", "nixl"], {"transport": "nixl"}),
+    ],
+)
+def test_defaults_follow_from_what_is_asked(demo, monkeypatch, arguments, expected):
+    monkeypatch.setattr(command, "reason_without_device", lambda: "")
+    demo(report(), *arguments)
+    assert {name: getattr(EndingDemo.options, name) for name in expected} == expected
+
+
 def test_transformers_is_asked_for_by_name(monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["demo"])
@@ -111,9 +132,13 @@ def test_transformers_is_asked_for_by_name(monkeypatch):
         (["--transport", "pigeon"], "pigeon"),
         (["--prompts", "0"], "--prompts"),
         (["--steps", "0"], "--steps"),
+        (["--hot-rows", "128"], "--hot-rows is the size of the hot buffer, which only --sparse has"),
+        (["--sparse", "--hot-rows", "100"], "--hot-rows 100: need a multiple of 64"),
+        (["--device", "cuda"], "--device cuda: the driver finds nothing"),
     ],
 )
 def test_wrong_options_are_exit_code_2(monkeypatch, arguments, said):
+    monkeypatch.setattr(command, "reason_without_device", lambda: "the driver finds nothing")
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())
     result = CliRunner().invoke(app, ["demo", *arguments])
     assert result.exit_code == 2

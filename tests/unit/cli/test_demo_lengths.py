@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.cli.demo.lengths import DEFAULT_PROMPTS, prompt_lengths
+from kvbridge.cli.demo.lengths import (
+    DEFAULT_PROMPTS,
+    DEFAULT_SPARSE_PROMPTS,
+    prompt_lengths,
+    sparse_prompt_lengths,
+)
 from kvbridge.core.errors import InvalidInputError
 
 
@@ -41,3 +46,25 @@ def test_a_short_model_gets_short_prompts():
 def test_no_prompt_is_no_demo():
     with pytest.raises(InvalidInputError):
         prompt_lengths(0)
+
+
+def test_sparse_prompts_are_long_and_end_at_every_edge_of_a_row():
+    lengths = sparse_prompt_lengths()
+    assert len(lengths) == DEFAULT_SPARSE_PROMPTS
+    assert {length % 4 for length in lengths} == {0, 1, 2, 3}
+    assert {0, 1, 3} <= {length % 256 for length in lengths}
+    assert min(lengths) > 2000
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 60])
+def test_more_sparse_prompts_begin_with_the_fewer(count):
+    lengths = sparse_prompt_lengths(count)
+    assert lengths == sparse_prompt_lengths(100)[:count]
+    assert len(set(lengths)) == count
+    assert all(2000 <= length <= 4099 for length in lengths)
+
+
+@pytest.mark.parametrize(("count", "most"), [(0, 1 << 20), (1, 4000)])
+def test_what_leaves_no_sparse_prompt_is_refused(count, most):
+    with pytest.raises(InvalidInputError):
+        sparse_prompt_lengths(count, most_tokens=most)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from importlib import resources
+
 import pytest
 
 from kvbridge.cli.demo.plan import DemoOptions, DemoPlan
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import IndexSpace
@@ -64,3 +68,55 @@ def test_every_process_computes_the_same_job(tmp_path):
     job = plan(prompts=3).job(tmp_path / "m.json", tmp_path / "p", tmp_path / "d", logits_dir=tmp_path)
     assert [prompt.tokens for prompt in job.prompts] == list(plan(prompts=3).lengths)
     assert type(job).model_validate_json(job.model_dump_json()) == job
+
+
+def test_a_whole_cache_is_compared_to_the_last_bit():
+    made = plan()
+    assert made.tolerance == 0
+    assert made.sparse is made.hot_buffer() is None
+    assert made.reserved_steps == made.options.steps == 16
+
+
+@pytest.mark.parametrize("prompts", [1, 4, 9])
+def test_sparse_decode_is_made_for_its_requests(prompts, tmp_path):
+    made = plan(sparse=True, prompts=prompts, steps=320)
+    job = made.job(tmp_path / "m.json", tmp_path / "p", tmp_path / "d", logits_dir=tmp_path)
+    assert job.sparse is made.sparse
+    assert job.sparse.max_requests == made.options.in_flight
+    assert job.sparse.hot_rows < min(made.lengths) // 4
+    assert job.sparse.max_tokens == max(made.lengths) + 320
+    assert 0 < made.tolerance < 1e-4
+    assert made.reserved_steps < 320, "requests grow"
+    assert type(job).model_validate_json(job.model_dump_json()) == job
+
+
+def test_the_hot_buffer_is_described_as_it_is_made():
+    held = plan(sparse=True, prompts=1, steps=320, hot_rows=192).hot_buffer()
+    assert (held.hot_rows, held.ring_rows, held.top_k, held.layers, held.row_bytes) == (192, 128, 64, 3, 2048)
+    assert held.request_bytes > (192 + 128) * 3 * 2048
+
+
+def test_on_a_gpu_everything_is_on_one_device(tmp_path):
+    made = plan(device="cuda", transport="local")
+    spec = made.cluster_spec("demo", tmp_path / "model.json")
+    ranks = [rank["device"] for node in (spec.prefill, spec.decode) for rank in node.more["parallelism"]["ranks"]]
+    assert ranks == ["cuda:0"] * 3
+    assert made.job(tmp_path, tmp_path, tmp_path, logits_dir=tmp_path).device == "cuda:0"
+    assert "parallelism" not in plan().cluster_spec("demo", tmp_path / "model.json").prefill.more
+
+
+@pytest.mark.parametrize(
+    ("changed", "more", "said"),
+    [
+        ({"dtype": "bfloat16"}, {}, "the model computes in bfloat16"),
+        ({"index_topk": 200}, {"hot_rows": 192}, "--hot-rows 192: need a multiple of 64 of at least 256"),
+        ({"max_position_embeddings": 4096}, {}, "up to 4099 tokens"),
+        ({"layer_types": ["heavily_compressed_attention"] * 7}, {}, "no compressed_sparse_attention layer"),
+    ],
+)
+def test_a_model_that_cannot_be_decoded_sparsely_is_refused(tmp_path, changed, more, said):
+    facts = json.loads(resources.files("kvbridge").joinpath("engine/adapters/tiny_deepseek_v4.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(facts | changed))
+    with pytest.raises(InvalidInputError, match=said):
+        plan(sparse=True, hf_config=file, **more)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvbridge.cli.demo.report import Divergence, format_bytes, is_scattered, print_report
-from tests.unit.cli.demo_reports import report, request
+from tests.unit.cli.demo_reports import HOT_BUFFER, report, request, sparse_request
 
 
 def printed(made, width: int) -> str:
@@ -63,6 +63,46 @@ def test_quantisation_is_reported():
     text = printed(report(divergence=Divergence(mean_kl=0.00755, top1_agreement=0.867)), 140)
     assert "7.55e-03" in text
     assert "86.7%" in text
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_sparse_decode_has_a_table_of_its_own(width):
+    requests = [sparse_request(1, tokens=2049), sparse_request(2, tokens=998_000, loaded=55_000, apart=3.4e-6)]
+    lines = printed(report(*requests, hot_buffer=HOT_BUFFER), width).splitlines()
+    assert max(map(len, lines)) <= width or lines[-1].startswith("EQUAL")
+    begin = next(number for number, line in enumerate(lines) if "in slots" in line)
+    assert lines[begin + 1].split() == [
+        *("1", "592", "61,440", "9.8%", "57.7%", "20,000", "19,616", "192", "2.0e-06", "yes")
+    ]
+    assert lines[begin + 4].split() == [*("122,880", "9.8%", "29.2%", "75,000", "74,232", "384", "3.4e-06", "yes")]
+    text = " ".join(line.strip() for line in lines)
+    assert "640 steps, 1,920 swap-ins of up to 64 rows, in 3 C4 layers; 39.0% of the selected rows" in text
+    assert "128 rows and a ring of 128 a layer, 1.5M a request with its tables" in text
+    assert "the longest C4 cache has 249,580 rows a layer, 1.4G on the host" in text
+    assert lines[-1] == (
+        "EQUAL: 2 of 2 requests gave the very tokens of the model alone, and its logits within 1e-05 (at most 3.4e-06 apart)"
+    )
+
+
+def test_a_tie_is_told():
+    tied = sparse_request(3)
+    comparison = tied.comparison.model_copy(update={"tied_step": 120, "positions": 121})
+    made = report(tied.model_copy(update={"comparison": comparison}), hot_buffer=HOT_BUFFER)
+    assert "Request 3 is compared up to decode step 120" in " ".join(printed(made, 80).split())
+    assert "compared up to" not in printed(report(sparse_request(), hot_buffer=HOT_BUFFER), 80)
+
+
+def test_a_whole_cache_has_no_such_table():
+    text = printed(report(), 140)
+    assert "in slots" not in text
+    assert "Hot buffer" not in text
+
+
+def test_json_has_what_sparse_decode_did():
+    document = json.loads(report(sparse_request(), hot_buffer=HOT_BUFFER).model_dump_json())
+    assert document["hot_buffer"]["hot_rows"] == 128
+    assert document["requests"][0]["sparse"]["loaded"] == 20_000
+    assert document["requests"][0]["comparison"]["largest_difference"] == 2e-6
 
 
 def test_page_ids_are_compared_by_space():
