@@ -138,8 +138,8 @@ class LocalSettings(FrozenModel):
     slice_bytes: Annotated[int, Field(ge=65536, le=1 << 30)] = 16 * MIB
     """The processor copies so much between two looks at aborts, deadlines and other transfers (1 to 4 ms); also the longest
     single operation, so the planner cuts longer ones."""
-    device_slice_bytes: Annotated[int, Field(ge=65536, le=1 << 30)] = 64 * MIB
-    """Given to a device at a time (1.2 ms over a PCIe 5 link), eight times at most; an abort waits for what was given."""
+    device_slice_bytes: Annotated[int, Field(ge=65536, le=1 << 30)] = 128 * MIB
+    """Given to a device at a time (2.4 ms over a PCIe 5 link), four times at most; an abort waits for what was given."""
     copy_kernel_below_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = 256 * 1024
     """On a device, shorter operations are copied by a kernel and the others by its copy engines. The engines take about 2 us for
     each operation, the kernel takes a share of the device from whatever else it computes."""

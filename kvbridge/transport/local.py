@@ -241,6 +241,8 @@ class LocalTransport(Transport):
 
 
 def _chosen(operations: Operations, indices: npt.NDArray[np.intp]) -> Operations:
+    if len(indices) == len(operations):
+        return operations
     return Operations(operations.source[indices], operations.destination[indices], operations.length[indices])
 
 

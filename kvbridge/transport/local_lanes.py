@@ -17,7 +17,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.stretch_copies import StretchCopier
 from kvbridge.transport.local_ways import Route, Way
 
-LANE_SLICES = 8
+LANE_SLICES = 4
 """Slices on a lane at a time, over all transfers: half a GiB at the default size, 10 ms over a PCIe 5 link."""
 
 SLICE_OPERATIONS = {Way.ENGINES: 128, Way.KERNEL: 8192}

@@ -217,7 +217,7 @@ __device__ __forceinline__ void move_in(int row, int victim, short* slot_of_row,
 }
 
 // Mark what this step used or loaded, and begin a new generation when the present one has seen enough slots.
-__device__ void remember(Shared& shared, uint4* ages, const uint4* planes, const u32* chosen, int* tallies, u32 missing) {
+__device__ void remember(Shared& shared, uint4* ages, const uint4* planes, const u32* chosen, int* tallies, u32 recent, u32 missing) {
     u32 counts = 0;  // slots used (high half), slots new to the generation (low half)
 #pragma unroll
     for (int i = 0; i < WORDS_EACH; ++i) {
@@ -228,9 +228,8 @@ __device__ void remember(Shared& shared, uint4* ages, const uint4* planes, const
     }
     u32 total;
     block_exclusive(counts, shared.scratch[1], &total);
-    const u32 recent = (u32)tallies[0] + (total & 0xffff);
+    recent += total & 0xffff;
     const bool over = recent >= GENERATION_ROWS;
-    __syncthreads();  // everybody has read tallies
 #pragma unroll
     for (int i = 0; i < WORDS_EACH; ++i) {
         const u32 word = threadIdx.x * WORDS_EACH + i;
@@ -276,6 +275,7 @@ swap_in(const int* __restrict__ top_k, int* __restrict__ out, const int* __restr
     tallies += request * 4;
     pages += (u64)request * (MAX_ROWS / SLOTS);
 
+    const u32 recent = tallies[0];  // slots of the present generation
     uint4 planes[WORDS_EACH];
 #pragma unroll
     for (int i = 0; i < WORDS_EACH; ++i) {
@@ -340,7 +340,7 @@ swap_in(const int* __restrict__ top_k, int* __restrict__ out, const int* __restr
 #pragma unroll
     for (int i = 0; i < WORDS_EACH; ++i) chosen[i] = 0;
     if (!__syncthreads_or(any_missing)) {
-        if (rank == 0) remember(shared, ages, planes, chosen, tallies, 0);
+        if (rank == 0) remember(shared, ages, planes, chosen, tallies, recent, 0);
         return;
     }
     // The barrier has ordered every read of this block before its arrival.
@@ -409,7 +409,7 @@ swap_in(const int* __restrict__ top_k, int* __restrict__ out, const int* __restr
             const u32 m = number_of(shared, (u32)page[i].y * SLOTS + (u32)row[i] % SLOTS);
             move_in(row[i], shared.victim[m], slot_of_row, row_of_slot);
         }
-        remember(shared, ages, planes, chosen, tallies, missing);
+        remember(shared, ages, planes, chosen, tallies, recent, missing);
     }
     finish_early(early, shared, request, hot_base, hot_stride);
 #else
@@ -428,7 +428,7 @@ swap_in(const int* __restrict__ top_k, int* __restrict__ out, const int* __restr
     copy_missing(shared, missing, rank, blocks, request, hot_base, hot_stride);
     if (shared.last) {
         for (u32 m = thread; m < missing; m += THREADS) move_in(shared.row[m], shared.victim[m], slot_of_row, row_of_slot);
-        remember(shared, ages, planes, chosen, tallies, missing);
+        remember(shared, ages, planes, chosen, tallies, recent, missing);
     }
 #endif
 }
