@@ -247,7 +247,7 @@ __device__ void remember(Shared& shared, uint4* ages, const uint4* planes, const
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, EARLY_ROWS ? 1 : 0)
+extern "C" __global__ void __launch_bounds__(THREADS, EARLY_ROWS ? 1 : 4)
 swap_in(const int* __restrict__ top_k, int* __restrict__ out, const int* __restrict__ request_slots,
         const int* __restrict__ row_counts, short* slot_of_row, int* row_of_slot, uint4* ages, int* tallies,
         const int2* __restrict__ pages, const int* __restrict__ ring_begin, const u64* __restrict__ host_extents,
@@ -282,18 +282,19 @@ swap_in(const int* __restrict__ top_k, int* __restrict__ out, const int* __restr
         const u32 word = thread * WORDS_EACH + i;
         planes[i] = word < HOT_WORDS ? ages[word] : make_uint4(~0u, ~0u, ~0u, ~0u);
     }
-    const int newest_page = (count - 1) / SLOTS;
-    const int ring_start = max(ring_begin[request], (newest_page - (RING_ROWS / SLOTS - 1)) * SLOTS);
-
     short slot[WANTED_EACH];
     int2 page[WANTED_EACH];  // host page, rank
+#pragma unroll
+    for (int i = 0; i < WANTED_EACH; ++i) {  // for ring rows too: where the ring begins is still on its way from memory
+        const bool exists = row[i] >= 0 && row[i] < min(count, MAX_ROWS);
+        slot[i] = exists ? slot_of_row[row[i]] : -1;
+        page[i] = exists ? pages[row[i] / SLOTS] : make_int2(0, 0);
+    }
+    const int newest_page = (count - 1) / SLOTS;
+    const int ring_start = max(ring_begin[request], (newest_page - (RING_ROWS / SLOTS - 1)) * SLOTS);
     bool on_host[WANTED_EACH];
 #pragma unroll
-    for (int i = 0; i < WANTED_EACH; ++i) {
-        on_host[i] = row[i] >= 0 && row[i] < count && row[i] < ring_start;
-        slot[i] = on_host[i] ? slot_of_row[row[i]] : -1;
-        page[i] = on_host[i] ? pages[row[i] / SLOTS] : make_int2(0, 0);
-    }
+    for (int i = 0; i < WANTED_EACH; ++i) on_host[i] = row[i] >= 0 && row[i] < count && row[i] < ring_start;
     __syncthreads();  // bitmaps are clear
     bool any_missing = false;
 #pragma unroll
