@@ -33,7 +33,8 @@ from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import PageIdArray
 from kvbridge.kernels.append_rows import append_rows
-from kvbridge.kernels.swap_in import CudaSwapIn, ReferenceSwapIn, SwapIn
+from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapIn
+from kvbridge.kernels.swap_in_device import CudaSwapIn
 from kvbridge.sparse.checks import check_structure
 from kvbridge.sparse.memory import HotMemory
 from kvbridge.sparse.order import Order, Point, Quiet

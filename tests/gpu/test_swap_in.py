@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvbridge.kernels.swap_in import LARGE_BATCH, SMALL_BATCH, CudaSwapIn, ReferenceSwapIn, SwapInShape
+from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapInShape
+from kvbridge.kernels.swap_in_device import LARGE_BATCH, SMALL_BATCH, CudaSwapIn
 from tests.helpers.swap_worlds import SwapWorld, selections, step_of
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ import itertools
 
 import torch
 
-from kvbridge.kernels.swap_in import CudaSwapIn
+from kvbridge.kernels.swap_in_device import CudaSwapIn
 from tests.bench.gpu import bare
 from tests.bench.gpu.memory import (
     PAGE_BYTES,

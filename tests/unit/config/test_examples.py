@@ -9,6 +9,9 @@ import yaml
 from pydantic import BaseModel
 
 from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
+from kvbridge.core.ids import IndexSpace
+from kvbridge.daemon.memory import plan_memory
+from kvbridge.daemon.model import load_geometry
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 EXAMPLES = [("prefill.yaml", PrefillConfig), ("decode.yaml", DecodeConfig), ("bootstrap.yaml", BootstrapConfig)]
@@ -50,6 +53,14 @@ def test_every_key_of_the_example_is_commented(name, kind):
     lines = (CONFIGS / name).read_text().splitlines()
     bare = [line for before, line in zip(["", *lines], lines, strict=False) if _is_key(line) and "#" not in before]
     assert bare == []
+
+
+@pytest.mark.parametrize(("name", "kind"), EXAMPLES[:2])
+def test_the_set_up_with_two_gpus_can_be_laid_out(name, kind):
+    config = load_config(kind, file=CONFIGS / "two-gpus" / name, environment={})
+    layout = plan_memory(config, load_geometry(config.model))
+    assert [order.device for order in layout.orders.values()] == [0 if name == "prefill.yaml" else 1]
+    assert layout.owned[IndexSpace.REQUEST] == 64
 
 
 def _is_key(line: str) -> bool:

@@ -7,9 +7,10 @@ from importlib import resources
 
 import pytest
 
-from kvbridge.kernels import digest_device, page_copies, row_copies, stretch_copies
+from kvbridge.kernels import digest_device, page_copies, row_copies, stretch_copies, swap_in_device
 from kvbridge.kernels.cuda.programs import KernelBuildError, Source, compile_for
 from kvbridge.kernels.places import PageMemory, RowPair
+from kvbridge.kernels.swap_in import SwapInShape
 
 ALONE = sorted(
     item.name.removesuffix(".cu")
@@ -24,6 +25,11 @@ AS_USED = [
     row_copies.source([RowPair(DENSE_ROWS, C4_PAGES, (576, 8), 1, 64)]),
     stretch_copies.source(),
     digest_device.source(),
+    *(
+        swap_in_device.source(SwapInShape(hot_rows=hot, ring_rows=128, max_rows=rows, top_k=top_k), form)
+        for hot, rows, top_k in ((1024, 32_768, 512), (4096, 32_768, 1024), (4096, 262_144, 2048))
+        for form in (swap_in_device.SMALL_BATCH, swap_in_device.LARGE_BATCH)
+    ),
 ]
 
 

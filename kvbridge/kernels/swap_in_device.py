@@ -1,0 +1,146 @@
+"""Swap-in on a GPU: the kernel, and how it is laid out for a batch.
+
+Owns: the launch, the choice of blocks and of when rows are loaded. Must not know: the rules (`swap_in.py` has them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbridge.kernels.cuda import programs, runtime
+from kvbridge.kernels.swap_in import PLANES, TALLIES, LayerMemory, Step, SwapIn, SwapInShape, SwapInState
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the kernel is laid out; the result does not depend on it."""
+
+    threads: int
+    early_rows: int
+    """Rows that a warp starts to load before there is a plan; 0: all of them after it, in the order of host addresses."""
+
+
+SMALL_BATCH = Form(threads=512, early_rows=2)
+"""For batches that leave a multiprocessor to each block: the time is that of one host read, and planning hides behind it."""
+LARGE_BATCH = Form(threads=256, early_rows=0)
+"""For batches that fill the host link: what counts is the order of addresses."""
+MOST_BLOCKS = 64
+
+
+class CudaSwapIn(SwapIn):
+    """The kernel. No synchronisation, no allocation; may be captured into a graph."""
+
+    def __init__(self, device: int, shape: SwapInShape, state: SwapInState, layers: Sequence[LayerMemory]) -> None:
+        super().__init__(shape, state, layers)
+        self._device = device
+        self._multiprocessors = runtime.device_facts(device).multiprocessors
+        self._kernels = {form: self._kernel(form) for form in (SMALL_BATCH, LARGE_BATCH)}
+        self._extents = self._upload_extents()
+
+    def swap_in(
+        self,
+        layer: int,
+        step: Step,
+        *,
+        top_k: int,
+        out: int,
+        stream: int = 0,
+        layout: tuple[Form, int] | None = None,
+    ) -> None:
+        """See `SwapIn.swap_in`.
+
+        `layout`: the form, and how many blocks (a power of 2, at most 128) share a request's copies; None: by the batch.
+        """
+        if not step.batch:
+            return
+        form, blocks = layout or layout_for(step.batch, self._multiprocessors)
+        shape, state, memory = self.shape, self.state, self.layers[layer]
+        before = layer * state.requests
+        launch = programs.Launch(grid=step.batch * blocks, block=form.threads, shared_bytes=_shared_bytes(shape, form))
+        arguments = (
+            top_k,
+            out,
+            step.request_slots,
+            step.rows,
+            state.slot_of_row + before * shape.max_rows * 2,
+            state.row_of_slot + before * shape.hot_rows * 4,
+            state.ages + before * shape.hot_rows // 32 * PLANES * 4,
+            state.tallies + before * TALLIES * 4,
+            state.pages,
+            state.ring_begin,
+            self._extents[layer],
+            memory.host_addresses[0],
+            memory.host_stride_bytes,
+            memory.hot_address,
+            memory.hot_stride_bytes,
+            np.int32(memory.pages_per_extent),
+            np.uint32(blocks),
+        )
+        self._kernels[form].launch(launch, arguments, stream=stream)
+
+    def _kernel(self, form: Form) -> programs.Kernel:
+        kernel = programs.kernel(source(self.shape, form), "swap_in", self._device)
+        kernel.allow_shared(_shared_bytes(self.shape, form))
+        return kernel
+
+    def close(self) -> None:
+        """Free what this object allocated; no launch of it is under way."""
+        for address in {address for address in self._extents if address}:
+            runtime.free(self._device, address)
+        self._extents = [0] * len(self.layers)
+
+    def _upload_extents(self) -> list[int]:
+        """The extents of each layer in device memory, where there is more than one; else 0."""
+        addresses = []
+        for layer in self.layers:
+            if len(layer.host_addresses) == 1:
+                addresses.append(0)
+                continue
+            table = np.array(layer.host_addresses, dtype=np.uint64)
+            address = runtime.allocate(self._device, table.nbytes)
+            runtime.copy(address, table.ctypes.data, table.nbytes, device=self._device, stream=0)
+            runtime.synchronize(self._device)
+            addresses.append(address)
+        return addresses
+
+
+def source(shape: SwapInShape, form: Form) -> programs.Source:
+    """The kernel's source for these sizes."""
+    parts = (*shape.row_parts_bytes, 0)
+    defines = {
+        "HOT_ROWS": shape.hot_rows,
+        "RING_ROWS": shape.ring_rows,
+        "MAX_ROWS": shape.max_rows,
+        "TOP_K": shape.top_k,
+        "SLOTS": shape.slots_per_page,
+        "PART0_BYTES": parts[0],
+        "PART1_BYTES": parts[1],
+        "THREADS": form.threads,
+        "EARLY_ROWS": form.early_rows,
+    }
+    return programs.Source("swap_in", tuple(defines.items()))
+
+
+def layout_for(batch: int, multiprocessors: int) -> tuple[Form, int]:
+    """Form and blocks for a batch: many blocks a request in a small one, since one multiprocessor cannot fill the host link.
+
+    The limits were measured on an H200, for 512 to 2,048 selected rows of which 0 to 100 % were missing.
+    """
+    each = multiprocessors // batch
+    if each >= 4:
+        return SMALL_BATCH, min(MOST_BLOCKS, 1 << each.bit_length() - 1)
+    return LARGE_BATCH, 2 if each else 1
+
+
+def _shared_bytes(shape: SwapInShape, form: Form) -> int:
+    """Of `struct Shared` in the kernel."""
+    listed = -(-shape.top_k // form.threads) * form.threads
+    lists = (16 if form.early_rows else 12) * listed
+    words = 4 * shape.hot_rows // 32 + 4 * shape.max_rows // 32
+    halves = 2 * shape.max_rows // 32 + 2 * shape.top_k
+    scratch = 2 * 32 * 4 + 4
+    total = -(-(lists + words + halves) // 4) * 4 + scratch
+    return -(-total // 16) * 16
