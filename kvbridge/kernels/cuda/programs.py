@@ -131,12 +131,15 @@ def compile_for(source: Source, architecture: str) -> bytes:
         raise KernelBuildError(f"kernel {source.name} cannot be compiled for {architecture}: {error}") from error
 
 
-def cache_directory() -> Path:
-    """Where compiled kernels lie."""
+def cache_directory() -> Path | None:
+    """Where compiled kernels lie: only this user may write there, since what lies there is run. None for a user without home."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbridge" / "kernels"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbridge" / "kernels"
+    except RuntimeError:
+        return None
 
 
 # ------------------------------------------------------------------------------------------- inside
@@ -160,7 +163,10 @@ def _capability(device: int) -> tuple[int, int]:
 @cache
 def _machine_code(source: Source, architecture: str) -> tuple[bytes, str]:
     digest = _digest(source, architecture)
-    file = cache_directory() / f"{source.name}-{digest}.cubin"
+    directory = cache_directory()
+    if directory is None:
+        return compile_for(source, architecture), digest
+    file = directory / f"{source.name}-{digest}.cubin"
     with suppress(OSError):
         content = file.read_bytes()
         if content[:32] == hashlib.sha256(content[32:]).digest():

@@ -19,7 +19,6 @@ from typing import Any, Self
 
 from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
 
-IPC_HANDLE_BYTES = 64
 REGISTER_CHUNK_BYTES = 1 << 30
 """Host memory is registered in pieces of this size, so that progress can be shown: 0.05 to 0.4 s each."""
 

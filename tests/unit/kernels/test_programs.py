@@ -47,7 +47,9 @@ def test_other_sizes_are_another_kernel(compiled: list[Source]) -> None:
 
 def test_a_damaged_file_costs_a_compilation_and_is_replaced(compiled: list[Source]) -> None:
     whole = _code()
-    (file,) = cache_directory().iterdir()
+    directory = cache_directory()
+    assert directory is not None
+    (file,) = directory.iterdir()
     file.write_bytes(file.read_bytes()[:-1])
     assert _code() == whole
     assert _code() == whole
@@ -59,6 +61,17 @@ def test_a_directory_that_cannot_be_written_costs_a_compilation(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "kernels"))
+    assert _code() == _code()
+    assert len(compiled) == 2
+
+
+def test_a_user_without_a_home_compiles_every_time(compiled: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
     assert _code() == _code()
     assert len(compiled) == 2
 
