@@ -26,6 +26,7 @@ from kvbridge.core.ids import MemoryKind, Rank, Role
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
 from kvbridge.pool.extent import Progress, ignore_progress
 from kvbridge.service.worker_life import open_node_link, serve_rank
+from kvbridge.telemetry.logs import leave_standard_output
 
 log = structlog.get_logger(__name__)
 
@@ -103,6 +104,7 @@ def adopt(
     on_progress: Progress | None = ignore_progress,
 ) -> Attachment:
     """Serve ranks out of this process's own tensors and attach to their node. Raises like `attachment.attach`."""
+    leave_standard_output()
     workers = [AdoptedWorker(Path(runtime_dir), rank, ours) for rank, ours in regions.items()]
     try:
         attachment = attach(

@@ -29,6 +29,7 @@ from kvbridge.pool.extent import Progress, ignore_progress
 from kvbridge.pool.host_registration import HostRegistration
 from kvbridge.pool.layout import RankPart
 from kvbridge.pool.sharing import MappedRegions
+from kvbridge.telemetry.logs import leave_standard_output
 
 DEFAULT_CALL_TIMEOUT_S = 10.0
 RETRY_PAUSE_S = 0.05
@@ -100,6 +101,7 @@ def attach(
     InvalidInputError for ranks of other nodes, the wrong role, or adopted memory that does not fit the model;
     RegistrationError when its memory cannot be opened or page-locked, UnsupportedError when its GPU cannot be used here.
     """
+    leave_standard_output()
     link = EngineLink(Path(runtime_dir), name=f"engine-{os.getpid()}-{secrets.token_hex(4)}", timeout_s=call_timeout_s)
     with ExitStack() as stack:
         stack.callback(link.close)

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections.abc import MutableMapping
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
@@ -33,6 +33,22 @@ CHATTY_LIBRARIES = {"httpx": logging.WARNING, "httpcore": logging.WARNING, "uvic
 """They report each request or start at level info, which our own lines already tell; and uvicorn warns of each request
 that is none, so that whoever reaches the port could fill the disk.
 """
+
+
+class _StandardError:
+    """Standard error as it is when a line is written: tests and embedding programs replace it."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def leave_standard_output() -> None:
+    """Where nobody has set logging up, as in many an engine's process: write lines to standard error. Else do nothing."""
+    if not structlog.is_configured():
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _StandardError())))
 
 
 def configure_logs(

@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from kvbridge.core.clock import ManualClock
-from kvbridge.telemetry.logs import Seldom, configure_logs, get_logger
+from kvbridge.telemetry.logs import Seldom, configure_logs, get_logger, leave_standard_output
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +118,18 @@ def test_lines_that_strangers_cause_are_few():
     assert seldom.admits("stale"), "each kind by itself"
     clock.advance(10)
     assert sum(seldom.admits("malformed") for _ in range(100)) == 3
+
+
+def test_an_engines_standard_output_is_its_own(capsys):
+    structlog.reset_defaults()
+    leave_standard_output()
+    structlog.get_logger("kvbridge.engine").warning("deferred_call_failed", call="release of room 3")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "deferred_call_failed" in printed.err
+
+
+def test_logging_that_was_set_up_stays(lines):
+    leave_standard_output()
+    get_logger("sender").warning("offer refused")
+    assert [line["event"] for line in lines()] == ["offer refused"]
