@@ -8,14 +8,13 @@ A copier is built once for a list of `PagePair`s, then told which pages each tim
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
+from kvbridge.kernels.copier import Copier
 from kvbridge.kernels.cuda import buffers, programs, runtime
 from kvbridge.kernels.places import IdPairs, PagePair, most_tables
 from kvbridge.kernels.reference import copy_operations
@@ -48,7 +47,7 @@ _PAIR = np.dtype(
 """`struct PagePair` in `csrc/copy_pages.cu`."""
 
 
-class PageCopier(ABC):
+class PageCopier(Copier):
     """Copies pages of some pairs. Each `copy` is one step: it begins and ends in the order of its stream.
 
     The caller orders the copies of one copier among themselves (one stream, or events between streams).
@@ -82,22 +81,6 @@ class PageCopier(ABC):
     @abstractmethod
     def replayed(self) -> None:
         """Say that a graph which holds one `copy` was launched, so that `wait_group` waits for that one."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Wait for all copies; raise PageOutOfBoundsError if any of them met an id that does not exist."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what it holds; its copies have ended, and no graph with one is launched again. Harmless when closed."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _check_lists(self, lists: Sequence[IdPairs]) -> None:
         if len(lists) != self.tables:

@@ -9,14 +9,14 @@ list of `RowPair`s, then told which rows each time: one launch for all layers an
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
+from kvbridge.kernels.copier import Copier
 from kvbridge.kernels.cuda import buffers, programs, runtime
 from kvbridge.kernels.places import IdPairs, RowPair, row_addresses
 from kvbridge.kernels.reference import copy_operations
@@ -33,7 +33,7 @@ _PAIR = np.dtype([("source", buffers.SIDE), ("destination", buffers.SIDE)])
 """`struct RowPair` in `csrc/copy_rows.cu`."""
 
 
-class RowCopier(ABC):
+class RowCopier(Copier):
     """Copies the same rows of several pairs. Each `copy` begins and ends in the order of its stream."""
 
     def __init__(self, pairs: Sequence[RowPair]) -> None:
@@ -49,22 +49,6 @@ class RowCopier(ABC):
         does not exist is never copied: the reference raises PageOutOfBoundsError, on a GPU `check` does. May be captured into
         a CUDA graph: then addresses and counts are fixed, and what the arrays hold is read at each replay.
         """
-
-    @abstractmethod
-    def check(self) -> None:
-        """Wait for all copies; raise PageOutOfBoundsError if any of them met an id that does not exist."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what it holds; its copies have ended, and no graph with one is launched again. Harmless when closed."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class ReferenceRowCopier(RowCopier):

@@ -140,7 +140,7 @@ class Step:
     request_slots: int
     """int32 [batch]; -1: padding."""
     rows: int
-    """int32 [batch]: rows of each request, this step's own included."""
+    """int32 [batch]: rows of each request, this step's own included; at most `max_rows`."""
 
 
 class SwapIn(ABC):

@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,26 +18,26 @@ import torch
 from kvbridge.core.errors import DetachedError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Tables
+from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.base import AttachedEngine
-from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.layout import RankPart
-from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually
+from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.gpu_children import SLEEP_CYCLES
 from tests.helpers.rank_harness import Case, Setting, draw_tables
 from tests.helpers.rank_pools import Form, Ranks
+from tests.helpers.whole_rooms import CLAIM_S, check_rows, cross, nodes, write
 
 pytestmark = pytest.mark.gpu
 TINY = preset("tiny-v4")
 FULL, SWA, REQUEST, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST, IndexSpace.HOST
 C4_KV = frozenset({ComponentKind.C4_KV})
-CLAIM_S = 30.0
 RESTART_S = 60.0
 
 
@@ -46,18 +45,6 @@ def on_devices(*devices: int) -> dict[str, Any]:
     """A configuration of tensor-parallel ranks on GPUs."""
     ranks = [{"pp": 0, "tp": number, "device": f"cuda:{device}"} for number, device in enumerate(devices)]
     return {"parallelism": {"tp_size": len(devices), "ranks": ranks}}
-
-
-@contextmanager
-def nodes(prefill: dict[str, Any], decode: dict[str, Any], **more: Any) -> Iterator[Cluster]:
-    """Daemons over the `local` transport; what they said is shown when a test fails."""
-    with cluster({"preset": "tiny-v4"}, transport="local", prefill=prefill, decode=decode, **more) as running:
-        try:
-            yield running
-        except BaseException as error:
-            for daemon in (running.prefill, running.decode):
-                error.add_note(f"{daemon.name}:\n{daemon.log(30)}")
-            raise
 
 
 @pytest.fixture(scope="module")
@@ -76,32 +63,6 @@ def sender(running: Cluster) -> Iterator[PrefillEngine]:
 def reader(running: Cluster) -> Iterator[DecodeEngine]:
     with DecodeEngine.attach(running.decode.runtime_dir) as engine:
         yield engine
-
-
-def write(engine: PrefillEngine, room: int, case: Case, tables: Tables | None = None) -> None:
-    """Compute a request chunk by chunk, and finish."""
-    pages = tables or engine.begin(room, prompt_tokens=case.tokens).tables
-    for section in case.sections(range(TINY.layer_count)):
-        for views in engine.views.values():
-            synthetic.fill(views, room=room, tables=pages, section=section)
-        engine.publish(room, section.stop_token, layers=section.layers)
-    engine.finish(room, metadata=b"first token")
-
-
-def check_rows(engine: DecodeEngine, room: DecodeRoom) -> None:
-    for rank, views in engine.views.items():
-        wrong = synthetic.check(views, room=room.room, tables=room.tables, tokens=room.prompt_tokens, most_mismatches=3)
-        assert not wrong, f"rank {rank}: " + "; ".join(map(str, wrong))
-
-
-def cross(running: Cluster, sender: PrefillEngine, reader: DecodeEngine, case: Case) -> DecodeRoom:
-    """One request, all of it compared."""
-    room = running.pair(case.tokens, max_new_tokens=10)["room"]
-    write(sender, room, case)
-    claimed = reader.wait_claim(room, CLAIM_S)
-    check_rows(reader, claimed)
-    assert set(claimed.metadata.values()) == {b"first token"}
-    return claimed
 
 
 def free_pages(daemon: DaemonProcess) -> dict[str, int]:

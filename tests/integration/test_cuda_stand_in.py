@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,15 @@ from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine import attachment
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.base import AttachedEngine
-from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.sharing import MappedRegions
 from kvbridge.pool.stream_points import EventRing
-from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually
+from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.rank_harness import Case
 from tests.helpers.stand_in_cuda import cuda_stand_in
+from tests.helpers.whole_rooms import check_rows, cross, nodes, write
 
 TINY = preset("tiny-v4")
 WAIT_S = 30.0
@@ -64,47 +65,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[cuda_stand_in.Runtime]:
     torch.set_num_threads(threads)
 
 
-@contextmanager
-def nodes(prefill: int = 1, decode: int = 1) -> Iterator[Cluster]:
-    """Daemons with so many GPUs, over the `local` transport."""
-    on_gpus = [{"parallelism": {"tp_size": count, "device": "cuda"}} for count in (prefill, decode)]
-    with cluster(
-        {"preset": "tiny-v4"},
-        transport="local",
-        prefill=on_gpus[0],
-        decode=on_gpus[1],
-        prefill_tp=prefill,
-        decode_tp=decode,
-    ) as running:
-        try:
-            yield running
-        except BaseException as error:
-            for daemon in (running.prefill, running.decode):
-                error.add_note(f"{daemon.name}:\n{daemon.log(30)}")
-            raise
-
-
-def write(engine: PrefillEngine, room: int, case: Case) -> None:
-    tables = engine.begin(room, prompt_tokens=case.tokens).tables
-    for section in case.sections(range(TINY.layer_count)):
-        for views in engine.views.values():
-            synthetic.fill(views, room=room, tables=tables, section=section)
-        engine.publish(room, section.stop_token, layers=section.layers)
-    engine.finish(room, metadata=b"first token")
-
-
-def check_rows(engine: DecodeEngine, room: DecodeRoom) -> None:
-    for rank, views in engine.views.items():
-        wrong = synthetic.check(views, room=room.room, tables=room.tables, tokens=room.prompt_tokens, most_mismatches=3)
-        assert not wrong, f"rank {rank}: " + "; ".join(map(str, wrong))
-
-
-def cross(running: Cluster, sender: PrefillEngine, reader: DecodeEngine, case: Case) -> DecodeRoom:
-    room = running.pair(case.tokens, max_new_tokens=10)["room"]
-    write(sender, room, case)
-    claimed = reader.wait_claim(room, WAIT_S)
-    check_rows(reader, claimed)
-    return claimed
+def gpus(prefill: int = 1, decode: int = 1) -> AbstractContextManager[Cluster]:
+    """Daemons with so many GPUs."""
+    first, second = ({"parallelism": {"tp_size": count, "device": "cuda"}} for count in (prefill, decode))
+    return nodes(first, second, prefill_tp=prefill, decode_tp=decode)
 
 
 def kill_worker(daemon: DaemonProcess) -> None:
@@ -127,7 +91,7 @@ def wait_detached(engine: AttachedEngine) -> set[tuple[str, int]]:
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2)])
 def test_every_byte_crosses_between_pools_that_workers_made(prefill: int, decode: int) -> None:
     with (
-        nodes(prefill, decode) as running,
+        gpus(prefill, decode) as running,
         PrefillEngine.attach(running.prefill.runtime_dir) as sender,
         DecodeEngine.attach(running.decode.runtime_dir) as reader,
     ):
@@ -161,7 +125,7 @@ def test_nothing_is_read_before_the_engines_gpu_has_come_to_the_point_of_its_pub
     gpu: cuda_stand_in.Runtime,
 ) -> None:
     with (
-        nodes() as running,
+        gpus() as running,
         PrefillEngine.attach(running.prefill.runtime_dir) as sender,
         DecodeEngine.attach(running.decode.runtime_dir) as reader,
     ):
@@ -185,7 +149,7 @@ def test_nothing_is_read_before_the_engines_gpu_has_come_to_the_point_of_its_pub
 
 
 def test_an_engine_that_dies_before_its_gpu_is_done_fails_its_room_and_no_other(gpu: cuda_stand_in.Runtime) -> None:
-    with nodes() as running, DecodeEngine.attach(running.decode.runtime_dir) as reader:
+    with gpus() as running, DecodeEngine.attach(running.decode.runtime_dir) as reader:
         with PrefillEngine.attach(running.prefill.runtime_dir) as dying:
             dying._order = dying._attachment.order = OwnGpu()  # type: ignore[assignment]
             room = running.pair(700)["room"]
@@ -201,7 +165,7 @@ def test_an_engine_that_dies_before_its_gpu_is_done_fails_its_room_and_no_other(
 
 
 def test_a_prefill_worker_that_is_killed_takes_its_memory_along_and_the_next_room_is_fine() -> None:
-    with nodes() as running:
+    with gpus() as running:
         sender = PrefillEngine.attach(running.prefill.runtime_dir)
         reader = DecodeEngine.attach(running.decode.runtime_dir)
         reader.release(cross(running, sender, reader, CASES[0]).room)
@@ -221,7 +185,7 @@ def test_a_prefill_worker_that_is_killed_takes_its_memory_along_and_the_next_roo
 
 
 def test_a_decode_worker_that_is_killed_fails_what_had_arrived() -> None:
-    with nodes() as running:
+    with gpus() as running:
         sender = PrefillEngine.attach(running.prefill.runtime_dir)
         reader = DecodeEngine.attach(running.decode.runtime_dir)
         claimed = cross(running, sender, reader, CASES[0])

@@ -26,7 +26,7 @@ SIDE = np.dtype(
         ("page_count", "<u4"),
     ]
 )
-"""`struct Side` in `csrc/places.cuh`."""
+"""`struct Side` in `csrc/copies.cuh`."""
 
 ByteArray = npt.NDArray[np.uint8]
 

@@ -1,0 +1,57 @@
+"""One request through two engines, with the synthetic engine's bytes: written on one side, each of them compared on the other.
+
+Owns: daemons over the `local` transport, and what both engines do. Must not know: where pools lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvbridge.core.ids import Tables
+from kvbridge.engine import DecodeEngine, PrefillEngine
+from kvbridge.engine.adapters import synthetic
+from kvbridge.engine.decode import DecodeRoom
+from tests.helpers.cluster import Cluster, cluster
+from tests.helpers.rank_harness import Case
+
+CLAIM_S = 30.0
+
+
+@contextmanager
+def nodes(prefill: dict[str, Any], decode: dict[str, Any], **more: Any) -> Iterator[Cluster]:
+    """Daemons over the `local` transport; what they said is shown when a test fails."""
+    with cluster({"preset": "tiny-v4"}, transport="local", prefill=prefill, decode=decode, **more) as running:
+        try:
+            yield running
+        except BaseException as error:
+            for daemon in (running.prefill, running.decode):
+                error.add_note(f"{daemon.name}:\n{daemon.log(30)}")
+            raise
+
+
+def write(engine: PrefillEngine, room: int, case: Case, tables: Tables | None = None) -> None:
+    """Compute a request chunk by chunk, and finish."""
+    pages = tables or engine.begin(room, prompt_tokens=case.tokens).tables
+    for section in case.sections(range(engine.geometry.layer_count)):
+        for views in engine.views.values():
+            synthetic.fill(views, room=room, tables=pages, section=section)
+        engine.publish(room, section.stop_token, layers=section.layers)
+    engine.finish(room, metadata=b"first token")
+
+
+def check_rows(engine: DecodeEngine, room: DecodeRoom) -> None:
+    for rank, views in engine.views.items():
+        wrong = synthetic.check(views, room=room.room, tables=room.tables, tokens=room.prompt_tokens, most_mismatches=3)
+        assert not wrong, f"rank {rank}: " + "; ".join(map(str, wrong))
+
+
+def cross(running: Cluster, sender: PrefillEngine, reader: DecodeEngine, case: Case) -> DecodeRoom:
+    """One request, all of it compared."""
+    room = running.pair(case.tokens, max_new_tokens=10)["room"]
+    write(sender, room, case)
+    claimed = reader.wait_claim(room, CLAIM_S)
+    check_rows(reader, claimed)
+    assert set(claimed.metadata.values()) == {b"first token"}
+    return claimed
