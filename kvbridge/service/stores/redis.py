@@ -127,7 +127,7 @@ class RedisStore:
         """See NodeStore."""
         packed = await self._run("NODES", [self._key("nodes")], self._prefix)
         now_ms, rows = _unpacked(packed)
-        unknown = [member for member, row in rows if (member, row[0]) not in self._entries]
+        unknown = [member for member, row in rows if (member, row[1]) not in self._entries]
         if unknown:
             texts = await self._ask(self._redis.mget([self._key("entry", member) for member in unknown]))
             for member, text in zip(unknown, texts, strict=True):
@@ -161,7 +161,7 @@ class RedisStore:
         if packed is None:
             return None
         now_ms, row = _unpacked(packed)
-        if (member, row[0]) not in self._entries:
+        if (member, row[1]) not in self._entries:
             text = await self._get(self._key("entry", member))
             if text is not None:
                 self._entry(text, member)
@@ -191,15 +191,19 @@ class RedisStore:
 
     def _record(self, member: bytes, row: Sequence[Any], now_ms: int) -> NodeRecord | None:
         """Return the record of one row, or None when a part of it is missing or malformed."""
-        digest, raw_beat, seen_ms, charges = row
+        holder, digest, raw_beat, seen_ms, charges = row
         entry = self._entries.get((member, digest))
-        if entry is None:
-            return None
-        self._entries.move_to_end((member, digest))
+        if entry is None and digest:
+            return None  # replaced just now, or refused when it was parsed
         try:
+            if entry is None or not (holder and raw_beat and seen_ms):
+                raise ValueError("one of its fields is missing")  # noqa: TRY301 - told below
+            self._entries.move_to_end((member, digest))
             state = self._states.get(member)
             if state is None or state.raw != (raw_beat, charges):
                 state = self._states[member] = _state(raw_beat, charges)
+            if {holder, state.beat.incarnation.encode()} != {entry.registration.incarnation.encode()}:
+                raise ValueError("its fields are of several incarnations")  # noqa: TRY301
             silent_s = max(0, now_ms - int(seen_ms)) / 1e3
             return NodeRecord(entry, state.beat, silent_s, state.pages, state.rooms)
         except (ValueError, TypeError) as error:

@@ -36,10 +36,11 @@ local function own(key, kind)  -- 1 when a key of another type had to go
   redis.call('DEL', key)
   return 1
 end
-local function row(node, charge)
-  local fields = read('HMGET', node, 'digest', 'beat', 'seen_ms')
-  if not fields or not fields[1] then return nil end
-  return {fields[1], fields[2], fields[3], read('HGETALL', charge) or {}}
+local function row(node, charge)  -- a field that is missing is false; nil when there is none
+  local fields = read('HMGET', node, 'incarnation', 'digest', 'beat', 'seen_ms') or {}
+  if not (fields[1] or fields[2] or fields[3] or fields[4]) then return nil end
+  fields[5] = read('HGETALL', charge) or {}
+  return fields
 end
 """
 
@@ -47,7 +48,7 @@ NODES: Final = (
     _COMMON
     + """
 -- KEYS: nodes. ARGV: namespace.
--- Returns msgpack: [now_ms, [[member, [digest, beat, seen_ms, charges]], ...]], charges a flat list.
+-- Returns msgpack: [now_ms, [[member, [incarnation, digest, beat, seen_ms, charges]], ...]], charges a flat list.
 local now_ms, found = clock_ms(), {}
 for _, member in ipairs(read('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf') or {}) do
   local node = row(ARGV[1] .. 'node:' .. member, ARGV[1] .. 'charge:' .. member)
@@ -80,19 +81,19 @@ BEAT: Final = (
     _COMMON
     + """
 -- KEYS: nodes, node, entry, charge. ARGV: member, incarnation, beat, expire_ms.
--- Returns msgpack: [now_ms, [digest, beat, seen_ms, charges]] as it is afterwards; nil when the node is not there.
-local holder = read('HGET', KEYS[2], 'incarnation')
-if not holder or redis.call('EXISTS', KEYS[3]) == 0 then return nil end
-local now_ms = clock_ms()
-if holder == ARGV[2] then
+-- Returns msgpack: [now_ms, row] as it is afterwards, see NODES; nil when the node is not there.
+local node, now_ms = row(KEYS[2], KEYS[4]), clock_ms()
+if not node or redis.call('EXISTS', KEYS[3]) == 0 then return nil end
+if node[1] == ARGV[2] then
   redis.call('HSET', KEYS[2], 'beat', ARGV[3], 'seen_ms', now_ms)
   redis.call('PEXPIRE', KEYS[2], ARGV[4])
   redis.call('PEXPIRE', KEYS[3], ARGV[4])
   redis.call('DEL', KEYS[4])
   own(KEYS[1], 'zset')
   redis.call('ZADD', KEYS[1], now_ms + ARGV[4], ARGV[1])
+  node = row(KEYS[2], KEYS[4])
 end
-return cmsgpack.pack({now_ms, row(KEYS[2], KEYS[4])})
+return cmsgpack.pack({now_ms, node})
 """
 )
 
@@ -100,11 +101,11 @@ REMOVE: Final = (
     _COMMON
     + """
 -- KEYS: nodes, node, entry, charge. ARGV: member, incarnation.
--- Returns msgpack: [now_ms, [digest, beat, seen_ms, charges], entry] as it was before; nil when the node is not there.
-local holder, entry = read('HGET', KEYS[2], 'incarnation'), read('GET', KEYS[3])
-if not holder or not entry then return nil end
-local before = cmsgpack.pack({clock_ms(), row(KEYS[2], KEYS[4]), entry})
-if holder == ARGV[2] then
+-- Returns msgpack: [now_ms, row, entry] as it was before, see NODES; nil when the node is not there.
+local node, entry = row(KEYS[2], KEYS[4]), read('GET', KEYS[3])
+if not node or not entry then return nil end
+local before = cmsgpack.pack({clock_ms(), node, entry})
+if node[1] == ARGV[2] then
   redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
   own(KEYS[1], 'zset')
   redis.call('ZREM', KEYS[1], ARGV[1])
@@ -121,7 +122,10 @@ for at = 1, #KEYS, 2 do
   local left_ms = redis.call('PTTL', KEYS[at])
   if left_ms > 0 then
     own(KEYS[at + 1], 'hash')
-    for field = 1, #ARGV, 2 do redis.call('HINCRBY', KEYS[at + 1], ARGV[field], ARGV[field + 1]) end
+    for field = 1, #ARGV, 2 do
+      local counted = redis.pcall('HINCRBY', KEYS[at + 1], ARGV[field], ARGV[field + 1])
+      if type(counted) == 'table' then redis.call('HSET', KEYS[at + 1], ARGV[field], ARGV[field + 1]) end
+    end
     redis.call('PEXPIRE', KEYS[at + 1], left_ms)
   end
 end

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 
 import pytest
 
-from kvbridge.core.errors import NotFoundError
+from kvbridge.core.errors import ConflictError, NotFoundError
 from kvbridge.core.ids import Role
 from kvbridge.service.directory import Directory
 from kvbridge.service.ports import Load, NodeHeartbeat, PairRequest
+from kvbridge.service.stores.base import Claim
 from tests.unit.bootstrap.fleet import FLEET, FakeDaemons, node
 
 pytestmark = pytest.mark.asyncio
@@ -172,6 +174,80 @@ async def test_a_malformed_value_is_counted_each_time_and_logged_once(redis_worl
         await directory.instances()
     assert redis_world.counted["value node"] == 3
     assert capsys.readouterr().out.count("stored_value_refused") == 1
+
+
+NODE_FIELDS = ("incarnation", "digest", "beat", "seen_ms")
+FIELD_VALUES = pytest.mark.parametrize("value", [None, b"\xff", b"", b"-1", b"nan"])
+
+
+def damage(world, key: str, field: str, value: bytes | None) -> None:
+    """Take a field of a record away, or write another value there."""
+    with world.server.client() as client:
+        found = f"{world.namespace}:{key}"
+        assert client.hexists(found, field)
+        client.hdel(found, field) if value is None else client.hset(found, field, value)
+
+
+@FIELD_VALUES
+@pytest.mark.parametrize("field", NODE_FIELDS)
+async def test_a_node_whose_record_lost_a_field_is_told_to_register_or_is_healed(redis_world, field, value):
+    directory = await redis_world.directory(*FLEET)
+    for seen in (directory, Directory(redis_world.replica())):
+        damage(redis_world, f"node:{MEMBER}", field, value)
+        listed = {instance.name for instance in await seen.instances()}
+        assert listed == {"p2", "d1", "d2"} | ({"p1"} if (field, value) == ("seen_ms", b"-1") else set())
+        try:
+            await seen.heartbeat("p1", "node-0", beat("p1-life-1"))
+        except NotFoundError:
+            await seen.register(FLEET[0])
+        assert {instance.name for instance in await seen.instances()} == {"p1", "p2", "d1", "d2"}
+        assert (await seen.heartbeat("p1", "node-0", beat("p1-life-1"))).silent_s < 1
+
+
+@FIELD_VALUES
+@pytest.mark.parametrize("field", NODE_FIELDS)
+async def test_a_node_whose_record_lost_a_field_can_leave_and_come_back(redis_world, field, value):
+    directory = await redis_world.directory(*FLEET)
+    damage(redis_world, f"node:{MEMBER}", field, value)
+    with contextlib.suppress(NotFoundError):
+        await directory.deregister("p1", "node-0", "p1-life-1")
+    await directory.register(FLEET[0])
+    assert {instance.name for instance in await directory.instances()} == {"p1", "p2", "d1", "d2"}
+
+
+@FIELD_VALUES
+@pytest.mark.parametrize("field", ["rooms", "full"])
+async def test_a_charge_that_lost_a_field_stands_in_nobodys_way(redis_world, field, value):
+    directory = await redis_world.directory(node("p1", Role.PREFILL))
+    (instance,) = await directory.instances()
+    await directory.charge(instance, {"full": 4})
+    damage(redis_world, f"charge:{MEMBER}", field, value)
+    await directory.charge(instance, {"full": 4})
+    await directory.heartbeat("p1", "node-0", beat("p1-life-1", load=FLEET[0].load))
+    (instance,) = await directory.instances()
+    assert instance.nodes[0].load == FLEET[0].load
+
+
+@FIELD_VALUES
+@pytest.mark.parametrize("field", ["state", "generation", "owner", "claimed_ms", "ticket"])
+async def test_a_room_whose_record_lost_a_field_fails_nobodys_call(redis_world, field, value):
+    port = FakeDaemons()
+    pairing = await redis_world.pairing(port)
+    ticket = await pairing.pair(REQUEST)
+    damage(redis_world, "room:7", field, value)
+    for call in (pairing.report(7), pairing.cancel(7, "enough"), pairing.pair(REQUEST)):
+        with contextlib.suppress(NotFoundError, ConflictError):
+            await call
+    store = redis_world.store
+    await store.cancelled(7, ticket.generation)
+    await store.room_counts()
+    claim = await store.claim(7, generations=3)
+    if isinstance(claim, Claim):
+        damage(redis_world, "room:7", "owner", value)
+        assert not await store.settle(claim, ticket)
+        await store.give_up(claim, claim.base)
+    else:
+        assert claim.age_s >= 0
 
 
 async def test_a_load_from_redis_is_what_was_announced(redis_world):
