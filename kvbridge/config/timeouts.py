@@ -33,6 +33,8 @@ class DaemonTimeouts(FrozenModel):
     """Decode: every prefill node of a room has welcomed us."""
     pages_s: Seconds = 10.0
     """Adopted pools: the engine names the pages of a room."""
+    begin_s: Seconds = 60.0
+    """Prefill: an engine begins an admitted room. A room of a ticket has what is left of the ticket instead."""
     offer_s: Seconds = 60.0
     """Prefill: an admitted room waits for decode's offer."""
     early_offer_s: Seconds = 10.0
@@ -87,7 +89,7 @@ class BootstrapTimeouts(FrozenModel):
     store_s: Seconds = 1.0
     """One call to the store of the directory, when that is Redis."""
     ticket_s: Seconds = 60.0
-    """How long a ticket can be used; the shorter one of this and the daemons' `timeouts.offer_s` counts."""
+    """A prefill engine begins the room of a ticket within this, or both of its ends give the room up."""
     room_keep_s: Seconds = 600.0
     """A paired room is remembered so long, for reports, cancels and to refuse a second use of its id."""
     shutdown_s: Seconds = 10.0

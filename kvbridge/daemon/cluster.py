@@ -182,6 +182,8 @@ class ClusterSpec(FrozenModel):
     """The only transport that both may use."""
     prefill: NodeSpec
     decode: NodeSpec
+    bootstrap: Section = Field(default_factory=dict)
+    """Further top-level keys of bootstrap's configuration."""
     ends_with_us: bool = False
     """Daemons get SIGTERM when the thread that starts them ends, however it ends."""
 
@@ -192,7 +194,7 @@ LOG_JSON: Final[Section] = {"telemetry": {"log_format": "json"}}
 def plan_cluster(folder: Path, spec: ClusterSpec) -> Cluster:
     """Return a cluster in `folder`, not started. Socket paths are long: keep the folder's path short."""
     bootstrap = DaemonProcess("bootstrap", "bootstrap", folder / "b", ends_with_us=spec.ends_with_us)
-    bootstrap.config = {"http": {"port": 0}, **LOG_JSON}
+    bootstrap.config = {"http": {"port": 0}, **LOG_JSON, **spec.bootstrap}
     bootstrap.arguments = ("--endpoint-dir", str(bootstrap.runtime_dir))
     prefill = DaemonProcess(Role.PREFILL, "the prefill daemon", folder / "p", ends_with_us=spec.ends_with_us)
     decode = DaemonProcess(Role.DECODE, "the decode daemon", folder / "d", ends_with_us=spec.ends_with_us)

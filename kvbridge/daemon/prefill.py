@@ -54,6 +54,7 @@ class PrefillNode(Node):
             engines=self._door,
             observer=self.observer,
             limits=SenderLimits(
+                begin_s=timeouts.begin_s,
                 offer_s=timeouts.offer_s,
                 room_s=timeouts.room_s,
                 early_offer_s=timeouts.early_offer_s,

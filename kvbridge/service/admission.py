@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from kvbridge.pool.book import Owner, PageBook
 from kvbridge.service.admission_queue import AdmissionQueue, Waiting
 from kvbridge.service.observer import Observer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
-from kvbridge.service.pressure import ReleaseRates, RetryAfter
+from kvbridge.service.pressure import ReleaseRates, Reservation, RetryAfter
 from kvbridge.service.starvation import Starvation
 
 log = structlog.get_logger(__name__)
@@ -87,6 +87,9 @@ class ReservingRooms(Protocol):
 
     def report(self, room: int) -> RoomReport:
         """See RoomsPort."""
+
+    def not_begun(self) -> Sequence[Reservation]:
+        """What rooms have that end unless a prefill engine begins them, those that end first in front."""
 
     async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
         """See RoomsPort."""
@@ -243,10 +246,13 @@ class AdmissionDesk:
     def _over_cap(self, client: str, having: str, cap: str) -> ClientLimitError:
         in_use = self._rooms.in_use()
         key = f"admission.clients.{client}.{cap}" if client in self._limits.clients else f"admission.client_{cap}"
-        seconds = self._rates.seconds_until_a_room_ends(of=in_use.get(client, 0), rooms=sum(in_use.values()))
+        own = [reservation for reservation in self._rooms.not_begun() if reservation.client == client]
+        seconds = self._rates.seconds_until_a_room_ends(
+            of=in_use.get(client, 0), rooms=sum(in_use.values()), reserved=own
+        )
         return ClientLimitError(
             f"client '{client}' has {having} on this daemon, as many as it may ({key} is "
-            f"{getattr(self._limits.of(client), cap)}); a room counts until its pages are back",
+            f"{getattr(self._limits.of(client), cap)}); a room counts until its pages are back{_when(own)}",
             retry_after_s=self._told(seconds),
         )
 
@@ -269,16 +275,19 @@ class AdmissionDesk:
         )
 
     def _refused(self, error: BridgeError, kind: str = "") -> None:
-        """Count a refusal, and put into it when to come back."""
+        """Count a refusal, and put into it what will be free when, and when to come back."""
         if isinstance(error, CapacityError):
             error.retry_after_s = self.retry_after_s(error)
+            having = [one for one in self._rooms.not_begun() if error.lacking.keys() & one.pages.keys()]
+            error.args = (f"{error}{_when(having)}",)
         self._observer.refused(kind or error.code)
 
     def retry_after_s(self, error: CapacityError) -> float:
         """When to try again what was refused: from the pages that lack, else what the error says already."""
         if not error.lacking:
             return error.retry_after_s
-        return self._told(self._rates.seconds_until(error.lacking, self._book.pages_being_released()))
+        soon = self._book.pages_being_released()
+        return self._told(self._rates.seconds_until(error.lacking, soon, self._rooms.not_begun()))
 
     # ------------------------------------------------------------------ what becomes of pages
 
@@ -384,3 +393,10 @@ class AdmissionDesk:
 
     def __repr__(self) -> str:
         return f"<AdmissionDesk {self._queue!r}, starved for {self.starved_s():.1f} s>"
+
+
+def _when(reserved: Sequence[Reservation]) -> str:
+    """Say which rooms give back what they have, and when at the latest; `reserved`: those that end first in front."""
+    if not reserved:
+        return ""
+    return f"; {len(reserved)} rooms there have been begun by no prefill engine, the first ends in {reserved[0].ends_in_s:.1f} s"

@@ -5,7 +5,7 @@ Owns: the order of reservations, their undoing, what a ticket says. Must not kno
 Prefill is reserved first. Until decode admits a room nobody has offered anything: giving a prefill reservation back is
 one local step, and an offer never arrives before its room. The other way round decode grants a lease on its pages and
 sends offers at once, so that taking it back needs the prefill side to answer Drained. What stays behind when bootstrap
-dies half-way is a prefill room that ends by `timeouts.offer_s` of its daemon, and a claim on the room's id that another replica
+dies half-way is a prefill room that ends with its ticket (`timeouts.ticket_s`), and a claim on the room's id that another replica
 may take over when pairing cannot be under way any more.
 
 Each attempt at a room has its own generation, so that a late answer to an earlier one is recognised as stale. The store hands
@@ -24,6 +24,7 @@ from typing import Protocol
 
 import structlog
 
+from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
@@ -120,6 +121,8 @@ class _Attempt:
     request: PairRequest
     generation: int
     """The last one that was used; the claim's base before the first attempt."""
+    begun_s: float = 0.0
+    """When it was begun: all limits of the ticket count from there."""
     ticket: Ticket | None = None
 
     @property
@@ -130,7 +133,16 @@ class _Attempt:
 class PairingService:
     """Pairs requests, and finds paired rooms again. Holds nothing itself but what it is doing just now."""
 
-    def __init__(self, directory: Directory, rooms: RoomStore, port: ReservePort, *, limits: PairingLimits) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        rooms: RoomStore,
+        port: ReservePort,
+        *,
+        limits: PairingLimits,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._clock = clock
         self._directory = directory
         self._rooms = rooms
         self._port = port
@@ -250,8 +262,12 @@ class PairingService:
         )
 
     async def _reserve(self, attempt: _Attempt, candidate: Candidate) -> Ticket | _Refusal:
-        """Admit on every node of both instances, or on none; return who refused for reasons of its own."""
+        """Admit on every node of both instances, or on none; return who refused for reasons of its own.
+
+        Each end is told what is left of the ticket, and enforces that itself.
+        """
         attempt.generation += 1
+        attempt.begun_s = self._clock()
         generation = attempt.generation
         # Before anybody is asked: others who are pairing meanwhile should see it, and the nodes' own news comes after it.
         for instance in (candidate.prefill, candidate.decode):
@@ -261,12 +277,11 @@ class PairingService:
         try:
             for role in RESERVATION_ORDER:
                 instance = candidate.prefill if role is Role.PREFILL else candidate.decode
-                admission = _admission(attempt, candidate, role)
                 for url in instance.http_urls:
                     # Noted before the answer: a daemon that answers too late may have admitted all the same.
                     asked.append(url)
                     try:
-                        await self._admit(url, admission)
+                        await self._admit(url, _admission(attempt, candidate, role, self._ticket_left_s(attempt)))
                     except TRY_ANOTHER as error:
                         return _Refusal(instance.name, error)
             ticket = self._ticket_for(attempt, candidate)
@@ -308,8 +323,15 @@ class PairingService:
             generation=attempt.generation,
             prefill=_end_of(candidate.prefill),
             decode=_end_of(candidate.decode),
-            expires_in_s=self._limits.ticket_s,
+            expires_in_s=self._ticket_left_s(attempt),
         )
+
+    def _ticket_left_s(self, attempt: _Attempt) -> float:
+        """How long the ticket can still be used: one clock for both ends and the ticket. Raises DeadlineError."""
+        left_s = attempt.begun_s + self._limits.ticket_s - self._clock()
+        if left_s <= 0:
+            raise DeadlineError("its ticket had run out before both ends were reserved (timeouts.ticket_s)")
+        return left_s
 
     async def _ask(self, ticket: Ticket, urls: tuple[str, ...]) -> tuple[EndReport, ...]:
         limit_s = self._limits.report_s
@@ -343,7 +365,7 @@ async def _finish(work: Awaitable[object]) -> None:
         raise
 
 
-def _admission(attempt: _Attempt, candidate: Candidate, role: Role) -> AdmissionRequest:
+def _admission(attempt: _Attempt, candidate: Candidate, role: Role, begin_within_s: float) -> AdmissionRequest:
     """Return what one side is asked to reserve; only decode learns of the writers and of what it already holds."""
     decode, request = role is Role.DECODE, attempt.request
     return AdmissionRequest(
@@ -354,6 +376,7 @@ def _admission(attempt: _Attempt, candidate: Candidate, role: Role) -> Admission
         prefix_tokens=request.prefix_tokens if decode else 0,
         prefill=candidate.controls if decode else (),
         client=request.client,
+        begin_within_s=begin_within_s,
     )
 
 

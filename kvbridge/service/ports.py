@@ -40,6 +40,9 @@ class AdmissionRequest(FrozenModel):
     client: Annotated[str, Field(max_length=200)] = ""
     wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Wait so long for pages when they are not free; 0: be told at once. At most `admission.max_wait_s`."""
+    begin_within_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """A prefill engine begins the room within so many seconds of its admission, or it ends: what is left of its ticket.
+    Null: `timeouts.begin_s` of the prefill daemon."""
 
 
 class RoomState(StrEnum):
@@ -79,7 +82,7 @@ class RoomReport(FrozenModel):
     expires_in_s: float | None = None
     """When the present wait ends the room, unless what it waits for happens; null when nothing limits it now."""
     limit: str = ""
-    """The configuration key of that limit."""
+    """The configuration key of that limit, or the field of the request that set it."""
 
 
 class Readiness(FrozenModel):
@@ -186,10 +189,15 @@ class TicketEnd(FrozenModel):
 
 
 class Ticket(FrozenModel):
-    """A paired and, on both ends, reserved request."""
+    """A paired and, on both ends, reserved request. Both ends give it up unless it is used in time."""
 
     room: Uint64
     generation: Positive
     prefill: TicketEnd
     decode: TicketEnd
     expires_in_s: float
+    """A prefill engine has to begin the room within so many seconds from now."""
+
+    def after(self, seconds: float) -> Self:
+        """Return the ticket as it is so much later."""
+        return self.model_copy(update={"expires_in_s": max(0.0, self.expires_in_s - seconds)})

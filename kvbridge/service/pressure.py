@@ -2,19 +2,20 @@
 
 Owns: the rates and the arithmetic. Must not know: who waits, what is refused. Pure but for the clock that it is given.
 
-Three things are known, and used in this order:
+What is known, in this order:
 
 - Pages of owners that are ending come back by themselves. When they are enough, it takes as long as that usually takes.
 - Pages that were released lately, weighted by age (`WINDOW_S`), give a rate: what lacks divided by it.
 - With no rate (nothing was released for long, or ever), the best guess is: as long again as nothing has been released.
 
+Rooms that end unless a prefill engine begins them (`Reservation`) bound the last two: by then their pages are back.
 Quarantined pages count for nothing: nobody knows when they come back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbridge.core.clock import Clock
@@ -29,6 +30,15 @@ USUAL_WEIGHT = 0.2
 """Weight of the latest release in the usual time of one."""
 JITTER = 0.25
 """Callers that were refused together are told to come back spread over this part of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What a room has that ends in `ends_in_s` seconds unless a prefill engine begins it."""
+
+    ends_in_s: float
+    pages: Mapping[IndexSpace, int]
+    client: str
 
 
 class _Rate:
@@ -98,19 +108,30 @@ class ReleaseRates:
         now_s = self._clock()
         return {space: rate.per_s(now_s) for space, rate in self._pages.items()}
 
-    def seconds_until(self, lacking: Mapping[IndexSpace, int], soon: Mapping[IndexSpace, int]) -> float:
-        """Estimate when the pages that lack will be free. `soon`: pages of ending owners."""
-        return max((self._space_s(space, count, soon.get(space, 0)) for space, count in lacking.items()), default=0.0)
+    def seconds_until(
+        self,
+        lacking: Mapping[IndexSpace, int],
+        soon: Mapping[IndexSpace, int],
+        reserved: Sequence[Reservation] = (),
+    ) -> float:
+        """Estimate when the pages that lack will be free. `soon`: pages of ending owners; `reserved`: those that end first in front."""
+        waits = (self._space_s(space, count, soon.get(space, 0), reserved) for space, count in lacking.items())
+        return max(waits, default=0.0)
 
-    def seconds_until_a_room_ends(self, *, of: int, rooms: int) -> float:
-        """Estimate when the first of somebody's `of` rooms ends, when there are `rooms` in all."""
-        now_s = self._clock()
-        return self._time_s(self._owners, rooms / max(1, of), now_s)
+    def seconds_until_a_room_ends(self, *, of: int, rooms: int, reserved: Iterable[Reservation] = ()) -> float:
+        """Estimate when the first of somebody's `of` rooms ends, when there are `rooms` in all; `reserved` are his own."""
+        rate_s = self._time_s(self._owners, rooms / max(1, of), self._clock())
+        return min([rate_s, *(reservation.ends_in_s for reservation in reserved)])
 
-    def _space_s(self, space: IndexSpace, lacking: int, soon: int) -> float:
+    def _space_s(self, space: IndexSpace, lacking: int, soon: int, reserved: Sequence[Reservation]) -> float:
         if lacking <= soon:
             return self.usual_release_s or 0.0
-        return self._time_s(self._pages.setdefault(space, _Rate()), lacking, self._clock())
+        rate_s = self._time_s(self._pages.setdefault(space, _Rate()), lacking, self._clock())
+        for reservation in reserved:
+            soon += reservation.pages.get(space, 0)
+            if lacking <= soon:
+                return min(rate_s, reservation.ends_in_s)
+        return rate_s
 
     def _time_s(self, rate: _Rate, count: float, now_s: float) -> float:
         per_s = rate.per_s(now_s)

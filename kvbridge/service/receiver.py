@@ -33,6 +33,7 @@ from kvbridge.core.wire.messages import Done, Drained, Failed
 from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.observer import Observer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
+from kvbridge.service.pressure import Reservation
 from kvbridge.service.receiver_digests import ReceiverDigests
 from kvbridge.service.receiver_driver import ReceiverDriver
 from kvbridge.service.receiver_room import (
@@ -138,6 +139,7 @@ class ReceiverService:
             addresses=request.prefill,
             reserved_tokens=request.prompt_tokens + request.max_new_tokens,
         )
+        room.begin_within(request.begin_within_s)
         ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
         room.tables = request_tables(self._geometry, ids, prompt_tokens=room.prompt_tokens)
         self.rooms.add(room)
@@ -173,6 +175,10 @@ class ReceiverService:
     def in_use(self) -> Mapping[str, int]:
         """See ReservingRooms."""
         return self.rooms.in_use
+
+    def not_begun(self) -> list[Reservation]:
+        """See ReservingRooms."""
+        return self.rooms.not_begun()
 
     def report(self, room: int) -> RoomReport:
         """Raises UnknownRoomError."""
@@ -320,6 +326,7 @@ class ReceiverService:
         if room.state is not ReceiverState.OFFERED:
             self._driver.follow(room)  # it crossed our abort; that the writer is quiet counts all the same
             return
+        room.begin_by_s = None
         room.amounts = add_amounts(room.amounts, message.amounts)
         room.metadata[str(message.writer)] = message.metadata
         for phase, seconds in message.phases_s.items():
@@ -384,9 +391,10 @@ class ReceiverService:
                 self._driver.overdue(room, limit)
             elif room.state is ReceiverState.CLAIMED:
                 self._stop_expecting(room, limit)
+            elif limit == room.begin_limit and room.state is ReceiverState.OFFERED:
+                pass  # The prefill nodes know whether an engine has begun, and say Failed if none has.
             else:
-                why = f"nothing happened in time in state '{room.state}' (limit: {limit})"
-                self._driver.raise_event(room, ReceiverEvent.FAULT, DeadlineError.code, why)
+                self._driver.raise_event(room, ReceiverEvent.FAULT, DeadlineError.code, room.why_late(limit))
         self.rooms.sweep()
 
     def _stop_expecting(self, room: ReceiverRoom, limit: str) -> None:

@@ -81,6 +81,8 @@ class ReceiverDriver:
 
     def _begin_wait(self, room: ReceiverRoom) -> None:
         now_s = self._clock()
+        if room.state not in {ReceiverState.RESERVED, ReceiverState.OFFERED}:
+            room.begin_by_s = None
         match room.state:
             case ReceiverState.RESERVED:
                 room.wait_until(now_s + self._limits.meet_s, "timeouts.meet_s")

@@ -27,6 +27,7 @@ from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.ports import RoomReport, RoomState
+from kvbridge.service.pressure import Reservation
 
 log = structlog.get_logger(__name__)
 
@@ -69,6 +70,10 @@ class Room(Generic[StateT]):
     """When the present wait counts as failed, on the service's clock."""
     deadline_name: str = ""
     """The configuration key of that wait."""
+    begin_by_s: float | None = None
+    """Until then a prefill engine has to begin the room, on the service's clock; None once that does not matter any more."""
+    begin_limit: str = ""
+    """Who set that limit: a configuration key, or a field of the admission."""
     shown: RoomState | None = None
     """The state that users were told of last."""
     quarantine: Quarantine | None = None
@@ -89,13 +94,36 @@ class Room(Generic[StateT]):
         """Start another wait (None: no limit)."""
         self.deadline_s, self.deadline_name = deadline_s, name
 
+    def begin_within(self, within_s: float | None, *, or_else: tuple[float, str] | None = None) -> None:
+        """Limit the wait for a prefill engine, from the room's creation, by its admission's word or as named."""
+        limit = (within_s, "begin_within_s") if within_s is not None else or_else
+        if limit is not None:
+            self.begin_by_s, self.begin_limit = self.created_s + limit[0], limit[1]
+
+    @property
+    def next_limit(self) -> tuple[float | None, str]:
+        """What ends the room first unless something happens: when, on the service's clock, and the limit's name."""
+        if self.begin_by_s is not None and (self.deadline_s is None or self.begin_by_s < self.deadline_s):
+            return self.begin_by_s, self.begin_limit
+        return self.deadline_s, self.deadline_name
+
     def late(self, now_s: float) -> str:
         """Return the name of the limit that has passed, once; empty when none has."""
-        if self.deadline_s is None or now_s < self.deadline_s:
+        limit_s, name = self.next_limit
+        if limit_s is None or now_s < limit_s:
             return ""
-        name = self.deadline_name
-        self.wait_until(None)
+        if limit_s == self.begin_by_s:
+            self.begin_by_s = None
+        else:
+            self.wait_until(None)
         return name
+
+    def why_late(self, limit: str) -> str:
+        """Return what did not happen within a limit that `late` has returned."""
+        what = f"nothing happened in time in state '{self.state}'"
+        if limit == self.begin_limit:
+            what = "no prefill engine has begun it in time"
+        return f"{what} (limit: {limit})"
 
 
 def quarantine(book: PageBook, room: Room[StateT], cause: Quarantine, why: str) -> None:
@@ -265,6 +293,7 @@ class RoomBook(Generic[RoomT]):
     def report(self, room: RoomT) -> RoomReport:
         """Describe a room for users."""
         now_s = self._clock()
+        limit_s, limit = room.next_limit
         return RoomReport(
             room=room.room,
             generation=room.generation,
@@ -277,9 +306,21 @@ class RoomBook(Generic[RoomT]):
             amounts=room.amounts,
             phases_s=room.phases_s,
             age_s=now_s - room.created_s,
-            expires_in_s=None if room.deadline_s is None else max(0.0, room.deadline_s - now_s),
-            limit=room.deadline_name,
+            expires_in_s=None if limit_s is None else max(0.0, limit_s - now_s),
+            limit=limit,
         )
+
+    def not_begun(self) -> list[Reservation]:
+        """Return what rooms have that end unless a prefill engine begins them, those that end first in front."""
+        now_s = self._clock()
+        found = [
+            Reservation(
+                room.begin_by_s - now_s, {space: len(table) for space, table in room.tables.items()}, room.client
+            )
+            for room in self._live
+            if room.begin_by_s is not None
+        ]
+        return sorted(found, key=lambda reservation: reservation.ends_in_s)
 
     async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
         """Return the report once the state is in `until` or final, or whatever it is after `timeout_s`."""

@@ -36,6 +36,7 @@ from kvbridge.pool.book import PageBook, PageState
 from kvbridge.service.observer import Observer
 from kvbridge.service.offers import EarlyOffers, check_offer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
+from kvbridge.service.pressure import Reservation
 from kvbridge.service.rooms import REASON_CHARS, RoomBook, require_ready
 from kvbridge.service.sender_driver import SenderDriver
 from kvbridge.service.sender_room import (
@@ -124,6 +125,7 @@ class SenderService:
             ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
             room.tables = request_tables(self._geometry, ids, prompt_tokens=room.prompt_tokens)
         room.wait_until(room.created_s + self._limits.offer_s, "timeouts.offer_s")
+        room.begin_within(request.begin_within_s, or_else=(self._limits.begin_s, "timeouts.begin_s"))
         self.rooms.add(room)
         self._driver.show(room)
         early = self._early.take(room.room, room.generation)
@@ -134,6 +136,10 @@ class SenderService:
     def in_use(self) -> Mapping[str, int]:
         """See ReservingRooms."""
         return self.rooms.in_use
+
+    def not_begun(self) -> list[Reservation]:
+        """See ReservingRooms."""
+        return self.rooms.not_begun()
 
     def report(self, room: int) -> RoomReport:
         """Raises UnknownRoomError."""
@@ -178,6 +184,7 @@ class SenderService:
         if not self._adopted:
             room.writing.add(engine)
         room.phases_s.setdefault("admit_to_begin", self._clock() - room.created_s)
+        room.begin_by_s = None
         self._driver.open(room)
         return room
 
@@ -424,8 +431,7 @@ class SenderService:
             if limit and (room.stopping or room.over):
                 self._driver.overdue(room, limit)
             elif limit:
-                why = f"nothing happened in time in state '{room.state}' (limit: {limit})"
-                self._driver.raise_event(room, SenderEvent.FAULT, DeadlineError.code, why)
+                self._driver.raise_event(room, SenderEvent.FAULT, DeadlineError.code, room.why_late(limit))
         for late in self._early.expired():
             why = "the room was never admitted on the prefill side (limit: timeouts.early_offer_s)"
             self._refuse_offer(late.peer, late.offer, UnknownRoomError.code, why)

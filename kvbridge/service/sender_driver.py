@@ -60,6 +60,8 @@ class SenderDriver:
 
     def _begin_wait(self, room: SenderRoom) -> None:
         now_s = self._clock()
+        if room.state is not SenderState.SENDING:
+            room.begin_by_s = None
         match room.state:
             case SenderState.SENDING:
                 room.wait_until(now_s + self._limits.room_s, "timeouts.room_s")

@@ -67,6 +67,8 @@ class SenderPorts:
 class SenderLimits:
     """The deadlines of the sending side, in seconds; each is the configuration key `timeouts.<name>`."""
 
+    begin_s: float
+    """An engine begins a room within this, unless its admission says otherwise (`begin_within_s`)."""
     offer_s: float
     """An admitted room waits so long for the decode side."""
     room_s: float

@@ -86,7 +86,7 @@ def let_time_pass(client: redis.Redis, namespace: str, seconds: float) -> None:
             for member, score in client.zrange(key, 0, -1, withscores=True):
                 client.zadd(key, {member: score - older_ms})
         if kind == b"hash":
-            for field in ("seen_ms", "claimed_ms"):
+            for field in ("seen_ms", "claimed_ms", "settled_ms"):
                 if client.hexists(key, field):
                     client.hincrby(key, field, -older_ms)
         if (left_ms := client.pttl(key)) > 0:

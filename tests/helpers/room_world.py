@@ -94,7 +94,7 @@ class PrefillNode:
             peers=self,
             engines=self.engines,
             observer=CountingObserver(),
-            limits=SenderLimits(offer_s=60, room_s=600, early_offer_s=10, drain_s=50),
+            limits=SenderLimits(begin_s=80, offer_s=60, room_s=600, early_offer_s=10, drain_s=50),
             keep_s=300,
             adopted=world.adopted,
             clock=world.clock,

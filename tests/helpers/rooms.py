@@ -219,7 +219,7 @@ class SenderBench:
             peers=self.peers,
             engines=self.engines,
             observer=self.observer,
-            limits=SenderLimits(offer_s=60, room_s=600, early_offer_s=10, drain_s=50),
+            limits=SenderLimits(begin_s=80, offer_s=60, room_s=600, early_offer_s=10, drain_s=50),
             keep_s=300,
             adopted=self.adopted,
             clock=self.clock,

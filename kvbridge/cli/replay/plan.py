@@ -166,6 +166,7 @@ class ReplayPlan:
                 pools={"device": decode_pages, "host": host_pool},
                 more={"timeouts": timeouts, **integrity},
             ),
+            bootstrap={"timeouts": {"ticket_s": LONGEST_WAIT_S, "room_keep_s": LONGEST_WAIT_S}},
             ends_with_us=True,
         )
 

@@ -70,6 +70,7 @@ class RoomEntry(FrozenModel):
     generation: NonNegative
     """The highest that was, or may have been, used."""
     ticket: Ticket | None = None
+    """As it is now: its time goes on in the store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ class _Room:
     claimed_s: float
     state: PairingState = PairingState.PAIRING
     ticket: Ticket | None = None
+    settled_s: float = 0.0
+    """When the ticket was kept."""
 
 
 class MemoryStore:
@@ -140,6 +142,7 @@ class MemoryStore:
         if found is None or found.owner != claim.owner:
             return False
         found.state, found.ticket, found.generation = PairingState.PAIRED, ticket, ticket.generation
+        found.settled_s = self._clock()
         return True
 
     async def give_up(self, claim: Claim, generation: int) -> None:
@@ -154,7 +157,8 @@ class MemoryStore:
         found = self._rooms.get(room)
         if found is None:
             return None
-        return RoomEntry(state=found.state, generation=found.generation, ticket=found.ticket)
+        ticket = found.ticket.after(self._clock() - found.settled_s) if found.ticket else None
+        return RoomEntry(state=found.state, generation=found.generation, ticket=ticket)
 
     async def cancelled(self, room: int, generation: int) -> None:
         """See RoomStore."""

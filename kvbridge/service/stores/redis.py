@@ -260,14 +260,13 @@ class RedisStore:
         key = self._key("room", room)
         try:
             fields = await self._run("ROOM", [key])
-            if fields is None or fields[0] is None:
+            now_ms, state, generation, raw_ticket, settled_ms = fields
+            if state is None:
                 return None
-            state, generation, ticket = fields
-            entry = RoomEntry(
-                state=PairingState(_text(state)),
-                generation=int(generation),
-                ticket=None if ticket is None else Ticket.model_validate_json(ticket),
-            )
+            ticket = None
+            if raw_ticket is not None:
+                ticket = Ticket.model_validate_json(raw_ticket).after(max(0, now_ms - int(settled_ms)) / 1e3)
+            entry = RoomEntry(state=PairingState(_text(state)), generation=int(generation), ticket=ticket)
             if entry.ticket is not None and entry.ticket.room != room:
                 raise ValueError(f"the ticket is that of room {entry.ticket.room}")  # noqa: TRY301 - told below
         except (ValueError, TypeError) as error:

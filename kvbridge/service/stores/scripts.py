@@ -9,7 +9,7 @@ Keys, each behind the namespace (`member` is the JSON list of instance and node)
     entry:<member>      the large part of the record; expires with the node
     charge:<member>     hash: pages by space, and `rooms`; expires with the node, gone with its next heartbeat
     version:<instance>  drawn anew with each registration of one of the instance's nodes
-    room:<id>           hash: state, generation, owner, claimed_ms, ticket; expires when the room is forgotten
+    room:<id>           hash: state, generation, owner, claimed_ms, settled_ms, ticket; expires when the room is forgotten
     pairing, paired, cancelled   sorted sets: rooms in that state, by the time at which they are forgotten
 
 All times are Redis's own, in milliseconds. What somebody else left under one of our names is read as absent, and
@@ -163,9 +163,9 @@ end
 ROOM: Final = (
     _COMMON
     + """
--- KEYS: room. Returns [state, generation, ticket], each nil when it is not there.
-local fields = read('HMGET', KEYS[1], 'state', 'generation', 'ticket')
-return fields and {fields[1], fields[2], fields[3]} or nil
+-- KEYS: room. Returns [now_ms, state, generation, ticket, settled_ms], each nil when it is not there.
+local fields = read('HMGET', KEYS[1], 'state', 'generation', 'ticket', 'settled_ms') or {}
+return {clock_ms(), fields[1] or false, fields[2] or false, fields[3] or false, fields[4] or false}
 """
 )
 
@@ -209,7 +209,7 @@ SETTLE: Final = (
     + """
 -- ARGV: id, owner, generation, ticket. Returns 1 when the ticket is kept.
 if read('HGET', KEYS[1], 'owner') ~= ARGV[2] then return 0 end
-redis.call('HSET', KEYS[1], 'generation', ARGV[3], 'ticket', ARGV[4])
+redis.call('HSET', KEYS[1], 'generation', ARGV[3], 'ticket', ARGV[4], 'settled_ms', clock_ms())
 move(KEYS[1], ARGV[1], 3, 'paired', forgotten_ms(KEYS[1]))
 return 1
 """

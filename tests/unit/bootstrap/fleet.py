@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Self
 
-from kvbridge.core.clock import ManualClock
+from kvbridge.core.clock import Clock, ManualClock, monotonic
 from kvbridge.core.errors import BridgeError, StaleError, UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
@@ -91,9 +91,11 @@ class World:
             await directory.register(registration)
         return directory
 
-    async def pairing(self, port: FakeDaemons, *fleet: NodeRegistration, **limits: float) -> PairingService:
+    async def pairing(
+        self, port: FakeDaemons, *fleet: NodeRegistration, clock: Clock = monotonic, **limits: float
+    ) -> PairingService:
         return PairingService(
-            await self.directory(*(fleet or FLEET)), self.store, port, limits=replace(LIMITS, **limits)
+            await self.directory(*(fleet or FLEET)), self.store, port, limits=replace(LIMITS, **limits), clock=clock
         )
 
     def advance(self, seconds: float) -> None:
@@ -167,6 +169,9 @@ class FakeDaemons:
         self.cancel_gate: asyncio.Event | None = None
         """Cancels wait for it."""
         self.cancel_errors: dict[str, BridgeError] = {}
+        self.takes_s: dict[str, float] = {}
+        """How long an admission takes, on `clock`."""
+        self.clock = ManualClock()
         self.pauses: dict[str, asyncio.Event] = {}
         """Admissions by these daemons wait before they answer."""
         self.stuck = asyncio.Event()
@@ -174,6 +179,7 @@ class FakeDaemons:
 
     async def admit(self, url: str, request: AdmissionRequest) -> RoomReport:
         self.calls.append(("admit", url, request.generation))
+        self.clock.advance(self.takes_s.get(url, 0.0))
         if url in self.refuse:
             raise self.refuse[url]
         if url not in self.hang:

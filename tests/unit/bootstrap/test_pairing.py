@@ -29,7 +29,7 @@ REQUEST = PairRequest(room=7, prompt_tokens=1000, max_new_tokens=100, prefix_tok
 
 async def test_both_ends_are_reserved_prefill_first(world):
     port = FakeDaemons()
-    ticket = await (await world.pairing(port)).pair(REQUEST)
+    ticket = await (await world.pairing(port, clock=port.clock)).pair(REQUEST)
     assert port.calls == [("admit", "http://p1", 1), ("admit", "http://d1", 1)]
     assert (ticket.room, ticket.generation, ticket.expires_in_s) == (7, 1, 60.0)
     assert (ticket.prefill.http_urls, ticket.decode.http_urls) == (("http://p1",), ("http://d1",))
@@ -52,6 +52,37 @@ async def test_every_node_of_both_instances_is_reserved(world):
     assert ticket.decode.http_urls == ("http://d-0", "http://d-1")
     endpoints = [peer.endpoint for peer in port.admitted["http://d-1"][7].prefill]
     assert endpoints == ["tcp://p-0:1", "tcp://p-1:1"]
+
+
+async def test_both_ends_and_the_ticket_have_the_same_end(world):
+    port = FakeDaemons()
+    port.takes_s = {"http://p1": 3.0, "http://d1": 1.5}
+    pairing = await world.pairing(port, clock=port.clock, ticket_s=20.0)
+    ticket = await pairing.pair(REQUEST)
+    prefill, decode = port.admitted["http://p1"][7], port.admitted["http://d1"][7]
+    assert (prefill.begin_within_s, decode.begin_within_s, ticket.expires_in_s) == (20.0, 17.0, 15.5)
+    world.advance(10)
+    assert (await pairing.report(7)).ticket.expires_in_s == pytest.approx(5.5, abs=0.5)
+    world.advance(10)
+    assert (await pairing.report(7)).ticket.expires_in_s == 0.0
+
+
+async def test_each_attempt_has_a_whole_ticket(world):
+    port = FakeDaemons()
+    port.takes_s = {"http://p1": 3.0}
+    port.refuse["http://d1"] = CapacityError("full")
+    ticket = await (await world.pairing(port, clock=port.clock, ticket_s=20.0)).pair(REQUEST)
+    assert (ticket.decode.instance, ticket.expires_in_s) == ("d2", 17.0)
+
+
+@pytest.mark.parametrize("slow", ["http://p1", "http://d1"])
+async def test_a_ticket_that_runs_out_while_it_is_made_is_none(world, slow):
+    port = FakeDaemons()
+    port.takes_s = dict.fromkeys([slow, slow.replace("1", "2")], 3.0)
+    pairing = await world.pairing(port, clock=port.clock, ticket_s=3.0)
+    with pytest.raises((DeadlineError, NotReadyError), match=r"its ticket had run out .*timeouts\.ticket_s"):
+        await pairing.pair(REQUEST)
+    assert port.rooms() == {}
 
 
 async def test_a_room_is_drawn_when_none_is_given(world):

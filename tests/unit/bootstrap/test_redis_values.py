@@ -229,7 +229,7 @@ async def test_a_charge_that_lost_a_field_stands_in_nobodys_way(redis_world, fie
 
 
 @FIELD_VALUES
-@pytest.mark.parametrize("field", ["state", "generation", "owner", "claimed_ms", "ticket"])
+@pytest.mark.parametrize("field", ["state", "generation", "owner", "claimed_ms", "settled_ms", "ticket"])
 async def test_a_room_whose_record_lost_a_field_fails_nobodys_call(redis_world, field, value):
     port = FakeDaemons()
     pairing = await redis_world.pairing(port)

@@ -22,6 +22,7 @@ from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.pool.book import Owner, PageBook
 from kvbridge.service.admission import AdmissionDesk, AdmissionLimits, ClientCaps
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
+from kvbridge.service.pressure import Reservation
 from tests.helpers.rooms import CountingObserver
 
 pytestmark = pytest.mark.asyncio
@@ -40,6 +41,7 @@ class Rooms:
         self.clients: dict[int, str] = {}
         self.lacking = ""
         self.admitted: list[int] = []
+        self.reserved: list[Reservation] = []
 
     def missing(self) -> str:
         return self.lacking
@@ -64,6 +66,9 @@ class Rooms:
 
     def in_use(self) -> Counter[str]:
         return self.used
+
+    def not_begun(self) -> list[Reservation]:
+        return self.reserved
 
     def end(self, room: int) -> None:
         self.used[self.clients.pop(room)] -= 1
@@ -391,6 +396,40 @@ async def test_a_client_is_told_when_one_of_its_rooms_will_end(made):
     with pytest.raises(ClientLimitError) as caught:
         bench.now(1)
     assert caught.value.retry_after_s == pytest.approx(0.5, rel=0.1)
+
+
+def not_begun(*ends_in_s: float, client: str = "") -> list[Reservation]:
+    return [Reservation(seconds, {FULL: 1}, client) for seconds in ends_in_s]
+
+
+@pytest.mark.parametrize(
+    ("pages", "full_for_s", "expected_s"),
+    [(1, 15.0, 7.0), (2, 15.0, 9.0), (1, 3.0, 3.0), (3, 15.0, 15.0)],
+    ids=["the first ends", "two end", "others may end sooner", "not enough of them"],
+)
+async def test_a_refusal_names_the_rooms_that_nobody_has_begun_and_their_end(made, pages, full_for_s, expected_s):
+    bench = made()
+    bench.now(1, PAGES)
+    with pytest.raises(CapacityError):
+        bench.now(2)  # from here on it is known that nothing is released
+    bench.clock.advance(full_for_s)
+    bench.rooms.reserved = not_begun(7.0, 9.0)
+    with pytest.raises(CapacityError) as caught:
+        bench.now(2, pages)
+    assert caught.value.retry_after_s == pytest.approx(expected_s)
+    assert "2 rooms there have been begun by no prefill engine, the first ends in 7.0 s" in str(caught.value)
+
+
+async def test_a_client_at_its_cap_is_told_when_its_own_room_ends(made):
+    bench = made(client=ClientCaps(max_rooms=1))
+    bench.now(1, client="a")
+    with pytest.raises(ClientLimitError):
+        bench.now(2, client="a")
+    bench.clock.advance(25)
+    bench.rooms.reserved = [*not_begun(3.0, client="b"), *not_begun(7.0, client="a")]
+    with pytest.raises(ClientLimitError, match=r"1 rooms there have been begun by no .* ends in 7\.0 s") as caught:
+        bench.now(2, client="a")
+    assert caught.value.retry_after_s == pytest.approx(7.0)
 
 
 async def test_pages_of_an_ending_room_come_soon_and_quarantined_ones_do_not(made):

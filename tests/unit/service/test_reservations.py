@@ -11,16 +11,17 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import CapacityError, InvalidInputError, NotReadyError
-from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError, NotReadyError
+from kvbridge.core.ids import IndexSpace, PageTable, Rank
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.wire.engine_messages import Admit, Attach, Claim, Extend, Refused
-from kvbridge.core.wire.messages import Offer, to_wire
+from kvbridge.core.wire.messages import Done, Drained, Failed, Offer, to_wire
+from kvbridge.core.wire.worker_messages import RoomClosed
 from kvbridge.pool.book import PageState
 from kvbridge.service.admission import AdmissionDesk, AdmissionLimits, ClientCaps
 from kvbridge.service.engine_door import DecodeDoor, PrefillDoor
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
-from tests.helpers.rooms import ADDRESS, DECODE, PAGE, R0, ReceiverBench, SenderBench
+from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, ReceiverBench, SenderBench
 
 TOKENS = 2 * PAGE
 TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([7, 8], dtype=np.int32))})
@@ -82,10 +83,54 @@ def test_prefill_a_room_that_nobody_offers():
     all_is_back(bench)
 
 
+@pytest.mark.parametrize("offered", [False, True])
+def test_prefill_a_ticket_that_no_engine_uses(offered):
+    bench = SenderBench()
+    bench.service.admit_now(request(begin_within_s=20.0))
+    bench.clock.advance(5)
+    if offered:
+        bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
+    assert limit(bench) == ("begin_within_s", 15)
+    assert [one.ends_in_s for one in bench.service.not_begun()] == [15]
+    report = run_out(bench)
+    why = "no prefill engine has begun it in time (limit: begin_within_s)"
+    assert (report.state, report.reason_code, report.reason) == (RoomState.FAILED, "deadline", why)
+    assert bench.service.not_begun() == []
+    with pytest.raises(ConflictError, match="no prefill engine has begun it in time"):
+        bench.service.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
+    if offered:
+        bench.service.room_closed(RoomClosed(rank=R0, room=1, generation=1, quiet=True))
+        failed, drained = [message for _, message in bench.peers.messages]
+        assert (failed.type, failed.code, failed.message) == ("failed", "deadline", why)
+        assert (drained.type, drained.in_transit) == ("drained", False)
+    all_is_back(bench)
+
+
+@pytest.mark.parametrize("offered", [False, True])
+def test_prefill_a_ticket_that_an_engine_has_used_in_time_has_no_end(offered):
+    bench = SenderBench()
+    bench.service.admit_now(request(begin_within_s=20.0))
+    if offered:
+        bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
+    bench.clock.advance(19)
+    bench.service.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
+    assert limit(bench) == (("timeouts.room_s", 581) if offered else ("timeouts.offer_s", 41))
+    assert bench.service.not_begun() == []
+    bench.clock.advance(2)
+    bench.service.tick()
+    assert not bench.service.report(1).state.final
+
+
+def test_a_ticket_does_not_outlast_the_limits_of_the_daemon():
+    bench = SenderBench()
+    bench.service.admit_now(request(begin_within_s=1e300))
+    assert limit(bench) == ("timeouts.offer_s", 60)
+
+
 def test_prefill_a_room_that_no_engine_begins():
     bench = sender()
     bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
-    assert limit(bench) == ("timeouts.room_s", 600)
+    assert limit(bench) == ("timeouts.begin_s", 80)
     assert run_out(bench).state is RoomState.FAILED
     assert bench.free < bench.pages, "the worker has been told of the pages"
     bench.service.worker_gone(R0, "it ended")
@@ -112,6 +157,43 @@ def test_decode_a_room_whose_writers_are_never_met():
     assert limit(bench) == ("timeouts.meet_s", 20)
     assert run_out(bench).state is RoomState.FAILED
     all_is_back(bench)
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_decode_a_ticket_that_runs_out_before_the_offer(adopted):
+    bench = ReceiverBench(adopted=adopted)
+    bench.service.admit_now(request(prefill=(ADDRESS,), begin_within_s=5.0))
+    assert limit(bench) == ("begin_within_s", 5)
+    assert run_out(bench).reason == "no prefill engine has begun it in time (limit: begin_within_s)"
+    all_is_back(bench)
+
+
+def test_decode_prefill_says_whether_a_ticket_was_used():
+    """Decode counts the ticket down too, but only prefill knows what engines do: silence means that one has begun."""
+    bench = ReceiverBench()
+    bench.nodes.know()
+    bench.service.admit_now(request(prefill=(ADDRESS,), begin_within_s=5.0))
+    assert limit(bench) == ("begin_within_s", 5)
+    assert [one.ends_in_s for one in bench.service.not_begun()] == [5]
+    bench.clock.advance(5)
+    bench.service.tick()
+    assert limit(bench) == ("timeouts.room_s", 595)
+    assert bench.service.not_begun() == []
+    why = "no prefill engine has begun it in time (limit: begin_within_s)"
+    bench.service.failed(PREFILL, Failed(room=1, generation=1, code="deadline", message=why))
+    bench.service.drained(PREFILL, Drained(room=1, generation=1))
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
+    assert report.reason == f"prefill node prefill/{PREFILL[:4]}: {why}"
+    all_is_back(bench)
+
+
+def test_decode_a_done_of_one_rank_is_a_use_of_the_ticket():
+    bench = ReceiverBench()
+    bench.nodes.know(ranks=(R0, Rank(pp=1, tp=0)))
+    bench.service.admit_now(request(prefill=(ADDRESS,), begin_within_s=5.0))
+    bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts={}, phases_s={}))
+    assert limit(bench) == ("timeouts.room_s", 600)
 
 
 def test_decode_adopted_pages_that_are_never_named():
