@@ -84,6 +84,8 @@ class BootstrapTimeouts(FrozenModel):
     """One daemon is told to give a reservation back."""
     report_s: Seconds = 5.0
     """One daemon reports on a room."""
+    probe_s: Seconds = 1.0
+    """A daemon whose name another process claims is asked whether it is still there."""
     pair_s: Seconds = 20.0
     """All of pairing one request, every candidate together."""
     store_s: Seconds = 1.0

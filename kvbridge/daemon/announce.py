@@ -15,7 +15,7 @@ import structlog
 from kvbridge.core.errors import BridgeError, DeadlineError, NotFoundError, NotReadyError, PeerError, StaleError
 from kvbridge.core.ids import FrozenModel, Role
 from kvbridge.http.client import DirectoryClient
-from kvbridge.service.ports import Load, NodeHeartbeat, NodeRegistration, PeerAddress, Readiness
+from kvbridge.service.ports import Load, NodeRegistration, PeerAddress
 
 log = structlog.get_logger(__name__)
 
@@ -81,18 +81,16 @@ class Announcer:
         replicas: Sequence[DirectoryClient],
         *,
         registration: Callable[[], NodeRegistration],
-        readiness: Callable[[], Readiness],
         load: Callable[[], Load],
         interval_s: float,
         pause_s: float = NEWS_PAUSE_S,
     ) -> None:
-        """The three callables describe the daemon at the moment of the call; between two calls lie at least `pause_s`."""
+        """The two callables describe the daemon at the moment of the call; between two calls lie at least `pause_s`."""
         self._replicas = replicas
         self._turn = 0
         self._failures = 0
         """Calls in a row that failed because a replica did not answer."""
         self._registration = registration
-        self._readiness = readiness
         self._load = load
         self._interval_s = interval_s
         self._pause_s = min(pause_s, interval_s)
@@ -103,6 +101,8 @@ class Announcer:
         self._changed = asyncio.Event()
         self.problem = "not registered at bootstrap yet"
         """Why the entry is not fresh; empty when it is."""
+        self.refusal = ""
+        """Why the directory would not have this node when it was heard last; empty when it has it."""
 
     async def run(self) -> None:
         """Register and send heartbeats until cancelled, or until `leave`."""
@@ -135,28 +135,25 @@ class Announcer:
         entry = self._registration()
         try:
             if not self._registered:
-                load = entry.load
                 await self._client.register(entry)
                 self._registered = True
                 log.info("registered", instance=entry.instance, node=entry.node)
             else:
-                load = self._load()
-                beat = NodeHeartbeat(incarnation=entry.incarnation, ready=self._readiness().ready, load=load)
-                await self._client.heartbeat(entry.instance, entry.node, beat)
-            self._told = load
-            self.problem = ""
+                await self._client.heartbeat(entry.instance, entry.node, entry.heartbeat)
+            self._told = entry.load
+            self.problem = self.refusal = ""
             self._failures = 0
         except NotFoundError:
             self._registered = False  # the directory is new, or forgot us
             self._changed.set()
         except StaleError as error:
             # Registering again would take the name back, and the two would go on taking it from each other.
-            self._report(f"another process has taken this node's name: {error}", error.code)
+            self._refused(f"another process has taken this node's name: {error}", error.code)
         except (PeerError, DeadlineError, NotReadyError) as error:
             self._report(str(error), error.code)
             self._ask_another()
         except BridgeError as error:
-            self._report(str(error), error.code)
+            self._refused(str(error), error.code)
 
     def _ask_another(self) -> None:
         """Turn to the next replica, at once as long as there is one that has not failed since the last answer."""
@@ -173,6 +170,11 @@ class Announcer:
         if problem != self.problem:
             log.warning("bootstrap_call_failed", code=code, reason=problem)
         self.problem = problem
+
+    def _refused(self, problem: str, code: str) -> None:
+        if problem != self.problem:
+            log.error("bootstrap_refused", code=code, reason=problem)
+        self.problem = self.refusal = problem
 
     async def leave(self) -> None:
         """Take the entry off, for good: no heartbeat follows."""

@@ -71,7 +71,7 @@ class BootstrapDaemon:
         token = read_secret(config.daemons.token, config.daemons.token_file, key="daemons.token_file")
         self._daemons = DaemonClient(token=token, timeout_s=timeouts.reserve_s)
         self._store = open_store(config, self.metrics)
-        self.directory = Directory(self._store)
+        self.directory = Directory(self._store, self._daemons, probe_s=timeouts.probe_s)
         self.pairing = PairingService(
             self.directory,
             self._store,

@@ -40,7 +40,7 @@ from kvbridge.daemon.memory import NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
 from kvbridge.daemon.node_status import node_metrics, node_status
 from kvbridge.daemon.observe import MetricsObserver
-from kvbridge.daemon.peer_setup import curve_keys, peer_settings
+from kvbridge.daemon.peer_setup import control_modes, curve_keys, peer_settings
 from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
 from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
@@ -51,6 +51,7 @@ from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.service.admission import AdmissionDesk, ReservingRooms
 from kvbridge.service.engine_door import EngineDoor
 from kvbridge.service.ports import Load, NodeRegistration, PeerAddress, Readiness
+from kvbridge.service.rooms import REASON_CHARS
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import Metrics
 
@@ -290,7 +291,6 @@ class Node(ABC):
                 for url in (config.bootstrap.url, *config.bootstrap.other_urls)
             ],
             registration=self._registration,
-            readiness=self.readiness,
             load=self._load,
             interval_s=config.bootstrap.heartbeat_interval_s,
         )
@@ -299,7 +299,7 @@ class Node(ABC):
     def _registration(self) -> NodeRegistration:
         if self._http is None:
             raise RuntimeError("the doors are not open")
-        config = self.config
+        config, reasons = self.config, self._obstacles()
         return NodeRegistration(
             instance=config.instance,
             node=config.node,
@@ -307,13 +307,15 @@ class Node(ABC):
             incarnation=self.incarnation,
             http_url=config.http.advertised(self._http.url),
             control=self.control,
+            meets_by=control_modes(config, self.control),
             pp_size=config.parallelism.pp_size,
             tp_size=config.parallelism.tp_size,
             ranks=tuple(self.workers.layers),
             fingerprint=fingerprint(self.geometry),
             geometry=self.geometry,
             host=tuple(sorted(self.layout.host_kinds)),
-            ready=self.readiness().ready,
+            ready=not reasons,
+            reasons=tuple(reason[:REASON_CHARS] for reason in reasons),
             load=self._load(),
         )
 
@@ -428,8 +430,13 @@ class Node(ABC):
 
     def readiness(self) -> Readiness:
         """Whether new rooms can be admitted, and every reason why not."""
-        reasons = [reason for reason in (self._memory_problem, self.workers.missing(), self.desk.problem()) if reason]
-        return Readiness(ready=not reasons, reasons=tuple(reasons))
+        refusal = self._announcer.refusal if self._announcer else ""
+        reasons = [*self._obstacles(), self.desk.problem(), refusal and f"bootstrap refuses this node: {refusal}"]
+        return Readiness(ready=not any(reasons), reasons=tuple(filter(None, reasons)))
+
+    def _obstacles(self) -> list[str]:
+        """What keeps every room out, whatever is free: bootstrap need not ask. A node that is full it does ask, and is told."""
+        return [reason for reason in (self._memory_problem, self.workers.missing()) if reason]
 
     def status(self) -> dict[str, Any]:
         """Everything an operator wants to see."""

@@ -6,10 +6,13 @@ Owns: reading those sections. Must not know: sockets, roles.
 from __future__ import annotations
 
 from kvbridge.config.doors import CurveConfig
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.timeouts import DaemonTimeouts
+from kvbridge.control.addresses import is_loopback, parse_tcp
 from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
 from kvbridge.control.link import PeerSettings
 from kvbridge.core.wire.delivery import DeliverySettings
+from kvbridge.service.ports import ControlMode, PeerAddress
 
 
 def curve_keys(curve: CurveConfig) -> CurveKeys | None:
@@ -18,6 +21,17 @@ def curve_keys(curve: CurveConfig) -> CurveKeys | None:
         return None
     allowed = read_allowed(curve.allowed_public_keys, curve.allowed_keys_file)
     return load_keys(curve.secret_key_file, public=curve.public_key or "", allowed=allowed)
+
+
+def control_modes(config: PrefillConfig | DecodeConfig, listening: PeerAddress | None) -> tuple[ControlMode, ...]:
+    """How a node may be met: by where it listens and with which key, or by what it accepts of a node that does."""
+    if listening is not None:
+        address = parse_tcp(listening.endpoint)
+        local = ControlMode.LOCAL if address is None or is_loopback(address.host) else ControlMode.PLAIN
+        return (ControlMode.CURVE if listening.public_key else local,)
+    keys = config.control.curve.secret_key_file is not None
+    found = (ControlMode.CURVE,) if keys else (ControlMode.LOCAL,)
+    return tuple(dict.fromkeys((*found, ControlMode.LOCAL, ControlMode.PLAIN))) if config.insecure else found
 
 
 def peer_settings(timeouts: DaemonTimeouts) -> PeerSettings:

@@ -214,6 +214,16 @@ class DaemonClient(_Client):
             params["generation"] = generation
         return await self._room("DELETE", f"{url.rstrip('/')}/v1/requests/{room}", params=params)
 
+    async def incarnation(self, url: str) -> str:
+        """Return the incarnation of the daemon that answers at a URL, empty when none does.
+
+        Raises DeadlineError, UnauthorizedError, or what else was answered.
+        """
+        try:
+            return str((await self.status(url)).get("incarnation", ""))
+        except PeerError:
+            return ""
+
     async def readiness(self, url: str) -> Readiness:
         """Return whether a daemon can admit rooms, and why not."""
         return await self._ask(Readiness, "GET", f"{url.rstrip('/')}/ready")

@@ -9,11 +9,13 @@ to is a refused reservation: the daemons decide.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import structlog
 
-from kvbridge.core.errors import NotFoundError, NotReadyError, StaleError
+from kvbridge.core.errors import BridgeError, ConflictError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Role
 from kvbridge.service.nodes import (
     Instance,
@@ -25,6 +27,7 @@ from kvbridge.service.nodes import (
     check_agreement,
     check_registration,
     node_view,
+    strangers,
     succeed,
 )
 from kvbridge.service.ports import NodeHeartbeat, NodeRegistration
@@ -36,17 +39,31 @@ REGISTER_ATTEMPTS = 16
 """Registrations of one instance that may come in between, one after another, before a node is told to come again."""
 
 
+class DaemonsPort(Protocol):
+    """The doors of all daemons, by URL."""
+
+    async def incarnation(self, url: str) -> str:
+        """Return the incarnation of the daemon that answers there, empty when none does.
+
+        Raises what leaves that open: DeadlineError, UnauthorizedError, or what else was answered.
+        """
+
+
 class Directory:
     """The nodes that are alive, by instance. Every method raises NotReadyError when the store cannot be asked now."""
 
-    def __init__(self, store: NodeStore) -> None:
+    def __init__(self, store: NodeStore, daemons: DaemonsPort, *, probe_s: float = 1.0) -> None:
+        """`probe_s` is `timeouts.probe_s`."""
         self._store = store
+        self._daemons = daemons
+        self._probe_s = probe_s
 
     async def register(self, registration: NodeRegistration) -> NodeView:
-        """Add a node, or replace its former incarnation.
+        """Add a node, or replace its former incarnation if that is gone.
 
         Raises InvalidInputError for a registration that contradicts itself, FingerprintMismatchError or ConflictError
-        for one that contradicts the other nodes of its instance, StaleError for an incarnation already replaced.
+        for one that contradicts the other nodes of its instance, ConflictError for a name that another process has,
+        StaleError for an incarnation already replaced.
         """
         check_registration(registration)
         for _ in range(REGISTER_ATTEMPTS):
@@ -56,6 +73,8 @@ class Directory:
             for record in others.values():
                 check_agreement(registration, record.registration)
             entry = succeed(known.entry if known else None, registration)
+            if known is not None and known.incarnation != registration.incarnation:
+                await self._require_gone(known)
             if await self._store.put(entry, version=found.version):
                 if known is None or entry.epoch != known.entry.epoch:
                     log.info(
@@ -71,6 +90,28 @@ class Directory:
         raise NotReadyError(
             f"node '{registration.node}' of instance '{registration.instance}' could not be registered: other nodes of "
             f"the instance came in between {REGISTER_ATTEMPTS} times; register again"
+        )
+
+    async def _require_gone(self, known: NodeRecord) -> None:
+        """Raise ConflictError unless it is proved that the holder of a name, whose heartbeats are fresh, is not there.
+
+        The proof is at its address: nobody answers, or another life does. So a daemon that was killed is replaced at once,
+        and a second process of the same name is kept out.
+        """
+        holder = known.registration
+        where = f"node '{holder.node}' of instance '{holder.instance}' is incarnation {holder.incarnation} at {holder.http_url}"
+        heard = f"which was heard of {known.silent_s:.1f} s ago"
+        try:
+            async with asyncio.timeout(self._probe_s):
+                if await self._daemons.incarnation(holder.http_url) != holder.incarnation:
+                    return
+        except (TimeoutError, BridgeError) as error:
+            raise ConflictError(
+                f"{where}, {heard} and could not be asked whether it still is "
+                f"({str(error) or 'limit: timeouts.probe_s'}): its name is free after directory.expire_after_s of silence"
+            ) from error
+        raise ConflictError(
+            f"{where}, {heard} and answers: two processes use one name; end one of them or give it another `node`"
         )
 
     async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:
@@ -99,7 +140,9 @@ class Directory:
 
     async def listing(self) -> tuple[InstanceView, ...]:
         """Return what operators see."""
-        return tuple(instance.view() for instance in await self.instances())
+        instances = await self.instances()
+        found = strangers(instances)
+        return tuple(instance.view(found.get(instance.name, "")) for instance in instances)
 
     async def charge(self, instance: Instance, pages: Mapping[str, int]) -> None:
         """Count a room against an instance's nodes until their next heartbeats tell the truth.
@@ -115,7 +158,8 @@ def absences(listing: Iterable[InstanceView]) -> tuple[str, ...]:
     for role in Role:
         of_role = [instance for instance in listing if instance.role is role]
         if not any(instance.ready for instance in of_role):
-            reasons.append(f"no {role} instance is ready ({len(of_role)} known)")
+            first = "".join(f"; '{each.instance}': {', '.join(each.reasons)}" for each in of_role[:1])
+            reasons.append(f"no {role} instance is ready ({len(of_role)} known{first})")
     return tuple(reasons)
 
 

@@ -20,8 +20,8 @@ from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, No
 from kvbridge.core.geometry.manifest import first_difference
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.service.nodes import Instance
-from kvbridge.service.ports import Load, NodeRegistration, PairRequest, PeerAddress
+from kvbridge.service.nodes import MODES_REMEDY, Instance, modes_text
+from kvbridge.service.ports import ControlMode, Load, NodeRegistration, PairRequest, PeerAddress
 
 Pages = dict[str, int]
 """Pages by index space."""
@@ -73,13 +73,16 @@ class Ranking:
         models = {instance.fingerprint for instance in prefill} & {instance.fingerprint for instance in decode}
         if not models:
             raise _mismatch(prefill[0], decode[0])
-        matching = [instance for instance in (*prefill, *decode) if instance.fingerprint in models]
+        ways = _ways(prefill) & _ways(decode)
+        matching = [instance for instance in (*prefill, *decode) if _ways([instance]) & ways]
+        if not matching:
+            raise _strangers([one for one in (*prefill, *decode) if one.fingerprint in models], retry_after_s)
         demands = _Demands(request)
         options = [option for instance in matching if (option := demands.option(instance)) is not None]
-        # By model, then prefill and decode; each list the best first.
+        # By model and how they meet, then prefill and decode; each list the best first.
         self._sides: list[tuple[list[_Option], list[_Option]]] = []
-        for model in sorted(models):
-            ours = sorted((one for one in options if one.instance.fingerprint == model), key=lambda one: one.order)
+        for way in sorted(ways):
+            ours = sorted((one for one in options if way in _ways([one.instance])), key=lambda one: one.order)
             sides = tuple([one for one in ours if one.instance.role is role] for role in (Role.PREFILL, Role.DECODE))
             if all(sides):
                 self._sides.append((sides[0], sides[1]))
@@ -197,6 +200,19 @@ def _mismatch(sender: Instance, receiver: Instance) -> FingerprintMismatchError:
     return FingerprintMismatchError(
         f"no prefill instance holds the same model as a decode instance; between '{sender.name}' (here) and "
         f"'{receiver.name}' (peer) the first difference is: {difference}; give both the same model and encoding"
+    )
+
+
+def _ways(instances: Iterable[Instance]) -> set[tuple[str, ControlMode]]:
+    """What two instances need one of in common: a model and a way to meet."""
+    return {(instance.fingerprint, mode) for instance in instances for mode in instance.meets_by}
+
+
+def _strangers(instances: Iterable[Instance], retry_after_s: float) -> NotReadyError:
+    how = ", ".join(f"{one.role} '{one.name}' by {modes_text(one)}" for one in instances)
+    return NotReadyError(
+        f"no prefill instance can meet a decode instance of the same model: {how}; {MODES_REMEDY}",
+        retry_after_s=retry_after_s,
     )
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 
 from kvbridge.core.errors import ConflictError, FingerprintMismatchError, InvalidInputError, StaleError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint, first_difference
 from kvbridge.core.ids import FrozenModel, Positive, Rank, Role
-from kvbridge.service.ports import Load, Name, NodeHeartbeat, NodeRegistration
+from kvbridge.service.ports import ControlMode, Load, Name, NodeHeartbeat, NodeRegistration
 
 REPLACED_KEPT = 16
 """Former incarnations of a node that are remembered, so that they are refused when they come back."""
@@ -38,8 +39,7 @@ class NodeEntry(FrozenModel):
     @property
     def beat(self) -> NodeHeartbeat:
         """What the node said of itself when it registered."""
-        registration = self.registration
-        return NodeHeartbeat(incarnation=registration.incarnation, ready=registration.ready, load=registration.load)
+        return self.registration.heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,12 @@ class InstanceView(FrozenModel):
     fingerprint: str
     pp_size: Positive
     tp_size: Positive
+    meets_by: tuple[ControlMode, ...]
+    """How its nodes and those of the other role can meet."""
     complete: bool
     """Whether all pp x tp ranks are there."""
     ready: bool
-    """Whether it is complete and every node is ready."""
+    """Whether it is complete, every node is ready, and somebody could be paired with it."""
     reasons: tuple[str, ...] = ()
     """Why it is not ready."""
     nodes: tuple[NodeView, ...]
@@ -131,6 +133,11 @@ class Instance:
     def fingerprint(self) -> str:
         """What must be equal on both sides of a pair."""
         return self.first.fingerprint
+
+    @property
+    def meets_by(self) -> frozenset[ControlMode]:
+        """How its nodes and those of the other role can meet."""
+        return frozenset(self.first.meets_by)
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -158,23 +165,30 @@ class Instance:
         ranks = sum(len(record.registration.ranks) for record in self.nodes)  # no two nodes have the same one
         return ranks == self.first.pp_size * self.first.tp_size and all(record.beat.ready for record in self.nodes)
 
-    def missing(self) -> tuple[Rank, ...]:
-        """Return the ranks that no live node has."""
-        here = {(rank.pp, rank.tp) for record in self.nodes for rank in record.registration.ranks}
-        first = self.first
-        wanted = ((pp, tp) for pp in range(first.pp_size) for tp in range(first.tp_size))
-        return tuple(Rank(pp=pp, tp=tp) for pp, tp in wanted if (pp, tp) not in here)
+    def _here(self) -> set[tuple[int, int]]:
+        return {(rank.pp, rank.tp) for record in self.nodes for rank in record.registration.ranks}
+
+    @property
+    def missing(self) -> int:
+        """How many ranks no live node has."""
+        return self.first.pp_size * self.first.tp_size - len(self._here())
 
     def reasons(self) -> tuple[str, ...]:
         """Return why no request may be sent here now; empty when it is ready."""
         found = []
-        if missing := self.missing():
-            found.append(f"{len(missing)} of its ranks are missing, first {missing[0]}")
-        found += [f"node '{record.registration.node}' is not ready" for record in self.nodes if not record.beat.ready]
+        if missing := self.missing:
+            # One by one: how many there are is a registration's word.
+            here, tp_size = self._here(), self.first.tp_size
+            first = next(place for place in (divmod(number, tp_size) for number in count()) if place not in here)
+            found.append(f"{missing} of its ranks are missing, first {Rank(pp=first[0], tp=first[1])}")
+        for record in self.nodes:
+            if not record.beat.ready:
+                why = f": {'; '.join(record.beat.reasons)}" if record.beat.reasons else ""
+                found.append(f"node '{record.registration.node}' is not ready{why}")
         return tuple(found)
 
-    def view(self) -> InstanceView:
-        """Return what operators see."""
+    def view(self, stranger: str = "") -> InstanceView:
+        """Return what operators see; `stranger` says why nobody can be paired with it, see `strangers`."""
         return InstanceView(
             instance=self.name,
             role=self.role,
@@ -182,11 +196,38 @@ class Instance:
             fingerprint=self.fingerprint,
             pp_size=self.first.pp_size,
             tp_size=self.first.tp_size,
-            complete=not self.missing(),
-            ready=self.ready,
-            reasons=self.reasons(),
+            meets_by=tuple(sorted(self.meets_by)),
+            complete=not self.missing,
+            ready=self.ready and not stranger,
+            reasons=(*self.reasons(), stranger) if stranger else self.reasons(),
             nodes=tuple(node_view(record) for record in self.nodes),
         )
+
+
+MODES_REMEDY = "give all of them keys (control.curve.secret_key_file), or none"
+
+
+def modes_text(of: Instance | NodeRegistration) -> str:
+    """Return how an instance or a node meets others, in words."""
+    return " or ".join(sorted(of.meets_by))
+
+
+def strangers(instances: Iterable[Instance]) -> dict[str, str]:
+    """Return the instances that can meet none of the other role, though some hold the same model; and why, by name."""
+    sides: dict[tuple[str, Role], list[Instance]] = {}
+    for instance in instances:
+        sides.setdefault((instance.fingerprint, instance.role), []).append(instance)
+    found = {}
+    for (model, role), ours in sides.items():
+        others = [one for side in Role if side is not role for one in sides.get((model, side), [])]
+        modes = {mode for one in others for mode in one.meets_by}
+        for instance in ours:
+            if others and not instance.meets_by & modes:
+                found[instance.name] = (
+                    f"it meets others by {modes_text(instance)}, {others[0].role} instances of its model by "
+                    f"{' or '.join(sorted(modes))}: {MODES_REMEDY}"
+                )
+    return found
 
 
 def by_instance(records: Iterable[NodeRecord]) -> tuple[Instance, ...]:
@@ -241,6 +282,11 @@ def check_registration(registration: NodeRegistration) -> None:
     for kind in registration.host:
         if not registration.geometry.component(kind).host_capable:
             raise InvalidInputError(f"{who}: component '{kind}' cannot live in its host pool")
+    modes, control = set(registration.meets_by), registration.control
+    if registration.role is Role.PREFILL and control and (modes == {ControlMode.CURVE}) != bool(control.public_key):
+        raise InvalidInputError(
+            f"{who} meets others by {modes_text(registration)}, which its control address contradicts"
+        )
     if not registration.ranks:
         raise InvalidInputError(f"{who} has no rank")
     seen: set[tuple[int, int]] = set()
@@ -264,6 +310,10 @@ def check_agreement(new: NodeRegistration, other: NodeRegistration) -> None:
         ours, theirs = getattr(new, name), getattr(other, name)
         if ours != theirs:
             raise ConflictError(f"{where}: its {name} is {ours}, that of node '{other.node}' is {theirs}")
+    if set(new.meets_by) != set(other.meets_by):
+        raise ConflictError(
+            f"{where}: it meets others by {modes_text(new)}, node '{other.node}' by {modes_text(other)}: {MODES_REMEDY}"
+        )
     if difference := first_difference(new.geometry, other.geometry):
         raise FingerprintMismatchError(
             f"{where}: {difference} (here: node '{new.node}', peer: node '{other.node}'); "

@@ -133,6 +133,19 @@ class Load(FrozenModel):
     total_pages: dict[str, NonNegative] = Field(default_factory=dict)
 
 
+class ControlMode(StrEnum):
+    """How a decode node meets a prefill node."""
+
+    CURVE = "curve"
+    """Encrypted, and both show their keys."""
+    PLAIN = "plain"
+    LOCAL = "local"
+    """In the clear, but both are on one machine."""
+
+
+Reasons = Annotated[tuple[Annotated[str, Field(max_length=2_000)], ...], Field(max_length=32)]
+
+
 class NodeRegistration(FrozenModel):
     """One daemon's entry in the directory."""
 
@@ -143,6 +156,8 @@ class NodeRegistration(FrozenModel):
     http_url: HttpUrl
     control: PeerAddress | None = None
     """Where decode nodes meet it; decode nodes themselves listen to nobody and have none."""
+    meets_by: Annotated[tuple[ControlMode, ...], Field(min_length=1)] = (ControlMode.PLAIN,)
+    """How nodes of the other role can be met: the one way in which a prefill node listens, all that a decode node may use."""
     pp_size: Positive
     tp_size: Positive
     ranks: tuple[Rank, ...]
@@ -152,7 +167,14 @@ class NodeRegistration(FrozenModel):
     host: tuple[ComponentKind, ...] = ()
     """The components that live in the node's host pool, so that their pages are counted there."""
     ready: bool = True
+    reasons: Reasons = ()
+    """Why it is not ready."""
     load: Load = Load()
+
+    @property
+    def heartbeat(self) -> NodeHeartbeat:
+        """The part of it that changes."""
+        return NodeHeartbeat(incarnation=self.incarnation, ready=self.ready, reasons=self.reasons, load=self.load)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -166,6 +188,7 @@ class NodeHeartbeat(FrozenModel):
 
     incarnation: Name
     ready: bool
+    reasons: Reasons = ()
     load: Load = Load()
 
 

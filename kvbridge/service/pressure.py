@@ -114,7 +114,10 @@ class ReleaseRates:
         soon: Mapping[IndexSpace, int],
         reserved: Sequence[Reservation] = (),
     ) -> float:
-        """Estimate when the pages that lack will be free. `soon`: pages of ending owners; `reserved`: those that end first in front."""
+        """Estimate when the pages that lack will be free.
+
+        `soon`: pages of ending owners; `reserved`: of rooms that nobody has begun, those that end first in front.
+        """
         waits = (self._space_s(space, count, soon.get(space, 0), reserved) for space, count in lacking.items())
         return max(waits, default=0.0)
 

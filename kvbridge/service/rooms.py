@@ -103,7 +103,7 @@ class Room(Generic[StateT]):
     @property
     def next_limit(self) -> tuple[float | None, str]:
         """What ends the room first unless something happens: when, on the service's clock, and the limit's name."""
-        if self.begin_by_s is not None and (self.deadline_s is None or self.begin_by_s < self.deadline_s):
+        if self.begin_by_s is not None and (self.deadline_s is None or self.begin_by_s <= self.deadline_s):
             return self.begin_by_s, self.begin_limit
         return self.deadline_s, self.deadline_name
 

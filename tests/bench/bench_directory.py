@@ -58,6 +58,9 @@ class WillingDaemons:
             prompt_tokens=request.prompt_tokens,
         )
 
+    async def incarnation(self, url: str) -> str:
+        return ""
+
     async def report(self, url: str, room: int) -> RoomReport:
         raise NotImplementedError
 
@@ -104,7 +107,7 @@ async def _store(kind: str) -> AsyncIterator[MemoryStore | RedisStore]:
 
 
 async def _measure(store: MemoryStore | RedisStore, instances: int, pairings: int) -> dict[str, float]:
-    directory = Directory(store)
+    directory = Directory(store, WillingDaemons())
     nodes = [_node(number) for number in range(instances)]
     for node in nodes:
         await directory.register(node)

@@ -128,7 +128,7 @@ def make_mistakes(found: Searched) -> None:
     headers = found.headers(found.decode)
     room = http("POST", found.decode, "/v1/requests", json=body, headers=headers).json()["room"]
     ends(found.decode, room, "failed", "deadline", headers)
-    eventually("bootstrap refused", lambda: "bootstrap_call_failed" in found.prefill.log_path.read_text())
+    eventually("bootstrap refused", lambda: "bootstrap_refused" in found.prefill.log_path.read_text())
 
 
 def test_logs_have_none(searched: Searched) -> None:

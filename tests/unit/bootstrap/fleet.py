@@ -85,8 +85,8 @@ class World:
 
     store: MemoryStore | RedisStore
 
-    async def directory(self, *registrations: NodeRegistration) -> Directory:
-        directory = Directory(self.store)
+    async def directory(self, *registrations: NodeRegistration, daemons: FakeDaemons | None = None) -> Directory:
+        directory = Directory(self.store, daemons or FakeDaemons(), probe_s=5.0)
         for registration in registrations:
             await directory.register(registration)
         return directory
@@ -164,6 +164,10 @@ class FakeDaemons:
         self.admitted: dict[str, dict[int, AdmissionRequest]] = {}
         self.refuse: dict[str, BridgeError] = {}
         self.hang: set[str] = set()
+        self.lives: dict[str, str] = {}
+        """The incarnations that answer; nobody does elsewhere."""
+        self.asked: list[str] = []
+        """Where it was asked who is there."""
         self.late: set[str] = set()
         """Daemons that admit but whose answer is lost."""
         self.cancel_gate: asyncio.Event | None = None
@@ -192,6 +196,14 @@ class FakeDaemons:
             self.stuck.set()
             await self.pauses[url].wait()
         return report
+
+    async def incarnation(self, url: str) -> str:
+        self.asked.append(url)
+        if url in self.hang:
+            await asyncio.Event().wait()
+        if url in self.refuse:
+            raise self.refuse[url]
+        return self.lives.get(url, "")
 
     async def report(self, url: str, room: int) -> RoomReport:
         return self._report(url, room)

@@ -6,17 +6,19 @@ import pytest
 
 from kvbridge.core.errors import (
     ConflictError,
+    DeadlineError,
     FingerprintMismatchError,
     InvalidInputError,
     NotFoundError,
     StaleError,
+    UnauthorizedError,
 )
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
 from kvbridge.service.directory import Directory, absences
-from kvbridge.service.ports import Load, NodeHeartbeat
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, half, node
+from kvbridge.service.ports import ControlMode, Load, NodeHeartbeat, PeerAddress
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FakeDaemons, half, node
 
 pytestmark = pytest.mark.asyncio
 
@@ -52,6 +54,45 @@ async def test_a_heartbeat_keeps_a_node_and_brings_its_load(world):
     world.advance(EXPIRE_AFTER_S - 1)
     (instance,) = await directory.listing()
     assert (instance.ready, instance.reasons) == (False, ("node 'node-0' is not ready",))
+
+
+SECOND = node("p", Role.PREFILL, incarnation="second", http_url="http://second")
+
+
+async def test_a_second_process_of_a_name_is_kept_out_while_the_first_answers(world):
+    port = FakeDaemons()
+    directory = await world.directory(node("p", Role.PREFILL), daemons=port)
+    port.lives = {"http://p": "p-life-1", "http://second": "second"}
+    for _ in range(2):
+        with pytest.raises(ConflictError, match="is incarnation p-life-1 at http://p, .* two processes use one name"):
+            await directory.register(SECOND)
+        assert (await directory.heartbeat("p", "node-0", beat("p-life-1"))).http_url == "http://p"
+    assert port.asked == ["http://p", "http://p"]
+    await directory.register(node("p", Role.PREFILL, http_url="http://moved"))
+    assert len(port.asked) == 2, "who registers again is not asked about"
+
+
+@pytest.mark.parametrize("answer", ["", "second", "p-life-9"], ids=["nobody", "its successor", "another"])
+async def test_a_daemon_that_was_killed_is_replaced_at_once(world, answer):
+    port = FakeDaemons()
+    directory = await world.directory(node("p", Role.PREFILL), daemons=port)
+    port.lives = {"http://p": answer}
+    assert (await directory.register(SECOND)).epoch == 2
+
+
+@pytest.mark.parametrize("fault", ["silent", "refused", "away"])
+async def test_a_name_whose_holder_cannot_be_asked_is_free_when_it_has_been_silent(world, fault):
+    port = FakeDaemons()
+    directory = Directory(world.store, port, probe_s=0.02)
+    await directory.register(node("p", Role.PREFILL))
+    if fault == "silent":
+        port.hang.add("http://p")
+    else:
+        port.refuse["http://p"] = UnauthorizedError("which token?") if fault == "refused" else DeadlineError("5 s")
+    with pytest.raises(ConflictError, match=r"could not be asked .* free after directory\.expire_after_s"):
+        await directory.register(SECOND)
+    world.advance(EXPIRE_AFTER_S + 0.1)
+    assert (await directory.register(SECOND)).incarnation == "second"
 
 
 async def test_a_new_incarnation_replaces_the_old_one(world):
@@ -168,6 +209,52 @@ async def test_a_charge_against_who_has_left_is_nothing(world):
     assert (await load_of(directory)).free_pages["full"] == 10
 
 
+PLAIN, CURVE, LOCAL = ControlMode.PLAIN, ControlMode.CURVE, ControlMode.LOCAL
+WITH_KEY = {"control": PeerAddress(endpoint="tcp://p:1", public_key="k" * 40), "meets_by": (CURVE,)}
+
+
+async def test_instances_that_cannot_meet_say_so(world):
+    directory = await world.directory(
+        node("p", Role.PREFILL, **WITH_KEY), node("d", Role.DECODE, meets_by=(PLAIN, LOCAL), control=None)
+    )
+    decode, prefill = await directory.listing()
+    remedy = "give all of them keys (control.curve.secret_key_file), or none"
+    assert (decode.ready, decode.meets_by) == (False, (LOCAL, PLAIN))
+    assert decode.reasons == (f"it meets others by local or plain, prefill instances of its model by curve: {remedy}",)
+    assert (prefill.ready, prefill.meets_by) == (False, (CURVE,))
+    assert len(absences((decode, prefill))) == 2
+    await directory.register(node("e", Role.DECODE, meets_by=(CURVE,), control=None))
+    assert {view.instance: view.ready for view in await directory.listing()} == {"p": True, "d": False, "e": True}
+    assert absences(await directory.listing()) == ()
+
+
+async def test_nodes_of_an_instance_agree_on_how_they_meet(world):
+    directory = await world.directory(half("d", Role.DECODE, 0, meets_by=(CURVE,)))
+    with pytest.raises(ConflictError, match="it meets others by plain, node 'node-0' by curve"):
+        await directory.register(half("d", Role.DECODE, 1))
+
+
+@pytest.mark.parametrize("changes", [{"meets_by": (CURVE,)}, WITH_KEY | {"meets_by": (LOCAL,)}])
+async def test_how_a_prefill_node_is_met_is_what_its_address_says(world, changes):
+    with pytest.raises(InvalidInputError, match="which its control address contradicts"):
+        await world.directory(node("p", Role.PREFILL, **changes))
+
+
+async def test_a_size_that_nobody_has_is_no_work(world):
+    directory = await world.directory(node("p", Role.PREFILL, pp_size=2**62, tp_size=2**62))
+    (view,) = await directory.listing()
+    assert view.reasons == (f"{2**124 - 1} of its ranks are missing, first pp0.tp1",)
+
+
+async def test_why_a_node_is_not_ready_is_its_own_word(world):
+    directory = await world.directory(node("p", Role.PREFILL, ready=False, reasons=("memory is being created",)))
+    (view,) = await directory.listing()
+    assert view.reasons == ("node 'node-0' is not ready: memory is being created",)
+    await directory.heartbeat("p", "node-0", beat("p-life-1", ready=False, reasons=("a worker died", "so did another")))
+    (view,) = await directory.listing()
+    assert view.reasons == ("node 'node-0' is not ready: a worker died; so did another",)
+
+
 async def test_what_the_host_pool_holds_is_checked(world):
     with pytest.raises(InvalidInputError, match="cannot live in its host pool"):
         await world.directory(node("d", Role.DECODE, host=("swa_kv",)))
@@ -177,6 +264,8 @@ async def test_who_is_absent_is_told(world):
     directory = await world.directory(node("p", Role.PREFILL))
     assert absences(await directory.listing()) == ("no decode instance is ready (0 known)",)
     await directory.register(node("d", Role.DECODE, ready=False))
-    assert absences(await directory.listing()) == ("no decode instance is ready (1 known)",)
+    assert absences(await directory.listing()) == (
+        "no decode instance is ready (1 known; 'd': node 'node-0' is not ready)",
+    )
     await directory.heartbeat("d", "node-0", beat("d-life-1"))
     assert absences(await directory.listing()) == ()

@@ -15,7 +15,7 @@ from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
 from kvbridge.service.fit import Ranking, demand, free_share
-from kvbridge.service.ports import Load, PairRequest
+from kvbridge.service.ports import Load, ControlMode, PairRequest, PeerAddress
 from tests.unit.bootstrap.fleet import half, instances_of, node
 
 HOST = (ComponentKind.C4_KV,)
@@ -172,3 +172,27 @@ def test_each_model_finds_its_own_pair():
     assert best(*fleet, fingerprint=fingerprint(preset("tiny-gqa"))) == ("p-gqa", "d-gqa")
     with pytest.raises(NotReadyError, match="with fingerprint nope"):
         ranking(*fleet, fingerprint="nope")
+
+
+KEY = PeerAddress(endpoint="tcp://p:1", public_key="k" * 40)
+CURVE, PLAIN, LOCAL = (ControlMode.CURVE,), (ControlMode.PLAIN,), (ControlMode.LOCAL,)
+
+
+def test_instances_meet_in_a_way_that_both_know():
+    keyed, plain = (
+        node("p-key", Role.PREFILL, control=KEY, meets_by=CURVE),
+        node("p-plain", Role.PREFILL, meets_by=PLAIN),
+    )
+    secure = node("d-secure", Role.DECODE, meets_by=CURVE, free=90)
+    bare = node("d-bare", Role.DECODE, meets_by=PLAIN + LOCAL, free=20)
+    open_to_all = node("d-open", Role.DECODE, meets_by=CURVE + PLAIN + LOCAL, free=50)
+    assert best(keyed, plain, secure, bare) == ("p-key", "d-secure")
+    assert best(keyed, plain, secure, bare, without={"d-secure"}) == ("p-plain", "d-bare")
+    assert best(plain, secure, bare, open_to_all) == ("p-plain", "d-open")
+    assert best(plain, secure, open_to_all, without={"d-open"}) is None
+
+
+def test_instances_that_cannot_meet_are_not_paired():
+    fleet = (node("p", Role.PREFILL, control=KEY, meets_by=CURVE), node("d", Role.DECODE, meets_by=LOCAL))
+    with pytest.raises(NotReadyError, match=r"prefill 'p' by curve, decode 'd' by local; give all of them keys"):
+        ranking(*fleet)

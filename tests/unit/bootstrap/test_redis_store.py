@@ -26,7 +26,7 @@ REQUEST = PairRequest(room=7, prompt_tokens=1000)
 def replicas(world: RedisWorld, port: FakeDaemons) -> list[PairingService]:
     """Two bootstraps over one Redis."""
     stores = [world.store, world.replica()]
-    return [PairingService(Directory(store), store, port, limits=LIMITS) for store in stores]
+    return [PairingService(Directory(store, FakeDaemons()), store, port, limits=LIMITS) for store in stores]
 
 
 async def outcomes(*calls):
@@ -80,7 +80,7 @@ async def test_two_claims_never_share_a_generation(redis_world):
 
 
 async def test_two_incarnations_that_register_at_once_follow_one_another(redis_world):
-    one, other = Directory(redis_world.store), Directory(redis_world.replica())
+    one, other = Directory(redis_world.store, FakeDaemons()), Directory(redis_world.replica(), FakeDaemons())
     for number in range(10):
         lives = [node("p", Role.PREFILL, incarnation=f"life-{number}-{side}") for side in "ab"]
         views = await asyncio.gather(one.register(lives[0]), other.register(lives[1]))
@@ -96,7 +96,7 @@ async def test_two_incarnations_that_register_at_once_follow_one_another(redis_w
 
 
 async def test_two_nodes_that_want_one_rank_at_once_do_not_both_get_it(redis_world):
-    one, other = Directory(redis_world.store), Directory(redis_world.replica())
+    one, other = Directory(redis_world.store, FakeDaemons()), Directory(redis_world.replica(), FakeDaemons())
     for number in range(10):
         name = f"p{number}"
         wanted = half(name, Role.PREFILL, 0), half(name, Role.PREFILL, 1, ranks=(Rank(pp=0, tp=0),))
@@ -105,7 +105,7 @@ async def test_two_nodes_that_want_one_rank_at_once_do_not_both_get_it(redis_wor
 
 
 async def test_a_fleet_that_registers_all_at_once_over_two_replicas_is_all_there(redis_world):
-    directories = [Directory(redis_world.store), Directory(redis_world.replica())]
+    directories = [Directory(redis_world.store, FakeDaemons()), Directory(redis_world.replica(), FakeDaemons())]
     nodes = [half("p", Role.PREFILL, number, tp_size=8, ranks=(Rank(pp=0, tp=number),)) for number in range(8)]
     await asyncio.gather(*(directories[number % 2].register(each) for number, each in enumerate(nodes)))
     (view,) = await directories[0].listing()
@@ -146,7 +146,7 @@ async def test_a_redis_that_hangs_is_told_within_the_deadline_and_works_again_af
     with redis_server() as server:
         async with RedisWorld(server, "hangs") as world:
             store = world.replica(timeout_s=0.2)
-            directory = Directory(store)
+            directory = Directory(store, FakeDaemons())
             await directory.register(node("p", Role.PREFILL))
             server.halt()
             begun_s = time.monotonic()

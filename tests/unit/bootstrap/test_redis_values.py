@@ -113,7 +113,7 @@ async def test_a_malformed_node_harms_nobody_else_and_heals_with_its_heartbeats(
     for fresh in (redis_world.store, redis_world.replica()):  # with what it has parsed before, and without
         with redis_world.server.client() as client:
             MALFORMED[damage](client, redis_world.namespace)
-        seen = Directory(fresh)
+        seen = Directory(fresh, FakeDaemons())
         others = {instance.name for instance in await seen.instances()} - {"p1"}
         assert others in ({"p2", "d1", "d2"}, set())  # the index is everybody's
         await seen.expire()
@@ -192,7 +192,7 @@ def damage(world, key: str, field: str, value: bytes | None) -> None:
 @pytest.mark.parametrize("field", NODE_FIELDS)
 async def test_a_node_whose_record_lost_a_field_is_told_to_register_or_is_healed(redis_world, field, value):
     directory = await redis_world.directory(*FLEET)
-    for seen in (directory, Directory(redis_world.replica())):
+    for seen in (directory, Directory(redis_world.replica(), FakeDaemons())):
         damage(redis_world, f"node:{MEMBER}", field, value)
         listed = {instance.name for instance in await seen.instances()}
         assert listed == {"p2", "d1", "d2"} | ({"p1"} if (field, value) == ("seen_ms", b"-1") else set())

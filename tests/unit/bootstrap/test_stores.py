@@ -78,7 +78,9 @@ async def test_a_room_is_claimed_settled_and_freed(world):
     ticket = ticket_for(claim, claim.base + 2)
     assert await store.settle(claim, ticket)
     found = await store.room(7)
-    assert (found.state, found.generation, found.ticket) == (PairingState.PAIRED, 2, ticket)
+    assert (found.state, found.generation, found.ticket.after(60)) == (PairingState.PAIRED, 2, ticket.after(60))
+    world.advance(20)
+    assert (await store.room(7)).ticket.expires_in_s == pytest.approx(40, abs=0.5)
     assert isinstance(await store.claim(7, generations=3), RoomInUse)
     await store.cancelled(7, 1)  # of an earlier pairing
     assert (await store.room(7)).state is PairingState.PAIRED

@@ -8,13 +8,22 @@ from collections.abc import Callable
 import pytest
 
 from kvbridge.config import DecodeConfig, PrefillConfig
-from kvbridge.core.errors import BridgeError, NotFoundError, NotReadyError, PeerError, StaleError
+from kvbridge.core.errors import (
+    BridgeError,
+    ConflictError,
+    NotFoundError,
+    NotReadyError,
+    PeerError,
+    StaleError,
+    UnauthorizedError,
+)
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank
 from kvbridge.daemon.announce import Announcer, is_news
 from kvbridge.daemon.decode import DecodeNode
+from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.daemon.prefill import PrefillNode
-from kvbridge.service.ports import Load, NodeRegistration, PeerAddress, Readiness
+from kvbridge.service.ports import Load, NodeRegistration, PeerAddress
 
 INTERVAL_S = 0.005
 WAIT_S = 10.0
@@ -74,7 +83,6 @@ def announcer(
     return Announcer(
         replicas,  # type: ignore[arg-type]
         registration=registration,
-        readiness=lambda: Readiness(ready=True),
         load=load,
         interval_s=interval_s,
         pause_s=pause_s,
@@ -118,6 +126,61 @@ async def test_a_problem_is_shown_until_it_is_over(problem: BridgeError) -> None
     await announced.beat()
     assert announced.problem == ""
     assert directory.calls == ["register", "heartbeat", "heartbeat"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("problem", "refused"),
+    [
+        (ConflictError("two processes use one name"), True),
+        (StaleError("another has your name"), True),
+        (UnauthorizedError("which token?"), True),
+        (PeerError("away"), False),
+        (NotReadyError("the directory's Redis is away"), False),
+    ],
+)
+async def test_a_directory_that_would_not_have_us_is_another_thing_than_one_that_is_away(
+    problem: BridgeError, refused: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = FakeDirectory()
+    directory.problem = problem
+    announced = announcer(directory)
+    for _ in range(3):
+        await announced.beat()
+    assert (str(problem) in announced.refusal) is refused
+    assert capsys.readouterr().out.count("bootstrap_refused" if refused else "bootstrap_call_failed") == 1
+    directory.problem = None
+    await announced.beat()
+    assert announced.refusal == ""
+
+
+@pytest.mark.asyncio
+async def test_a_name_that_is_lost_stays_lost_while_bootstrap_is_away() -> None:
+    directory = FakeDirectory()
+    announced = announcer(directory)
+    for directory.problem in (StaleError("another has your name"), PeerError("away")):
+        await announced.beat()
+    assert "another has your name" in announced.refusal
+
+
+@pytest.mark.parametrize(
+    ("keys", "insecure", "listening", "expected"),
+    [
+        (False, False, "tcp://127.0.0.1:7", "local"),
+        (False, True, "tcp://10.0.0.1:7", "plain"),
+        (True, False, "tcp://10.0.0.1:7", "curve"),
+        (False, False, "", "local"),
+        (False, True, "", "local plain"),
+        (True, False, "", "curve"),
+        (True, True, "", "curve local plain"),
+    ],
+)
+def test_how_a_node_can_be_met(keys: bool, insecure: bool, listening: str, expected: str) -> None:
+    curve = {"curve": {"secret_key_file": "/nowhere"}} if keys else {}
+    pools = {"memory": "adopted", "host": {"pages": 8}}
+    config = DecodeConfig(instance="i", model={"preset": "tiny-v4"}, pools=pools, control=curve, insecure=insecure)
+    address = PeerAddress(endpoint=listening, public_key="k" * 40 * keys) if listening else None
+    assert " ".join(control_modes(config, address)) == expected
 
 
 @pytest.mark.asyncio

@@ -36,7 +36,7 @@ class Setup:
         self.clock = ManualClock()
         self.daemons = FakeDaemons()
         store = MemoryStore(expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, clock=self.clock)
-        self.directory = Directory(store)
+        self.directory = Directory(store, self.daemons)
         pairing = PairingService(self.directory, store, self.daemons, limits=LIMITS)
         app = create_bootstrap_app(
             directory=self.directory,
