@@ -25,6 +25,7 @@ import zmq
 from kvbridge.control.addresses import bind_error, check_ipc_path
 from kvbridge.control.link import Refusal
 from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, Monitor, read_event
+from kvbridge.control.processes import PeerProcess
 from kvbridge.control.sockets import LoopSocket, Parts, SocketContext, frames_wait
 from kvbridge.core.errors import (
     BridgeError,
@@ -71,8 +72,9 @@ class LocalCallbacks(Generic[InboundT]):
     """(client, message), in order. Raising a BridgeError refuses the message: it is counted under the error's code."""
     on_joined: Callable[[str], None] = _ignore
     """(client): its first message follows. A client of the same name that was there before is gone."""
-    on_gone: Callable[[str], None] = _ignore
-    """(client): its process ended or closed the connection, or it was dropped for breaking the protocol."""
+    on_gone: Callable[[str, PeerProcess], None] = _ignore
+    """(client, process): its connection has ended, or it was dropped for breaking the protocol. Whether its process has
+    ended as well only `process` says, which is closed after the call unless that asks to hear of it."""
     on_refused: Callable[[str, str], None] = _ignore
     """(kind, detail): a frame was refused."""
 
@@ -82,6 +84,7 @@ class _Client:
     name: str
     route: bytes
     descriptor: int
+    process: PeerProcess
     received: int = 0
     sent: int = 0
 
@@ -143,25 +146,28 @@ class LocalServer(Generic[InboundT, OutboundT]):
         Raises NotFoundError when it is gone, CapacityError when it has not read thousands of messages,
         InvalidInputError when the message does not fit into a frame.
         """
-        known = self._by_name.get(client)
-        if known is None:
-            raise NotFoundError(f"local client '{client}' is not joined; its process ended or never started")
+        known = self._joined(client)
         envelope = Envelope(sender=self._name, recipient=client, link=_LINK, sequence=known.sent + 1, body=message)
         frame = self._outbound.encode(envelope)
         if self._socket is None or not self._socket.send((known.route, frame)):
             raise CapacityError(f"local client '{client}' does not read its messages, or is just going; it may hang")
         known.sent += 1
 
+    def process(self, client: str) -> PeerProcess:
+        """Return the process of a joined client. Raises NotFoundError when it is gone."""
+        return self._joined(client).process
+
     def drop(self, client: str) -> None:
         """Forget a client (harmless when unknown, `on_gone` is not called); it is told with its next message."""
-        known = self._by_name.pop(client, None)
+        known = self._by_name.get(client)
         if known is not None:
-            del self._by_route[known.route]
+            self._forget(known)
+            known.process.close()
 
     def close(self) -> None:
         """Stop listening; waits at most for the socket's linger (0.2 s). `on_gone` is not called any more."""
-        self._by_name.clear()
-        self._by_route.clear()
+        for client in self.clients:
+            self.drop(client)
         if self._monitor is not None:
             self._monitor.close()
         if self._socket is not None:
@@ -169,6 +175,14 @@ class LocalServer(Generic[InboundT, OutboundT]):
         if self._context is not None:
             self._context.close()
             self._context = None
+
+    def _joined(self, client: str) -> _Client:
+        try:
+            return self._by_name[client]
+        except KeyError:
+            raise NotFoundError(
+                f"local client '{client}' is not joined; its process ended or never started"
+            ) from None
 
     def _on_connection(self, event: int, descriptor: int) -> None:
         if event == ACCEPTED:
@@ -224,7 +238,9 @@ class LocalServer(Generic[InboundT, OutboundT]):
         # What happened to connections before this frame was read, so that a reused descriptor is not taken for the old.
         if self._monitor is not None:
             self._monitor.catch_up()
-        client = _Client(name, route, descriptor)
+        # Should the descriptor be another connection's after all, then nobody waits for the answer to this frame, and whoever
+        # was never answered has none of our memory.
+        client = _Client(name, route, descriptor, PeerProcess.of_connection(descriptor))
         self._by_name[name] = self._by_route[route] = client
         self._callbacks.on_joined(name)
         return client
@@ -235,9 +251,17 @@ class LocalServer(Generic[InboundT, OutboundT]):
             self._lose(client)
 
     def _lose(self, client: _Client) -> None:
-        if self._by_name.get(client.name) is client:
-            self.drop(client.name)
-            self._callbacks.on_gone(client.name)
+        if self._by_name.get(client.name) is not client:
+            return
+        self._forget(client)
+        try:
+            self._callbacks.on_gone(client.name, client.process)
+        finally:
+            client.process.close()
+
+    def _forget(self, client: _Client) -> None:
+        del self._by_name[client.name]
+        del self._by_route[client.route]
 
     def _disown(self, envelope: Envelope[InboundT], route: bytes) -> None:
         answer: Envelope[OutboundT] = Envelope(sender=self._name, recipient=envelope.sender, link=-_LINK)

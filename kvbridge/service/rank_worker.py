@@ -100,6 +100,8 @@ class RankWorker:
         self._points = points or StreamPoints()
         self._stopping = False
         self._beaten_s = clock()
+        self.closed = False
+        """Whether every transport has been torn down."""
 
     # ------------------------------------------------------------------ life
 
@@ -140,6 +142,7 @@ class RankWorker:
         """Tear every transport down; nothing of this worker moves a byte afterwards."""
         self._transports.close()
         self._points.close()
+        self.closed = True
 
     def __repr__(self) -> str:
         return (

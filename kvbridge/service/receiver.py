@@ -46,7 +46,7 @@ from kvbridge.service.receiver_room import (
     WriterFence,
     user_state,
 )
-from kvbridge.service.rooms import RoomBook, require_ready
+from kvbridge.service.rooms import RoomBook, await_process, require_ready
 from kvbridge.service.tables import check_demand, joined_tables, request_tables
 
 __all__ = [
@@ -274,15 +274,29 @@ class ReceiverService:
         waiting = {ReceiverState.COMMITTED} | ({ReceiverState.AWAITING_PAGES} if self._adopted else set())
         return [self._driver.event(room) for room in self.rooms if room.state in waiting]
 
-    def engine_gone(self, engine: str, reason: str) -> None:
-        """An engine's process ended: what it had claimed fails, and ends when the other engines have let go of it."""
+    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
+        """An engine's connection has ended: what it had claimed fails, and ends when every engine has let go of it.
+
+        Returns whether pages wait for `engine_ended`; `followed`: whether that will come.
+        """
+        waits = False
         for room in self.rooms:
             room.expected_by.discard(engine)
             if engine in room.readers:
-                room.released_by.add(engine)
+                waits = True
                 why = f"the decode engine {engine} is gone: {reason}"
                 self._driver.raise_event(room, ReceiverEvent.FAULT, PeerError.code, why)
+                await_process(self._ports.book, room, engine, followed=followed)
             self._driver.follow(room)
+        return waits
+
+    def engine_ended(self, engine: str) -> None:
+        """Nothing of an engine that is gone uses pages any more: its process has ended, or it said so before it left."""
+        for room in self.rooms:
+            if engine in room.departed:
+                room.departed.discard(engine)
+                room.released_by.add(engine)
+                self._driver.follow(room)
 
     # ------------------------------------------------------------------ peers
 

@@ -36,7 +36,7 @@ from kvbridge.pool.book import PageBook, PageState
 from kvbridge.service.observer import Observer
 from kvbridge.service.offers import EarlyOffers, check_offer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
-from kvbridge.service.rooms import REASON_CHARS, RoomBook, require_ready
+from kvbridge.service.rooms import REASON_CHARS, RoomBook, await_process, require_ready
 from kvbridge.service.sender_driver import SenderDriver
 from kvbridge.service.sender_room import (
     EngineEvents,
@@ -256,12 +256,26 @@ class SenderService:
         self._driver.raise_event(room, SenderEvent.ABORT, ABORTED, f"by the prefill engine: {reason}")
         self._let_go(room, engine)
 
-    def engine_gone(self, engine: str, reason: str) -> None:
-        """An engine's process ended: what it had begun and not finished fails, and its pages are nobody's."""
+    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
+        """An engine's connection has ended: what it had begun and not finished fails.
+
+        Returns whether pages wait for `engine_ended`; `followed`: whether that will come.
+        """
+        waits = False
         for room in self.rooms:
-            if any(work.engine == engine and not work.finished for work in room.ranks.values()):
+            writes = engine in room.writing
+            if writes or any(work.engine == engine and not work.finished for work in room.ranks.values()):
                 why = f"the prefill engine {engine} is gone: {reason}"
                 self._driver.raise_event(room, SenderEvent.FAULT, PeerError.code, why)
+            if writes:
+                await_process(self._ports.book, room, engine, followed=followed)
+            waits = waits or writes
+        return waits
+
+    def engine_ended(self, engine: str) -> None:
+        """Nothing of an engine that is gone writes any more: its process has ended, or it said so before it left."""
+        for room in self.rooms:
+            room.departed.discard(engine)
             self._let_go(room, engine)
 
     def _room_of(self, engine: str, room_id: int) -> SenderRoom:

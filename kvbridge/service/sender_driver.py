@@ -5,7 +5,7 @@ published, Done for a rank that has sent everything, the end once every worker i
 the event.
 
 Source pages go back when two things are true: the table says that nothing of the room is in flight (FREE_SOURCE), and
-no engine that has begun the room still writes pages of ours (it said finish or abort, or its process is gone).
+no engine that has begun the room still writes pages of ours (it said finish or abort, or its process has ended).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PeerMessage, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
 from kvbridge.pool.book import PageState
-from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine
+from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine, quarantine_used
 from kvbridge.service.sender_room import RankWork, SenderLimits, SenderPorts, SenderRoom
 
 log = structlog.get_logger(__name__)
@@ -215,8 +215,7 @@ class SenderDriver:
     def overdue(self, room: SenderRoom, limit: str) -> None:
         """A room that is being stopped is not quiet in time: its pages stay away from everybody, and that shows."""
         if room.over:
-            why = f"engines {', '.join(sorted(room.writing))} have not let go of it (limit: {limit})"
-            quarantine(self._ports.book, room, Quarantine.NOT_RELEASED, why)
+            quarantine_used(self._ports.book, room, room.writing, limit)
             return
         loud = ", ".join(map(str, room.open_ranks))
         why = f"rank workers {loud} have not said that they are quiet (limit: {limit})"

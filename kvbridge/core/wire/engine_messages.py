@@ -34,7 +34,16 @@ class Attach(Call):
     type: Literal["attach"] = "attach"
     role: Role
     ranks: tuple[Rank, ...] = ()
-    pid: Positive
+
+
+class Detach(Call):
+    """Last call: this engine's GPUs are through with every page, and it uses none any more.
+
+    What it has begun or claimed and not ended fails. Pages of an engine that leaves without this call wait for the end of its
+    process.
+    """
+
+    type: Literal["detach"] = "detach"
 
 
 class Admit(Call):
@@ -114,7 +123,7 @@ class AbortRoom(Call):
 
 
 EngineToNode = Annotated[
-    Attach | Admit | Begin | Publish | Finish | Provide | Claim | Extend | Release | AbortRoom | Heartbeat,
+    Attach | Detach | Admit | Begin | Publish | Finish | Provide | Claim | Extend | Release | AbortRoom | Heartbeat,
     Field(discriminator="type"),
 ]
 

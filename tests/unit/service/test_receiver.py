@@ -543,6 +543,8 @@ def test_an_engine_that_dies_takes_no_page_from_one_that_lives(has_claimed):
     else:
         assert state(bench) is ReceiverState.CLAIMED
     bench.service.release("a", 1)
+    assert bench.free == (14 if has_claimed else 16), "what b has claimed waits for the end of its process"
+    bench.service.engine_ended("b")
     assert bench.free == 16
     assert state(bench) is (ReceiverState.FAILED if has_claimed else ReceiverState.COMPLETED)
 
@@ -560,8 +562,23 @@ def test_the_last_reader_s_death_frees():
     bench.service.engine_gone("engine", "killed")
     report = bench.service.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "peer_failed")
-    assert bench.free == 16
-    bench.service.engine_gone("engine", "killed")
+    assert bench.free == 14, "its GPU may still write"
+    bench.service.engine_ended("engine")
+    assert (bench.free, state(bench)) == (16, ReceiverState.FAILED)
+    assert not bench.service.engine_gone("engine", "killed")
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_pages_of_a_reader_whose_process_is_not_seen_to_end_are_quarantined(followed):
+    bench = claimed()
+    assert bench.service.engine_gone("engine", "its connection has ended", followed=followed)
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == (0 if followed else 1)
+    bench.clock.advance(1_000)
+    bench.service.tick()
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 1
+    assert bench.free == 14
+    bench.service.engine_ended("engine")
+    assert (bench.free, bench.service.rooms.quarantined()["engine_process_alive"]) == (16, 0)
 
 
 def test_a_cancelled_claim_waits_for_its_engines():
@@ -727,6 +744,7 @@ def test_a_new_attempt_runs_beside_the_old_one_and_each_gets_its_own_messages():
 def test_an_engine_releases_the_attempt_that_it_has_claimed():
     bench = claimed("a", "b")
     bench.service.engine_gone("b", "killed")
+    bench.service.engine_ended("b")
     admit(bench, generation=2)
     done(bench, generation=2)
     with pytest.raises(ConflictError, match="an earlier attempt at room 1 is still claimed"):

@@ -466,15 +466,46 @@ def test_an_engine_that_dies_fails_what_it_had_not_finished():
     assert bench.service.report(1).state is RoomState.FAILED
     close(bench)
     assert state(bench) is SenderState.FAILED
+    assert bench.free == 14, "its process has not ended"
+    bench.service.engine_ended("somebody else")
+    assert bench.free == 14
+    bench.service.engine_ended("engine")
     assert bench.free == 16
     assert "engine engine is gone: killed" in bench.service.report(1).reason
+
+
+def test_pages_of_an_engine_whose_process_does_not_end_are_quarantined_and_come_back_with_its_end():
+    bench = sending()
+    assert bench.service.engine_gone("engine", "its connection has ended")
+    close(bench)
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 0
+    bench.clock.advance(1_000)
+    bench.service.tick()
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 1
+    [reason] = bench.book.quarantine_reasons()
+    assert "engines engine have left, and their processes have not ended (limit: timeouts.drain_s)" in reason
+    bench.service.engine_ended("engine")
+    assert bench.free == 16
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 0
+
+
+def test_pages_of_an_engine_whose_process_cannot_be_followed_are_quarantined_at_once():
+    bench = sending()
+    assert bench.service.engine_gone("engine", "its connection has ended", followed=False)
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 1
+    [reason] = bench.book.quarantine_reasons()
+    assert "restart this daemon to have the pages back" in reason
+    close(bench)
+    bench.clock.advance(1_000_000)
+    bench.service.tick()
+    assert bench.free == 14
 
 
 def test_an_engine_that_dies_after_finish_does_no_harm():
     bench = sending()
     publish(bench)
     finish(bench)
-    bench.service.engine_gone("engine", "killed")
+    assert not bench.service.engine_gone("engine", "killed"), "no page waits for it"
     assert state(bench) is SenderState.SENDING
     for order in orders(bench):
         answer(bench, order=order)
@@ -489,7 +520,8 @@ def test_an_engine_that_dies_gives_back_the_pages_of_ended_rooms():
     bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
     assert bench.free == 14
     bench.service.engine_gone("engine", "killed")
-    assert state(bench) is SenderState.ABORTED
+    assert (state(bench), bench.free) == (SenderState.ABORTED, 14)
+    bench.service.engine_ended("engine")
     assert bench.free == 16
 
 
