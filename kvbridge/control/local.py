@@ -6,7 +6,7 @@ means.
 Within one connection nothing is lost or reordered, so there are no resends here: messages are numbered, and a client
 whose numbers do not add up is dropped. A client joins with its first message and is gone when its connection is;
 there is no second chance on either side, because memory was handed over on that connection. Whoever can enter the
-runtime directory (mode 0700) is trusted to be who it says.
+runtime directory (mode 0700) is trusted to be who it says, and a client believes nobody in one that is not its user's own.
 """
 
 from __future__ import annotations
@@ -44,20 +44,30 @@ OutboundT = TypeVar("OutboundT", bound=FrozenModel)
 
 _LINK = 1
 _PROBE_S = 1.0
+_LOOK_AGAIN_S = 0.02
+"""Pause between two looks whether a runtime directory has been made."""
 
 
 def prepare_runtime_directory(path: Path) -> Path:
     """Make `path` (mode 0700) if needed and return it. Raises ConfigError when others own it or can enter it."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = path.lstat()
     except OSError as error:
         raise ConfigError(f"runtime directory {path} cannot be made: {error.strerror}") from error
+    require_private_directory(path)
+    return path
+
+
+def require_private_directory(path: Path) -> None:
+    """Raise ConfigError unless `path` is a directory of this user that nobody else can enter: what lies in it is believed."""
+    try:
+        facts = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"runtime directory {path} cannot be looked at: {error.strerror}") from error
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
         raise ConfigError(f"runtime directory {path} is not a directory of this user; choose another")
     if stat.S_IMODE(facts.st_mode) & 0o077:
         raise ConfigError(f"runtime directory {path} can be entered by others; run: chmod 700 {path}")
-    return path
 
 
 def _ignore(*_: object) -> None:
@@ -180,9 +190,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
         try:
             return self._by_name[client]
         except KeyError:
-            raise NotFoundError(
-                f"local client '{client}' is not joined; its process ended or never started"
-            ) from None
+            raise NotFoundError(f"local client '{client}' is not joined; its process ended or never started") from None
 
     def _on_connection(self, event: int, descriptor: int) -> None:
         if event == ACCEPTED:
@@ -298,10 +306,16 @@ class LocalClient(Generic[InboundT, OutboundT]):
         return f"<LocalClient {self._name} at {self._path}: {state}>"
 
     def connect(self, path: Path) -> None:
-        """Begin to connect; returns at once, the first `send` waits. Raises ConfigError on an unfit path."""
+        """Begin to connect; returns at once, the first `send` waits.
+
+        Raises ConfigError on an unfit path, and for a runtime directory of another user or one that others can enter (when it
+        is not there yet, the first `send` does).
+        """
         if self._context is not None:
             raise ConflictError(f"this client is connected to {self._path} already")
         check_ipc_path(str(path))
+        if path.parent.exists():
+            require_private_directory(path.parent)
         self._path = path
         self._context = SocketContext()
         self._socket = self._context.open(zmq.DEALER)
@@ -312,7 +326,8 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._socket.connect(f"ipc://{path}")
+        self._reaches = False
+        self._reach(0.0)
 
     def fileno(self) -> int:
         """A descriptor for a poller.
@@ -331,7 +346,9 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._raise_if_gone()
         envelope = Envelope(sender=self._name, link=_LINK, sequence=self._sent + 1, body=message)
         frame = self._outbound.encode(envelope)
-        if not socket.poll(int(timeout_s * 1_000), zmq.POLLOUT):
+        deadline_s = time.monotonic() + timeout_s
+        self._reach(deadline_s)
+        if not socket.poll(max(0, int((deadline_s - time.monotonic()) * 1_000)), zmq.POLLOUT):
             why = "no daemon answers there yet" if not self._sent else "the daemon hangs or has ended"
             raise NotReadyError(f"'{self._name}' could not send to {self._path} within {timeout_s} s: {why}")
         socket.send(frame, zmq.NOBLOCK)
@@ -367,6 +384,18 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._socket.close()
         self._context.close()
         self._context = None
+
+    def _reach(self, deadline_s: float) -> None:
+        """Connect once the runtime directory is there, and only if nobody else can have put a socket into it."""
+        while not self._reaches:
+            if self._path.parent.exists():
+                require_private_directory(self._path.parent)
+                self._socket.connect(f"ipc://{self._path}")
+                self._reaches = True
+            elif time.monotonic() >= deadline_s:
+                return
+            else:
+                time.sleep(_LOOK_AGAIN_S)
 
     def _require_open(self) -> zmq.Socket[bytes]:
         if self._context is None:

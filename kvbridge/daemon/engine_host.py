@@ -15,10 +15,11 @@ import structlog
 from kvbridge.control.addresses import ENGINE_SOCKET
 from kvbridge.control.local import LocalCallbacks, LocalServer
 from kvbridge.control.processes import PeerProcess
-from kvbridge.core.errors import BridgeError
+from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
-from kvbridge.core.wire.engine_messages import EngineToNode, NodeToEngine
+from kvbridge.core.wire.engine_messages import Answer, EngineToNode, NodeToEngine, Refused
 from kvbridge.service.engine_door import EngineDoor
+from kvbridge.service.rooms import REASON_CHARS
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +50,8 @@ class EngineHost:
             self._server.send(engine, message)
         except BridgeError as error:
             log.warning("engine_unreachable", engine=engine, code=error.code, reason=str(error))
+            if isinstance(error, InvalidInputError) and isinstance(message, Answer):  # it does not fit into a frame
+                self.send(engine, Refused(call=message.call, code=error.code, message=str(error)[:REASON_CHARS]))
 
     def close(self) -> None:
         """Stop listening; harmless when closed."""

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 
 import structlog
 import torch
@@ -88,9 +87,7 @@ class Attachment:
                 stack.callback(close)
             self.closers.clear()
 
-    def _detach(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _detach(self, kind: type[BaseException] | None, *_: object) -> None:
         """Tell the node that nothing here uses its pages any more, unless something of it could not be closed."""
         if kind is not None:
             return

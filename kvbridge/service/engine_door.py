@@ -180,7 +180,9 @@ class EngineDoor(ABC):
 
     def _attach(self, engine: str, message: Attach) -> Attached:
         if engine in self._departed:
-            raise ConflictError(f"an engine of the name '{engine}' is gone, and its process has not ended; take another name")
+            raise ConflictError(
+                f"an engine of the name '{engine}' is gone, and its process has not ended; take another name"
+            )
         if message.role is not self.role:
             raise InvalidInputError(f"this is a {self.role} daemon; a {message.role} engine cannot attach to it")
         ranks = message.ranks or self._ranks

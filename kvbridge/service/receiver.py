@@ -29,7 +29,7 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import Done, Drained, Failed
+from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Done, Drained, Failed
 from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.observer import Observer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
@@ -119,9 +119,7 @@ class ReceiverService:
         self._check(request)
         if request.room is not None:
             self.rooms.check_free(request.room, request.generation)
-        needed = self._needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
-        self._ports.book.require_possible(needed)
-        return needed
+        return self._needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
 
     def admit_now(self, request: AdmissionRequest) -> RoomReport:
         """Reserve all that a request can need, or nothing. See ReservingRooms."""
@@ -164,6 +162,7 @@ class ReceiverService:
     def _needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
         needed = pages_needed(self._geometry, tokens=tokens, prompt_tokens=prompt_tokens, host=self._host)
         check_demand(needed)
+        self._ports.book.require_possible(needed)
         if self._adopted:
             return {space: count for space, count in needed.items() if space is IndexSpace.HOST}
         if IndexSpace.REQUEST in self._ports.book.owned_spaces():
@@ -336,6 +335,14 @@ class ReceiverService:
             return
         room.amounts = add_amounts(room.amounts, message.amounts)
         room.metadata[str(message.writer)] = message.metadata
+        metadata_bytes = sum(map(len, room.metadata.values()))
+        if metadata_bytes > MAX_ROOM_METADATA_BYTES:
+            why = (
+                f"the prefill engines have given {metadata_bytes} bytes of metadata to `finish` on {len(room.metadata)} ranks, a "
+                f"room carries at most {MAX_ROOM_METADATA_BYTES}; give it on fewer ranks, or less of it"
+            )
+            self._driver.raise_event(room, ReceiverEvent.FAULT, InvalidInputError.code, why)
+            return
         for phase, seconds in message.phases_s.items():
             room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
         self._driver.show(room)

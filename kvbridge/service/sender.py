@@ -96,12 +96,10 @@ class SenderService:
             self.rooms.check_free(request.room, request.generation)
         if request.prefill:
             raise InvalidInputError("`prefill` is for the decode daemon; a prefill daemon sends to whoever offers it")
-        if self._adopted:
-            return {}
         needed = pages_needed(self._geometry, tokens=request.prompt_tokens, prompt_tokens=request.prompt_tokens)
         check_demand(needed)
         self._ports.book.require_possible(needed)
-        return needed
+        return {} if self._adopted else needed
 
     def admit_now(self, request: AdmissionRequest) -> RoomReport:
         """Reserve source pages for a request. See ReservingRooms."""

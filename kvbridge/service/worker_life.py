@@ -37,7 +37,6 @@ from kvbridge.service.worker_memory import WorkerMemory, bring_memory
 from kvbridge.transport.base import Transport
 from kvbridge.transport.registry import create_transport
 
-
 log = structlog.get_logger(__name__)
 
 CLOSE_ANSWER_S = 2.0
@@ -72,10 +71,12 @@ def serve_rank(
         if setup is None:
             return
         with ExitStack() as stack:
-            memory = bring_memory(setup, adopted, stack, on_progress=partial(_report_progress, link, rank))
+            memory = bring_memory(setup, adopted, stack, on_progress=partial(_report_progress, link, rank, stopped))
             identity = _identity(setup, memory)
             worker = RankWorker(identity, link, _factory(setup), transfer_timeout_s=setup.transfer_timeout_s, pid=pid)
             worker.run(stopped)
+    except _StoppedError:
+        return
     except Exception as error:
         code = error.code if isinstance(error, BridgeError) else BridgeError.code
         told = WorkerFailed(rank=rank, code=code, message=(str(error) or type(error).__name__)[:REASON_CHARS])
@@ -115,7 +116,15 @@ def _setup(link: NodeLink, timeout_s: float, stopped: Callable[[], bool]) -> Wor
     raise DeadlineError(f"the node did not answer the worker's hello within {timeout_s} s (timeouts.worker_start_s)")
 
 
-def _report_progress(link: NodeLink, rank: Rank, done_bytes: int, total_bytes: int) -> None:
+class _StoppedError(Exception):
+    """The worker was stopped while its memory was being registered, which takes minutes for a large pool."""
+
+
+def _report_progress(
+    link: NodeLink, rank: Rank, stopped: Callable[[], bool], done_bytes: int, total_bytes: int
+) -> None:
+    if stopped():
+        raise _StoppedError
     link.send(WorkerProgress(rank=rank, done_bytes=done_bytes, total_bytes=total_bytes))
 
 

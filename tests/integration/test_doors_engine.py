@@ -5,7 +5,6 @@ A refused call changes nothing: after each the room in question is finished corr
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket as unix
 from collections.abc import Callable, Iterator

@@ -150,7 +150,7 @@ def test_closing_waits_for_the_gpu_and_leaves_all_the_same():
     decode.release(1)
     gpu.reached_after = gpu.asked + 3
     decode.close()
-    assert ([message.room for message in link.said], link.closed, gpu.closed) == ([1], True, True)
+    assert ([message.type for message in link.said], link.closed, gpu.closed) == (["release", "detach"], True, True)
     decode.close()
     stuck, link, gpu = engine(DecodeEngine)
     stuck.release(1)

@@ -13,10 +13,25 @@ from kvbridge.core.errors import (
     StaleError,
     UnknownRoomError,
 )
-from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.ids import IndexSpace, PageTable, Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
-from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, to_wire
+from kvbridge.core.wire.codec import NODE_TO_ENGINE, Envelope
+from kvbridge.core.wire.engine_messages import Pages
+from kvbridge.core.wire.messages import (
+    MAX_METADATA_BYTES,
+    MAX_NODE_RANKS,
+    MAX_PHASES,
+    MAX_ROOM_METADATA_BYTES,
+    MAX_TABLE_BYTES,
+    Abort,
+    Done,
+    Drained,
+    Failed,
+    Offer,
+    WireTable,
+    to_wire,
+)
 from kvbridge.pool.book import Owner, PageState
 from kvbridge.service.ports import AdmissionRequest, RoomState
 from tests.helpers.rooms import (
@@ -769,3 +784,33 @@ def test_receipts_keep_little_and_are_forgotten():
 def test_repr_counts():
     assert repr(offered().service) == "<ReceiverService {'offered': 1}>"
     assert GEOMETRY.name == "tiny-gqa"
+
+
+def test_metadata_beyond_what_the_answer_to_a_claim_holds_fails_the_room():
+    ranks = tuple(Rank(pp=0, tp=tp) for tp in range(49))
+    bench = ReceiverBench()
+    bench.nodes.know(ranks=ranks)
+    admit(bench)
+    for rank in ranks:
+        message = Done(room=1, generation=1, writer=rank, amounts={}, phases_s={}, metadata=bytes(MAX_METADATA_BYTES))
+        bench.service.done(PREFILL, message)
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "invalid_input")
+    assert "1900544 bytes of metadata to `finish` on 29 ranks, a room carries at most 1835008" in report.reason
+
+
+def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a_frame():
+    count = MAX_ROOM_METADATA_BYTES // MAX_METADATA_BYTES
+    pages = Pages(
+        call=1,
+        room=2**64 - 1,
+        generation=1,
+        prompt_tokens=2**40,
+        tables=tuple(WireTable(space=space, ids=bytes(MAX_TABLE_BYTES)) for space in IndexSpace),
+        metadata={str(Rank(pp=pp, tp=0)): bytes(MAX_METADATA_BYTES) for pp in range(count)}
+        | {str(Rank(pp=pp, tp=1)): b"" for pp in range(MAX_NODE_RANKS)},
+        amounts=full_amounts(TOKENS),
+        phases_s={f"{number:064}": 1.0 for number in range(MAX_PHASES)},
+    )
+    frame = NODE_TO_ENGINE.encode(Envelope("node", recipient="engine", link=1, sequence=2, body=pages))
+    assert NODE_TO_ENGINE.decode(frame).body == pages

@@ -880,3 +880,11 @@ def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
         publish_at(bench, PAGE, pp0_tp0=point(number))
     bench.service.offer(DECODE, offer())
     assert orders(bench)[0].after == (point(2), point(3))
+
+
+@pytest.mark.parametrize("tokens", [2**62, 1_000 * PAGE])
+def test_a_prompt_that_no_adopted_pool_could_hold_is_refused(tokens):
+    bench = SenderBench(adopted=True)
+    with pytest.raises(InvalidInputError, match=r"one page table names at most|the whole pool has"):
+        bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=tokens))
+    assert not bench.service.in_use()
