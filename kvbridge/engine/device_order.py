@@ -10,7 +10,7 @@ then there are no points, and every call is sent at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +23,7 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.views import PoolViews
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.stream_points import EventRing
+from kvbridge.pool.stream_points import EventRing, StreamPoints
 
 log = structlog.get_logger(__name__)
 
@@ -40,6 +40,7 @@ class DeviceOrder:
         self._devices = {rank: device for rank, held in views.items() if (device := held.device) is not None}
         self._rings: dict[int, EventRing] = {}
         self._spare: dict[int, list[runtime.Event]] = {}
+        self._marks = StreamPoints()
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -59,6 +60,10 @@ class DeviceOrder:
             if ring is None:
                 ring = self._rings[device] = EventRing.on(device)
             return ring.record(handle)
+
+    def passed(self, points: Iterable[StreamPoint]) -> bool:
+        """Whether the GPUs have come past all of these `points`; never waits. Raises TransportError for what has failed there."""
+        return self._marks.reached(points)
 
     def reached(self, stream: StreamChoice) -> Reached:
         """Mark the present end of the stream on each GPU; the result tells when all of them are there."""

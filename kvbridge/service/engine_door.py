@@ -235,7 +235,7 @@ class EngineDoor(ABC):
 
 
 class PrefillDoor(EngineDoor):
-    """The verbs begin, publish, finish and abort."""
+    """The verbs begin, publish, finish, release and abort."""
 
     role = Role.PREFILL
 
@@ -265,6 +265,7 @@ class PrefillDoor(EngineDoor):
                     message.room,
                     prompt_tokens=message.prompt_tokens,
                     tables=tables_from_wire(message.tables),
+                    by_gpu=message.by_gpu,
                 )
                 return _pages(message.call, room)
             case Publish():
@@ -277,7 +278,9 @@ class PrefillDoor(EngineDoor):
                     after=message.after,
                 )
             case Finish():
-                rooms.finish(engine.name, engine.ranks, message.room, metadata=message.metadata)
+                rooms.finish(engine.name, engine.ranks, message.room, metadata=message.metadata, by_gpu=message.by_gpu)
+            case Release():
+                rooms.release(engine.name, message.room, message.generation)
             case AbortRoom():
                 rooms.abort(engine.name, message.room, message.reason)
             case _:

@@ -150,11 +150,19 @@ class SenderService:
     # ------------------------------------------------------------------ the engine's verbs
 
     def begin(
-        self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, prompt_tokens: int, tables: Tables
+        self,
+        engine: str,
+        ranks: tuple[Rank, ...],
+        room_id: int,
+        *,
+        prompt_tokens: int,
+        tables: Tables,
+        by_gpu: bool = False,
     ) -> SenderRoom:
         """An engine starts to compute a room on its ranks. Raises ConflictError on a second begin.
 
-        With that it has let go of every earlier attempt at the room.
+        With that it has let go of every earlier attempt at the room, unless a GPU writes for it (`by_gpu`): then it is refused
+        with a ConflictError until it has aborted that.
         """
         room = self.rooms.get(room_id)
         self._require_alive(room)
@@ -168,9 +176,15 @@ class SenderService:
                 raise ConflictError(
                     f"room {room_id} was already begun on rank {rank} by engine {room.ranks[rank].engine}"
                 )
+        earlier = [attempt for attempt in self.rooms.attempts(room_id)[:-1] if engine in attempt.writing]
+        if earlier and by_gpu:
+            raise ConflictError(
+                f"an earlier attempt at room {room_id} (generation {earlier[0].generation}) may still be written by this engine's "
+                "GPU; abort it first"
+            )
         self._take_tables(room, tables)
-        for earlier in self.rooms.attempts(room_id)[:-1]:
-            self._let_go(earlier, engine)
+        for attempt in earlier:
+            self._let_go(attempt, engine)
         for rank in ranks:
             room.ranks[rank].engine = engine
         if not self._adopted:
@@ -222,15 +236,19 @@ class SenderService:
             _note_point(room, rank, (after or {}).get(str(rank)))
         self._driver.flush(room)
 
-    def finish(self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, metadata: bytes) -> None:
+    def finish(
+        self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, metadata: bytes, by_gpu: bool = False
+    ) -> None:
         """An engine has published everything; it does not write the room's pages any more.
 
+        `by_gpu`: its GPU may still, until everything that was published has been sent, or until `release`.
         Raises ConflictError when it has not published everything, or when the room is over (the pages are let go of
         all the same).
         """
         room = self._room_of(engine, room_id)
         if room.over or room.stopping:
-            self._let_go(room, engine)
+            if not by_gpu:
+                self._let_go(room, engine)
             self._require_alive(room)
         self._require_begun(room, engine, ranks)
         for rank in ranks:
@@ -245,8 +263,22 @@ class SenderService:
         for rank in ranks:
             room.ranks[rank].finished = True
             room.ranks[rank].metadata = metadata
-        self._let_go(room, engine)
+        if not by_gpu:
+            self._let_go(room, engine)
         self._driver.settle(room)
+
+    def release(self, engine: str, room_id: int, generation: int) -> None:
+        """The GPU of an engine is through with an attempt that it has finished. Harmless when that is over and forgotten.
+
+        Raises ConflictError for one that it has yet to finish.
+        """
+        room = self.rooms.find(room_id, generation)
+        if room is None:
+            return
+        unfinished = any(work.engine == engine and not work.finished for work in room.ranks.values())
+        if unfinished and not (room.over or room.stopping):
+            raise ConflictError(f"room {room_id} is not finished by this engine; finish or abort it")
+        self._let_go(room, engine)
 
     def abort(self, engine: str, room_id: int, reason: str) -> None:
         """An engine gives a room up; it does not write the room's pages any more. Harmless on an ended room."""

@@ -141,7 +141,8 @@ class SenderDriver:
         for rank, work in room.ranks.items():
             sections = work.progress.next_sections(room.prefix_tokens)
             after = tuple(work.after)
-            work.after.clear()
+            if sections:  # else a later order waits for them
+                work.after.clear()
             for section in sections:
                 self._orders += 1
                 work.outstanding.add(self._orders)
@@ -173,6 +174,8 @@ class SenderDriver:
             self._tell(room, done)
         if all(work.done for work in room.ranks.values()):
             room.phases_s["offer_to_sent"] = self._clock() - room.offered_s
+            if not any(work.after for work in room.ranks.values()):
+                room.writing.clear()  # every point that was published has been reached, or nothing would have been sent
             self.raise_event(room, SenderEvent.ALL_SENT)
 
     def _tell_digests(self, room: SenderRoom, rank: Rank, work: RankWork) -> int:

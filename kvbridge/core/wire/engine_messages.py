@@ -63,6 +63,8 @@ class Begin(Call):
     room: Uint64
     prompt_tokens: Positive
     tables: tuple[WireTable, ...] = ()
+    by_gpu: bool = False
+    """A GPU writes for this engine, so that with this call it has not let go of an earlier attempt at the room."""
 
 
 class Publish(Call):
@@ -82,6 +84,8 @@ class Finish(Call):
     type: Literal["finish"] = "finish"
     room: Uint64
     metadata: Metadata = b""
+    by_gpu: bool = False
+    """A GPU may still have to write what was published: the engine lets go of the pages by Release."""
 
 
 class Provide(Call):
@@ -108,10 +112,12 @@ class Extend(Call):
 
 
 class Release(Call):
-    """Decode: the request is over, its pages can be used again."""
+    """Decode: the request is over, its pages can be used again. Prefill: the engine's GPU is through with a finished room."""
 
     type: Literal["release"] = "release"
     room: Uint64
+    generation: NonNegative = 0
+    """On prefill, the attempt that was finished."""
 
 
 class AbortRoom(Call):

@@ -47,8 +47,8 @@ def publish(bench: SenderBench, upto: int = TOKENS, engine: str = "engine", rank
     bench.service.publish(engine, ranks or bench.ranks, 1, upto_token=upto, layers=layers)
 
 
-def finish(bench: SenderBench, engine: str = "engine", ranks=None, metadata: bytes = b"meta"):
-    bench.service.finish(engine, ranks or bench.ranks, 1, metadata=metadata)
+def finish(bench: SenderBench, engine: str = "engine", ranks=None, metadata: bytes = b"meta", **fields):
+    bench.service.finish(engine, ranks or bench.ranks, 1, metadata=metadata, **fields)
 
 
 def orders(bench: SenderBench, rank=None) -> list[Send]:
@@ -746,6 +746,68 @@ def test_beginning_anew_lets_go_of_earlier_attempts():
     assert bench.free == 14
     publish(bench)
     assert bench.service.rooms.find(1, 2).ranks[R0].progress.complete
+
+
+def test_an_engine_with_a_gpu_aborts_an_earlier_attempt_before_it_begins_anew():
+    bench = SenderBench()
+    admit(bench)
+    begin(bench, by_gpu=True)
+    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    admit(bench, generation=2)
+    with pytest.raises(
+        ConflictError, match=r"generation 1\) may still be written by this engine's GPU; abort it first"
+    ):
+        begin(bench, by_gpu=True)
+    assert bench.free == 12
+    bench.service.abort("engine", 1, "its GPU is through")
+    assert bench.free == 14
+    begin(bench, by_gpu=True)
+
+
+def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through():
+    bench = sending()
+    publish(bench)
+    finish(bench, by_gpu=True)
+    for order in orders(bench):
+        answer(bench, order=order)
+    assert (state(bench), bench.free) == (SenderState.COMPLETED, 16), "every point was reached before that was sent"
+    bench.service.release("engine", 1, 1)
+    failing = sending()
+    with pytest.raises(ConflictError, match="room 1 is not finished by this engine"):
+        failing.service.release("engine", 1, 1)
+    publish(failing)
+    finish(failing, by_gpu=True)
+    failing.service.peer_abort(DECODE, abort())
+    close(failing)
+    assert (state(failing), failing.free) == (SenderState.ABORTED, 14)
+    failing.service.release("engine", 1, 2)
+    failing.service.release("somebody else", 1, 1)
+    assert failing.free == 14
+    failing.service.release("engine", 1, 1)
+    assert failing.free == 16
+
+
+def test_a_finished_room_that_a_gpu_has_yet_to_write_fails_with_its_engine():
+    bench = sending()
+    publish(bench)
+    finish(bench, by_gpu=True)
+    assert bench.service.engine_gone("engine", "its connection has ended")
+    close(bench)
+    assert (state(bench), bench.free) == (SenderState.FAILED, 14)
+    bench.service.engine_ended("engine")
+    assert bench.free == 16
+
+
+def test_finish_of_a_room_that_is_over_does_not_let_go_of_what_a_gpu_writes():
+    bench = sending()
+    publish(bench)
+    bench.service.peer_abort(DECODE, abort())
+    close(bench)
+    with pytest.raises(ConflictError, match="is over: by the decode side"):
+        finish(bench, by_gpu=True)
+    assert bench.free == 14
+    bench.service.release("engine", 1, 1)
+    assert bench.free == 16
 
 
 def test_receipts_keep_little_and_are_forgotten():
