@@ -10,7 +10,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from kvbridge.config.doors import Seconds
-from kvbridge.core.ids import FrozenModel, NonNegative
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 
 ClientName = Annotated[str, Field(max_length=200)]
 
@@ -27,6 +27,9 @@ class ClientAdmission(FrozenModel):
 class AdmissionConfig(FrozenModel):
     """What happens to requests that do not fit, and what one client may have."""
 
+    max_rooms: Positive = 10_000
+    """Rooms on this daemon, beyond which requests are refused as when pages lack. Pools bound them too, but for those that engines
+    own."""
     max_wait_s: Seconds = 30.0
     """Longest `wait_s` of a request that is served: so long it may wait for pages."""
     max_waiting: NonNegative = 1_000

@@ -6,9 +6,9 @@ An error that a wait causes names the key, as `timeouts.offer_s`.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from kvbridge.config.doors import Seconds
 from kvbridge.core.ids import FrozenModel
@@ -51,6 +51,9 @@ class DaemonTimeouts(FrozenModel):
     """Decode: the digests of a room that has arrived are computed (integrity.digest)."""
     claim_s: Seconds = 120.0
     """A committed room waits for the decode engine to claim it."""
+    engine_settle_s: Annotated[float, Field(ge=0, le=60)] = 0.5
+    """After the process of an engine that did not detach has ended, before its pages are used again: a GPU may finish some
+    milliseconds of work for a process that was killed."""
     room_keep_s: Seconds = 300.0
     """A final room is remembered so long, for reports and to recognise stale messages."""
     bootstrap_call_s: Seconds = 5.0

@@ -6,7 +6,7 @@ means.
 Within one connection nothing is lost or reordered, so there are no resends here: messages are numbered, and a client
 whose numbers do not add up is dropped. A client joins with its first message and is gone when its connection is;
 there is no second chance on either side, because memory was handed over on that connection. Whoever can enter the
-runtime directory (mode 0700) is trusted to be who it says.
+runtime directory (mode 0700) is trusted to be who it says, and a client believes nobody in one that is not its user's own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import zmq
 from kvbridge.control.addresses import bind_error, check_ipc_path
 from kvbridge.control.link import Refusal
 from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, Monitor, read_event
+from kvbridge.control.processes import PeerProcess
 from kvbridge.control.sockets import LoopSocket, Parts, SocketContext, frames_wait
 from kvbridge.core.errors import (
     BridgeError,
@@ -43,20 +44,30 @@ OutboundT = TypeVar("OutboundT", bound=FrozenModel)
 
 _LINK = 1
 _PROBE_S = 1.0
+_LOOK_AGAIN_S = 0.02
+"""Pause between two looks whether a runtime directory has been made."""
 
 
 def prepare_runtime_directory(path: Path) -> Path:
     """Make `path` (mode 0700) if needed and return it. Raises ConfigError when others own it or can enter it."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = path.lstat()
     except OSError as error:
         raise ConfigError(f"runtime directory {path} cannot be made: {error.strerror}") from error
+    require_private_directory(path)
+    return path
+
+
+def require_private_directory(path: Path) -> None:
+    """Raise ConfigError unless `path` is a directory of this user that nobody else can enter: what lies in it is believed."""
+    try:
+        facts = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"runtime directory {path} cannot be looked at: {error.strerror}") from error
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
         raise ConfigError(f"runtime directory {path} is not a directory of this user; choose another")
     if stat.S_IMODE(facts.st_mode) & 0o077:
         raise ConfigError(f"runtime directory {path} can be entered by others; run: chmod 700 {path}")
-    return path
 
 
 def _ignore(*_: object) -> None:
@@ -71,8 +82,9 @@ class LocalCallbacks(Generic[InboundT]):
     """(client, message), in order. Raising a BridgeError refuses the message: it is counted under the error's code."""
     on_joined: Callable[[str], None] = _ignore
     """(client): its first message follows. A client of the same name that was there before is gone."""
-    on_gone: Callable[[str], None] = _ignore
-    """(client): its process ended or closed the connection, or it was dropped for breaking the protocol."""
+    on_gone: Callable[[str, PeerProcess], None] = _ignore
+    """(client, process): its connection has ended, or it was dropped for breaking the protocol. Whether its process has
+    ended as well only `process` says, which is closed after the call unless that asks to hear of it."""
     on_refused: Callable[[str, str], None] = _ignore
     """(kind, detail): a frame was refused."""
 
@@ -82,6 +94,7 @@ class _Client:
     name: str
     route: bytes
     descriptor: int
+    process: PeerProcess
     received: int = 0
     sent: int = 0
 
@@ -143,25 +156,28 @@ class LocalServer(Generic[InboundT, OutboundT]):
         Raises NotFoundError when it is gone, CapacityError when it has not read thousands of messages,
         InvalidInputError when the message does not fit into a frame.
         """
-        known = self._by_name.get(client)
-        if known is None:
-            raise NotFoundError(f"local client '{client}' is not joined; its process ended or never started")
+        known = self._joined(client)
         envelope = Envelope(sender=self._name, recipient=client, link=_LINK, sequence=known.sent + 1, body=message)
         frame = self._outbound.encode(envelope)
         if self._socket is None or not self._socket.send((known.route, frame)):
             raise CapacityError(f"local client '{client}' does not read its messages, or is just going; it may hang")
         known.sent += 1
 
+    def process(self, client: str) -> PeerProcess:
+        """Return the process of a joined client. Raises NotFoundError when it is gone."""
+        return self._joined(client).process
+
     def drop(self, client: str) -> None:
         """Forget a client (harmless when unknown, `on_gone` is not called); it is told with its next message."""
-        known = self._by_name.pop(client, None)
+        known = self._by_name.get(client)
         if known is not None:
-            del self._by_route[known.route]
+            self._forget(known)
+            known.process.close()
 
     def close(self) -> None:
         """Stop listening; waits at most for the socket's linger (0.2 s). `on_gone` is not called any more."""
-        self._by_name.clear()
-        self._by_route.clear()
+        for client in self.clients:
+            self.drop(client)
         if self._monitor is not None:
             self._monitor.close()
         if self._socket is not None:
@@ -169,6 +185,12 @@ class LocalServer(Generic[InboundT, OutboundT]):
         if self._context is not None:
             self._context.close()
             self._context = None
+
+    def _joined(self, client: str) -> _Client:
+        try:
+            return self._by_name[client]
+        except KeyError:
+            raise NotFoundError(f"local client '{client}' is not joined; its process ended or never started") from None
 
     def _on_connection(self, event: int, descriptor: int) -> None:
         if event == ACCEPTED:
@@ -224,7 +246,9 @@ class LocalServer(Generic[InboundT, OutboundT]):
         # What happened to connections before this frame was read, so that a reused descriptor is not taken for the old.
         if self._monitor is not None:
             self._monitor.catch_up()
-        client = _Client(name, route, descriptor)
+        # Should the descriptor be another connection's after all, then nobody waits for the answer to this frame, and whoever
+        # was never answered has none of our memory.
+        client = _Client(name, route, descriptor, PeerProcess.of_connection(descriptor))
         self._by_name[name] = self._by_route[route] = client
         self._callbacks.on_joined(name)
         return client
@@ -235,9 +259,17 @@ class LocalServer(Generic[InboundT, OutboundT]):
             self._lose(client)
 
     def _lose(self, client: _Client) -> None:
-        if self._by_name.get(client.name) is client:
-            self.drop(client.name)
-            self._callbacks.on_gone(client.name)
+        if self._by_name.get(client.name) is not client:
+            return
+        self._forget(client)
+        try:
+            self._callbacks.on_gone(client.name, client.process)
+        finally:
+            client.process.close()
+
+    def _forget(self, client: _Client) -> None:
+        del self._by_name[client.name]
+        del self._by_route[client.route]
 
     def _disown(self, envelope: Envelope[InboundT], route: bytes) -> None:
         answer: Envelope[OutboundT] = Envelope(sender=self._name, recipient=envelope.sender, link=-_LINK)
@@ -274,10 +306,16 @@ class LocalClient(Generic[InboundT, OutboundT]):
         return f"<LocalClient {self._name} at {self._path}: {state}>"
 
     def connect(self, path: Path) -> None:
-        """Begin to connect; returns at once, the first `send` waits. Raises ConfigError on an unfit path."""
+        """Begin to connect; returns at once, the first `send` waits.
+
+        Raises ConfigError on an unfit path, and for a runtime directory of another user or one that others can enter (when it
+        is not there yet, the first `send` does).
+        """
         if self._context is not None:
             raise ConflictError(f"this client is connected to {self._path} already")
         check_ipc_path(str(path))
+        if path.parent.exists():
+            require_private_directory(path.parent)
         self._path = path
         self._context = SocketContext()
         self._socket = self._context.open(zmq.DEALER)
@@ -288,7 +326,8 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._socket.connect(f"ipc://{path}")
+        self._reaches = False
+        self._reach(0.0)
 
     def fileno(self) -> int:
         """A descriptor for a poller.
@@ -307,7 +346,9 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._raise_if_gone()
         envelope = Envelope(sender=self._name, link=_LINK, sequence=self._sent + 1, body=message)
         frame = self._outbound.encode(envelope)
-        if not socket.poll(int(timeout_s * 1_000), zmq.POLLOUT):
+        deadline_s = time.monotonic() + timeout_s
+        self._reach(deadline_s)
+        if not socket.poll(max(0, int((deadline_s - time.monotonic()) * 1_000)), zmq.POLLOUT):
             why = "no daemon answers there yet" if not self._sent else "the daemon hangs or has ended"
             raise NotReadyError(f"'{self._name}' could not send to {self._path} within {timeout_s} s: {why}")
         socket.send(frame, zmq.NOBLOCK)
@@ -343,6 +384,18 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._socket.close()
         self._context.close()
         self._context = None
+
+    def _reach(self, deadline_s: float) -> None:
+        """Connect once the runtime directory is there, and only if nobody else can have put a socket into it."""
+        while not self._reaches:
+            if self._path.parent.exists():
+                require_private_directory(self._path.parent)
+                self._socket.connect(f"ipc://{self._path}")
+                self._reaches = True
+            elif time.monotonic() >= deadline_s:
+                return
+            else:
+                time.sleep(_LOOK_AGAIN_S)
 
     def _require_open(self) -> zmq.Socket[bytes]:
         if self._context is None:

@@ -13,6 +13,7 @@ def admission_limits(config: AdmissionConfig) -> AdmissionLimits:
     """Return the limits; a client without a cap of its own has everybody's."""
     everybody = ClientCaps(config.client_max_rooms, config.client_max_waiting)
     return AdmissionLimits(
+        max_rooms=config.max_rooms,
         max_wait_s=config.max_wait_s,
         max_waiting=config.max_waiting,
         max_overtakes=config.max_overtakes,

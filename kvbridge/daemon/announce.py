@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
 
-from kvbridge.core.errors import BridgeError, DeadlineError, NotFoundError, NotReadyError, PeerError, StaleError
+from kvbridge.core.errors import (
+    BridgeError,
+    ConfigError,
+    DeadlineError,
+    NotFoundError,
+    NotReadyError,
+    PeerError,
+    StaleError,
+)
 from kvbridge.core.ids import FrozenModel, Role
 from kvbridge.http.client import DirectoryClient
 from kvbridge.service.ports import Load, NodeRegistration, PeerAddress
@@ -55,9 +64,15 @@ def remove_endpoint(runtime_dir: Path, incarnation: str) -> None:
 
 
 def read_endpoint(runtime_dir: Path) -> DaemonEndpoint | None:
-    """Return what a daemon wrote, or None when there is nothing (yet)."""
+    """Return what a daemon wrote, or None when there is nothing (yet). Raises ConfigError for what another user wrote."""
     try:
-        return DaemonEndpoint.model_validate_json((runtime_dir / ENDPOINT_FILE).read_text())
+        with (runtime_dir / ENDPOINT_FILE).open("rb") as file:
+            owner = os.fstat(file.fileno()).st_uid
+            if owner != os.geteuid():
+                raise ConfigError(
+                    f"{file.name} was written by user {owner}, not by user {os.geteuid()} of this process"
+                )
+            return DaemonEndpoint.model_validate_json(file.read())
     except (OSError, ValueError):
         return None
 

@@ -51,6 +51,7 @@ class DecodeNode(Node):
             lambda: self._receiver,
             lambda: self.desk,
             send=self.send_engine,
+            pid=self.engine_pid,
             describe=self.describe_engine,
             ranks=tuple(self.workers.layers),
         )

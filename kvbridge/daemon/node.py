@@ -94,7 +94,9 @@ class Node(ABC):
             metrics=self.metrics,
         )
         self.workers = self._host.workers
-        self._engines = EngineHost(lambda: self.door, on_refused=self.frame_refused)
+        self._engines = EngineHost(
+            lambda: self.door, settle_s=config.timeouts.engine_settle_s, on_refused=self.frame_refused
+        )
         self.started_s = time.monotonic()
         self._refusals = Seldom()
         self._memory_problem = "memory is being created"
@@ -388,8 +390,12 @@ class Node(ABC):
     # ------------------------------------------------------------------ engines
 
     def send_engine(self, engine: str, message: NodeToEngine) -> None:
-        """Send to an attached engine; one that does not read is reported and lost."""
+        """Send to an attached engine; one that does not read is reported."""
         self._engines.send(engine, message)
+
+    def engine_pid(self, engine: str) -> int:
+        """The process id of an engine as the kernel tells it, 0 for one of another pid namespace."""
+        return self._engines.pid(engine)
 
     def describe_engine(self, call: int, ranks: tuple[Rank, ...]) -> Attached:
         """Answer an attach. Raises NotReadyError while the memory to be attached to is being made."""

@@ -32,7 +32,7 @@ def node_status(node: Node) -> dict[str, Any]:
         "control": node.control.endpoint if node.control else "",
         "ranks": node.workers.status(),
         "engines": [
-            {"name": engine.name, "pid": engine.pid, "ranks": [str(rank) for rank in engine.ranks]}
+            {"name": engine.name, "pid": engine.pid, "ranks": [str(rank) for rank in engine.ranks], "gone": engine.gone}
             for engine in node.door.engines()
         ],
         "peers": node.peer_status(),

@@ -43,6 +43,7 @@ class PrefillNode(Node):
             lambda: self._sender,
             lambda: self.desk,
             send=self.send_engine,
+            pid=self.engine_pid,
             describe=self.describe_engine,
             ranks=tuple(self.workers.layers),
         )

@@ -15,6 +15,7 @@ import structlog
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.control.addresses import WORKER_SOCKET
 from kvbridge.control.local import LocalCallbacks, LocalServer
+from kvbridge.control.processes import PeerProcess
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
@@ -28,6 +29,7 @@ from kvbridge.core.wire.worker_messages import (
     Sent,
     Shutdown,
     Verified,
+    WorkerClosed,
     WorkerFailed,
     WorkerHello,
     WorkerProgress,
@@ -94,6 +96,10 @@ class WorkerHost:
         self._supervisor: Supervisor | None = None
         self._early: dict[str, WorkerHello] | None = {}
         """Workers of engines that came before the memory that they are to map, by their links; None once it is there."""
+        self._unended: dict[Rank, set[str]] = {}
+        """Links of workers of engines that are gone, and whose processes may still have endpoints that peers write to."""
+        self._revoked: dict[Rank, EndpointsRevoked] = {}
+        """What a rank's worker has said of its endpoints, and is not true before its predecessors have ended."""
         self._heard_s: dict[Rank, float] = {}
         self._looked_s = math.inf
         self._closing = False
@@ -176,6 +182,9 @@ class WorkerHost:
         if isinstance(message, WorkerHello):
             self._welcome(link, message)
             return
+        if isinstance(message, WorkerClosed):
+            self._on_closed(link)
+            return
         rank = self.workers.rank_of(link)
         if rank is None or (not isinstance(message, Heartbeat) and message.rank != rank):
             detail = f"{message.type} of worker {link}, which does not serve that rank (any more)"
@@ -190,6 +199,8 @@ class WorkerHost:
                 self._listener.worker_up(rank)
             case WorkerFailed():
                 self.workers.failed(message)
+            case EndpointsRevoked() if self._unended.get(rank):
+                self._revoked[rank] = message
             case PeerConnected() | Digested() | Sent() | Verified() | RoomClosed() | EndpointsRevoked():
                 self._listener.worker_said(rank, message)
             case Heartbeat():
@@ -202,19 +213,44 @@ class WorkerHost:
         self._heard_s[message.rank] = time.monotonic()
         replaced = self.workers.hello(link, message)
         if replaced and self._server is not None:
+            self._await_end(replaced, message.rank, self._server.process(replaced))
             self._server.drop(replaced)
             self._listener.worker_down(message.rank, "another worker took its place")
 
-    def _on_link_gone(self, link: str) -> None:
+    def _on_link_gone(self, link: str, process: PeerProcess) -> None:
         if self._early is not None:
             self._early.pop(link, None)
         rank = self.workers.rank_of(link)
         if rank is None or self._closing:
             return
-        if self._supervisor is None:  # an engine's worker closes its transports before its connection
+        if self._supervisor is None:
+            self._await_end(link, rank, process)
             self._lost(rank, "its connection ended")
         else:  # only the end of the process proves that nothing moves any more
             self._supervisor.kill(rank, "its connection ended")
+
+    def _on_closed(self, link: str) -> None:
+        """An engine's worker has closed its transports, so nothing of it is waited for; its process may live on."""
+        self._send(link, Shutdown())
+        if self._early is not None:
+            self._early.pop(link, None)
+        rank = self.workers.rank_of(link)
+        if rank is not None and self._supervisor is None and self._server is not None and not self._closing:
+            self._server.drop(link)
+            self._lost(rank, "its engine has closed it")
+
+    def _await_end(self, link: str, rank: Rank, process: PeerProcess) -> None:
+        """A worker of an engine is gone without having closed its endpoints: they end with its process."""
+        if self._supervisor is not None:
+            return
+        self._unended.setdefault(rank, set()).add(link)
+        log.warning("worker_gone_unclosed", worker=link, rank=str(rank), pid=process.pid, followed=process.followed)
+        process.when_ended(lambda: self._on_ended(link, rank))
+
+    def _on_ended(self, link: str, rank: Rank) -> None:
+        self._unended[rank].discard(link)
+        if not self._unended[rank] and rank in self._revoked:
+            self._listener.worker_said(rank, self._revoked.pop(rank))
 
     def _on_process_gone(self, rank: Rank, reason: str) -> None:
         self._metrics.worker_restarted(reason.split(" ", maxsplit=1)[0])

@@ -13,13 +13,14 @@ import os
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import structlog
 import torch
 
 from kvbridge.control.addresses import WORKER_SOCKET
-from kvbridge.core.errors import BridgeError, InvalidInputError
+from kvbridge.core.errors import BridgeError, DeadlineError, InvalidInputError
 from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import MemoryKind, Rank, Role
@@ -31,6 +32,8 @@ from kvbridge.telemetry.logs import leave_standard_output
 log = structlog.get_logger(__name__)
 
 SETUP_TIMEOUT_S = 120.0
+CLOSE_TIMEOUT_S = 15.0
+"""Longest wait for a worker's end: as long as its transports may take to close, and some seconds."""
 
 
 def adopted_region(component: Component, layer: int, pages: torch.Tensor, *, lanes: tuple[int, int] = (0, 1)) -> Region:
@@ -89,10 +92,18 @@ class AdoptedWorker:
         finally:
             link.close()
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Stop it and wait for its end; afterwards nothing of it moves a byte."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Stop it and wait for its end; afterwards nothing of it moves a byte.
+
+        Raises DeadlineError when it does not end in time: then the tensors must stay where they are until this process ends.
+        """
         self._stop.set()
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineError(
+                f"the rank worker of {self.rank} in this process did not end within {timeout_s:g} s; it may still read and write "
+                "the adopted tensors, so keep them where they are and end this process"
+            )
 
 
 def adopt(
@@ -105,8 +116,10 @@ def adopt(
 ) -> Attachment:
     """Serve ranks out of this process's own tensors and attach to their node. Raises like `attachment.attach`."""
     leave_standard_output()
-    workers = [AdoptedWorker(Path(runtime_dir), rank, ours) for rank, ours in regions.items()]
-    try:
+    with ExitStack() as stack:
+        closers = [AdoptedWorker(Path(runtime_dir), rank, ours).close for rank, ours in regions.items()]
+        for close in closers:
+            stack.callback(close)
         attachment = attach(
             runtime_dir,
             role,
@@ -115,9 +128,6 @@ def adopt(
             adopted=regions,
             on_progress=on_progress,
         )
-    except BaseException:
-        for worker in workers:
-            worker.close()
-        raise
-    attachment.closers.extend(worker.close for worker in workers)
+        attachment.closers.extend(closers)
+        stack.pop_all()
     return attachment

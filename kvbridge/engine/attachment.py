@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+import structlog
 import torch
 
-from kvbridge.core.errors import NotReadyError
+from kvbridge.core.errors import BridgeError, NotReadyError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.engine_messages import Attach, Attached, RoomEvent
+from kvbridge.core.wire.engine_messages import Accepted, Attach, Attached, Detach, RoomEvent
 from kvbridge.engine.device_order import DeviceOrder
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.views import PoolViews
@@ -30,6 +31,8 @@ from kvbridge.pool.host_registration import HostRegistration
 from kvbridge.pool.layout import RankPart
 from kvbridge.pool.sharing import MappedRegions
 from kvbridge.telemetry.logs import leave_standard_output
+
+log = structlog.get_logger(__name__)
 
 DEFAULT_CALL_TIMEOUT_S = 10.0
 RETRY_PAUSE_S = 0.05
@@ -67,19 +70,31 @@ class Attachment:
         """Return what the node has told since the last call, waiting up to `timeout_s` for the first event."""
         return self.link.events(timeout_s)
 
-    def close(self) -> None:
-        """Drop the views, unmap the memory and leave the node.
+    def close(self, *, through: bool) -> None:
+        """Drop the views, unmap the memory and leave the node. Tensors that came from the views must not be used any more.
 
-        Tensors that came from the views must not be used any more, and nothing on any GPU uses the pools.
+        `through`: nothing on any GPU uses the pools any more, which the node is told once all of this has succeeded. Without
+        that, it gives their pages to nobody before this process has ended.
         """
         with _present_gpu_kept(), ExitStack() as stack:  # in the order from bottom to top
             stack.callback(self.link.close)
+            if through:
+                stack.push(self._detach)
             stack.callback(self.mapped.close)
             stack.callback(self.views.clear)
             stack.callback(self.order.close)
             for close in self.closers:
                 stack.callback(close)
             self.closers.clear()
+
+    def _detach(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Tell the node that nothing here uses its pages any more, unless something of it could not be closed."""
+        if kind is not None:
+            return
+        try:
+            self.link.call(Detach(call=self.link.number()), Accepted)
+        except BridgeError as failure:  # then the node waits for the end of this process, if it is there at all
+            log.warning("not_detached", code=failure.code, reason=str(failure))
 
 
 def attach(
@@ -151,7 +166,7 @@ def _call_attach(link: EngineLink, role: Role, ranks: tuple[Rank, ...], *, timeo
     until_s = time.monotonic() + timeout_s
     while True:
         try:
-            return link.call(Attach(call=link.number(), role=role, ranks=ranks, pid=os.getpid()), Attached)
+            return link.call(Attach(call=link.number(), role=role, ranks=ranks), Attached)
         except NotReadyError:
             if time.monotonic() >= until_s:
                 raise

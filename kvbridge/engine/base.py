@@ -115,18 +115,20 @@ class AttachedEngine:
         """Leave the node. Rooms that this engine still works on fail; views must not be used any more.
 
         Nothing that uses the pools may be on its way on any stream but the current ones, which this waits for, at most
-        as long as one call. Raises DeadlineError when they do not end in time; then it has left all the same. Harmless when
-        closed.
+        as long as one call. Raises DeadlineError when they do not end in time; then it has left all the same, and the node
+        uses its pages again when this process has ended. Harmless when closed.
         """
         if self._closed:
             return
         self._closed = True
+        through = False
         try:
-            if self._order.devices and not self._link.lost:
+            if self._order.devices:
                 self._deferred.send_when(self._order.reached(None), "close", lambda: None)
             self._deferred.finish(self._close_timeout_s)
+            through = True
         finally:
-            self._attachment.close()
+            self._attachment.close(through=through)
 
     def _call(self, message: Call, answer: type[AnswerT]) -> AnswerT:
         """Send what is due, then this. Raises the BridgeError that the node answers, or DeadlineError."""

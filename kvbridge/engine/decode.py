@@ -21,9 +21,7 @@ from kvbridge.core.wire.messages import from_wire, to_wire
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
 from kvbridge.engine.base import AttachedEngine
 from kvbridge.engine.device_order import StreamChoice
-
-EVENTS_KEPT = 4_096
-"""Events of other rooms that `wait_claim` keeps for `events`; a room whose event was dropped can still be claimed."""
+from kvbridge.engine.link import EVENTS_KEPT
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,7 @@ class DecodeEngine(AttachedEngine):
         """Use `attach` or `adopt` instead."""
         super().__init__(attachment, close_timeout_s=close_timeout_s)
         self._later: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
+        """Events of other rooms that `wait_claim` has met, for `events`."""
 
     def provide(self, room: int, tables: Tables) -> None:
         """Adopted pools: name the device pages of a room that a `wanted` event asked for; keep them until the room is over."""

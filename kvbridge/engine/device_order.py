@@ -10,7 +10,7 @@ then there are no points, and every call is sent at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,12 +18,12 @@ from typing import Protocol
 import structlog
 import torch
 
-from kvbridge.core.errors import BridgeError, DeadlineError, InvalidInputError
+from kvbridge.core.errors import BridgeError, DeadlineError, InvalidInputError, NotReadyError, TransportError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.views import PoolViews
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.stream_points import EventRing
+from kvbridge.pool.stream_points import EventRing, StreamPoints
 
 log = structlog.get_logger(__name__)
 
@@ -40,6 +40,7 @@ class DeviceOrder:
         self._devices = {rank: device for rank, held in views.items() if (device := held.device) is not None}
         self._rings: dict[int, EventRing] = {}
         self._spare: dict[int, list[runtime.Event]] = {}
+        self._marks = StreamPoints()
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -59,6 +60,10 @@ class DeviceOrder:
             if ring is None:
                 ring = self._rings[device] = EventRing.on(device)
             return ring.record(handle)
+
+    def passed(self, points: Iterable[StreamPoint]) -> bool:
+        """Whether the GPUs have come past all of these `points`; never waits. Raises TransportError for what has failed there."""
+        return self._marks.reached(points)
 
     def reached(self, stream: StreamChoice) -> Reached:
         """Mark the present end of the stream on each GPU; the result tells when all of them are there."""
@@ -139,6 +144,8 @@ class DeferredCalls:
 
     def __init__(self) -> None:
         self._waiting: list[_Deferred] = []
+        self._unproved: list[str] = []
+        """Calls that were never sent, since the GPU could not be asked whether it had come that far."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -152,21 +159,31 @@ class DeferredCalls:
         self._waiting.append(_Deferred(what, ready, send))
 
     def send_due(self) -> None:
-        """Send what is due. What goes wrong with one is logged: whoever asked for it is told nothing more."""
+        """Send what is due. One that the node does not take in time stays and is sent again by the next call.
+
+        Raises NotReadyError or DeadlineError then. One that the node refuses is of no use any more, and logged; so is one whose
+        GPU has failed, which `finish` tells of.
+        """
         while self._waiting:
             first = self._waiting[0]
             try:
-                if not first.ready():
-                    return
-                self._waiting.pop(0)
-                first.send()
+                due = first.ready()
             except BridgeError as error:
-                if self._waiting and self._waiting[0] is first:
-                    self._waiting.pop(0)
+                log.error("deferred_call_unproved", call=first.what, code=error.code, reason=str(error))
+                self._unproved.append(self._waiting.pop(0).what)
+                continue
+            if not due:
+                return
+            try:
+                first.send()
+            except (NotReadyError, DeadlineError):
+                raise
+            except BridgeError as error:
                 log.warning("deferred_call_failed", call=first.what, code=error.code, reason=str(error))
+            self._waiting.pop(0)
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until everything is sent. Raises DeadlineError, which names what is left."""
+        """Wait until everything is sent. Raises DeadlineError, which names what is left, or TransportError for a failed GPU."""
         deadline_s = time.monotonic() + timeout_s
         self.send_due()
         while self._waiting:
@@ -177,6 +194,11 @@ class DeferredCalls:
                 )
             time.sleep(LOOK_AGAIN_S)
             self.send_due()
+        if self._unproved:
+            raise TransportError(
+                f"the GPU failed before it was known to be through with: {', '.join(self._unproved)}; the node uses those pages "
+                "again when this process has ended"
+            )
 
 
 def _current(device: int) -> AbstractContextManager[None]:

@@ -13,13 +13,19 @@ from collections import deque
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
+
 from kvbridge.control.addresses import ENGINE_SOCKET
 from kvbridge.control.local import LocalClient
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, ProtocolError, error_codes
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Answer, Call, Detached, EngineToNode, NodeToEngine, Refused, RoomEvent
 
+log = structlog.get_logger(__name__)
+
 AnswerT = TypeVar("AnswerT", bound=Answer)
+EVENTS_KEPT = 4_096
+"""Events that are kept for an engine that does not ask for them; a room whose event was dropped can still be claimed."""
 
 
 class EngineLink:
@@ -31,7 +37,8 @@ class EngineLink:
         self._client.connect(runtime_dir / ENGINE_SOCKET)
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
-        self._events: deque[RoomEvent] = deque()
+        self._events: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
+        self._overflowed = False
         self.lost = ""
         """Why the device memory behind this attachment is gone; empty while it is there."""
 
@@ -70,8 +77,11 @@ class EngineLink:
     def _note(self, told: RoomEvent | Detached) -> None:
         if isinstance(told, Detached):
             self.lost = told.reason
-        else:
-            self._events.append(told)
+            return
+        if len(self._events) == EVENTS_KEPT and not self._overflowed:
+            self._overflowed = True
+            log.warning("events_dropped", kept=EVENTS_KEPT, why="this engine does not ask for events; the oldest go")
+        self._events.append(told)
 
     def close(self) -> None:
         """Leave the node; it notices when the process ends."""

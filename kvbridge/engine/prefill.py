@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvbridge.core.ids import Role, Tables
-from kvbridge.core.wire.engine_messages import Accepted, Admit, Begin, Finish, Pages, Publish
+from kvbridge.core.wire.engine_messages import Accepted, Admit, Begin, Finish, Pages, Publish, Release
 from kvbridge.core.wire.messages import from_wire, to_wire
+from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
 from kvbridge.engine.base import AttachedEngine
 from kvbridge.engine.device_order import StreamChoice
 
@@ -35,6 +38,12 @@ class PrefillEngine(AttachedEngine):
 
     role = Role.PREFILL
 
+    def __init__(self, attachment: Attachment, *, close_timeout_s: float = DEFAULT_CALL_TIMEOUT_S) -> None:
+        """Use `attach` or `adopt` instead."""
+        super().__init__(attachment, close_timeout_s=close_timeout_s)
+        self._begun: dict[int, tuple[int, set[StreamPoint]]] = {}
+        """Rooms whose pages a GPU writes: the generation, and the points behind which what was published is written."""
+
     def admit(self, room: int, *, prompt_tokens: int, generation: int = 1) -> None:
         """Admit a room from here, as `POST /v1/requests` on the prefill daemon does. Raises CapacityError when full."""
         call = Admit(call=self._link.number(), room=room, generation=generation, prompt_tokens=prompt_tokens)
@@ -43,10 +52,15 @@ class PrefillEngine(AttachedEngine):
     def begin(self, room: int, *, prompt_tokens: int, tables: Tables | None = None) -> PrefillRoom:
         """Start to compute an admitted room and learn its pages; adopted pools name theirs in `tables`.
 
-        Raises UnknownRoomError, ConflictError on a second begin, InvalidInputError when the lengths differ.
+        Raises UnknownRoomError, ConflictError on a second begin, and with pools on a GPU for a room of which an earlier attempt was
+        neither finished nor aborted; InvalidInputError when the lengths differ.
         """
         wire = to_wire(tables) if tables else ()
-        pages = self._call(Begin(call=self._link.number(), room=room, prompt_tokens=prompt_tokens, tables=wire), Pages)
+        by_gpu = bool(self._order.devices)
+        message = Begin(call=self._link.number(), room=room, prompt_tokens=prompt_tokens, tables=wire, by_gpu=by_gpu)
+        pages = self._call(message, Pages)
+        if by_gpu:
+            self._begun[room] = pages.generation, set()
         return PrefillRoom(room, pages.generation, pages.prompt_tokens, pages.prefix_tokens, from_wire(pages.tables))
 
     def publish(
@@ -60,19 +74,40 @@ class PrefillEngine(AttachedEngine):
         Raises InvalidInputError past the prompt, ConflictError backwards or when the room is over.
         """
         chosen = None if layers is None else tuple(layers)
+        points = self._order.points(stream)
         message = Publish(
             call=self._link.number(),
             room=room,
             upto_token=upto_token,
             layers=chosen,
-            after=self._order.points(stream),
+            after=points,
         )
         self._call(message, Accepted)
+        if room in self._begun:
+            self._begun[room][1].update(points.values())
 
     def finish(self, room: int, *, metadata: bytes = b"") -> None:
         """Say that everything is published; `metadata` (at most 64 KiB) travels to the decode engine with it.
 
-        The pages go to a later room once they are sent. Work that the GPU has yet to do on them is what was published, so
-        later rooms are computed behind it: on the same stream, or on one that waits for it.
+        The pages go to a later room once they are sent. With pools on a GPU, those of a room that ends otherwise do when the
+        GPU has written what was published of it, which this or a later call tells the node.
         """
-        self._call(Finish(call=self._link.number(), room=room, metadata=metadata), Accepted)
+        begun = self._begun.get(room)
+        try:
+            message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None)
+            self._call(message, Accepted)
+        finally:  # a room that is over by now is let go of like any other
+            if begun is not None:
+                generation, points = begun
+                written = partial(self._order.passed, frozenset(points))
+                self._deferred.send_when(written, f"release of room {room}", partial(self._release, room, generation))
+
+    def _release(self, room: int, generation: int) -> None:
+        self._say(Release(call=self._link.number(), room=room, generation=generation))
+        if self._begun.get(room, (0,))[0] == generation:
+            del self._begun[room]
+
+    def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
+        """See `AttachedEngine.abort`."""
+        super().abort(room, reason, stream=stream)
+        self._begun.pop(room, None)

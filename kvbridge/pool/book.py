@@ -257,7 +257,9 @@ class PageBook:
     def require_possible(self, demand: Mapping[IndexSpace, int], *, of: object = "the request") -> None:
         """Raise InvalidInputError when `of` asks for more pages than there would be if all were free."""
         for space, count in demand.items():
-            usable = self._owned_space(space).usable
+            if space not in self._spaces:
+                raise InvalidInputError(f"{of}: needs pages of '{space}', which this node does not have")
+            usable = self._spaces[space].usable
             if count > usable:
                 raise InvalidInputError(
                     f"{of}: needs {count} pages of '{space}', the whole pool has {usable}; "

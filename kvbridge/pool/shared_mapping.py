@@ -108,7 +108,13 @@ class SharedMapping:
                 f"on this host, as the same user and with the same {path.parent} (containers: share it)"
             ) from error
         try:
-            found = os.fstat(descriptor).st_size
+            facts = os.fstat(descriptor)
+            if facts.st_uid != os.geteuid():
+                raise RegistrationError(
+                    f"shared memory {path} belongs to user {facts.st_uid}, not to user {os.geteuid()} of this process, which "
+                    "would write into it"
+                )
+            found = facts.st_size
             if found < 1 or (length_bytes is not None and found != length_bytes):
                 raise RegistrationError(
                     f"shared memory {path} is {found} bytes long, expected {length_bytes or 'at least 1'}; "

@@ -51,6 +51,7 @@ class ClientCaps:
 class AdmissionLimits:
     """Bounds of the desk; each is the configuration key `admission.<name>`."""
 
+    max_rooms: int = 10_000
     max_wait_s: float = 30.0
     max_waiting: int = 1_000
     max_overtakes: int = 16
@@ -199,6 +200,12 @@ class AdmissionDesk:
         return seat
 
     def _admitted(self, request: AdmissionRequest) -> RoomReport:
+        rooms = sum(self._rooms.in_use().values())
+        if rooms >= self._limits.max_rooms:
+            raise CapacityError(
+                f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms); a room counts until its pages are back",
+                retry_after_s=self._told(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
+            )
         report = self._rooms.admit_now(request)
         if self._starvation.starving:
             self._starvation.over()

@@ -4,7 +4,8 @@ Owns: which engine processes are attached and for which ranks. Must not know: so
 to send them), the tables of either side.
 
 An engine that dies is noticed through its connection, not through silence: a synchronous engine may compute for
-minutes without a word.
+minutes without a word. Its rooms fail then. Its pages come back when it has said that it is through with them (Detach), or
+when its process has ended: while a process is being killed its connection ends first, and its GPU writes on for a while.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvbridge.core.wire.engine_messages import (
     Begin,
     Call,
     Claim,
+    Detach,
     Detached,
     EngineToNode,
     Extend,
@@ -60,6 +62,8 @@ class AttachedEngine:
     ranks: tuple[Rank, ...]
     lost: str = ""
     """Why memory that it is attached to is gone: it may only let go of what it has."""
+    gone: str = ""
+    """Why it is not attached any more, while pages wait for the end of its process."""
 
 
 class Admissions(Protocol):
@@ -72,6 +76,16 @@ class Admissions(Protocol):
         """When to try again what was refused."""
 
 
+class EngineRooms(Protocol):
+    """What the rooms of either role are told of engines."""
+
+    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
+        """An engine's connection has ended. Returns whether pages wait for `engine_ended`."""
+
+    def engine_ended(self, engine: str) -> None:
+        """Nothing of an engine that is gone uses a page any more."""
+
+
 class EngineDoor(ABC):
     """Attached engines and the calls that both roles share. Called from the event loop's thread only."""
 
@@ -82,15 +96,19 @@ class EngineDoor(ABC):
         desk: Callable[[], Admissions],
         *,
         send: Callable[[str, NodeToEngine], None],
+        pid: Callable[[str], int],
         describe: Callable[[int, tuple[Rank, ...]], Attached],
         ranks: tuple[Rank, ...],
     ) -> None:
-        """`send(engine, message)` never raises; `describe(call, ranks)` answers an attach."""
+        """`send(engine, message)` never raises; `pid(engine)` is the kernel's word; `describe(call, ranks)` answers an attach."""
         self._desk = desk
         self._send = send
+        self._pid = pid
         self._describe = describe
         self._ranks = ranks
         self._engines: dict[str, AttachedEngine] = {}
+        self._departed: dict[str, AttachedEngine] = {}
+        """Engines whose connection has ended, and for the end of whose process pages wait."""
 
     def push(self, event: RoomEvent) -> None:
         """Tell every attached engine."""
@@ -102,19 +120,15 @@ class EngineDoor(ABC):
         return frozenset(self._engines)
 
     def engines(self) -> list[AttachedEngine]:
-        """Everything attached, for `/status`."""
-        return list(self._engines.values())
+        """Everything attached, and what is gone and not ended, for `/status`."""
+        return [*self._engines.values(), *self._departed.values()]
 
     def handle(self, engine: str, message: EngineToNode) -> None:
         """Carry out one call and answer it. Errors become a Refused answer; nothing escapes to the loop."""
         if not isinstance(message, Call):
             return
         try:
-            answer = (
-                self._attach(engine, message)
-                if isinstance(message, Attach)
-                else self._call(self._attached(engine, message), message)
-            )
+            answer = self._answer(engine, message)
         except CapacityError as error:
             answer = _refused(message, error, retry_after_s=self._retry_after_s(message, error))
         except BridgeError as error:
@@ -124,17 +138,51 @@ class EngineDoor(ABC):
             for event in self._open_events():
                 self._send(engine, event)
 
+    def _answer(self, engine: str, message: Call) -> NodeToEngine:
+        match message:
+            case Attach():
+                return self._attach(engine, message)
+            case Detach():
+                return self._detach(engine, message)
+        return self._call(self._attached(engine, message), message)
+
     def _retry_after_s(self, message: Call, error: CapacityError) -> float:
         """An attach is refused before there is a desk; the desk has put its own estimate into what it refused."""
         return error.retry_after_s if isinstance(message, Attach | Admit) else self._desk().retry_after_s(error)
 
-    def gone(self, engine: str, reason: str) -> None:
-        """An engine's process ended."""
-        if self._engines.pop(engine, None) is not None:
-            log.warning("engine_gone", engine=engine, reason=reason)
-            self._room_owner_gone(engine, reason)
+    def gone(self, engine: str, reason: str, *, followed: bool) -> bool:
+        """An engine's connection has ended. Returns whether pages wait for `ended`; `followed`: whether that will come."""
+        left = self._engines.pop(engine, None)
+        if left is None:
+            return False
+        waits = self._rooms().engine_gone(engine, reason, followed=followed)
+        log.warning("engine_gone", engine=engine, pid=left.pid, reason=reason, pages_wait=waits, followed=followed)
+        if waits:
+            end = "has not ended" if followed else "cannot be followed (another pid namespace)"
+            left.gone = f"{reason}; its process {end}"
+            self._departed[engine] = left
+        return waits
+
+    def ended(self, engine: str) -> None:
+        """The process of an engine that is gone has ended, and what its GPUs may have had to do."""
+        if self._departed.pop(engine, None) is not None:
+            log.info("engine_ended", engine=engine)
+            self._rooms().engine_ended(engine)
+
+    def _detach(self, engine: str, message: Detach) -> Accepted:
+        """An engine leaves and does not use any page any more: what it has not ended fails, and nothing waits for it."""
+        self._known(engine)
+        del self._engines[engine]
+        log.info("engine_detached", engine=engine, reason="it has left")
+        self._rooms().engine_gone(engine, "it has left")
+        self._rooms().engine_ended(engine)
+        return Accepted(call=message.call)
 
     def _attach(self, engine: str, message: Attach) -> Attached:
+        if engine in self._departed:
+            raise ConflictError(
+                f"an engine of the name '{engine}' is gone, and its process has not ended; take another name"
+            )
         if message.role is not self.role:
             raise InvalidInputError(f"this is a {self.role} daemon; a {message.role} engine cannot attach to it")
         ranks = message.ranks or self._ranks
@@ -144,8 +192,8 @@ class EngineDoor(ABC):
                 f"ranks {unknown} do not live on this node (it has {[str(rank) for rank in self._ranks]}); attach to their node"
             )
         answer = self._describe(message.call, ranks)
-        self._engines[engine] = AttachedEngine(engine, message.pid, ranks)
-        log.info("engine_attached", engine=engine, pid=message.pid, ranks=[str(rank) for rank in ranks])
+        attached = self._engines[engine] = AttachedEngine(engine, self._pid(engine), ranks)
+        log.info("engine_attached", engine=engine, pid=attached.pid, ranks=[str(rank) for rank in ranks])
         return answer
 
     def memory_lost(self, rank: Rank, reason: str) -> None:
@@ -182,12 +230,12 @@ class EngineDoor(ABC):
         return []
 
     @abstractmethod
-    def _room_owner_gone(self, engine: str, reason: str) -> None:
-        """Tell the rooms."""
+    def _rooms(self) -> EngineRooms:
+        """The rooms of the role."""
 
 
 class PrefillDoor(EngineDoor):
-    """The verbs begin, publish, finish and abort."""
+    """The verbs begin, publish, finish, release and abort."""
 
     role = Role.PREFILL
 
@@ -197,11 +245,12 @@ class PrefillDoor(EngineDoor):
         desk: Callable[[], Admissions],
         *,
         send: Callable[[str, NodeToEngine], None],
+        pid: Callable[[str], int],
         describe: Callable[[int, tuple[Rank, ...]], Attached],
         ranks: tuple[Rank, ...],
     ) -> None:
         """`sender` and `desk` are asked at each call: door and rooms refer to each other."""
-        super().__init__(desk, send=send, describe=describe, ranks=ranks)
+        super().__init__(desk, send=send, pid=pid, describe=describe, ranks=ranks)
         self._sender = sender
 
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
@@ -216,6 +265,7 @@ class PrefillDoor(EngineDoor):
                     message.room,
                     prompt_tokens=message.prompt_tokens,
                     tables=tables_from_wire(message.tables),
+                    by_gpu=message.by_gpu,
                 )
                 return _pages(message.call, room)
             case Publish():
@@ -228,15 +278,17 @@ class PrefillDoor(EngineDoor):
                     after=message.after,
                 )
             case Finish():
-                rooms.finish(engine.name, engine.ranks, message.room, metadata=message.metadata)
+                rooms.finish(engine.name, engine.ranks, message.room, metadata=message.metadata, by_gpu=message.by_gpu)
+            case Release():
+                rooms.release(engine.name, message.room, message.generation)
             case AbortRoom():
                 rooms.abort(engine.name, message.room, message.reason)
             case _:
                 raise InvalidInputError(f"a prefill daemon does not know the call '{type(message).__name__}'")
         return Accepted(call=message.call)
 
-    def _room_owner_gone(self, engine: str, reason: str) -> None:
-        self._sender().engine_gone(engine, reason)
+    def _rooms(self) -> SenderService:
+        return self._sender()
 
 
 class DecodeDoor(EngineDoor):
@@ -250,11 +302,12 @@ class DecodeDoor(EngineDoor):
         desk: Callable[[], Admissions],
         *,
         send: Callable[[str, NodeToEngine], None],
+        pid: Callable[[str], int],
         describe: Callable[[int, tuple[Rank, ...]], Attached],
         ranks: tuple[Rank, ...],
     ) -> None:
         """`receiver` and `desk` are asked at each call: door and rooms refer to each other."""
-        super().__init__(desk, send=send, describe=describe, ranks=ranks)
+        super().__init__(desk, send=send, pid=pid, describe=describe, ranks=ranks)
         self._receiver = receiver
 
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
@@ -282,8 +335,8 @@ class DecodeDoor(EngineDoor):
     def _open_events(self) -> list[RoomEvent]:
         return self._receiver().open_events()
 
-    def _room_owner_gone(self, engine: str, reason: str) -> None:
-        self._receiver().engine_gone(engine, reason)
+    def _rooms(self) -> ReceiverService:
+        return self._receiver()
 
 
 def _refused(call: Call, error: BridgeError, *, retry_after_s: float = 0.0) -> Refused:

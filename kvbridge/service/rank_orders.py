@@ -36,6 +36,8 @@ class OpenedRoom:
     opening: OpenRoom
     source: Tables
     destination: Tables
+    error: BridgeError | None = None
+    """Why nothing of it can be sent, when its tables were malformed."""
 
 
 @dataclass(eq=False)

@@ -100,6 +100,8 @@ class RankWorker:
         self._points = points or StreamPoints()
         self._stopping = False
         self._beaten_s = clock()
+        self.closed = False
+        """Whether every transport has been torn down."""
 
     # ------------------------------------------------------------------ life
 
@@ -140,6 +142,7 @@ class RankWorker:
         """Tear every transport down; nothing of this worker moves a byte afterwards."""
         self._transports.close()
         self._points.close()
+        self.closed = True
 
     def __repr__(self) -> str:
         return (
@@ -192,8 +195,9 @@ class RankWorker:
         key = message.room, message.generation
         try:
             source, destination = tables_from_wire(message.source), tables_from_wire(message.destination)
-        except BridgeError as error:  # its orders will find the room not open
+        except BridgeError as error:  # which each of its orders will fail with
             log.error("room_not_opened", room=message.room, code=error.code, reason=str(error))
+            self._rooms[key] = OpenedRoom(message, {}, {}, error)
             return
         self._rooms[key] = OpenedRoom(message, source, destination)
 
@@ -340,6 +344,9 @@ class RankWorker:
         if room is None:
             why = f"room {order.request.room} is not open on rank {self._identity.rank}"
             order.fail(ConflictError.code, why)
+            return
+        if room.error is not None:
+            order.fail(room.error.code, f"the room cannot be opened: {room.error}")
             return
         peer = self._peers.get(room.opening.peer)
         if peer is None:

@@ -29,7 +29,7 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import Done, Drained, Failed
+from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Done, Drained, Failed
 from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.observer import Observer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
@@ -47,7 +47,7 @@ from kvbridge.service.receiver_room import (
     WriterFence,
     user_state,
 )
-from kvbridge.service.rooms import RoomBook, require_ready
+from kvbridge.service.rooms import RoomBook, await_process, require_ready
 from kvbridge.service.tables import check_demand, joined_tables, request_tables
 
 __all__ = [
@@ -120,9 +120,7 @@ class ReceiverService:
         self._check(request)
         if request.room is not None:
             self.rooms.check_free(request.room, request.generation)
-        needed = self._needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
-        self._ports.book.require_possible(needed)
-        return needed
+        return self._needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
 
     def admit_now(self, request: AdmissionRequest) -> RoomReport:
         """Reserve all that a request can need, or nothing. See ReservingRooms."""
@@ -166,6 +164,7 @@ class ReceiverService:
     def _needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
         needed = pages_needed(self._geometry, tokens=tokens, prompt_tokens=prompt_tokens, host=self._host)
         check_demand(needed)
+        self._ports.book.require_possible(needed)
         if self._adopted:
             return {space: count for space, count in needed.items() if space is IndexSpace.HOST}
         if IndexSpace.REQUEST in self._ports.book.owned_spaces():
@@ -280,15 +279,29 @@ class ReceiverService:
         waiting = {ReceiverState.COMMITTED} | ({ReceiverState.AWAITING_PAGES} if self._adopted else set())
         return [self._driver.event(room) for room in self.rooms if room.state in waiting]
 
-    def engine_gone(self, engine: str, reason: str) -> None:
-        """An engine's process ended: what it had claimed fails, and ends when the other engines have let go of it."""
+    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
+        """An engine's connection has ended: what it had claimed fails, and ends when every engine has let go of it.
+
+        Returns whether pages wait for `engine_ended`; `followed`: whether that will come.
+        """
+        waits = False
         for room in self.rooms:
             room.expected_by.discard(engine)
             if engine in room.readers:
-                room.released_by.add(engine)
+                waits = True
                 why = f"the decode engine {engine} is gone: {reason}"
                 self._driver.raise_event(room, ReceiverEvent.FAULT, PeerError.code, why)
+                await_process(self._ports.book, room, engine, followed=followed)
             self._driver.follow(room)
+        return waits
+
+    def engine_ended(self, engine: str) -> None:
+        """Nothing of an engine that is gone uses pages any more: its process has ended, or it said so before it left."""
+        for room in self.rooms:
+            if engine in room.departed:
+                room.departed.discard(engine)
+                room.released_by.add(engine)
+                self._driver.follow(room)
 
     # ------------------------------------------------------------------ peers
 
@@ -329,6 +342,14 @@ class ReceiverService:
         room.begin_by_s = None
         room.amounts = add_amounts(room.amounts, message.amounts)
         room.metadata[str(message.writer)] = message.metadata
+        metadata_bytes = sum(map(len, room.metadata.values()))
+        if metadata_bytes > MAX_ROOM_METADATA_BYTES:
+            why = (
+                f"the prefill engines have given {metadata_bytes} bytes of metadata to `finish` on {len(room.metadata)} ranks, a "
+                f"room carries at most {MAX_ROOM_METADATA_BYTES}; give it on fewer ranks, or less of it"
+            )
+            self._driver.raise_event(room, ReceiverEvent.FAULT, InvalidInputError.code, why)
+            return
         for phase, seconds in message.phases_s.items():
             room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
         self._driver.show(room)

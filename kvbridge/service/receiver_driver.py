@@ -26,7 +26,7 @@ from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import Abort, Failed, Offer, to_wire
 from kvbridge.pool.book import PageState
 from kvbridge.service.receiver_room import MetNode, ReceiverLimits, ReceiverPorts, ReceiverRoom, WriterNode
-from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine
+from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine, quarantine_used
 from kvbridge.service.verification import Verification
 
 log = structlog.get_logger(__name__)
@@ -253,9 +253,7 @@ class ReceiverDriver:
         Writers that do not answer are shut out, which is the proof that they do not give; for engines there is none.
         """
         if room.awaits_readers:
-            who = ", ".join(sorted(room.readers))
-            why = f"engines {who} have not let go of it (limit: {limit})"
-            quarantine(self._ports.book, room, Quarantine.NOT_RELEASED, why)
+            quarantine_used(self._ports.book, room, room.readers, limit)
             return
         for writer in room.loud:
             writer.gone = f"it did not answer an abort, limit: {limit}"

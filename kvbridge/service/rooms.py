@@ -43,6 +43,8 @@ class Quarantine(StrEnum):
     """Decode: a writer gives no proof that it has stopped, or something that it has sent may still arrive."""
     NOT_RELEASED = "engine_not_released"
     """An engine has not let go of them."""
+    ENGINE_ALIVE = "engine_process_alive"
+    """An engine has left without letting go of them, and its process has not ended, as far as can be seen."""
 
 
 REASON_CHARS = 2_000
@@ -78,6 +80,8 @@ class Room(Generic[StateT]):
     """The state that users were told of last."""
     quarantine: Quarantine | None = None
     """Why its pages are quarantined, while they are."""
+    departed: set[str] = field(default_factory=set)
+    """Engines that may use its pages, whose connection has ended and whose process has not."""
 
     @property
     def owner(self) -> Owner:
@@ -133,6 +137,31 @@ def quarantine(book: PageBook, room: Room[StateT], cause: Quarantine, why: str) 
     log.error("room_quarantined", room=room.room, generation=room.generation, cause=cause, reason=why)
     room.quarantine = cause
     book.quarantine(room.owner, f"{room.owner}: {why}")
+
+
+def await_process(book: PageBook, room: Room[StateT], engine: str, *, followed: bool) -> None:
+    """Note that an engine's connection has ended, and that only the end of its process proves that it uses no page any more.
+
+    `followed`: that end will be seen. Otherwise the pages are quarantined at once, since nobody will say when they are free.
+    """
+    room.departed.add(engine)
+    if not followed:
+        why = (
+            f"engine {engine} has left without letting go of it, and the end of its process cannot be seen from here (it is in "
+            "another pid namespace); when you know that it has ended, restart this daemon to have the pages back"
+        )
+        quarantine(book, room, Quarantine.ENGINE_ALIVE, why)
+
+
+def quarantine_used(book: PageBook, room: Room[StateT], engines: set[str], limit: str) -> None:
+    """Keep pages that engines have not let go of in time from everybody, and say whether they could."""
+    departed = sorted(engines & room.departed)
+    if departed:
+        why = f"engines {', '.join(departed)} have left, and their processes have not ended (limit: {limit}); end them"
+        quarantine(book, room, Quarantine.ENGINE_ALIVE, why)
+    else:
+        why = f"engines {', '.join(sorted(engines))} have not let go of it (limit: {limit})"
+        quarantine(book, room, Quarantine.NOT_RELEASED, why)
 
 
 def require_ready(role: Role, missing: str) -> None:

@@ -37,7 +37,7 @@ from kvbridge.service.observer import Observer
 from kvbridge.service.offers import EarlyOffers, check_offer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
 from kvbridge.service.pressure import Reservation
-from kvbridge.service.rooms import REASON_CHARS, RoomBook, require_ready
+from kvbridge.service.rooms import REASON_CHARS, RoomBook, await_process, require_ready
 from kvbridge.service.sender_driver import SenderDriver
 from kvbridge.service.sender_room import (
     EngineEvents,
@@ -97,12 +97,10 @@ class SenderService:
             self.rooms.check_free(request.room, request.generation)
         if request.prefill:
             raise InvalidInputError("`prefill` is for the decode daemon; a prefill daemon sends to whoever offers it")
-        if self._adopted:
-            return {}
         needed = pages_needed(self._geometry, tokens=request.prompt_tokens, prompt_tokens=request.prompt_tokens)
         check_demand(needed)
         self._ports.book.require_possible(needed)
-        return needed
+        return {} if self._adopted else needed
 
     def admit_now(self, request: AdmissionRequest) -> RoomReport:
         """Reserve source pages for a request. See ReservingRooms."""
@@ -158,11 +156,19 @@ class SenderService:
     # ------------------------------------------------------------------ the engine's verbs
 
     def begin(
-        self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, prompt_tokens: int, tables: Tables
+        self,
+        engine: str,
+        ranks: tuple[Rank, ...],
+        room_id: int,
+        *,
+        prompt_tokens: int,
+        tables: Tables,
+        by_gpu: bool = False,
     ) -> SenderRoom:
         """An engine starts to compute a room on its ranks. Raises ConflictError on a second begin.
 
-        With that it has let go of every earlier attempt at the room.
+        With that it has let go of every earlier attempt at the room, unless a GPU writes for it (`by_gpu`): then it is refused
+        with a ConflictError until it has aborted that.
         """
         room = self.rooms.get(room_id)
         self._require_alive(room)
@@ -176,9 +182,15 @@ class SenderService:
                 raise ConflictError(
                     f"room {room_id} was already begun on rank {rank} by engine {room.ranks[rank].engine}"
                 )
+        earlier = [attempt for attempt in self.rooms.attempts(room_id)[:-1] if engine in attempt.writing]
+        if earlier and by_gpu:
+            raise ConflictError(
+                f"an earlier attempt at room {room_id} (generation {earlier[0].generation}) may still be written by this engine's "
+                "GPU; abort it first"
+            )
         self._take_tables(room, tables)
-        for earlier in self.rooms.attempts(room_id)[:-1]:
-            self._let_go(earlier, engine)
+        for attempt in earlier:
+            self._let_go(attempt, engine)
         for rank in ranks:
             room.ranks[rank].engine = engine
         if not self._adopted:
@@ -231,15 +243,19 @@ class SenderService:
             _note_point(room, rank, (after or {}).get(str(rank)))
         self._driver.flush(room)
 
-    def finish(self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, metadata: bytes) -> None:
+    def finish(
+        self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, metadata: bytes, by_gpu: bool = False
+    ) -> None:
         """An engine has published everything; it does not write the room's pages any more.
 
+        `by_gpu`: its GPU may still, until everything that was published has been sent, or until `release`.
         Raises ConflictError when it has not published everything, or when the room is over (the pages are let go of
         all the same).
         """
         room = self._room_of(engine, room_id)
         if room.over or room.stopping:
-            self._let_go(room, engine)
+            if not by_gpu:
+                self._let_go(room, engine)
             self._require_alive(room)
         self._require_begun(room, engine, ranks)
         for rank in ranks:
@@ -254,8 +270,22 @@ class SenderService:
         for rank in ranks:
             room.ranks[rank].finished = True
             room.ranks[rank].metadata = metadata
-        self._let_go(room, engine)
+        if not by_gpu:
+            self._let_go(room, engine)
         self._driver.settle(room)
+
+    def release(self, engine: str, room_id: int, generation: int) -> None:
+        """The GPU of an engine is through with an attempt that it has finished. Harmless when that is over and forgotten.
+
+        Raises ConflictError for one that it has yet to finish.
+        """
+        room = self.rooms.find(room_id, generation)
+        if room is None:
+            return
+        unfinished = any(work.engine == engine and not work.finished for work in room.ranks.values())
+        if unfinished and not (room.over or room.stopping):
+            raise ConflictError(f"room {room_id} is not finished by this engine; finish or abort it")
+        self._let_go(room, engine)
 
     def abort(self, engine: str, room_id: int, reason: str) -> None:
         """An engine gives a room up; it does not write the room's pages any more. Harmless on an ended room."""
@@ -263,12 +293,26 @@ class SenderService:
         self._driver.raise_event(room, SenderEvent.ABORT, ABORTED, f"by the prefill engine: {reason}")
         self._let_go(room, engine)
 
-    def engine_gone(self, engine: str, reason: str) -> None:
-        """An engine's process ended: what it had begun and not finished fails, and its pages are nobody's."""
+    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
+        """An engine's connection has ended: what it had begun and not finished fails.
+
+        Returns whether pages wait for `engine_ended`; `followed`: whether that will come.
+        """
+        waits = False
         for room in self.rooms:
-            if any(work.engine == engine and not work.finished for work in room.ranks.values()):
+            writes = engine in room.writing
+            if writes or any(work.engine == engine and not work.finished for work in room.ranks.values()):
                 why = f"the prefill engine {engine} is gone: {reason}"
                 self._driver.raise_event(room, SenderEvent.FAULT, PeerError.code, why)
+            if writes:
+                await_process(self._ports.book, room, engine, followed=followed)
+            waits = waits or writes
+        return waits
+
+    def engine_ended(self, engine: str) -> None:
+        """Nothing of an engine that is gone writes any more: its process has ended, or it said so before it left."""
+        for room in self.rooms:
+            room.departed.discard(engine)
             self._let_go(room, engine)
 
     def _room_of(self, engine: str, room_id: int) -> SenderRoom:

@@ -5,7 +5,7 @@ published, Done for a rank that has sent everything, the end once every worker i
 the event.
 
 Source pages go back when two things are true: the table says that nothing of the room is in flight (FREE_SOURCE), and
-no engine that has begun the room still writes pages of ours (it said finish or abort, or its process is gone).
+no engine that has begun the room still writes pages of ours (it said finish or abort, or its process has ended).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PeerMessage, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
 from kvbridge.pool.book import PageState
-from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine
+from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine, quarantine_used
 from kvbridge.service.sender_room import RankWork, SenderLimits, SenderPorts, SenderRoom
 
 log = structlog.get_logger(__name__)
@@ -143,7 +143,8 @@ class SenderDriver:
         for rank, work in room.ranks.items():
             sections = work.progress.next_sections(room.prefix_tokens)
             after = tuple(work.after)
-            work.after.clear()
+            if sections:  # else a later order waits for them
+                work.after.clear()
             for section in sections:
                 self._orders += 1
                 work.outstanding.add(self._orders)
@@ -175,6 +176,8 @@ class SenderDriver:
             self._tell(room, done)
         if all(work.done for work in room.ranks.values()):
             room.phases_s["offer_to_sent"] = self._clock() - room.offered_s
+            if not any(work.after for work in room.ranks.values()):
+                room.writing.clear()  # every point that was published has been reached, or nothing would have been sent
             self.raise_event(room, SenderEvent.ALL_SENT)
 
     def _tell_digests(self, room: SenderRoom, rank: Rank, work: RankWork) -> int:
@@ -217,8 +220,7 @@ class SenderDriver:
     def overdue(self, room: SenderRoom, limit: str) -> None:
         """A room that is being stopped is not quiet in time: its pages stay away from everybody, and that shows."""
         if room.over:
-            why = f"engines {', '.join(sorted(room.writing))} have not let go of it (limit: {limit})"
-            quarantine(self._ports.book, room, Quarantine.NOT_RELEASED, why)
+            quarantine_used(self._ports.book, room, room.writing, limit)
             return
         loud = ", ".join(map(str, room.open_ranks))
         why = f"rank workers {loud} have not said that they are quiet (limit: {limit})"

@@ -11,6 +11,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+import structlog
+
 from kvbridge.config.transports import TransportSettings
 from kvbridge.control.local import LocalClient
 from kvbridge.core.errors import BridgeError, DeadlineError
@@ -22,6 +24,7 @@ from kvbridge.core.wire.messages import Heartbeat
 from kvbridge.core.wire.worker_messages import (
     NodeToWorker,
     Shutdown,
+    WorkerClosed,
     WorkerFailed,
     WorkerHello,
     WorkerProgress,
@@ -33,6 +36,12 @@ from kvbridge.service.rooms import REASON_CHARS
 from kvbridge.service.worker_memory import WorkerMemory, bring_memory
 from kvbridge.transport.base import Transport
 from kvbridge.transport.registry import create_transport
+
+log = structlog.get_logger(__name__)
+
+CLOSE_ANSWER_S = 2.0
+"""A worker that has closed its transports waits so long for the node to have read that. Then it ends all the same, and the node
+waits for the end of its process."""
 
 
 def open_node_link(path: Path, name: str) -> LocalClient[NodeToWorker, WorkerToNode]:
@@ -56,21 +65,40 @@ def serve_rank(
     `adopted` is the device memory that this process brings. A failure is reported to the node before it is raised.
     """
     link.send(WorkerHello(rank=rank, pid=pid, adopted=bool(adopted)))
-    setup = _setup(link, setup_timeout_s, stopped)
-    if setup is None:
-        return
+    worker: RankWorker | None = None
     try:
+        setup = _setup(link, setup_timeout_s, stopped)
+        if setup is None:
+            return
         with ExitStack() as stack:
-            memory = bring_memory(setup, adopted, stack, on_progress=partial(_report_progress, link, rank))
+            memory = bring_memory(setup, adopted, stack, on_progress=partial(_report_progress, link, rank, stopped))
             identity = _identity(setup, memory)
             worker = RankWorker(identity, link, _factory(setup), transfer_timeout_s=setup.transfer_timeout_s, pid=pid)
             worker.run(stopped)
+    except _StoppedError:
+        return
     except Exception as error:
         code = error.code if isinstance(error, BridgeError) else BridgeError.code
         told = WorkerFailed(rank=rank, code=code, message=(str(error) or type(error).__name__)[:REASON_CHARS])
         with suppress(BridgeError):  # the node may be what is gone
             link.send(told)
         raise
+    finally:
+        if adopted and (worker is None or worker.closed):
+            _say_closed(link, rank)
+
+
+def _say_closed(link: NodeLink, rank: Rank) -> None:
+    """Tell the node that nothing is left here that peers could write to, and wait until it has read that."""
+    try:
+        link.send(WorkerClosed(rank=rank))
+        deadline_s = time.monotonic() + CLOSE_ANSWER_S
+        while time.monotonic() < deadline_s:
+            if isinstance(link.receive(0.1), Shutdown):
+                return
+        log.warning("worker_end_unanswered", rank=str(rank), limit_s=CLOSE_ANSWER_S)
+    except BridgeError as error:  # the node is gone, or does not know us any more: nothing waits for this
+        log.info("worker_end_unheard", rank=str(rank), code=error.code, reason=str(error))
 
 
 def _setup(link: NodeLink, timeout_s: float, stopped: Callable[[], bool]) -> WorkerSetup | None:
@@ -88,7 +116,15 @@ def _setup(link: NodeLink, timeout_s: float, stopped: Callable[[], bool]) -> Wor
     raise DeadlineError(f"the node did not answer the worker's hello within {timeout_s} s (timeouts.worker_start_s)")
 
 
-def _report_progress(link: NodeLink, rank: Rank, done_bytes: int, total_bytes: int) -> None:
+class _StoppedError(Exception):
+    """The worker was stopped while its memory was being registered, which takes minutes for a large pool."""
+
+
+def _report_progress(
+    link: NodeLink, rank: Rank, stopped: Callable[[], bool], done_bytes: int, total_bytes: int
+) -> None:
+    if stopped():
+        raise _StoppedError
     link.send(WorkerProgress(rank=rank, done_bytes=done_bytes, total_bytes=total_bytes))
 
 

@@ -100,7 +100,7 @@ QUARANTINED = MetricSpec(
     _GAUGE,
     ("reason",),
     "Rooms whose pages nobody may use yet, by what is not proved: a transport of ours is quiet, a writer is shut out, "
-    "an engine has let go.",
+    "an engine has let go, the process of an engine that left without letting go has ended.",
 )
 EPOCH = MetricSpec(
     "kvbridge_endpoint_epoch",

@@ -184,7 +184,7 @@ class Copier:
             if not self._queue and not self._untouched:
                 self._changed.wait(IDLE_WAIT_S)
             transfer = self._queue[0] if self._queue else None
-            pages = self._untouched.popleft() if transfer is None and self._untouched else None
+            pages = self._untouched[0] if transfer is None and self._untouched else None
         if transfer is not None:
             transfer.advance(self._slice_bytes)
             self._rotate(transfer)
@@ -202,8 +202,11 @@ class Copier:
         address, length_bytes, keep_alive = pages
         step = min(length_bytes, POPULATE_STEP_BYTES)
         answer = _libc.madvise(address, step, MADV_POPULATE_WRITE)
-        if answer == 0 and length_bytes > step:  # an older kernel knows no such advice; then first writes are slow
-            with self._changed:
+        with self._changed:
+            if not self._untouched or self._untouched[0] is not pages:
+                return  # forgotten meanwhile, by `abort_to`
+            self._untouched.popleft()
+            if answer == 0 and length_bytes > step:  # an older kernel knows no such advice; then first writes are slow
                 self._untouched.append((address + step, length_bytes - step, keep_alive))
 
     def _end_all(self) -> None:

@@ -138,7 +138,8 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         worker_wire.RoomClosed(**ROOM, rank=RANK, quiet=True),
     ),
     ENGINE_TO_NODE: (
-        engine.Attach(call=1, role=Role.PREFILL, ranks=(RANK,), pid=1),
+        engine.Attach(call=1, role=Role.PREFILL, ranks=(RANK,)),
+        engine.Detach(call=1),
         engine.Begin(call=2, room=5, prompt_tokens=600, tables=TABLES),
         engine.Publish(call=3, room=5, upto_token=512, layers=(0, 1), after={"pp0.tp0": POINT}),
         engine.Finish(call=4, room=5, metadata=b"first token"),

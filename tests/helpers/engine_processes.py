@@ -19,7 +19,7 @@ from kvbridge.core.ids import Role
 from kvbridge.engine.link import EngineLink
 folder, role, room, tokens = sys.argv[1], Role(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 link = EngineLink(Path(folder), name=f"engine-{os.getpid()}", timeout_s=20)
-link.call(Attach(call=link.number(), role=role, pid=os.getpid()), Attached)
+link.call(Attach(call=link.number(), role=role), Attached)
 """
 _PREFILL = """
 link.call(Begin(call=link.number(), room=room, prompt_tokens=tokens), Pages)

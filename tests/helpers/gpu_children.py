@@ -6,6 +6,7 @@ Functions here are the targets of spawned processes: they get a pipe and plain d
 from __future__ import annotations
 
 import multiprocessing
+import socket as unix
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.engine.adapters import synthetic
+from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.cuda_pool import CudaPool
 from kvbridge.pool.host_registration import HostRegistration
@@ -40,6 +42,8 @@ ANSWER_S = 60.0
 SLEEP_CYCLES = 2_000_000_000
 """About a second of a GPU's time."""
 MARKED = 0x77
+COUNTED_AT_ONCE = 1_000
+"""Kernels of one CUDA graph, so that a GPU does not wait for the process that is being killed."""
 
 
 @dataclass
@@ -149,6 +153,36 @@ def own_pool(pipe: Connection, device: int) -> None:
     write(views, 1)
     pipe.send(pool.shared_regions())
     _wait(pipe)
+
+
+def count_up(pipe: Connection, runtime_dir: str, room: int, tokens: int, witness: str, device: int) -> None:
+    """Attach as a prefill engine, begin a room, and have kernels add 1 to the first 8 bytes of its first page until killed.
+
+    The connection to the `witness` is made behind CUDA and the node, as theirs are, and ends with this process's files. Says which
+    page it is.
+    """
+    torch.zeros(1, device=f"cuda:{device}")
+    engine = PrefillEngine.attach(runtime_dir)
+    tables = engine.begin(room, prompt_tokens=tokens).tables
+    page_id = int(tables[IndexSpace.FULL].ids[0])
+    counter = counter_of(next(iter(engine.views.values())), page_id)
+    counter.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(COUNTED_AT_ONCE):
+            counter.add_(1)
+    with unix.socket(unix.AF_UNIX) as seen:
+        seen.connect(witness)
+        pipe.send(page_id)
+        while True:
+            graph.replay()
+
+
+def counter_of(views: PoolViews, page_id: int) -> torch.Tensor:
+    """The first 8 bytes of a page of a full space, as a number: int64 [1], shared with the pool."""
+    kind = ComponentKind.C4_KV
+    page = views.page(kind, views.layers(kind)[0], space=IndexSpace.FULL, page_id=page_id)
+    return page[:8].view(torch.int64)
 
 
 def write_registered(pipe: Connection, path: str, start: int, stop: int, device: int) -> None:

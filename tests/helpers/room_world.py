@@ -407,8 +407,10 @@ class World:
         return room is None or room.over or room.stopping
 
     def prefill_engine_dies(self, engine: str) -> None:
-        self.prefill.engines.using[engine].clear()
         self.prefill.service.engine_gone(engine, "killed")
+        self.check()  # its GPU still writes what it had begun: nobody else may have those pages
+        self.prefill.engines.using[engine].clear()
+        self.prefill.service.engine_ended(engine)
 
     def provide(self, room: int) -> None:
         found = self.receiver.rooms.get(room)
@@ -435,9 +437,11 @@ class World:
             self.receiver.abort(engine, room, "enough")
 
     def decode_engine_dies(self, engine: str) -> None:
-        self.engines.using[engine].clear()
         self.engines.names.discard(engine)
         self.receiver.engine_gone(engine, "killed")
+        self.check()
+        self.engines.using[engine].clear()
+        self.receiver.engine_ended(engine)
         self.engines.names.add(engine)
 
     def publish(self, engine: str, room: int, upto: int, layers: tuple[int, ...] | None = None) -> None:

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 import zmq
 
+from kvbridge.control import processes
 from kvbridge.control.local import LocalCallbacks, LocalClient, LocalServer, prepare_runtime_directory
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, NotReadyError, PeerError, StaleError
 from kvbridge.core.ids import Rank
@@ -29,11 +30,12 @@ class Node:
     def __init__(self, path):
         self.path = path
         self.events, self.handler = [], None
+        self.pids, self.follows = [], False
         self._changed = asyncio.Event()
         callbacks = LocalCallbacks(
             self._on_message,
             lambda client: self._note("joined", client),
-            lambda client: self._note("gone", client),
+            self._on_gone,
             lambda kind, detail: self._note("refused", str(kind)),
         )
         self.server = LocalServer("node", WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
@@ -47,6 +49,12 @@ class Node:
         self._note(client, message)
         if self.handler:
             self.handler(client, message)
+
+    def _on_gone(self, client, process):
+        self._note("gone", client)
+        self.pids.append(process.pid)
+        if self.follows:
+            process.when_ended(lambda: self._note("ended", client))
 
     def client(self, name="worker-pp0.tp0"):
         client = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
@@ -140,6 +148,65 @@ async def test_a_killed_process_is_gone(node):
         process.kill()
         process.wait(WAIT_S)
     await node.until(lambda: node.events[-1] == ("gone", "victim"))
+
+
+_LEAVING = """
+import sys
+from pathlib import Path
+from kvbridge.control.local import LocalClient
+from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
+from kvbridge.core.wire.messages import Heartbeat
+client = LocalClient("victim", NODE_TO_WORKER, WORKER_TO_NODE)
+client.connect(Path(sys.argv[1])); client.send(Heartbeat(), 20.0)
+sys.stdin.readline()
+client.close()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("named_by", ["pidfd", "pid"])
+async def test_the_end_of_a_process_is_told_apart_from_that_of_its_connection(node, named_by, monkeypatch):
+    if named_by == "pid":  # as on a kernel before Linux 6.5, which answers an unknown option so
+        monkeypatch.setattr(processes, "_SO_PEERPIDFD", 0x7FFF)
+    node.follows = True
+    command = [sys.executable, "-c", _LEAVING, str(node.path)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)  # noqa: ASYNC220 - returns at once
+    try:
+        await node.until(lambda: ("victim", Heartbeat()) in node.events)
+        assert (node.server.process("victim").pid, node.server.process("victim").followed) == (child.pid, True)
+        child.stdin.write("leave\n")
+        child.stdin.flush()
+        await node.until(lambda: node.events[-1] == ("gone", "victim"))
+        assert (child.poll(), node.pids) == (None, [child.pid])
+        await asyncio.sleep(0.2)  # nothing is to happen
+        assert node.events[-1] == ("gone", "victim")
+    finally:
+        child.kill()
+        child.communicate(timeout=WAIT_S)
+    await node.until(lambda: node.events[-1] == ("ended", "victim"))
+
+
+async def test_a_process_of_another_pid_namespace_is_not_followed_by_its_number(node, monkeypatch):
+    """Which is 0 there. A kernel that hands out the process itself finds it all the same, so this one is made not to."""
+    monkeypatch.setattr(processes, "_SO_PEERPIDFD", 0x7FFF)
+    monkeypatch.setattr(processes, "_CREDENTIALS", Nobody())
+    node.follows = True
+    node.client().send(Heartbeat())
+    await node.until(lambda: len(node.events) == 2)
+    process = node.server.process("worker-pp0.tp0")
+    assert (process.pid, process.followed) == (0, False)
+    node.closers.pop()()
+    await node.until(lambda: node.events[-1] == ("gone", "worker-pp0.tp0"))
+
+
+class Nobody:
+    """Credentials of a process that this one cannot name."""
+
+    size = 12
+
+    def unpack(self, data):
+        assert len(data) == self.size
+        return 0, 0, 0
 
 
 async def test_the_newer_of_two_with_one_name_stays(node):
@@ -277,11 +344,45 @@ async def test_the_runtime_directory_is_private(tmp_path):
         prepare_runtime_directory(Path("/dev/null/run"))
 
 
+@pytest.mark.parametrize("way", ["mode", "owner", "link"])
+async def test_a_client_believes_nobody_in_a_directory_that_is_not_its_user_s_alone(tmp_path, way, monkeypatch):
+    folder = prepare_runtime_directory(tmp_path / "run")
+    if way == "mode":
+        folder.chmod(0o711)
+    elif way == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    else:
+        (tmp_path / "link").symlink_to(folder)
+        folder = tmp_path / "link"
+    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
+    with pytest.raises(ConfigError, match=r"can be entered by others|is not a directory of this user"):
+        client.connect(folder / "worker.sock")
+    client.close()
+
+
+async def test_a_directory_that_is_made_later_is_looked_at_then(tmp_path):
+    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
+    client.connect(tmp_path / "run" / "worker.sock")
+    try:
+        with pytest.raises(NotReadyError, match="no daemon answers there yet"):
+            client.send(Heartbeat(), 0.05)
+        (tmp_path / "run").mkdir(mode=0o755)
+        with pytest.raises(ConfigError, match="can be entered by others"):
+            client.send(Heartbeat(), WAIT_S)
+        (tmp_path / "run").chmod(0o700)
+        node = Node(tmp_path / "run" / "worker.sock")
+        node.server.bind(node.path)
+        await asyncio.to_thread(client.send, Heartbeat(), WAIT_S)
+        await node.until(lambda: len(node.events) == 2)
+        node.server.close()
+    finally:
+        client.close()
+
+
 async def test_a_path_that_is_too_long_says_so(node):
     client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
     for path in (Path("/tmp") / ("x" * 120), Path("relative.sock")):
         with pytest.raises(ConfigError, match=r"has 125 bytes, a socket's path at most 107|must be absolute"):
             client.connect(path)
-    assert len(os.fsencode("/tmp/" + "x" * 102)) == 107
-    client.connect(Path("/tmp") / ("x" * 102))
+    client.connect(node.path.parent / ("x" * (106 - len(os.fsencode(node.path.parent)))))
     client.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import MemoryKind, Rank
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine import attachment
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.base import AttachedEngine
@@ -29,8 +30,9 @@ from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.sharing import MappedRegions
-from kvbridge.pool.stream_points import EventRing
+from kvbridge.pool.stream_points import EventRing, StreamPoints
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
+from tests.helpers.live_rooms import busy_pages, ends, http
 from tests.helpers.rank_harness import Case
 from tests.helpers.stand_in_cuda import cuda_stand_in
 from tests.helpers.whole_rooms import check_rows, cross, nodes, write
@@ -104,14 +106,22 @@ def test_every_byte_crosses_between_pools_that_workers_made(prefill: int, decode
 class OwnGpu:
     """The engine's GPU: it has recorded its points, and has come nowhere yet."""
 
-    devices = ()
+    devices = (0,)
 
     def __init__(self) -> None:
         self._ring = EventRing.on(0)
+        self._seen = StreamPoints()
 
     def points(self, stream: object) -> dict[str, Any]:
         del stream
         return {str(Rank(pp=0, tp=0)): self._ring.record(0)}
+
+    def passed(self, points: Iterable[StreamPoint]) -> bool:
+        return not points or self._seen.reached(points)
+
+    def reached(self, stream: object) -> Callable[[], bool]:
+        del stream
+        return lambda: True
 
     def catch_up(self) -> None:
         for entry in self._ring._entries:
@@ -146,6 +156,26 @@ def test_nothing_is_read_before_the_engines_gpu_has_come_to_the_point_of_its_pub
         claimed = reader.wait_claim(room, WAIT_S)
         check_rows(reader, claimed)
         reader.release(room)
+
+
+def test_pages_of_a_finished_room_that_fails_wait_for_the_engines_gpu(gpu: cuda_stand_in.Runtime) -> None:
+    """The node needs nothing of them any more, but the engine's GPU has yet to write them."""
+    with gpus() as running, PrefillEngine.attach(running.prefill.runtime_dir) as sender:
+        own = sender._order = sender._attachment.order = OwnGpu()  # type: ignore[assignment]
+        room = running.pair(700)["room"]
+        sender.begin(room, prompt_tokens=700)
+        gpu.events_reached = False
+        sender.publish(room, 700)
+        sender.finish(room)
+        http("DELETE", running.decode, f"/v1/requests/{room}")
+        ends(running.prefill, room, "aborted", "aborted")
+        assert sender.events(0.2)[-1].kind == "aborted"
+        assert busy_pages(running.prefill)
+        gpu.events_reached = True
+        own.catch_up()
+        sender.events()
+        assert not busy_pages(running.prefill)
+        assert not sender._begun
 
 
 def test_an_engine_that_dies_before_its_gpu_is_done_fails_its_room_and_no_other(gpu: cuda_stand_in.Runtime) -> None:

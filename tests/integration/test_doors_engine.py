@@ -5,7 +5,6 @@ A refused call changes nothing: after each the room in question is finished corr
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket as unix
 from collections.abc import Callable, Iterator
@@ -305,7 +304,7 @@ def test_fields_beyond_their_limits(live: LiveCluster, daemon: DaemonProcess) ->
     client: LocalClient[NodeToEngine, EngineToNode] = LocalClient("limits", NODE_TO_ENGINE, ENGINE_TO_NODE)
     client.connect(daemon.runtime_dir / ENGINE_SOCKET)
     try:
-        good = Attach(call=1, role=Role.PREFILL if daemon is live.prefill else Role.DECODE, pid=os.getpid())
+        good = Attach(call=1, role=Role.PREFILL if daemon is live.prefill else Role.DECODE)
         client.send(good, 5)
         assert isinstance(client.receive(5), Attached)
         with refuses(daemon, "field"):

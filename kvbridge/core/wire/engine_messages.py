@@ -34,7 +34,16 @@ class Attach(Call):
     type: Literal["attach"] = "attach"
     role: Role
     ranks: tuple[Rank, ...] = ()
-    pid: Positive
+
+
+class Detach(Call):
+    """Last call: this engine's GPUs are through with every page, and it uses none any more.
+
+    What it has begun or claimed and not ended fails. Pages of an engine that leaves without this call wait for the end of its
+    process.
+    """
+
+    type: Literal["detach"] = "detach"
 
 
 class Admit(Call):
@@ -54,6 +63,8 @@ class Begin(Call):
     room: Uint64
     prompt_tokens: Positive
     tables: tuple[WireTable, ...] = ()
+    by_gpu: bool = False
+    """A GPU writes for this engine, so that with this call it has not let go of an earlier attempt at the room."""
 
 
 class Publish(Call):
@@ -73,6 +84,8 @@ class Finish(Call):
     type: Literal["finish"] = "finish"
     room: Uint64
     metadata: Metadata = b""
+    by_gpu: bool = False
+    """A GPU may still have to write what was published: the engine lets go of the pages by Release."""
 
 
 class Provide(Call):
@@ -99,10 +112,12 @@ class Extend(Call):
 
 
 class Release(Call):
-    """Decode: the request is over, its pages can be used again."""
+    """Decode: the request is over, its pages can be used again. Prefill: the engine's GPU is through with a finished room."""
 
     type: Literal["release"] = "release"
     room: Uint64
+    generation: NonNegative = 0
+    """On prefill, the attempt that was finished."""
 
 
 class AbortRoom(Call):
@@ -114,7 +129,7 @@ class AbortRoom(Call):
 
 
 EngineToNode = Annotated[
-    Attach | Admit | Begin | Publish | Finish | Provide | Claim | Extend | Release | AbortRoom | Heartbeat,
+    Attach | Detach | Admit | Begin | Publish | Finish | Provide | Claim | Extend | Release | AbortRoom | Heartbeat,
     Field(discriminator="type"),
 ]
 

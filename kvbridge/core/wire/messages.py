@@ -25,6 +25,8 @@ from kvbridge.core.plan.operations import Amounts
 PROTOCOL_VERSION = 1
 MAX_METADATA_BYTES = 64 * 1024
 MAX_TABLE_BYTES = 4 * 65_536
+MAX_ROOM_METADATA_BYTES = 28 * MAX_METADATA_BYTES
+"""What all writers of one room may send along: a claim is answered with it and four full tables, in one frame."""
 MAX_NODE_RANKS = 256
 """Ranks of one node; each costs whoever meets the node a look at its manifest, so a peer may not name any number."""
 MAX_ENDPOINTS = 16

@@ -235,6 +235,13 @@ class EndpointsRevoked(FrozenModel):
     before_epoch: Positive
 
 
+class WorkerClosed(FrozenModel):
+    """Worker to node, from an engine's process: every transport is closed, though the process lives on. Answered by Shutdown."""
+
+    type: Literal["worker_closed"] = "worker_closed"
+    rank: Rank
+
+
 class Shutdown(FrozenModel):
     """Node to worker: end now."""
 
@@ -266,6 +273,7 @@ WorkerToNode = Annotated[
     | Verified
     | RoomClosed
     | EndpointsRevoked
+    | WorkerClosed
     | Heartbeat,
     Field(discriminator="type"),
 ]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.core.errors import DeadlineError, InvalidInputError, TransportError, UnknownRoomError
+from kvbridge.core.errors import DeadlineError, InvalidInputError, NotReadyError, TransportError, UnknownRoomError
 from kvbridge.core.ids import Rank
 from kvbridge.engine import device_order
 from kvbridge.engine.device_order import DeferredCalls, DeviceOrder, Reached
@@ -68,6 +68,29 @@ def test_a_gpu_that_fails_does_not_hold_the_others_up():
     calls.ready["first"] = True
     calls.deferred.send_due()
     assert calls.sent == ["first", "next"]
+    with pytest.raises(TransportError, match="known to be through with: release of room 1; the node uses those pages"):
+        calls.deferred.finish(5.0)
+
+
+@pytest.mark.parametrize("error", [DeadlineError, NotReadyError])
+def test_a_call_that_the_node_does_not_take_in_time_is_sent_again(error):
+    calls, tries = Calls(), []
+
+    def send() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise error("the daemon hangs")
+        calls.sent.append("release of room 1")
+
+    ready = []
+    calls.deferred.send_when(lambda: bool(ready), "release of room 1", send)
+    ready.append(1)
+    for _ in range(2):
+        with pytest.raises(error, match="the daemon hangs"):
+            calls.ask("next", ready=True)
+        assert len(calls.deferred) == 1
+    calls.ask("last", ready=True)
+    assert (calls.sent, len(calls.deferred)) == (["release of room 1", "last"], 0)
 
 
 def test_finishing_waits_and_names_what_is_left():

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from kvbridge.core.errors import DeadlineError, DetachedError
-from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Publish, Release, RoomEvent
+from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Begin, Finish, Pages, Publish, Release, RoomEvent
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import Attachment
 from kvbridge.engine.decode import DecodeEngine
@@ -35,6 +35,10 @@ class Link:
     def call(self, message, answer):
         assert not self.closed
         self.said.append(message)
+        if answer is Pages:
+            return Pages(
+                call=message.call, room=message.room, generation=3, prompt_tokens=message.prompt_tokens, tables=()
+            )
         return answer(call=message.call) if answer is Accepted else None
 
     def events(self, timeout_s: float) -> list[RoomEvent]:
@@ -58,6 +62,7 @@ class Gpu:
         self.streams: list[object] = []
         self.asked = 0
         self.reached_after = 10**9
+        self.is_past = False
         self.closed = False
 
     def points(self, stream) -> dict[str, StreamPoint]:
@@ -72,6 +77,10 @@ class Gpu:
             return self.asked > self.reached_after
 
         return ask
+
+    def passed(self, points) -> bool:
+        self.points_asked = points
+        return self.is_past
 
     def close(self) -> None:
         self.closed = True
@@ -101,6 +110,20 @@ def test_a_publication_names_the_point_of_its_stream():
     prefill.publish(1, 512, stream=7)
     assert [message.after for message in link.said if isinstance(message, Publish)] == [{"pp0.tp0": POINT}] * 2
     assert gpu.streams == [None, 7]
+
+
+def test_a_finished_room_is_let_go_of_when_the_gpu_is_past_what_was_published():
+    prefill, link, gpu = engine(PrefillEngine)
+    prefill.begin(1, prompt_tokens=512)
+    prefill.publish(1, 512)
+    prefill.finish(1)
+    assert [type(message) for message in link.said] == [Begin, Publish, Finish]
+    assert (link.said[0].by_gpu, link.said[2].by_gpu) == (True, True)
+    gpu.is_past = True
+    prefill.events()
+    assert isinstance(link.said[-1], Release)
+    assert (link.said[-1].room, link.said[-1].generation, gpu.points_asked) == (1, 3, {POINT})
+    assert not prefill._begun
 
 
 def test_pages_go_back_when_the_gpu_is_done_with_them():
@@ -150,7 +173,7 @@ def test_closing_waits_for_the_gpu_and_leaves_all_the_same():
     decode.release(1)
     gpu.reached_after = gpu.asked + 3
     decode.close()
-    assert ([message.room for message in link.said], link.closed, gpu.closed) == ([1], True, True)
+    assert ([message.type for message in link.said], link.closed, gpu.closed) == (["release", "detach"], True, True)
     decode.close()
     stuck, link, gpu = engine(DecodeEngine)
     stuck.release(1)

@@ -239,3 +239,10 @@ def test_sweeping_leaves_alone_what_it_should(shm):
     (shm / "kvb-link").unlink()
     (shm / "target").unlink()
     (shm / "kvb-directory").rmdir()
+
+
+def test_a_file_of_another_user_is_not_mapped(shm, monkeypatch):
+    with SharedMapping.create(shm, "host", MIB) as ours:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(RegistrationError, match=rf"belongs to user {os.getuid()}, not to user {os.getuid() + 1}"):
+            SharedMapping.open(ours.path)

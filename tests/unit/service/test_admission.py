@@ -524,3 +524,16 @@ async def test_input_errors_are_counted_and_keep_their_kind(made):
     with pytest.raises(InvalidInputError):
         bench.now(1, PAGES + 1)
     assert bench.observer.refusals == {"invalid_input": 1}
+
+
+async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours():
+    book = PageBook({FULL: PAGES})
+    rooms = Rooms(book)
+    desk = AdmissionDesk(rooms, book, limits=AdmissionLimits(max_rooms=2), observer=CountingObserver())
+    for room in (1, 2):
+        desk.admit_now(AdmissionRequest(room=room, prompt_tokens=1))
+    for wait_s in (0.0, 0.01):
+        with pytest.raises(CapacityError, match=r"has 2 rooms, as many as it may \(admission.max_rooms\)"):
+            await desk.admit(AdmissionRequest(room=3, prompt_tokens=1, wait_s=wait_s))
+    rooms.end(1)
+    assert (await desk.admit(AdmissionRequest(room=3, prompt_tokens=1))).room == 3

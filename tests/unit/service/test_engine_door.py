@@ -13,6 +13,7 @@ from kvbridge.core.wire.engine_messages import (
     Attached,
     Begin,
     Claim,
+    Detach,
     Detached,
     Extend,
     Finish,
@@ -56,6 +57,7 @@ class Door:
             lambda: bench.service,
             lambda: desk,
             send=lambda engine, message: self.messages.append((engine, message)),
+            pid=lambda engine: 77,
             describe=self.describe,
             ranks=ranks,
         )
@@ -72,7 +74,7 @@ class Door:
         return self.messages[-1][1]
 
     def attach(self, engine: str = "engine", role: Role | None = None, ranks=()) -> object:
-        return self.call(Attach(call=1, role=role or self.door.role, ranks=ranks, pid=77), engine)
+        return self.call(Attach(call=1, role=role or self.door.role, ranks=ranks), engine)
 
 
 def prefill(**fields) -> Door:
@@ -181,12 +183,50 @@ def test_malformed_tables_are_refused():
 def test_an_engine_that_is_gone_is_told_to_the_rooms_once(role):
     door = prefill() if role == "prefill" else decode()
     told: list[str] = []
-    door.bench.service.engine_gone = lambda engine, reason: told.append(reason)
+    door.bench.service.engine_gone = lambda engine, reason, followed: bool(told.append(reason))
     door.attach()
-    door.door.gone("engine", "killed")
-    door.door.gone("engine", "killed")
+    door.door.gone("engine", "killed", followed=True)
+    door.door.gone("engine", "killed", followed=True)
     assert told == ["killed"]
     assert door.door.serving() == frozenset()
+    assert door.door.engines() == [], "no page waits for it"
+
+
+def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
+    door = prefill()
+    door.attach()
+    door.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
+    door.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
+    assert door.door.gone("engine", "its connection has ended", followed=True)
+    assert door.bench.service.report(1).state is RoomState.FAILED
+    assert door.bench.free == 14
+    [left] = door.door.engines()
+    assert (left.pid, left.gone) == (77, "its connection has ended; its process has not ended")
+    refused = door.attach()
+    assert (refused.code, "take another name" in refused.message) == ("conflict", True)
+    door.door.ended("engine")
+    door.door.ended("engine")
+    assert door.bench.free == 16
+    assert door.door.engines() == []
+    assert isinstance(door.attach(), Attached)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_detaches_waits_for_nothing(role):
+    door = prefill() if role == "prefill" else decode()
+    door.attach()
+    if role == "prefill":
+        door.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
+        door.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
+    else:
+        door.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+        amounts = full_amounts(2 * PAGE)
+        door.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
+        door.call(Claim(call=3, room=1))
+    assert door.call(Detach(call=4)) == Accepted(call=4)
+    assert (door.bench.free, door.bench.service.report(1).state) == (16, RoomState.FAILED)
+    assert not door.door.gone("engine", "its connection has ended", followed=True)
+    assert door.call(Detach(call=5)).code == "conflict"
 
 
 def test_events_go_to_everybody_who_is_attached():

@@ -372,7 +372,7 @@ def test_a_failed_transfer_stops_the_others_of_the_order_and_is_reported_when_al
         (lambda bench: bench.open(destination=tables(3)), "page_out_of_bounds"),
         (lambda bench: bench.open(destination=tables(3, 400)), "page_out_of_bounds"),
         (lambda bench: bench.open(peer="nobody"), "not_ready"),
-        (lambda bench: bench.open(destination=(WireTable(space=IndexSpace.FULL, ids=b"abc"),)), "conflict"),
+        (lambda bench: bench.open(destination=(WireTable(space=IndexSpace.FULL, ids=b"abc"),)), "invalid_input"),
         (lambda bench: None, "conflict"),
     ],
     ids=["short table", "page beyond", "stranger", "malformed", "not open"],

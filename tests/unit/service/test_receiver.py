@@ -13,10 +13,25 @@ from kvbridge.core.errors import (
     StaleError,
     UnknownRoomError,
 )
-from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.ids import IndexSpace, PageTable, Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
-from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, to_wire
+from kvbridge.core.wire.codec import NODE_TO_ENGINE, Envelope
+from kvbridge.core.wire.engine_messages import Pages
+from kvbridge.core.wire.messages import (
+    MAX_METADATA_BYTES,
+    MAX_NODE_RANKS,
+    MAX_PHASES,
+    MAX_ROOM_METADATA_BYTES,
+    MAX_TABLE_BYTES,
+    Abort,
+    Done,
+    Drained,
+    Failed,
+    Offer,
+    WireTable,
+    to_wire,
+)
 from kvbridge.pool.book import Owner, PageState
 from kvbridge.service.ports import AdmissionRequest, RoomState
 from tests.helpers.rooms import (
@@ -543,6 +558,8 @@ def test_an_engine_that_dies_takes_no_page_from_one_that_lives(has_claimed):
     else:
         assert state(bench) is ReceiverState.CLAIMED
     bench.service.release("a", 1)
+    assert bench.free == (14 if has_claimed else 16), "what b has claimed waits for the end of its process"
+    bench.service.engine_ended("b")
     assert bench.free == 16
     assert state(bench) is (ReceiverState.FAILED if has_claimed else ReceiverState.COMPLETED)
 
@@ -560,8 +577,23 @@ def test_the_last_reader_s_death_frees():
     bench.service.engine_gone("engine", "killed")
     report = bench.service.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "peer_failed")
-    assert bench.free == 16
-    bench.service.engine_gone("engine", "killed")
+    assert bench.free == 14, "its GPU may still write"
+    bench.service.engine_ended("engine")
+    assert (bench.free, state(bench)) == (16, ReceiverState.FAILED)
+    assert not bench.service.engine_gone("engine", "killed")
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_pages_of_a_reader_whose_process_is_not_seen_to_end_are_quarantined(followed):
+    bench = claimed()
+    assert bench.service.engine_gone("engine", "its connection has ended", followed=followed)
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == (0 if followed else 1)
+    bench.clock.advance(1_000)
+    bench.service.tick()
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 1
+    assert bench.free == 14
+    bench.service.engine_ended("engine")
+    assert (bench.free, bench.service.rooms.quarantined()["engine_process_alive"]) == (16, 0)
 
 
 def test_a_cancelled_claim_waits_for_its_engines():
@@ -727,6 +759,7 @@ def test_a_new_attempt_runs_beside_the_old_one_and_each_gets_its_own_messages():
 def test_an_engine_releases_the_attempt_that_it_has_claimed():
     bench = claimed("a", "b")
     bench.service.engine_gone("b", "killed")
+    bench.service.engine_ended("b")
     admit(bench, generation=2)
     done(bench, generation=2)
     with pytest.raises(ConflictError, match="an earlier attempt at room 1 is still claimed"):
@@ -751,3 +784,33 @@ def test_receipts_keep_little_and_are_forgotten():
 def test_repr_counts():
     assert repr(offered().service) == "<ReceiverService {'offered': 1}>"
     assert GEOMETRY.name == "tiny-gqa"
+
+
+def test_metadata_beyond_what_the_answer_to_a_claim_holds_fails_the_room():
+    ranks = tuple(Rank(pp=0, tp=tp) for tp in range(49))
+    bench = ReceiverBench()
+    bench.nodes.know(ranks=ranks)
+    admit(bench)
+    for rank in ranks:
+        message = Done(room=1, generation=1, writer=rank, amounts={}, phases_s={}, metadata=bytes(MAX_METADATA_BYTES))
+        bench.service.done(PREFILL, message)
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "invalid_input")
+    assert "1900544 bytes of metadata to `finish` on 29 ranks, a room carries at most 1835008" in report.reason
+
+
+def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a_frame():
+    count = MAX_ROOM_METADATA_BYTES // MAX_METADATA_BYTES
+    pages = Pages(
+        call=1,
+        room=2**64 - 1,
+        generation=1,
+        prompt_tokens=2**40,
+        tables=tuple(WireTable(space=space, ids=bytes(MAX_TABLE_BYTES)) for space in IndexSpace),
+        metadata={str(Rank(pp=pp, tp=0)): bytes(MAX_METADATA_BYTES) for pp in range(count)}
+        | {str(Rank(pp=pp, tp=1)): b"" for pp in range(MAX_NODE_RANKS)},
+        amounts=full_amounts(TOKENS),
+        phases_s={f"{number:064}": 1.0 for number in range(MAX_PHASES)},
+    )
+    frame = NODE_TO_ENGINE.encode(Envelope("node", recipient="engine", link=1, sequence=2, body=pages))
+    assert NODE_TO_ENGINE.decode(frame).body == pages

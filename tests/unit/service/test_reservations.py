@@ -148,7 +148,9 @@ def test_prefill_an_engine_that_stops_publishing_holds_its_pages_until_it_lets_g
     bench.service.worker_gone(R0, "it ended")
     assert bench.free < bench.pages, "the engine may still write"
     assert dict(bench.service.in_use()) == {"a": 1}
-    bench.service.engine_gone("engine", "its process ended")
+    bench.service.engine_gone("engine", "its connection has ended")
+    assert bench.free < bench.pages, "its GPU may still write"
+    bench.service.engine_ended("engine")
     all_is_back(bench)
 
 
@@ -272,10 +274,11 @@ class Door:
             lambda: bench.service,  # type: ignore[arg-type,return-value]
             lambda: desk,
             send=lambda engine, answer: self.answers.append(answer),
+            pid=lambda engine: 7,
             describe=lambda call, ranks: None,  # type: ignore[arg-type,return-value]
             ranks=(R0,),
         )
-        self.call(Attach(call=1, role=self.door.role, pid=7))
+        self.call(Attach(call=1, role=self.door.role))
 
     def call(self, message: object) -> object:
         self.door.handle("engine", message)  # type: ignore[arg-type]

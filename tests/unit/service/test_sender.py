@@ -47,8 +47,8 @@ def publish(bench: SenderBench, upto: int = TOKENS, engine: str = "engine", rank
     bench.service.publish(engine, ranks or bench.ranks, 1, upto_token=upto, layers=layers)
 
 
-def finish(bench: SenderBench, engine: str = "engine", ranks=None, metadata: bytes = b"meta"):
-    bench.service.finish(engine, ranks or bench.ranks, 1, metadata=metadata)
+def finish(bench: SenderBench, engine: str = "engine", ranks=None, metadata: bytes = b"meta", **fields):
+    bench.service.finish(engine, ranks or bench.ranks, 1, metadata=metadata, **fields)
 
 
 def orders(bench: SenderBench, rank=None) -> list[Send]:
@@ -466,15 +466,46 @@ def test_an_engine_that_dies_fails_what_it_had_not_finished():
     assert bench.service.report(1).state is RoomState.FAILED
     close(bench)
     assert state(bench) is SenderState.FAILED
+    assert bench.free == 14, "its process has not ended"
+    bench.service.engine_ended("somebody else")
+    assert bench.free == 14
+    bench.service.engine_ended("engine")
     assert bench.free == 16
     assert "engine engine is gone: killed" in bench.service.report(1).reason
+
+
+def test_pages_of_an_engine_whose_process_does_not_end_are_quarantined_and_come_back_with_its_end():
+    bench = sending()
+    assert bench.service.engine_gone("engine", "its connection has ended")
+    close(bench)
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 0
+    bench.clock.advance(1_000)
+    bench.service.tick()
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 1
+    [reason] = bench.book.quarantine_reasons()
+    assert "engines engine have left, and their processes have not ended (limit: timeouts.drain_s)" in reason
+    bench.service.engine_ended("engine")
+    assert bench.free == 16
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 0
+
+
+def test_pages_of_an_engine_whose_process_cannot_be_followed_are_quarantined_at_once():
+    bench = sending()
+    assert bench.service.engine_gone("engine", "its connection has ended", followed=False)
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 1
+    [reason] = bench.book.quarantine_reasons()
+    assert "restart this daemon to have the pages back" in reason
+    close(bench)
+    bench.clock.advance(1_000_000)
+    bench.service.tick()
+    assert bench.free == 14
 
 
 def test_an_engine_that_dies_after_finish_does_no_harm():
     bench = sending()
     publish(bench)
     finish(bench)
-    bench.service.engine_gone("engine", "killed")
+    assert not bench.service.engine_gone("engine", "killed"), "no page waits for it"
     assert state(bench) is SenderState.SENDING
     for order in orders(bench):
         answer(bench, order=order)
@@ -489,7 +520,8 @@ def test_an_engine_that_dies_gives_back_the_pages_of_ended_rooms():
     bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
     assert bench.free == 14
     bench.service.engine_gone("engine", "killed")
-    assert state(bench) is SenderState.ABORTED
+    assert (state(bench), bench.free) == (SenderState.ABORTED, 14)
+    bench.service.engine_ended("engine")
     assert bench.free == 16
 
 
@@ -716,6 +748,68 @@ def test_beginning_anew_lets_go_of_earlier_attempts():
     assert bench.service.rooms.find(1, 2).ranks[R0].progress.complete
 
 
+def test_an_engine_with_a_gpu_aborts_an_earlier_attempt_before_it_begins_anew():
+    bench = SenderBench()
+    admit(bench)
+    begin(bench, by_gpu=True)
+    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    admit(bench, generation=2)
+    with pytest.raises(
+        ConflictError, match=r"generation 1\) may still be written by this engine's GPU; abort it first"
+    ):
+        begin(bench, by_gpu=True)
+    assert bench.free == 12
+    bench.service.abort("engine", 1, "its GPU is through")
+    assert bench.free == 14
+    begin(bench, by_gpu=True)
+
+
+def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through():
+    bench = sending()
+    publish(bench)
+    finish(bench, by_gpu=True)
+    for order in orders(bench):
+        answer(bench, order=order)
+    assert (state(bench), bench.free) == (SenderState.COMPLETED, 16), "every point was reached before that was sent"
+    bench.service.release("engine", 1, 1)
+    failing = sending()
+    with pytest.raises(ConflictError, match="room 1 is not finished by this engine"):
+        failing.service.release("engine", 1, 1)
+    publish(failing)
+    finish(failing, by_gpu=True)
+    failing.service.peer_abort(DECODE, abort())
+    close(failing)
+    assert (state(failing), failing.free) == (SenderState.ABORTED, 14)
+    failing.service.release("engine", 1, 2)
+    failing.service.release("somebody else", 1, 1)
+    assert failing.free == 14
+    failing.service.release("engine", 1, 1)
+    assert failing.free == 16
+
+
+def test_a_finished_room_that_a_gpu_has_yet_to_write_fails_with_its_engine():
+    bench = sending()
+    publish(bench)
+    finish(bench, by_gpu=True)
+    assert bench.service.engine_gone("engine", "its connection has ended")
+    close(bench)
+    assert (state(bench), bench.free) == (SenderState.FAILED, 14)
+    bench.service.engine_ended("engine")
+    assert bench.free == 16
+
+
+def test_finish_of_a_room_that_is_over_does_not_let_go_of_what_a_gpu_writes():
+    bench = sending()
+    publish(bench)
+    bench.service.peer_abort(DECODE, abort())
+    close(bench)
+    with pytest.raises(ConflictError, match="is over: by the decode side"):
+        finish(bench, by_gpu=True)
+    assert bench.free == 14
+    bench.service.release("engine", 1, 1)
+    assert bench.free == 16
+
+
 def test_receipts_keep_little_and_are_forgotten():
     bench = sending()
     publish(bench)
@@ -848,3 +942,11 @@ def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
         publish_at(bench, PAGE, pp0_tp0=point(number))
     bench.service.offer(DECODE, offer())
     assert orders(bench)[0].after == (point(2), point(3))
+
+
+@pytest.mark.parametrize("tokens", [2**62, 1_000 * PAGE])
+def test_a_prompt_that_no_adopted_pool_could_hold_is_refused(tokens):
+    bench = SenderBench(adopted=True)
+    with pytest.raises(InvalidInputError, match=r"one page table names at most|the whole pool has"):
+        bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=tokens))
+    assert not bench.service.in_use()

@@ -14,10 +14,12 @@ from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceOrder
-from kvbridge.core.wire.worker_messages import WorkerSetup
+from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHello, WorkerSetup
 from kvbridge.pool.host_pool import HostPool
+from kvbridge.pool.host_registration import registered_ranges
 from kvbridge.pool.layout import RankPart, device_placement, host_placement
 from kvbridge.pool.sharing import MappedRegions
+from kvbridge.service.worker_life import serve_rank
 from kvbridge.service.worker_memory import bring_memory
 from kvbridge.transport.base import SharedAllocation, SharedFile
 from tests.helpers.fake_cuda import FakeCuda
@@ -123,3 +125,24 @@ def test_memory_that_cannot_be_shared_serves_other_transports(cuda, host, stack)
     order = setup(host, order=(TransportName.NIXL,))
     memory = bring_memory(order, on_gpu(cuda), stack, on_progress=lambda *_: None)
     assert {piece.shared for piece in memory.for_transports() if piece.kind is MemoryKind.VRAM} == {None}
+
+
+def test_a_worker_that_is_stopped_while_its_memory_is_registered_ends_with_the_next_step(cuda, host):
+    """Registering takes minutes for a large pool, and the engine's process waits for its worker."""
+
+    class Link:
+        def __init__(self) -> None:
+            self.said: list[object] = []
+            self.answers = [setup(host), Shutdown()]
+
+        def send(self, message: object) -> None:
+            self.said.append(message)
+
+        def receive(self, timeout_s: float) -> object:
+            return self.answers.pop(0)
+
+    link = Link()
+    stopped = lambda: not isinstance(link.answers[0], WorkerSetup)  # noqa: E731 - once it has its setup
+    serve_rank(link, RANK, pid=1, setup_timeout_s=5.0, adopted=on_gpu(cuda), stopped=stopped)
+    assert [type(message) for message in link.said] == [WorkerHello, WorkerClosed]
+    assert registered_ranges() == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport import local_copier
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.local_copier import Copier, CopyTransfer
+from kvbridge.transport.local_copier import POPULATE_STEP_BYTES, Copier, CopyTransfer
 from tests.contract.harness import wait
 
 SLICE = 1 << 16
@@ -188,3 +189,33 @@ def test_populating_keeps_the_bytes() -> None:
     assert finish(transfer) is TransferState.DONE
     copier.close(timeout_s=LIMIT_S)
     assert mapping[:4] == b"abc\0"
+
+
+def test_pages_that_are_forgotten_while_they_are_populated_stay_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps them mapped holds the lock by which their owner sees a writer."""
+    inside, go_on, steps = threading.Event(), threading.Event(), []
+
+    class Libc:
+        @staticmethod
+        def madvise(address: int, length: int, advice: int) -> int:
+            steps.append(address)
+            inside.set()
+            go_on.wait(LIMIT_S)
+            return 0
+
+    class Kept:
+        pass
+
+    monkeypatch.setattr(local_copier, "_libc", Libc)
+    copier, kept = Copier(slice_bytes=SLICE), Kept()
+    seen = weakref.ref(kept)
+    copier.populate(1 << 30, 1_000 * POPULATE_STEP_BYTES, kept)
+    assert inside.wait(LIMIT_S)
+    copier.abort_to(kept, "the peer was disconnected")
+    del kept
+    go_on.set()
+    transfer = CopyTransfer(blocks(1)[0], peer="p", deadline_s=5)
+    copier.add(transfer)
+    assert finish(transfer) is TransferState.DONE
+    assert (steps, seen()) == ([1 << 30], None)
+    copier.close(timeout_s=LIMIT_S)

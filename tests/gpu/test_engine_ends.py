@@ -1,0 +1,80 @@
+"""An engine that is killed while its kernels write to a page: what is written after each of its ends, and when the page is free."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket as unix
+import time
+from pathlib import Path
+
+import pytest
+
+from kvbridge.engine.prefill import PrefillEngine
+from tests.helpers.cluster import DaemonProcess, eventually
+from tests.helpers.gpu_children import child, count_up, counter_of
+from tests.helpers.whole_rooms import nodes
+
+pytestmark = pytest.mark.gpu
+TOKENS = 300
+ROUNDS = 3
+SETTLE_S = 0.5
+"""The default of timeouts.engine_settle_s."""
+WATCH_S = 1.0
+"""How long a page that is free is watched."""
+
+
+def busy(daemon: DaemonProcess) -> bool:
+    """Whether some page is not free."""
+    pools = daemon.get("/status")["pools"]
+    return any(pages for states in pools.values() for state, pages in states.items() if state != "free")
+
+
+def test_nothing_is_written_by_a_killed_engine_once_its_pages_are_free(device: int, tmp_path: Path) -> None:
+    on_device = {"parallelism": {"ranks": [{"pp": 0, "tp": 0, "device": f"cuda:{device}"}]}}
+    with (
+        nodes(on_device, on_device) as running,
+        PrefillEngine.attach(running.prefill.runtime_dir) as observer,
+    ):
+        for round_ in range(ROUNDS):
+            with unix.socket(unix.AF_UNIX) as listener:
+                listener.bind(str(tmp_path / f"witness-{round_}"))
+                listener.listen()
+                kill_and_count(running.prefill, observer, listener, running.pair(TOKENS)["room"], device)
+
+
+def kill_and_count(
+    daemon: DaemonProcess, observer: PrefillEngine, listener: unix.socket, room: int, device: int
+) -> None:
+    """One round. Prints how many writes came after each end; the last figure must be 0."""
+    views = next(iter(observer.views.values()))
+    witness = listener.getsockname()
+    with child(count_up, str(daemon.runtime_dir), room, TOKENS, witness, device) as engine:
+        counter = counter_of(views, engine.hear())
+        seen, _ = listener.accept()
+        pid = engine.process.pid
+        assert pid is not None
+        ended = os.pidfd_open(pid)
+        try:
+            eventually("its kernels write", lambda: int(counter.item()) > 0)
+            os.kill(pid, signal.SIGKILL)
+            assert seen.recv(1) == b""
+            connection_s, at_connection = time.monotonic(), int(counter.item())
+            assert select.select([ended], [], [], 30.0)[0], "the process does not end"
+            process_s, at_process = time.monotonic(), int(counter.item())
+            assert busy(daemon), "its pages were free before it had settled"
+            eventually("its pages are free", lambda: not busy(daemon))
+            free_s, at_free = time.monotonic(), int(counter.item())
+            assert free_s - process_s >= SETTLE_S / 2
+            time.sleep(WATCH_S)
+            after = int(counter.item())
+        finally:
+            os.close(ended)
+            seen.close()
+    print(
+        f"writes: {at_connection} before the connection ended, {at_process - at_connection} until the process had "
+        f"({process_s - connection_s:.3f} s), {at_free - at_process} until the pages were free ({free_s - process_s:.3f} s), "
+        f"{after - at_free} in {WATCH_S:g} s from then on"
+    )
+    assert after == at_free, "a page was written to after it had been given back"

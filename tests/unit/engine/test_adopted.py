@@ -1,0 +1,95 @@
+"""The rank worker that lives on a thread of an engine's process: its end, and who is told of it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from kvbridge.core.errors import DeadlineError, PeerError
+from kvbridge.core.ids import Rank
+from kvbridge.core.wire.worker_messages import NodeToWorker, Shutdown, WorkerClosed, WorkerFailed, WorkerToNode
+from kvbridge.engine import adopted
+from kvbridge.engine.adopted import AdoptedWorker
+from kvbridge.engine.attachment import Attachment
+from kvbridge.service import worker_life
+from kvbridge.service.worker_life import serve_rank
+from tests.unit.engine.test_engine_order import Gpu, Link, Mapped
+
+RANK = Rank(pp=0, tp=0)
+
+
+class NodeOf:
+    """A node's end of a worker's link: it gives the answers that it was made with, and then falls silent."""
+
+    def __init__(self, *answers: NodeToWorker) -> None:
+        self.answers, self.said = deque(answers), []
+
+    def send(self, message: WorkerToNode) -> None:
+        self.said.append(message)
+
+    def receive(self, timeout_s: float) -> NodeToWorker | None:
+        return self.answers.popleft() if self.answers else None
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    """A worker's thread that does not end before this does."""
+    go_on = threading.Event()
+    monkeypatch.setattr(adopted, "open_node_link", lambda path, name: NodeOf())
+    monkeypatch.setattr(adopted, "serve_rank", lambda *args, **fields: go_on.wait(20))
+    yield AdoptedWorker(Path("/nowhere"), RANK, ())
+    go_on.set()
+
+
+def test_a_worker_that_does_not_end_in_time_is_not_taken_for_silent(stuck):
+    with pytest.raises(
+        DeadlineError, match=r"rank worker of pp0\.tp0 .* did not end within 0\.01 s; it may still read"
+    ):
+        stuck.close(0.01)
+
+
+def test_an_engine_whose_worker_does_not_end_does_not_say_that_it_is_through(stuck):
+    link = Link()
+    attachment = Attachment(link, None, Mapped(), {}, Gpu(), closers=[lambda: stuck.close(0.01)])
+    with pytest.raises(DeadlineError):
+        attachment.close(through=True)
+    assert (link.said, link.closed, attachment.mapped.closed) == ([], True, True)
+
+
+def test_an_adopted_worker_says_that_it_has_closed_everything_and_waits_until_that_is_read():
+    node = NodeOf(Shutdown(), Shutdown(), Shutdown())
+    serve_rank(node, RANK, pid=1, setup_timeout_s=1, adopted=(object(),))
+    assert node.said[1:] == [WorkerClosed(rank=RANK)]
+    assert len(node.answers) == 1
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for_longer(monkeypatch):
+    monkeypatch.setattr(worker_life, "CLOSE_ANSWER_S", 0.01)
+    node = NodeOf(Shutdown())
+    serve_rank(node, RANK, pid=1, setup_timeout_s=1, adopted=(object(),))
+    assert node.said[1:] == [WorkerClosed(rank=RANK)]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_only_a_worker_that_has_closed_its_transports_says_so(monkeypatch, closes):
+    class Worker:
+        def __init__(self, *args, **fields) -> None:
+            self.closed = closes
+
+        def run(self, stopped) -> None:
+            raise PeerError("the transports" if not closes else "the node")
+
+    monkeypatch.setattr(worker_life, "RankWorker", Worker)
+    monkeypatch.setattr(worker_life, "_setup", lambda *args: type("Setup", (), {"transfer_timeout_s": 1.0}))
+    for name in ("bring_memory", "_identity", "_factory"):
+        monkeypatch.setattr(worker_life, name, lambda *args, **fields: None)
+    node = NodeOf(Shutdown())
+    with pytest.raises(PeerError):
+        serve_rank(node, RANK, pid=1, setup_timeout_s=1, adopted=(object(),))
+    assert [type(message) for message in node.said[1:]] == [WorkerFailed, *([WorkerClosed] if closes else [])]
