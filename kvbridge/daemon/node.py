@@ -58,8 +58,8 @@ log = structlog.get_logger(__name__)
 
 TICK_S = 0.05
 """How often deadlines are looked at."""
-CLOSING_SHARE = 8
-"""Half of `timeouts.shutdown_s` is the rooms' own; each part that closes afterwards gets this part (1/n) of it."""
+CLOSING_PARTS = 8
+"""`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, rank workers four, peers one."""
 
 
 class Rooms(ReservingRooms, Protocol):
@@ -183,7 +183,7 @@ class Node(ABC):
             self.control = PeerAddress(
                 endpoint=config.control.advertised(bound.endpoint), public_key=keys.public if keys else ""
             )
-        self._http = await open_http(config.http, self._app, shutdown_s=config.timeouts.shutdown_s / CLOSING_SHARE)
+        self._http = await open_http(config.http, self._app, shutdown_s=self._closing_part_s)
         self._background(self._http.wait_ended(), "http")
         self._announce(self._http.url)
         self._background(self._ticks(), "ticks")
@@ -197,18 +197,22 @@ class Node(ABC):
             await asyncio.shield(self._broken)
 
     async def drain(self) -> None:
-        """Admit nothing more, let rooms end, abort those that do not end in time (`timeouts.shutdown_s`)."""
-        limit_s = self.config.timeouts.shutdown_s
+        """Admit nothing more, let rooms end, abort those that do not end in time (`timeouts.shutdown_rooms_s`)."""
+        limit_s = self.config.timeouts.shutdown_rooms_s
         self.workers.draining = "the daemon is shutting down"
         self.desk.close(self.workers.draining)
         leaving = [] if self._announcer is None else [self._background(self._announcer.leave(), "leave")]
         log.info("draining", rooms=self.open_rooms(), limit_s=limit_s)
-        if not await self._wait_idle(limit_s / 2):
-            log.warning("rooms_aborted", rooms=self.open_rooms(), limit="timeouts.shutdown_s")
+        if not await self._wait_idle(limit_s):
+            log.warning("rooms_aborted", rooms=self.open_rooms(), limit="timeouts.shutdown_rooms_s")
             await self.end_rooms("the daemon was shut down")
-            await self._wait_idle(limit_s / CLOSING_SHARE)
-        if leaving:
-            await asyncio.wait(leaving, timeout=limit_s / CLOSING_SHARE)
+            await self._wait_idle(self._closing_part_s)
+        elif leaving:
+            await asyncio.wait(leaving, timeout=self._closing_part_s)
+
+    @property
+    def _closing_part_s(self) -> float:
+        return self.config.timeouts.shutdown_close_s / CLOSING_PARTS
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -226,8 +230,8 @@ class Node(ABC):
             await self._http.stop()
         if self._announcer is not None:
             await self._announcer.close()
-        await self._host.close(self.config.timeouts.shutdown_s / CLOSING_SHARE)
-        await self.close_peers(min(1.0, self.config.timeouts.shutdown_s / CLOSING_SHARE))
+        await self._host.close(2 * self._closing_part_s)
+        await self.close_peers(min(1.0, self._closing_part_s))
         self._engines.close()
         remove_endpoint(self.config.runtime_dir, self.incarnation)
         self.memory.close()
