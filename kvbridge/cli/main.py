@@ -39,6 +39,10 @@ COMMANDS = {
         "kvbridge.cli.replay.command:replay",
         "Replay a request trace through real daemons and compare every byte.",
     ),
+    "clean": (
+        "kvbridge.cli.clean:clean",
+        "Remove what killed daemons and rank workers have left in shared memory.",
+    ),
     "config": ("kvbridge.cli.config:app", "Look at a daemon's configuration."),
     "keys": ("kvbridge.cli.keys:app", "Make and check keys and tokens."),
 }
