@@ -1,5 +1,15 @@
-"""`python -m kvbridge` is `kvbridge`."""
+"""The entry point: `kvbridge`, and `python -m kvbridge`."""
 
-from kvbridge.cli.main import main
+from kvbridge.cli.interrupts import interrupts_end_at_once
 
-main()
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it with a line and an exit code, also while it is being imported."""
+    interrupts_end_at_once()
+    from kvbridge.cli.main import main as run  # noqa: PLC0415 - see above
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,28 +1,99 @@
-"""The command `kvbridge` and its subcommands."""
+"""The command `kvbridge` and its subcommands.
+
+Owns: their names, and that only the one that is called is imported. Must not know: what they do.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from kvbridge import __version__
-from kvbridge.cli import config, daemons, fit, keys
-from kvbridge.cli.demo import command as demo
-from kvbridge.cli.replay import command as replay
+from kvbridge.cli.interrupts import EXIT_INTERRUPTED, interrupts_raise
+
+COMMANDS = {
+    "prefill": (
+        "kvbridge.cli.daemons:prefill",
+        "Run a prefill daemon: rooms whose pages an engine computes, and which are sent to a decode node.",
+    ),
+    "decode": (
+        "kvbridge.cli.daemons:decode",
+        "Run a decode daemon: rooms whose pages are written by prefill nodes and claimed by an engine.",
+    ),
+    "bootstrap": (
+        "kvbridge.cli.daemons:bootstrap",
+        "Run bootstrap: the directory of instances, and the pairing of requests.",
+    ),
+    "fit": (
+        "kvbridge.cli.fit:fit",
+        "Print what requests of some lengths cost on a decode node, and how many of each fit, by its configuration.",
+    ),
+    "demo": (
+        "kvbridge.cli.demo.command:demo",
+        "Prefill in one process, decode in another, and compare every logit.",
+    ),
+    "replay": (
+        "kvbridge.cli.replay.command:replay",
+        "Replay a request trace through real daemons and compare every byte.",
+    ),
+    "clean": (
+        "kvbridge.cli.clean:clean",
+        "Remove what killed daemons and rank workers have left in shared memory.",
+    ),
+    "config": ("kvbridge.cli.config:app", "Look at a daemon's configuration."),
+    "keys": ("kvbridge.cli.keys:app", "Make and check keys and tokens."),
+}
+"""Where each command is, and the line that says what it does: the first of its own help."""
+
+
+class Commands(TyperGroup):
+    """Lists every command, and imports one when it is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of typer's own, which has moved
+        """See TyperGroup."""
+        name, listed, rest = super().resolve_command(ctx, args)
+        command = load_command(name) if name in COMMANDS else listed
+        interrupts_raise()
+        return name, command, rest
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401
+        """See TyperGroup."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("kvbridge: interrupted", err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
 
 app = typer.Typer(
     name="kvbridge",
+    cls=Commands,
     help="Moves a request's KV cache from the machine that computed its prompt to the machine that generates its answer.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(daemons.prefill)
-app.command()(daemons.decode)
-app.command()(daemons.bootstrap)
-app.command()(fit.fit)
-app.command()(demo.demo)
-app.command()(replay.replay)
-app.add_typer(config.app)
-app.add_typer(keys.app)
+
+
+def load_command(name: str) -> Any:  # noqa: ANN401 - of typer's own
+    """Import a command of `COMMANDS`."""
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    found = getattr(import_module(module), attribute)
+    if not isinstance(found, typer.Typer):
+        single = typer.Typer(add_completion=False)
+        single.command(name)(found)
+        found = single
+    return typer.main.get_command(found)
+
+
+def _listed() -> None:
+    """Stands for a command that is not imported."""
+
+
+for _name, (_place, _help) in COMMANDS.items():
+    app.command(_name, help=_help)(_listed)
 
 
 @app.command()
@@ -32,5 +103,5 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command that the arguments name."""
     app()

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-
 
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:

@@ -148,7 +148,7 @@ class HostPool(FrozenModel):
     layout: HostLayout = HostLayout.LAYER_FIRST
     """`layer_first`, `page_first` or `page_first_direct`."""
     directory: Path = Path("/dev/shm")  # noqa: S108 - the shared-memory file system, not a place for scratch files
-    """Where the shared files are made. Must be memory-backed."""
+    """Where the shared files are made: a tmpfs or hugetlbfs; another file system is refused."""
     extent_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(1 << 30)
     """Longest stretch that is registered with a network card at once."""
     mapping_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(64 << 30)

@@ -58,8 +58,10 @@ class DaemonTimeouts(FrozenModel):
     """A final room is remembered so long, for reports and to recognise stale messages."""
     bootstrap_call_s: Seconds = 5.0
     """One call to bootstrap."""
-    shutdown_s: Seconds = 30.0
-    """From the signal to the end of the process: rooms drain, workers end, doors close."""
+    shutdown_rooms_s: Seconds = 15.0
+    """After the signal, open rooms may end within this; those that do not are aborted."""
+    shutdown_close_s: Seconds = 15.0
+    """After that: aborts, rank workers end, doors close. Both together bound the time from the signal to the end."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

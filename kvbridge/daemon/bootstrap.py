@@ -29,6 +29,8 @@ from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
+from kvbridge.pool.leftovers import remove_leftovers
+from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.service.directory import Directory, absences
 from kvbridge.service.nodes import InstanceView
 from kvbridge.service.pairing import PairingLimits, PairingService
@@ -102,11 +104,15 @@ class BootstrapDaemon:
         self._http = await open_http(self.config.http, self._app, shutdown_s=self.config.timeouts.shutdown_s / 2)
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
         if self._endpoint_dir is not None:
-            self._endpoint_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                self._endpoint_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--endpoint-dir {self._endpoint_dir} cannot be made: {error.strerror}") from error
             endpoint = DaemonEndpoint(
                 role="bootstrap", incarnation=self.incarnation, pid=os.getpid(), http_url=self._http.url
             )
             write_endpoint(self._endpoint_dir, endpoint)
+        await asyncio.to_thread(remove_leftovers, (DEFAULT_DIRECTORY,))
         log.info("doors_open", http=self._http.url, store=repr(self._store))
 
     def _app(self, settings: AppSettings) -> Application:

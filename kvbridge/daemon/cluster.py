@@ -24,14 +24,13 @@ from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, RoomFail
 from kvbridge.core.ids import FrozenModel, Positive, Role
 from kvbridge.daemon.announce import ENDPOINT_FILE, DaemonEndpoint, read_endpoint
 from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
-from kvbridge.daemon.memory import file_prefix
 from kvbridge.http.problems import error_of
-from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY, remove_stale
+from kvbridge.pool.leftovers import sweep
+from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.service.ports import AdmissionRequest, PairRequest, Readiness, RoomReport, Ticket
 
 START_S = 60.0
 CALL_S = 20.0
-NODE = "node-0"
 
 Section = dict[str, Any]
 """A section of a configuration file."""
@@ -157,9 +156,7 @@ class Cluster:
         if hurry_after_s is None:
             stop_all(nodes, timeout_s=timeout_s)
         stop_all(self.all(), timeout_s=timeout_s, hurry_after_s=hurry_after_s)
-        for daemon in nodes:
-            instance, node = str(daemon.config.get("instance", "")), str(daemon.config.get("node", NODE))
-            remove_stale(DEFAULT_DIRECTORY, file_prefix(instance, f"{daemon.role}-{node}"))
+        sweep([DEFAULT_DIRECTORY])
 
 
 class NodeSpec(FrozenModel):

@@ -31,8 +31,11 @@ class Daemon(Protocol):
 
 
 async def run_daemon(daemon: Daemon) -> None:
-    """Run a daemon until SIGTERM or SIGINT; a second signal skips the rest of the drain."""
+    """Run a daemon until SIGTERM, SIGINT or SIGHUP; a second signal skips the rest of the drain."""
     loop = asyncio.get_running_loop()
+    ending = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has it ignored
+        ending.append(signal.SIGHUP)
     stop, force = asyncio.Event(), asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
@@ -41,7 +44,7 @@ async def run_daemon(daemon: Daemon) -> None:
         )
         (force if stop.is_set() else stop).set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending:
         loop.add_signal_handler(number, on_signal, number)
     try:
         await _first(daemon.start(), stop.wait())
@@ -50,7 +53,7 @@ async def run_daemon(daemon: Daemon) -> None:
         await _first(daemon.drain(), force.wait())
     finally:
         await daemon.close()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending:
             loop.remove_signal_handler(number)
 
 

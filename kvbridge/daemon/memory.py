@@ -6,8 +6,10 @@ rank worker makes it, and this process never touches CUDA. Must not know: rooms,
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,18 +17,20 @@ from pathlib import Path
 from kvbridge.config.pools import DecodePools, HostLayout, MemoryOwner, RankPlacement
 from kvbridge.config.pools import HostPool as HostPoolConfig
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.core.errors import ConfigError, InvalidInputError
+from kvbridge.core.errors import ConfigError, DeadlineError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import sparse_component
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceOrder, SharedRegion
 from kvbridge.pool.book import PageBook
 from kvbridge.pool.device_pool import DevicePool
+from kvbridge.pool.extent import Progress
 from kvbridge.pool.host_pool import HostPool
 from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement
+from kvbridge.pool.leftovers import POOL_PREFIX
+from kvbridge.pool.memory_limits import why_not_memory
 from kvbridge.pool.placement import Placement
-from kvbridge.pool.shared_mapping import remove_stale
-from kvbridge.transport.local_host import PROOF_PREFIX
+from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
 
 ADOPTED_PAGE_LIMIT = 1 << 22
 """Page ids that an adopted space may use; the planner checks them against the engine's real pools."""
@@ -172,34 +176,59 @@ def _page_count(placement: Placement) -> int:
     return placement.page_counts()[IndexSpace.HOST]
 
 
+class _CancelledError(Exception):
+    """The creation was told to stop."""
+
+
 @dataclass
 class NodeMemory:
-    """The pools that a node makes, in memory. Blocking to create: call `create` from a thread."""
+    """The pools that a node makes, in memory."""
 
     layout: NodeLayout
     device: dict[Rank, tuple[SharedRegion, ...]] = field(default_factory=dict)
     host: tuple[SharedRegion, ...] = ()
     _stack: ExitStack = field(default_factory=ExitStack)
+    _cancelled: threading.Event = field(default_factory=threading.Event)
 
-    def create(
-        self, *, directory: Path, instance: str, node: str, incarnation: str, on_progress: Callable[[int, int], None]
-    ) -> None:
-        """Create every pool; leftovers of dead predecessors are removed first. Raises RegistrationError, leaving nothing."""
-        prefix = file_prefix(instance, node)
-        remove_stale(directory, prefix)
-        remove_stale(directory, PROOF_PREFIX)  # a killed rank worker leaves one
+    async def create(self, directory: Path, prefix: str, *, on_progress: Progress, cancel_s: float) -> None:
+        """Create every pool in `directory`, in a thread, in files whose names begin with `prefix`.
+
+        Raises RegistrationError, leaving nothing. When it is cancelled, the thread stops after the chunks at hand and
+        removes what it has made, and only then the cancellation goes on; DeadlineError when that takes longer than
+        `cancel_s` (the thread goes on removing).
+        """
+        work = asyncio.create_task(asyncio.to_thread(self._create, directory, prefix, on_progress))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self._cancelled.set()
+            done, _ = await asyncio.wait({work}, timeout=cancel_s)
+            if not done:
+                raise DeadlineError(
+                    f"the pools in {directory} were being made and could not be removed within {cancel_s:g} s "
+                    "(timeouts.shutdown_close_s): the machine is short of memory or of time"
+                ) from None
+            work.exception()  # says no more than that it was told to stop
+            self.close()
+            raise
+
+    def _create(self, directory: Path, prefix: str, on_progress: Progress) -> None:
         done = 0
         total = self.layout.node_bytes
+
+        def report(pool_bytes: int, _: int) -> None:
+            if self._cancelled.is_set():
+                raise _CancelledError
+            on_progress(done + pool_bytes, total)
+
         try:
             for rank, placement in self.layout.shared_device().items():
-                report = _offset_progress(on_progress, done, total)
-                pool = DevicePool.create(placement, directory, f"{prefix}{incarnation}.{rank}", on_progress=report)
+                pool = DevicePool.create(placement, directory, f"{prefix}.{rank}", on_progress=report)
                 self._stack.callback(pool.close)
                 self.device[rank] = pool.shared_regions()
                 done += placement.total_bytes
             if self.layout.host is not None:
-                report = _offset_progress(on_progress, done, total)
-                host = HostPool.create(self.layout.host, directory, f"{prefix}{incarnation}.host", on_progress=report)
+                host = HostPool.create(self.layout.host, directory, f"{prefix}.host", on_progress=report)
                 self._stack.callback(host.close)
                 self.host = host.shared_regions()
         except BaseException:
@@ -213,11 +242,20 @@ class NodeMemory:
         self.host = ()
 
 
+def memory_directory(config: PrefillConfig | DecodeConfig) -> Path:
+    """Return where a node's shared files are made."""
+    return config.pools.host.directory if isinstance(config.pools, DecodePools) else DEFAULT_DIRECTORY
+
+
+def require_memory_directory(config: PrefillConfig | DecodeConfig, layout: NodeLayout) -> None:
+    """Raise ConfigError when the node makes shared files and they would not be in memory."""
+    directory = memory_directory(config)
+    if layout.node_bytes and (problem := why_not_memory(directory)):
+        key = "pools.host.directory" if isinstance(config.pools, DecodePools) else "the pools' directory"
+        raise ConfigError(f"{key}: {problem}; the pools need a directory in memory, such as {DEFAULT_DIRECTORY}")
+
+
 def file_prefix(instance: str, node: str) -> str:
     """What the names of a node's shared files begin with: equal for all lives of the node, and for no other node."""
     digest = hashlib.blake2b(f"{instance}/{node}".encode(), digest_size=6).hexdigest()
-    return f"kvbridge-{digest}-"
-
-
-def _offset_progress(report: Callable[[int, int], None], done: int, total: int) -> Callable[[int, int], None]:
-    return lambda bytes_done, _: report(done + bytes_done, total)
+    return f"{POOL_PREFIX}{digest}-"

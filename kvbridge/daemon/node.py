@@ -14,14 +14,16 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 
 from kvbridge import __version__
 from kvbridge.config.loading import read_secret
-from kvbridge.config.pools import DecodePools, MemoryOwner
+from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.control.link import PeerSettings
 from kvbridge.control.local import prepare_runtime_directory
@@ -36,7 +38,13 @@ from kvbridge.daemon.admission import admission_limits
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.engine_host import EngineHost
 from kvbridge.daemon.front import open_http
-from kvbridge.daemon.memory import NodeMemory, plan_memory
+from kvbridge.daemon.memory import (
+    NodeMemory,
+    file_prefix,
+    memory_directory,
+    plan_memory,
+    require_memory_directory,
+)
 from kvbridge.daemon.model import load_geometry
 from kvbridge.daemon.node_status import node_metrics, node_status
 from kvbridge.daemon.observe import MetricsObserver
@@ -47,6 +55,7 @@ from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.book import PageState
+from kvbridge.pool.leftovers import remove_leftovers
 from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.service.admission import AdmissionDesk, ReservingRooms
 from kvbridge.service.engine_door import EngineDoor
@@ -59,8 +68,8 @@ log = structlog.get_logger(__name__)
 
 TICK_S = 0.05
 """How often deadlines are looked at."""
-CLOSING_SHARE = 8
-"""Half of `timeouts.shutdown_s` is the rooms' own; each part that closes afterwards gets this part (1/n) of it."""
+CLOSING_PARTS = 8
+"""`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, rank workers four, peers one."""
 
 
 class Rooms(ReservingRooms, Protocol):
@@ -176,6 +185,7 @@ class Node(ABC):
         """Open the doors, make the memory, start the workers. Returns when the doors are open and workers are starting."""
         config = self.config
         self._broken = asyncio.get_running_loop().create_future()
+        require_memory_directory(config, self.layout)
         prepare_runtime_directory(config.runtime_dir)
         self._host.open(self.incarnation)
         self._engines.open(self.incarnation, config.runtime_dir)
@@ -186,11 +196,11 @@ class Node(ABC):
             self.control = PeerAddress(
                 endpoint=config.control.advertised(bound.endpoint), public_key=keys.public if keys else ""
             )
-        self._http = await open_http(config.http, self._app, shutdown_s=config.timeouts.shutdown_s / CLOSING_SHARE)
+        self._http = await open_http(config.http, self._app, shutdown_s=self._closing_part_s)
         self._background(self._http.wait_ended(), "http")
         self._announce(self._http.url)
         self._background(self._ticks(), "ticks")
-        await asyncio.to_thread(self._create_memory)
+        await self._create_memory()
         self._memory_problem = ""
         self._host.start(own_processes=not self.adopted)
 
@@ -200,18 +210,22 @@ class Node(ABC):
             await asyncio.shield(self._broken)
 
     async def drain(self) -> None:
-        """Admit nothing more, let rooms end, abort those that do not end in time (`timeouts.shutdown_s`)."""
-        limit_s = self.config.timeouts.shutdown_s
+        """Admit nothing more, let rooms end, abort those that do not end in time (`timeouts.shutdown_rooms_s`)."""
+        limit_s = self.config.timeouts.shutdown_rooms_s
         self.workers.draining = "the daemon is shutting down"
         self.desk.close(self.workers.draining)
         leaving = [] if self._announcer is None else [self._background(self._announcer.leave(), "leave")]
         log.info("draining", rooms=self.open_rooms(), limit_s=limit_s)
-        if not await self._wait_idle(limit_s / 2):
-            log.warning("rooms_aborted", rooms=self.open_rooms(), limit="timeouts.shutdown_s")
+        if not await self._wait_idle(limit_s):
+            log.warning("rooms_aborted", rooms=self.open_rooms(), limit="timeouts.shutdown_rooms_s")
             await self.end_rooms("the daemon was shut down")
-            await self._wait_idle(limit_s / CLOSING_SHARE)
-        if leaving:
-            await asyncio.wait(leaving, timeout=limit_s / CLOSING_SHARE)
+            await self._wait_idle(self._closing_part_s)
+        elif leaving:
+            await asyncio.wait(leaving, timeout=self._closing_part_s)
+
+    @property
+    def _closing_part_s(self) -> float:
+        return self.config.timeouts.shutdown_close_s / CLOSING_PARTS
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -220,20 +234,24 @@ class Node(ABC):
         return not self.open_rooms()
 
     async def close(self) -> None:
-        """Close everything, in the order in which nothing is pulled from under anybody. Harmless when nothing is open."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
-        if self._http is not None:
-            await self._http.stop()
-        if self._announcer is not None:
-            await self._announcer.close()
-        await self._host.close(self.config.timeouts.shutdown_s / CLOSING_SHARE)
-        await self.close_peers(min(1.0, self.config.timeouts.shutdown_s / CLOSING_SHARE))
-        self._engines.close()
-        remove_endpoint(self.config.runtime_dir, self.incarnation)
-        self.memory.close()
+        """Close everything, in the order in which nothing is pulled from under anybody. Harmless when nothing is open.
+
+        What goes wrong on the way is raised when everything has been closed.
+        """
+        async with AsyncExitStack() as last_first:
+            last_first.callback(self.memory.close)
+            last_first.callback(remove_endpoint, self.config.runtime_dir, self.incarnation)
+            last_first.callback(self._engines.close)
+            last_first.push_async_callback(self.close_peers, min(1.0, self._closing_part_s))
+            last_first.push_async_callback(self._host.close, 2 * self._closing_part_s)
+            if self._announcer is not None:
+                last_first.push_async_callback(self._announcer.close)
+            if self._http is not None:
+                last_first.push_async_callback(self._http.stop)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._tasks.clear()
 
     def _background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -329,17 +347,16 @@ class Node(ABC):
             total_pages={space.value: pages for space, pages in self.book.totals().items()},
         )
 
-    def _create_memory(self) -> None:
+    async def _create_memory(self) -> None:
         begun_s = time.monotonic()
-        directory = (
-            self.config.pools.host.directory if isinstance(self.config.pools, DecodePools) else DEFAULT_DIRECTORY
-        )
-        self.memory.create(
-            directory=directory,
-            instance=self.config.instance,
-            node=f"{self.role}-{self.config.node}",
-            incarnation=self.incarnation,
+        directory = memory_directory(self.config)
+        proofs = Path(self.config.transports.local.proof_directory)
+        await asyncio.to_thread(remove_leftovers, (directory, DEFAULT_DIRECTORY, proofs))
+        await self.memory.create(
+            directory,
+            file_prefix(self.config.instance, f"{self.role}-{self.config.node}") + self.incarnation,
             on_progress=self._memory_progress,
+            cancel_s=self.config.timeouts.shutdown_close_s / 2,
         )
         log.info("memory_created", bytes=self.layout.node_bytes, seconds=round(time.monotonic() - begun_s, 3))
 

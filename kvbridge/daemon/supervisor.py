@@ -65,6 +65,7 @@ class Supervisor:
                 *(sys.executable, "-m", "kvbridge.daemon.worker_process", "--pp", str(rank.pp), "--tp", str(rank.tp)),
                 *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is the node's, also before the worker can say that it ignores it
                 env=clean_environment(),  # a worker is told all that it is to know: no token travels further than it must
             )
             self._processes[rank] = process
@@ -97,7 +98,9 @@ class Supervisor:
             _, late = await asyncio.wait(waits, timeout=timeout_s)
             for process in running:
                 if process.returncode is None:
-                    log.warning("worker_killed", pid=process.pid, why="it did not end in time (timeouts.shutdown_s)")
+                    log.warning(
+                        "worker_killed", pid=process.pid, why="it did not end in time (timeouts.shutdown_close_s)"
+                    )
                     with contextlib.suppress(ProcessLookupError):
                         process.kill()
             if late:

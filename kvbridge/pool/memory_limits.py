@@ -1,6 +1,7 @@
 """How many bytes can still be put into a shared-memory directory before something kills or refuses us.
 
-Owns: reading the limits of the file system, of the machine and of the control groups of this process.
+Owns: reading the kind and the limits of the file system, and the limits of the machine and of the control groups of
+this process.
 Must not know: what the bytes are for.
 
 Pages of a shared-memory file are charged to the control group of whoever touches them first, and going over that
@@ -9,12 +10,19 @@ limit is not an error but the kernel's OOM killer. So it is looked at before, no
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+_IN_MEMORY = {0x0102_1994: "tmpfs", 0x9584_58F6: "hugetlbfs"}
+"""`f_type` of statfs(2)."""
+_STATFS_BYTES = 256
+"""More than `struct statfs` has; it begins with `f_type`, a long."""
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,17 @@ class MemoryLimit:
     name: str
     available_bytes: int
     cure: str
+
+
+def why_not_memory(directory: Path) -> str:
+    """Say why files in `directory` would not be shared memory; empty when they would be."""
+    status = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc.statfs(os.fsencode(directory), status) != 0:
+        return f"{directory}: {os.strerror(ctypes.get_errno())}"
+    if not directory.is_dir():
+        return f"{directory} is not a directory"
+    kind = ctypes.c_long.from_buffer(status).value & 0xFFFF_FFFF
+    return "" if kind in _IN_MEMORY else f"{directory} is on a file system of type {kind:#x}, not in memory"
 
 
 def tightest_limit(directory: Path) -> MemoryLimit:

@@ -1,10 +1,10 @@
 """A file in shared memory, mapped: memory that several processes of one host address as their own.
 
-Owns: creating, sizing, mapping, closing and sweeping such files. Must not know: what lies in them.
+Owns: creating, sizing, mapping and closing such files. Must not know: what lies in them.
 
 Who creates a file owns it. The owner holds an advisory lock on it for as long as it lives, and the kernel drops the
-lock when the owner ends, however it ends. So a file that can be locked belongs to nobody, and `remove_stale` removes
-it.
+lock when the owner ends, however it ends. So a file that can be locked belongs to nobody, and the sweep of
+`leftovers.py` removes it.
 
 A new file has no name (O_TMPFILE) until it is locked and all of its memory is there, and then gets one that nobody
 else has. So a sweep never meets an unlocked file that somebody is still creating, nobody opens a half-made one, and a
@@ -34,7 +34,8 @@ from kvbridge.pool.extent import Progress, ignore_progress
 from kvbridge.pool.memory_limits import tightest_limit
 
 DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, with files of mode 0600 made by O_EXCL
-DEFAULT_CHUNK_BYTES = 256 << 20
+DEFAULT_CHUNK_BYTES = 64 << 20
+"""How much is brought into memory between two reports of progress, which are where a creation can be stopped."""
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
@@ -225,37 +226,6 @@ def close_all(mappings: Iterable[SharedMapping]) -> None:
             busy.append(error)
     if busy:
         raise busy[0]
-
-
-def remove_stale(directory: Path | str, prefix: str) -> list[Path]:
-    """Remove the files `directory/prefix*` whose owners are dead, and return them. Files in use stay.
-
-    Only regular files of this user are looked at. Safe to run in several processes and beside `create`.
-    """
-    if not prefix or "/" in prefix:
-        raise InvalidInputError(f"stale files need a non-empty prefix without '/', got '{prefix}'")
-    candidates = sorted(path for path in Path(directory).iterdir() if path.name.startswith(prefix))
-    return [path for path in candidates if _remove_if_stale(path)]
-
-
-def _remove_if_stale(path: Path) -> bool:
-    try:
-        if not path.is_file() or path.is_symlink() or path.stat().st_uid != os.geteuid():
-            return False
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(descriptor), path.stat(follow_symlinks=False)):
-            return False  # another sweep was faster, and a new owner has taken the name
-        path.unlink()
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    else:
-        return True
-    finally:
-        os.close(descriptor)
 
 
 def _checked_path(directory: Path, name: str) -> Path:

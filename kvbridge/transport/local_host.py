@@ -43,6 +43,7 @@ from pydantic import Field
 
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.pool.leftovers import PROOF_PREFIX
 from kvbridge.transport.base import Memory, SharedFile
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -85,10 +86,6 @@ class SharedExtent(FrozenModel):
     offset_bytes: NonNegative
 
 
-PROOF_PREFIX = ".kvbridge-"
-"""What the names of proof files begin with. A file of this kind that nobody has locked belongs to a dead process."""
-
-
 class Proof:
     """A file with a secret, locked for as long as its writer lives; removed by `close`."""
 
@@ -111,15 +108,19 @@ class Gate:
         self._descriptor, self.file = _locked_file(directory, "")
         self.own_path = f"/proc/self/fd/{self._descriptor}"
         """Opens the file in this process, whatever has become of its name."""
-        atexit.register(self._remove)
-
-    def _remove(self) -> None:
-        with contextlib.suppress(OSError):
-            Path(self.file.path).unlink()
 
 
 _gates: dict[tuple[int, int], Gate] = {}
 _gates_lock = threading.Lock()
+
+
+@atexit.register
+def remove_gates() -> None:
+    """Remove the names of this process's gates at its end; called where exit handlers do not run."""
+    with _gates_lock:
+        for gate in _gates.values():
+            with contextlib.suppress(OSError):
+                Path(gate.file.path).unlink()
 
 
 def gate_of(device: int, address: int, directory: Path) -> Gate:

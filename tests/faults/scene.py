@@ -38,7 +38,8 @@ TIMEOUTS = {
     "peer_silence_s": PEER_SILENCE_S,
     "worker_silence_s": WORKER_SILENCE_S,
     "drain_s": 1.0,
-    "shutdown_s": 4.0,
+    "shutdown_rooms_s": 2.0,
+    "shutdown_close_s": 4.0,
 }
 EXPIRE_S = 2.0
 """Bootstrap forgets a silent daemon after this."""

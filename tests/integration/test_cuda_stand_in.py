@@ -7,7 +7,9 @@ is in `tests/gpu/test_cuda_daemons.py`.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -29,6 +31,7 @@ from kvbridge.engine.base import AttachedEngine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.leftovers import PROOF_PREFIX
 from kvbridge.pool.sharing import MappedRegions
 from kvbridge.pool.stream_points import EventRing, StreamPoints
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
@@ -101,6 +104,28 @@ def test_every_byte_crosses_between_pools_that_workers_made(prefill: int, decode
         assert reader._attachment.mapped.kinds == {MemoryKind.VRAM, MemoryKind.DRAM}
         for case in CASES:
             reader.release(cross(running, sender, reader, case).room)
+
+
+def test_a_node_that_ends_takes_everything_with_it() -> None:
+    """Its pools, the proofs of its workers, and the gates of their device memory."""
+    folder = Path(tempfile.mkdtemp(prefix="gates-", dir="/dev/shm"))
+    cuda = {"parallelism": {"device": "cuda"}}
+    device = {"full": 64, "swa": 16, "request": 8}
+    own = cuda | {"pools": {"device": device, "host": {"pages": 64, "directory": str(folder)}}}
+    try:
+        with nodes(cuda, own) as running:
+            with (
+                PrefillEngine.attach(running.prefill.runtime_dir) as sender,
+                DecodeEngine.attach(running.decode.runtime_dir) as reader,
+            ):
+                reader.release(cross(running, sender, reader, CASES[0]).room)
+                assert len([path for path in folder.iterdir() if path.name.startswith(PROOF_PREFIX)]) == 2, (
+                    "a proof, a gate"
+                )
+            assert running.decode.stop() == 0
+            assert not list(folder.iterdir())
+    finally:
+        shutil.rmtree(folder)
 
 
 class OwnGpu:

@@ -6,17 +6,22 @@ reason, and the next room crosses.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvbridge.daemon.memory import file_prefix
+from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import (
     LiveCluster,
@@ -31,10 +36,13 @@ from tests.helpers.live_rooms import (
 )
 
 TOKENS = 1000
-SHUTDOWN_S = 4.0
+SHUTDOWN_ROOMS_S = 3.0
+SHUTDOWN_CLOSE_S = 16.0
+SHUTDOWN_S = SHUTDOWN_ROOMS_S + SHUTDOWN_CLOSE_S
 SILENCE_S = 1.5
 TIMEOUTS = {
-    "shutdown_s": SHUTDOWN_S,
+    "shutdown_rooms_s": SHUTDOWN_ROOMS_S,
+    "shutdown_close_s": SHUTDOWN_CLOSE_S,
     "control_heartbeat_s": 0.2,
     "peer_silence_s": SILENCE_S,
     "worker_silence_s": 2.5,
@@ -43,7 +51,7 @@ TIMEOUTS = {
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveCluster]:
-    # Names that no other run on this machine has: each start sweeps what is left of its own name.
+    # Names that no other run on this machine has.
     mine = {"timeouts": TIMEOUTS}
     prefill, decode = (mine | {"instance": f"{role}-{os.getpid()}"} for role in ("prefill", "decode"))
     with live_cluster(prefill=prefill, decode=decode) as running:
@@ -105,10 +113,10 @@ def gone(process: int) -> bool:
         return True
 
 
-def shared_files(daemon: DaemonProcess) -> set[str]:
-    """The names of a daemon's files in shared memory."""
+def shared_files(daemon: DaemonProcess, folder: Path = DEFAULT_DIRECTORY) -> set[str]:
+    """The names of a daemon's pools in shared memory."""
     prefix = file_prefix(str(daemon.config["instance"]), f"{daemon.role}-node-0")
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)}
+    return {path.name for path in folder.iterdir() if path.name.startswith(prefix)}
 
 
 def restarted(live: LiveCluster, daemon: DaemonProcess) -> None:
@@ -121,10 +129,30 @@ def restarted(live: LiveCluster, daemon: DaemonProcess) -> None:
 # ------------------------------------------------------------------------------------------- signals
 
 
-def test_sigterm_lets_rooms_end(live: LiveCluster, daemon: DaemonProcess) -> None:
+def to_one(daemon: DaemonProcess) -> None:
+    daemon.kill(signal.SIGTERM)
+
+
+def to_the_group(daemon: DaemonProcess) -> None:
+    """What a shell does (`kill %1`)."""
+    os.killpg(pid(daemon), signal.SIGTERM)
+
+
+def to_all(daemon: DaemonProcess) -> None:
+    """What systemd does, workers first."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        os.kill(worker_pid(daemon), number)
+    daemon.kill(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("tell", [to_one, to_the_group, to_all])
+def test_sigterm_lets_rooms_end(
+    live: LiveCluster, daemon: DaemonProcess, tell: Callable[[DaemonProcess], None]
+) -> None:
     room = in_flight(live)
     workers = worker_pid(daemon)
-    daemon.kill(signal.SIGTERM)
+    earlier = len(daemon.log_path.read_text())
+    tell(daemon)
     eventually("draining", lambda: http("GET", daemon, "/ready").status_code == 503)
     assert http("GET", daemon, "/ready").json()["reasons"] == ["the daemon is shutting down"]
     assert http("GET", daemon, "/health").status_code == 200
@@ -135,12 +163,16 @@ def test_sigterm_lets_rooms_end(live: LiveCluster, daemon: DaemonProcess) -> Non
     instance = daemon.config["instance"]
     eventually("off the directory", lambda: instance not in http("GET", live.cluster.bootstrap, "/v1/instances").text)
     assert not gone(pid(daemon)), "a room is in flight"
+    assert not gone(workers)
 
     live.write(room, TOKENS, 500, TOKENS)
     live.sender.finish(room)
     live.read(room, TOKENS)
     live.reader.release(room)
     assert exit_code(daemon) == 0
+    said = [json.loads(line) for line in daemon.log_path.read_text()[earlier:].splitlines()]
+    assert not [each for each in said if each["level"] not in {"debug", "info"}], said
+    assert [each["limit_s"] for each in said if each["event"] == "draining"] == [SHUTDOWN_ROOMS_S]
     assert instance not in http("GET", live.cluster.bootstrap, "/v1/instances").text
     assert gone(workers)
     assert not shared_files(daemon)
@@ -158,7 +190,7 @@ def test_rooms_that_do_not_end_are_aborted_within_the_limit(live: LiveCluster, d
         daemon.kill(signal.SIGTERM)
         final = asked.result(20).json()
         assert exit_code(daemon) == 0
-    assert time.monotonic() - began_s < SHUTDOWN_S + 2
+    assert SHUTDOWN_ROOMS_S < time.monotonic() - began_s < SHUTDOWN_S + 2
     assert (final["state"], final["reason_code"]) == ("aborted", "aborted")
     assert final["reason"] == "the daemon was shut down"
     survivor = other(live, daemon)
@@ -185,6 +217,69 @@ def test_a_second_signal_ends_the_drain(live: LiveCluster, daemon: DaemonProcess
     assert "rooms_aborted" not in said, "the drain went on to its end"
 
 
+def test_sigterm_while_memory_is_made_leaves_nothing(live: LiveCluster) -> None:
+    """The pools of a gigabyte take long enough on any machine to be told meanwhile."""
+    starting = alone(live, pools={"device": {"full": 64, "swa": 16, "request": 8}, "host": {"size_bytes": 1 << 30}})
+    starting.start()
+    starting.endpoint()
+    starting.kill(signal.SIGTERM)
+    assert exit_code(starting) == 0
+    assert not shared_files(starting)
+    said = starting.log_path.read_text()
+    assert "Traceback" not in said
+    assert "memory_created" not in said, "this machine was faster than the signal"
+
+
+def test_whoever_starts_sweeps_what_the_dead_have_left(live: LiveCluster) -> None:
+    """Of another instance, with another runtime directory: pools of the node, proofs of its workers."""
+    folder = Path(tempfile.mkdtemp(prefix="life-", dir="/dev/shm"))
+    pools = {"device": {"full": 64, "swa": 16, "request": 8}, "host": {"pages": 64, "directory": str(folder)}}
+    first, second = (alone(live, name, pools=pools) for name in ("first", "second"))
+    try:
+        first.start()
+        first.wait_ready()
+        os.kill(worker_pid(first), signal.SIGKILL)  # before its node, whose end it might see and tidy up
+        first.wait_ready()
+        first.kill()
+        left = set(folder.iterdir())
+        assert {path.name.partition("-")[0] for path in left} == {"kvbridge", ".kvbridge"}
+        second.start()
+        second.wait_ready()
+        assert not left & set(folder.iterdir())
+        second.kill()
+
+        told = clean(folder, "--dry-run")
+        assert told.returncode == 0
+        left = shared_files(second, folder)
+        assert left
+        assert all(name in told.stdout for name in left)
+        # The last worker ends a moment after its node.
+        eventually("a clean folder", lambda: clean(folder).returncode == 0 and not set(folder.iterdir()))
+    finally:
+        first.kill()
+        second.kill()
+        shutil.rmtree(folder)
+
+
+def alone(live: LiveCluster, name: str = "alone", **more: object) -> DaemonProcess:
+    """A decode daemon that nobody knows."""
+    daemon = DaemonProcess("decode", name, live.cluster.folder / name)
+    daemon.config = live.decode.config | {
+        "instance": f"{name}-{os.getpid()}",
+        "runtime_dir": str(daemon.runtime_dir),
+        "bootstrap": {"url": ""},
+        **more,
+    }
+    return daemon
+
+
+def clean(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvbridge", "clean", "--directory", str(folder), *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "COLUMNS": "300"}
+    )
+
+
 # ------------------------------------------------------------------------------------------- starts that cannot be
 
 
@@ -203,6 +298,8 @@ def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster) -> None:
         ("decode", {"model": {"hf_config": str(missing)}}, str(missing)),
         ("decode", {"pools": {"device": {"full": 8}, "host": {"pages": 8}}}, "pools.device.request"),
         ("prefill", {"timeouts": {"transfer_s": 1000}}, "transfer_s"),
+        ("decode", {"pools": decode_pools("/no/such/place")}, "pools.host.directory: /no/such/place: No such file"),
+        ("decode", {"pools": decode_pools("/proc")}, "pools.host.directory: /proc is on a file system of type 0x9fa0"),
     ]
     started = []
     for number, (role, change, text) in enumerate(cases):
@@ -225,6 +322,10 @@ def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster) -> None:
             refused.kill()
     assert live.prefill.endpoint().pid == pid(live.prefill), "the endpoint file is still its owner's"
     live.serves()
+
+
+def decode_pools(directory: str) -> dict[str, object]:
+    return {"device": {"full": 8, "swa": 4, "request": 2}, "host": {"pages": 8, "directory": directory}}
 
 
 # ------------------------------------------------------------------------------------------- rank workers
@@ -300,7 +401,6 @@ def test_a_killed_prefill_daemon_is_noticed_and_shut_out_and_its_next_life_serve
     assert files
     live.prefill.kill()
     eventually("no worker without its node", lambda: gone(worker))
-    assert shared_files(live.prefill) == files
     raises_code("peer_failed", lambda: live.sender.publish(room, TOKENS))
 
     epoch = metric(live.decode, "kvbridge_endpoint_epoch")

@@ -19,8 +19,9 @@ from kvbridge.cli.demo.lengths import DEFAULT_PROMPTS, DEFAULT_SPARSE_PROMPTS
 from kvbridge.cli.demo.plan import DEFAULT_HOT_ROWS, DemoOptions
 from kvbridge.cli.demo.report import DemoReport, print_report
 from kvbridge.cli.demo.run import Demo
+from kvbridge.cli.interrupts import EXIT_INTERRUPTED
 from kvbridge.cli.progress import ShownProgress, shown_progress
-from kvbridge.cli.signals import EXIT_INTERRUPTED, terminated_like_interrupted
+from kvbridge.cli.signals import terminated_like_interrupted
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.kernels.cuda.runtime import reason_without_device

@@ -161,7 +161,7 @@ class DemoPlan:
 
     def cluster_spec(self, instance: str, model_file: Path) -> ClusterSpec:
         """Return the daemons to start. Rooms are held for as long as the demo takes, so those limits are long."""
-        timeouts = {"offer_s": LONG_S, "room_s": LONG_S, "shutdown_s": 6.0}
+        timeouts = {"offer_s": LONG_S, "room_s": LONG_S, "shutdown_rooms_s": 3.0, "shutdown_close_s": 3.0}
         host = self._host_kinds()
         decode_pages = self._decode_pages(host)
         # As many as full ones: bootstrap counts with that, since it does not know what lives on the host.

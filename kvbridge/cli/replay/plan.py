@@ -144,7 +144,8 @@ class ReplayPlan:
         """Return the daemons to start."""
         options = self.options
         # Rooms wait for one prefill engine, and are held as long as the trace says: neither is a fault here.
-        timeouts = {"offer_s": LONGEST_WAIT_S, "room_s": LONGEST_WAIT_S, "claim_s": LONGEST_WAIT_S, "shutdown_s": 6.0}
+        timeouts = dict.fromkeys(("offer_s", "room_s", "claim_s"), LONGEST_WAIT_S)
+        timeouts |= {"shutdown_rooms_s": 3.0, "shutdown_close_s": 3.0}
         decode_pages = self.decode_pages()
         host_pages = decode_pages.pop(IndexSpace.HOST.value, 0)
         host_pool = {"components": sorted(self.host_kinds), "pages": host_pages}

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.core.errors import ConfigError, DeadlineError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceOrder
-from kvbridge.daemon.memory import NodeMemory, plan_memory
+from kvbridge.daemon.memory import NodeMemory, plan_memory, require_memory_directory
 
 TINY = preset("tiny-v4")
 PAGES = {"full": 8, "swa": 4, "request": 2}
@@ -52,9 +55,7 @@ def test_device_memory_on_gpus_is_ordered_from_the_workers(no_cuda, tmp_path: Pa
     assert layout.node_bytes == layout.host.total_bytes < layout.total_bytes
     memory = NodeMemory(layout)
     told: list[tuple[int, int]] = []
-    memory.create(
-        directory=tmp_path, instance="d", node="n", incarnation="i", on_progress=lambda *done: told.append(done)
-    )
+    asyncio.run(memory.create(tmp_path, "d", on_progress=lambda *done: told.append(done), cancel_s=5.0))
     try:
         assert memory.device == {}
         assert memory.host
@@ -87,3 +88,76 @@ def test_memory_that_engines_bring_is_nobodys_to_make(no_cuda):
     )
     layout = plan_memory(config, TINY)
     assert (layout.orders, layout.device, layout.total_bytes) == ({}, {}, 0)
+
+
+@pytest.mark.parametrize("reports_before", [1, 2, 3])
+def test_a_creation_that_is_cancelled_ends_at_its_next_report_and_leaves_nothing(tmp_path: Path, reports_before: int):
+    """Before each of the three pools has its name; before the last one, the thread has nothing to report any more."""
+    memory = NodeMemory(plan_memory(decode(tp_size=2), TINY))
+    told: list[int] = []
+
+    async def cancelled() -> None:
+        loop = asyncio.get_running_loop()
+
+        def on_progress(done_bytes: int, _: int) -> None:
+            told.append(done_bytes)
+            if len(told) == reports_before:
+                loop.call_soon_threadsafe(creation.cancel)
+                assert memory._cancelled.wait(10)
+
+        creation = asyncio.create_task(memory.create(tmp_path, "d", on_progress=on_progress, cancel_s=10))
+        await creation
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    assert len(told) == reports_before
+    assert not list(tmp_path.iterdir())
+    assert (memory.device, memory.host) == ({}, ())
+
+
+def test_a_creation_that_does_not_stop_is_said_and_still_leaves_nothing(tmp_path: Path):
+    memory = NodeMemory(plan_memory(decode(), TINY))
+    stuck, released = threading.Event(), threading.Event()
+
+    def on_progress(*_: int) -> None:
+        stuck.set()
+        assert released.wait(10)
+
+    async def told() -> None:
+        creation = asyncio.create_task(memory.create(tmp_path, "d", on_progress=on_progress, cancel_s=0.05))
+        assert await asyncio.to_thread(stuck.wait, 10)
+        creation.cancel()
+        try:
+            await creation
+        finally:
+            released.set()
+
+    with pytest.raises(DeadlineError, match=r"could not be removed within 0.05 s \(timeouts.shutdown_close_s\)"):
+        asyncio.run(told())  # returns when the thread has
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("directory", "problem"),
+    [
+        ("/no/such/place", "/no/such/place: No such file or directory"),
+        ("/proc/self/status", "/proc/self/status is not a directory"),
+        ("/proc", "/proc is on a file system of type 0x9fa0, not in memory"),
+    ],
+)
+def test_pools_lie_in_memory_only(directory: str, problem: str):
+    config = decode()
+    layout = plan_memory(config, TINY)
+    require_memory_directory(config, layout)
+    elsewhere = config.model_copy(
+        update={
+            "pools": config.pools.model_copy(
+                update={"host": config.pools.host.model_copy(update={"directory": Path(directory)})}
+            )
+        }
+    )
+    with pytest.raises(ConfigError) as caught:
+        require_memory_directory(elsewhere, layout)
+    assert str(caught.value) == (
+        f"pools.host.directory: {problem}; the pools need a directory in memory, such as /dev/shm"
+    )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import stat
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from kvbridge.core.errors import ConflictError, InvalidInputError, RegistrationError
 from kvbridge.pool import shared_mapping
 from kvbridge.pool.memory_limits import MemoryLimit
-from kvbridge.pool.shared_mapping import SharedMapping, close_all, remove_stale
+from kvbridge.pool.shared_mapping import SharedMapping, close_all
 
 MIB = 1 << 20
 
@@ -176,69 +175,6 @@ def test_opening_says_what_is_wrong(shm):
         with pytest.raises(RegistrationError, match="cannot open"):
             SharedMapping.open(shm / "link")
         (shm / "link").unlink()
-
-
-# ------------------------------------------------------------------------------------------- dead owners
-
-
-def _own(directory: Path, connection) -> None:
-    mapping = SharedMapping.create(directory, "kvb-node-host", 8192)
-    mapping.buffer[0] = 9
-    connection.send("ready")
-    connection.recv()
-
-
-@pytest.fixture
-def owner(shm):
-    """Another process that owns `kvb-node-host`; killed at the end, however the test ends."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_own, args=(shm, there), daemon=True)
-    process.start()
-    assert here.poll(30)
-    here.recv()
-    yield process
-    process.kill()
-    process.join(30)
-    process.close()
-    here.close()
-    there.close()
-    (shm / "kvb-node-host").unlink(missing_ok=True)
-
-
-def test_a_killed_owner_leaves_a_file_that_the_next_start_removes(shm, owner):
-    path = shm / "kvb-node-host"
-    assert remove_stale(shm, "kvb-node") == []
-    assert path.exists()
-    owner.kill()
-    owner.join(30)
-    assert path.exists()
-    assert remove_stale(shm, "kvb-other") == []
-    assert remove_stale(shm, "kvb-node") == [path]
-    assert not path.exists()
-    SharedMapping.create(shm, "kvb-node-host", 4096).close()
-
-
-def test_a_file_in_use_by_this_process_is_not_stale(shm):
-    with SharedMapping.create(shm, "kvb-a", 4096) as mapping:
-        other = SharedMapping.open(mapping.path)
-        assert remove_stale(shm, "kvb") == []
-        other.close()
-        assert remove_stale(shm, "kvb") == []
-        assert mapping.path.exists()
-
-
-def test_sweeping_leaves_alone_what_it_should(shm):
-    (shm / "kvb-directory").mkdir()
-    (shm / "target").touch()
-    (shm / "kvb-link").symlink_to(shm / "target")
-    assert remove_stale(shm, "kvb") == []
-    for prefix in ("", "a/b"):
-        with pytest.raises(InvalidInputError):
-            remove_stale(shm, prefix)
-    (shm / "kvb-link").unlink()
-    (shm / "target").unlink()
-    (shm / "kvb-directory").rmdir()
 
 
 def test_a_file_of_another_user_is_not_mapped(shm, monkeypatch):

@@ -1,0 +1,74 @@
+"""`kvbridge clean`: what dead processes have left in this host's shared memory, shown and removed.
+
+Owns: the command, its table and exit codes. Must not know: what may be removed (`pool/leftovers.py`).
+"""
+
+from __future__ import annotations
+
+import pwd
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from kvbridge.pool.leftovers import Leftover, Verdict, sweep
+from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
+
+EXIT_FAILED = 1
+"""Exit code when something that nobody owns could not be removed."""
+
+
+def clean(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
+    directories: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--directory",
+            metavar="DIR",
+            help="Where to look: pools.host.directory, transports.local.proof_directory. May be repeated.",
+            show_default=str(DEFAULT_DIRECTORY),
+        ),
+    ] = None,
+) -> None:
+    """Remove what killed daemons and rank workers have left in shared memory.
+
+    Removes this user's files of kvbridge that no living process holds the lock
+    of, whatever node they came from. Daemons do the same whenever they start.
+
+    Exit codes: 0: nothing is left that nobody owns; 1: something could not be
+    removed, or looked at.
+    """
+    try:
+        found = sweep(directories or [DEFAULT_DIRECTORY], dry_run=dry_run)
+    except OSError as error:
+        typer.echo(f"kvbridge clean: {error.filename}: {error.strerror}", err=True)
+        raise typer.Exit(EXIT_FAILED) from error
+    if found:
+        Console().print(_table(found, dry_run=dry_run))
+    removed = [each for each in found if each.verdict is Verdict.REMOVED]
+    done = "would be removed" if dry_run else "removed"
+    typer.echo(f"{len(removed)} of {len(found)} files {done}, {decimal(sum(each.size_bytes for each in removed))}")
+    if any(each.verdict is Verdict.FAILED for each in found):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _table(found: list[Leftover], *, dry_run: bool) -> Table:
+    table = Table()
+    for column in ("file", "what", "user", "process", "size", "verdict", "why"):
+        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+    for each in found:
+        verdict = "would remove" if dry_run and each.verdict is Verdict.REMOVED else each.verdict.value
+        holder = "" if each.holder is None else str(each.holder)
+        size = decimal(each.size_bytes)
+        table.add_row(str(each.path), each.kind, _user(each.user_id), holder, size, verdict, each.why)
+    return table
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)

@@ -1,0 +1,91 @@
+"""`kvbridge`: one command is imported, and Ctrl-C is a line and an exit code at any time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+
+from kvbridge.cli.main import COMMANDS, app, load_command
+
+HEAVY = {"torch", "numpy", "fastapi", "uvicorn", "zmq", "httpx", "aiohttp", "structlog", "prometheus_client", "yaml"}
+REPORT = """
+import json, sys
+from kvbridge.__main__ import main
+try:
+    main()
+finally:
+    print(json.dumps(sorted(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("argument", ["version", "--help"])
+def test_what_needs_no_command_imports_none(argument: str) -> None:
+    found = subprocess.run([sys.executable, "-c", REPORT, argument], capture_output=True, text=True, check=True)
+    modules = set(json.loads(found.stderr))
+    assert not modules & HEAVY
+    ours = {name for name in modules if name.startswith("kvbridge")}
+    assert ours == {"kvbridge", "kvbridge.__main__", "kvbridge.cli", "kvbridge.cli.interrupts", "kvbridge.cli.main"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_says_what_the_command_says(name: str) -> None:
+    listed = get_command(app).commands[name]  # type: ignore[attr-defined]
+    command = load_command(name)
+    assert " ".join(command.help.split("\n\n")[0].split()) == listed.help
+    assert command.name == name
+
+
+STOPPED = """
+import os, signal, sys, time
+sys.argv[0] = "kvbridge"
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            print("now", flush=True)
+            time.sleep(30)
+sys.meta_path.insert(0, Slow())
+from kvbridge.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("kvbridge.cli.main", ["version"]),
+        ("typer", ["--help"]),
+        ("pydantic", ["prefill"]),
+        ("zmq", ["decode"]),
+        ("numpy", ["demo"]),
+        ("fastapi", ["bootstrap"]),
+        ("kvbridge.config.schema", ["keys", "check"]),
+    ],
+)
+def test_ctrl_c_during_imports_is_one_line(module: str, command: list[str]) -> None:
+    script = STOPPED.format(module=module)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script, *command], **pipes) as process:
+        assert process.stdout.readline() == "now\n"
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=20)
+    assert (said, process.returncode) == (("", "kvbridge: interrupted\n"), 130)
+
+
+def test_ctrl_c_in_a_command_is_one_line(tmp_path) -> None:
+    """The configuration comes from a pipe, and whoever writes it takes his time."""
+    pipe = tmp_path / "config.yaml"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-m", "kvbridge", "config", "show", "--role", "decode", "--config", str(pipe)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        pipe.open("w"),  # opens when the command does
+    ):
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=20)
+    assert (said, process.returncode) == (("", "kvbridge: interrupted\n"), 130)
