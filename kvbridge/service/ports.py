@@ -142,6 +142,8 @@ class NodeRegistration(FrozenModel):
     """Where decode nodes meet it; decode nodes themselves listen to nobody and have none."""
     pp_size: Positive
     tp_size: Positive
+    stage_boundaries: tuple[Positive, ...] = ()
+    """The first layers of the instance's pipeline stages but the first."""
     ranks: tuple[Rank, ...]
     """The ranks that live on this node."""
     fingerprint: Name

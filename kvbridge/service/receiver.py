@@ -326,7 +326,7 @@ class ReceiverService:
             room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
         self._driver.show(room)
         if self.digests.complete(room, message):
-            self._driver.account(room)
+            self._driver.account(room, writer, message)
 
     def failed(self, peer: str, message: Failed) -> None:
         """A prefill node will not complete a room. Means nothing once the room is committed."""
