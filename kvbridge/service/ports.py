@@ -35,7 +35,6 @@ class AdmissionRequest(FrozenModel):
     generation: Positive = 1
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
-    prefix_tokens: NonNegative = 0
     prefill: tuple[PeerAddress, ...] = ()
     client: Annotated[str, Field(max_length=200)] = ""
     wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -70,6 +69,7 @@ class RoomReport(FrozenModel):
     state: RoomState
     prompt_tokens: NonNegative
     prefix_tokens: NonNegative = 0
+    """How much of the prompt the decode engine held already, by its own word."""
     reason_code: str = ""
     reason: str = ""
     """Why it failed or was aborted; the first cause."""
@@ -174,7 +174,6 @@ class PairRequest(FrozenModel):
     room: Uint64 | None = None
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
-    prefix_tokens: NonNegative = 0
     fingerprint: str = ""
     """Only instances of this fingerprint, when several models share a directory."""
     client: Annotated[str, Field(max_length=200)] = ""

@@ -13,6 +13,7 @@ from kvbridge.core.errors import (
     StaleError,
     UnknownRoomError,
 )
+from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageTable, Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
@@ -188,9 +189,6 @@ def test_admission_is_all_or_nothing():
     bench.ranks.lacking = ""
     with pytest.raises(InvalidInputError, match="needs `prefill`"):
         admit(bench, prefill=())
-    for prefix in (1, TOKENS + PAGE):
-        with pytest.raises(InvalidInputError, match="prefix_tokens must be"):
-            admit(bench, prefix_tokens=prefix)
     admit(bench)
     with pytest.raises(ConflictError):
         admit(bench, generation=2)
@@ -715,10 +713,37 @@ def test_adopted_pages_are_asked_for_and_then_offered():
     assert bench.engines.kinds == ["wanted", "committed", "completed"]
 
 
+def test_an_engine_says_what_its_pages_hold_already():
+    """Nobody else is believed: what a room's fresh pages hold is what an earlier room left there."""
+    bench = ReceiverBench(adopted=True)
+    bench.nodes.know()
+    admit(bench)
+    for prefix in (1, TOKENS + PAGE):
+        with pytest.raises(
+            InvalidInputError, match="prefix_tokens must be a multiple of 256 and at most prompt_tokens"
+        ):
+            bench.service.provide(1, tables(4, 5), prefix_tokens=prefix)
+    bench.service.provide(1, tables(4, 5), prefix_tokens=PAGE)
+    assert pick(bench.nodes.messages, Offer)[0].prefix_tokens == PAGE
+    assert bench.service.report(1).prefix_tokens == PAGE
+    done(bench, amounts=full_amounts(TOKENS, PAGE))
+    assert state(bench) is ReceiverState.COMMITTED
+
+
+def test_what_lies_in_the_nodes_host_pool_has_no_prefix():
+    """The engine brings the device pages; those of the host pool are the daemon's, and fresh."""
+    bench = ReceiverBench(adopted=True)
+    bench.nodes.know()
+    admit(bench)
+    bench.service._host = frozenset({ComponentKind.MHA_KV})
+    with pytest.raises(InvalidInputError, match=r"mha_kv of the room lies in this node's host pool.*must be 0 here"):
+        bench.service.provide(1, {}, prefix_tokens=PAGE)
+
+
 def test_owned_pools_take_no_pages():
     bench = offered()
     with pytest.raises(ConflictError, match="owns its pools"):
-        bench.service.provide(1, tables(1, 2))
+        bench.service.provide(1, tables(1, 2), prefix_tokens=PAGE)
 
 
 # ------------------------------------------------------------------------------------------- deadlines
