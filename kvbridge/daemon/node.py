@@ -55,6 +55,7 @@ from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.book import PageState
+from kvbridge.pool.layout import even_boundaries
 from kvbridge.pool.leftovers import remove_leftovers
 from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.service.admission import AdmissionDesk, ReservingRooms
@@ -125,6 +126,12 @@ class Node(ABC):
             observer=self.observer,
             on_readiness=self._readiness_changed,
         )
+
+    @property
+    def stage_boundaries(self) -> tuple[int, ...]:
+        """The first layers of the instance's pipeline stages but the first."""
+        sizes = self.config.parallelism
+        return sizes.stage_boundaries or even_boundaries(self.geometry.layer_count, sizes.pp_size)
 
     # ------------------------------------------------------------------ what the roles plug in
 
@@ -330,6 +337,7 @@ class Node(ABC):
             meets_by=control_modes(config, self.control),
             pp_size=config.parallelism.pp_size,
             tp_size=config.parallelism.tp_size,
+            stage_boundaries=self.stage_boundaries,
             ranks=tuple(self.workers.layers),
             fingerprint=fingerprint(self.geometry),
             geometry=self.geometry,

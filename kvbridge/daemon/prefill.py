@@ -65,7 +65,14 @@ class PrefillNode(Node):
             adopted=self.adopted,
         )
         self._decode = DecodeNodes(
-            Self(config.instance, config.node, self.incarnation),
+            Self(
+                config.instance,
+                config.node,
+                self.incarnation,
+                config.parallelism.pp_size,
+                config.parallelism.tp_size,
+                self.stage_boundaries,
+            ),
             self.geometry,
             self.workers,
             send=self.send,

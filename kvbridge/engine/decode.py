@@ -50,9 +50,14 @@ class DecodeEngine(AttachedEngine):
         self._later: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
         """Events of other rooms that `wait_claim` has met, for `events`."""
 
-    def provide(self, room: int, tables: Tables) -> None:
-        """Adopted pools: name the device pages of a room that a `wanted` event asked for; keep them until the room is over."""
-        self._call(Provide(call=self._link.number(), room=room, tables=to_wire(tables)), Accepted)
+    def provide(self, room: int, tables: Tables, *, prefix_tokens: int = 0) -> None:
+        """Adopted pools: name the device pages of a room that a `wanted` event asked for; keep them until the room is over.
+
+        `prefix_tokens`: so many tokens from the start are in these pages already and need not be sent: a multiple of the
+        geometry's `tokens_per_page`, at most the prompt, and 0 where a component lives in the node's host pool.
+        """
+        call = Provide(call=self._link.number(), room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens)
+        self._call(call, Accepted)
 
     def claim(self, room: int) -> DecodeRoom:
         """Take a committed room. Raises RoomFailedError with the first cause, ConflictError when it is not committed yet."""

@@ -111,6 +111,8 @@ def _fault(found: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in found["loc"])
     if found["type"] == "json_invalid":
         return f"body: not valid JSON: {found['ctx']['error']}"
+    if found["type"] == "extra_forbidden" and found["loc"][-1] == "prefix_tokens":
+        return f"{where}: unknown field; what decode holds of a prompt already, its node learns from its engine only"
     value = found.get("input")
     got = f", got {value!r}" if isinstance(value, (str, int, float)) and len(str(value)) <= 80 else ""
     return f"{where}: {str(found['msg']).removeprefix('Value error, ')}{got}"

@@ -95,9 +95,7 @@ def stage_layers(layer_count: int, pp_size: int, pp: int, boundaries: tuple[int,
     """
     if pp_size < 1 or not 0 <= pp < pp_size or pp_size > layer_count:
         raise InvalidInputError(f"stage {pp} of {pp_size} does not exist in a model of {layer_count} layers")
-    if not boundaries:
-        each, rest = divmod(layer_count, pp_size)
-        boundaries = tuple(stage * each + min(stage, rest) for stage in range(1, pp_size))
+    boundaries = boundaries or even_boundaries(layer_count, pp_size)
     edges = (0, *boundaries, layer_count)
     if len(edges) != pp_size + 1 or any(left >= right for left, right in pairwise(edges)):
         raise InvalidInputError(
@@ -105,6 +103,12 @@ def stage_layers(layer_count: int, pp_size: int, pp: int, boundaries: tuple[int,
             f"got {boundaries}"
         )
     return tuple(range(edges[pp], edges[pp + 1]))
+
+
+def even_boundaries(layer_count: int, pp_size: int) -> tuple[int, ...]:
+    """Return the first layers of the stages 1 to pp_size - 1 when nobody has named them."""
+    each, rest = divmod(layer_count, pp_size)
+    return tuple(stage * each + min(stage, rest) for stage in range(1, pp_size))
 
 
 def device_placement(

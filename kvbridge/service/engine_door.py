@@ -314,7 +314,8 @@ class DecodeDoor(EngineDoor):
         rooms = self._receiver()
         match message:
             case Provide():
-                rooms.provide(message.room, tables_from_wire(message.tables))
+                tables = tables_from_wire(message.tables)
+                rooms.provide(message.room, tables, prefix_tokens=message.prefix_tokens)
             case Claim():
                 room = rooms.claim(engine.name, message.room)
                 answer = _pages(message.call, room)

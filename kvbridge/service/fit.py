@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, NotReadyError
 from kvbridge.core.geometry.manifest import first_difference
 from kvbridge.core.geometry.pages import pages_needed
-from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.ids import Role
 from kvbridge.service.nodes import MODES_REMEDY, Instance, modes_text
 from kvbridge.service.ports import ControlMode, Load, NodeRegistration, PairRequest, PeerAddress
 
@@ -151,19 +151,13 @@ class _Demands:
 def demand(registration: NodeRegistration, request: PairRequest) -> Pages:
     """Return the pages that the request needs on a node, by index space."""
     decode = registration.role is Role.DECODE
-    geometry = registration.geometry
     pages = pages_needed(
-        geometry,
+        registration.geometry,
         tokens=request.prompt_tokens + (request.max_new_tokens if decode else 0),
         prompt_tokens=request.prompt_tokens,
         host=frozenset(registration.host),
     )
-    held = request.prefix_tokens // geometry.tokens_per_page if decode else 0
-    needed = {space.value: count for space, count in pages.items()}
-    for space in (IndexSpace.FULL, IndexSpace.HOST):
-        if space in pages:
-            needed[space.value] = max(0, pages[space] - held)
-    return needed
+    return {space.value: count for space, count in pages.items()}
 
 
 def free_share(load: Load, needed: Pages, charged: Mapping[str, int]) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import structlog
@@ -52,6 +52,10 @@ class Self:
     instance: str
     node: str
     incarnation: str
+    pp_size: int
+    tp_size: int
+    stage_boundaries: tuple[int, ...]
+    """The first layers of its instance's stages but the first."""
 
 
 # ------------------------------------------------------------------------------------------- prefill side
@@ -164,10 +168,7 @@ class DecodeNodes:
             self._welcome(message.peer)
 
     def _welcome(self, peer: str) -> None:
-        myself = self._myself
-        ranks = tuple(self._workers.layers)
-        welcome = Welcome(instance=myself.instance, node=myself.node, incarnation=myself.incarnation, ranks=ranks)
-        self._send(peer, welcome)
+        self._send(peer, Welcome(**asdict(self._myself), ranks=tuple(self._workers.layers)))
         log.info("peer_welcomed", peer=peer, instance=self._known[peer].node.instance)
 
     def worker_ready(self, rank: Rank) -> None:
@@ -292,7 +293,8 @@ class PrefillNodes:
             return
         if known.met is not None and known.met.peer != message.incarnation:
             self._vanish(known, f"another life answers at {address.endpoint}")
-        known.met = MetNode(message.incarnation, f"{message.instance}/{message.node}", message.ranks)
+        facts = message.model_dump(exclude={"type", "incarnation", "ranks"})
+        known.met = MetNode(message.incarnation, **facts, ranks=message.ranks)
         self._on_changed()
 
     def _disbelief(self, address: PeerAddress, message: Welcome) -> str:

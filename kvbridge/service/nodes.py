@@ -13,6 +13,7 @@ from kvbridge.core.errors import ConflictError, FingerprintMismatchError, Invali
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint, first_difference
 from kvbridge.core.ids import FrozenModel, Positive, Rank, Role
+from kvbridge.pool.layout import stage_layers
 from kvbridge.service.ports import ControlMode, Load, Name, NodeHeartbeat, NodeRegistration
 
 REPLACED_KEPT = 16
@@ -287,6 +288,10 @@ def check_registration(registration: NodeRegistration) -> None:
         raise InvalidInputError(
             f"{who} meets others by {modes_text(registration)}, which its control address contradicts"
         )
+    try:
+        stage_layers(registration.geometry.layer_count, registration.pp_size, 0, registration.stage_boundaries)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{who}: {error}") from error
     if not registration.ranks:
         raise InvalidInputError(f"{who} has no rank")
     seen: set[tuple[int, int]] = set()
@@ -306,7 +311,7 @@ def check_agreement(new: NodeRegistration, other: NodeRegistration) -> None:
     Raises ConflictError, FingerprintMismatchError.
     """
     where = f"node '{new.node}' cannot join instance '{new.instance}'"
-    for name in ("role", "pp_size", "tp_size"):
+    for name in ("role", "pp_size", "tp_size", "stage_boundaries"):
         ours, theirs = getattr(new, name), getattr(other, name)
         if ours != theirs:
             raise ConflictError(f"{where}: its {name} is {ours}, that of node '{other.node}' is {theirs}")

@@ -366,14 +366,13 @@ async def _finish(work: Awaitable[object]) -> None:
 
 
 def _admission(attempt: _Attempt, candidate: Candidate, role: Role, begin_within_s: float) -> AdmissionRequest:
-    """Return what one side is asked to reserve; only decode learns of the writers and of what it already holds."""
+    """Return what one side is asked to reserve; only decode learns of the writers."""
     decode, request = role is Role.DECODE, attempt.request
     return AdmissionRequest(
         room=attempt.room,
         generation=attempt.generation,
         prompt_tokens=request.prompt_tokens,
         max_new_tokens=request.max_new_tokens if decode else 0,
-        prefix_tokens=request.prefix_tokens if decode else 0,
         prefill=candidate.controls if decode else (),
         client=request.client,
         begin_within_s=begin_within_s,

@@ -35,7 +35,6 @@ class AdmissionRequest(FrozenModel):
     generation: Positive = 1
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
-    prefix_tokens: NonNegative = 0
     prefill: tuple[PeerAddress, ...] = ()
     client: Annotated[str, Field(max_length=200)] = ""
     wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -73,6 +72,7 @@ class RoomReport(FrozenModel):
     state: RoomState
     prompt_tokens: NonNegative
     prefix_tokens: NonNegative = 0
+    """How much of the prompt the decode engine held already, by its own word."""
     reason_code: str = ""
     reason: str = ""
     """Why it failed or was aborted; the first cause."""
@@ -160,6 +160,8 @@ class NodeRegistration(FrozenModel):
     """How nodes of the other role can be met: the one way in which a prefill node listens, all that a decode node may use."""
     pp_size: Positive
     tp_size: Positive
+    stage_boundaries: tuple[Positive, ...] = ()
+    """The first layers of the instance's pipeline stages but the first."""
     ranks: tuple[Rank, ...]
     """The ranks that live on this node."""
     fingerprint: Name
@@ -198,7 +200,6 @@ class PairRequest(FrozenModel):
     room: Uint64 | None = None
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
-    prefix_tokens: NonNegative = 0
     fingerprint: str = ""
     """Only instances of this fingerprint, when several models share a directory."""
     client: Annotated[str, Field(max_length=200)] = ""

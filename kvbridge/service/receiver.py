@@ -117,7 +117,10 @@ class ReceiverService:
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
         """See ReservingRooms."""
         require_ready(Role.DECODE, self.missing())
-        self._check(request)
+        if not request.prefill:
+            raise InvalidInputError(
+                "a decode daemon needs `prefill`: the control addresses of the prefill nodes that will write"
+            )
         if request.room is not None:
             self.rooms.check_free(request.room, request.generation)
         return self._needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
@@ -129,7 +132,7 @@ class ReceiverService:
             room=self.rooms.draw() if request.room is None else request.room,
             generation=request.generation,
             prompt_tokens=request.prompt_tokens,
-            prefix_tokens=request.prefix_tokens,
+            prefix_tokens=0,
             max_new_tokens=request.max_new_tokens,
             client=request.client,
             state=RECEIVER_TABLE.start,
@@ -148,18 +151,6 @@ class ReceiverService:
         else:
             self._driver.raise_event(room, ReceiverEvent.PAGES)
         return self.rooms.report(room)
-
-    def _check(self, request: AdmissionRequest) -> None:
-        if not request.prefill:
-            raise InvalidInputError(
-                "a decode daemon needs `prefill`: the control addresses of the prefill nodes that will write"
-            )
-        page = self._geometry.tokens_per_page
-        if request.prefix_tokens > request.prompt_tokens or request.prefix_tokens % page:
-            raise InvalidInputError(
-                f"prefix_tokens must be a multiple of {page} and at most prompt_tokens ({request.prompt_tokens}), "
-                f"got {request.prefix_tokens}"
-            )
 
     def _needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
         needed = pages_needed(self._geometry, tokens=tokens, prompt_tokens=prompt_tokens, host=self._host)
@@ -195,8 +186,8 @@ class ReceiverService:
 
     # ------------------------------------------------------------------ the engine's verbs
 
-    def provide(self, room_id: int, tables: Tables) -> None:
-        """Adopted pools: the engine names the device pages of a room that wanted them."""
+    def provide(self, room_id: int, tables: Tables, *, prefix_tokens: int = 0) -> None:
+        """Adopted pools: the engine names the device pages of a room that wanted them, and what they hold already."""
         room = self.rooms.get(room_id)
         if not self._adopted:
             raise ConflictError("this node owns its pools: pages are not provided by the engine")
@@ -204,11 +195,25 @@ class ReceiverService:
             raise ConflictError(f"room {room_id} does not wait for pages (state '{room.state}')")
         if IndexSpace.HOST in tables:
             raise InvalidInputError("host pages belong to the daemon; provide device spaces only")
+        self._check_prefix(prefix_tokens, room.prompt_tokens)
         together = room.tables | tables
         tables_cover(together, self._geometry, tokens=room.prompt_tokens, host=self._host)
         self._ports.book.adopt(room.owner, {space: table.ids for space, table in tables.items()})
-        room.tables = together
+        room.tables, room.prefix_tokens = together, prefix_tokens
         self._driver.raise_event(room, ReceiverEvent.PAGES)
+
+    def _check_prefix(self, prefix_tokens: int, prompt_tokens: int) -> None:
+        page = self._geometry.tokens_per_page
+        if prefix_tokens > prompt_tokens or prefix_tokens % page:
+            raise InvalidInputError(
+                f"prefix_tokens must be a multiple of {page} and at most prompt_tokens ({prompt_tokens}), "
+                f"got {prefix_tokens}"
+            )
+        if prefix_tokens and self._host:
+            raise InvalidInputError(
+                f"{', '.join(sorted(self._host))} of the room lies in this node's host pool, in pages that hold nothing of "
+                f"the prompt yet: prefix_tokens must be 0 here, got {prefix_tokens}"
+            )
 
     def claim(self, engine: str, room_id: int) -> ReceiverRoom:
         """An engine takes a committed room. Raises RoomFailedError with the first cause when it will never be."""
@@ -354,7 +359,7 @@ class ReceiverService:
             room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
         self._driver.show(room)
         if self.digests.complete(room, message):
-            self._driver.account(room)
+            self._driver.account(room, writer, message)
 
     def failed(self, peer: str, message: Failed) -> None:
         """A prefill node will not complete a room. Means nothing once the room is committed."""

@@ -1,11 +1,11 @@
 """What happens to one room on a decode node once something has happened to it.
 
 Owns: feeding `RECEIVER_TABLE`, carrying its actions out, and what follows from the facts alone (the offer once
-everybody is met, the commit once every writer is done and the sums are right, the end once nobody writes or reads).
+everybody is met, the commit once every writer has sent what it owes, the end once nobody writes or reads).
 Must not know: who raised the event.
 
 From the offer on, pages are leased to the writers. They come back by proof only: Done from every writer with the
-right sums (commit), Done or Drained from every prefill node, or the end of a node's incarnation. A node that vanished
+amounts that it owes (commit), Done or Drained from every prefill node, or the end of a node's incarnation. A node that vanished
 without proof leaves its pages quarantined, counted and shown, until its successor or its own return brings the proof.
 """
 
@@ -16,18 +16,19 @@ from collections.abc import Iterable
 import structlog
 
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import BridgeError, IntegrityError, InvalidInputError
+from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.ids import Rank, Role
-from kvbridge.core.plan.accounting import expected_amounts, shortfall
+from kvbridge.core.ids import Role
+from kvbridge.core.plan.accounting import Demand, shortfall
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import Abort, Failed, Offer, to_wire
+from kvbridge.core.wire.messages import Abort, Done, Failed, Offer, to_wire
 from kvbridge.pool.book import PageState
-from kvbridge.service.receiver_room import MetNode, ReceiverLimits, ReceiverPorts, ReceiverRoom, WriterNode
+from kvbridge.service.receiver_room import ReceiverLimits, ReceiverPorts, ReceiverRoom, WriterNode
 from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine, quarantine_used
 from kvbridge.service.verification import Verification
+from kvbridge.service.writers import writers_of
 
 log = structlog.get_logger(__name__)
 
@@ -201,25 +202,27 @@ class ReceiverDriver:
             nodes = [node for node in met if node is not None]
             if len(nodes) < len(met):
                 return
-            room.writers = _writers(nodes)
+            demand = Demand(
+                self._geometry,
+                self._ports.ranks.manifests(),
+                prompt_tokens=room.prompt_tokens,
+                prefix_tokens=room.prefix_tokens,
+            )
+            room.writers = writers_of(nodes, self._geometry, demand)
         except BridgeError as error:
             self.raise_event(room, ReceiverEvent.FAULT, error.code, str(error))
             return
         self.raise_event(room, ReceiverEvent.MET)
 
-    def account(self, room: ReceiverRoom) -> None:
-        """Commit or verify once every writer is done and every row has been accounted for, else fail closed."""
-        if any(writer.missing for writer in room.writers.values()):
-            return
-        expected = expected_amounts(
-            self._geometry,
-            self._ports.ranks.manifests(),
-            prompt_tokens=room.prompt_tokens,
-            prefix_tokens=room.prefix_tokens,
-        )
-        wrong = shortfall(expected, room.amounts)
+    def account(self, room: ReceiverRoom, writer: WriterNode, done: Done) -> None:
+        """Fail closed unless a rank reports exactly what it owes; commit or verify once every rank of every writer has."""
+        reported = {kind: amount.lane_rows for kind, amount in done.amounts.items()}
+        wrong = shortfall(writer.owed[done.writer], reported)
         if wrong:
-            self.raise_event(room, ReceiverEvent.FAULT, IntegrityError.code, f"every writer is done, but {wrong}")
+            why = f"rank {done.writer} of prefill node {writer.node.name} is done, but {wrong}"
+            self.raise_event(room, ReceiverEvent.FAULT, IntegrityError.code, why)
+            return
+        if any(writer.missing for writer in room.writers.values()):
             return
         if room.verification is None:
             self.commit(room, ReceiverEvent.ALL_DONE)
@@ -258,20 +261,3 @@ class ReceiverDriver:
         for writer in room.loud:
             writer.gone = f"it did not answer an abort, limit: {limit}"
         self.follow(room)
-
-
-def _writers(nodes: list[MetNode]) -> dict[str, WriterNode]:
-    """Who writes a room. Raises InvalidInputError when the nodes cannot be the nodes of one instance."""
-    writers = {node.peer: WriterNode(node, set(node.ranks)) for node in nodes}
-    seen: dict[Rank, str] = {}
-    for writer in writers.values():
-        if not writer.missing:
-            raise InvalidInputError(f"prefill node {writer.node.name} has no rank; leave it out of `prefill`")
-        for rank in writer.node.ranks:
-            if rank in seen:
-                raise InvalidInputError(
-                    f"prefill nodes {seen[rank]} and {writer.node.name} both hold rank {rank}; "
-                    "name the nodes of one instance"
-                )
-            seen[rank] = writer.node.name
-    return writers

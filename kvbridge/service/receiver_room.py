@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
+from kvbridge.core.plan.accounting import LaneRows
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import PeerMessage
@@ -28,9 +29,29 @@ class MetNode:
 
     peer: str
     """Its incarnation."""
-    name: str
-    """Instance and node, for people."""
+    instance: str
+    node: str
+    pp_size: int
+    tp_size: int
+    stage_boundaries: tuple[int, ...]
+    """The first layers of the instance's stages but the first."""
     ranks: tuple[Rank, ...]
+    """Those of the instance's ranks that live there."""
+
+    @property
+    def name(self) -> str:
+        """Instance and node, for people."""
+        return f"{self.instance}/{self.node}"
+
+    @property
+    def parallelism(self) -> tuple[object, ...]:
+        """What all nodes of an instance have in common: its name, its sizes, its stages."""
+        return self.instance, self.pp_size, self.tp_size, self.stage_boundaries
+
+    def __str__(self) -> str:
+        stages = f", stages from layers {self.stage_boundaries}" if self.stage_boundaries else ""
+        ranks = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"{self.name} (ranks {ranks or 'none'} of pp_size {self.pp_size} x tp_size {self.tp_size}{stages})"
 
 
 class PrefillNodes(Protocol):
@@ -111,6 +132,8 @@ class WriterNode:
     """One prefill node of one room."""
 
     node: MetNode
+    owed: dict[Rank, LaneRows]
+    """What each of its ranks has to send."""
     missing: set[Rank]
     """Ranks that have not reported Done."""
     drained: bool = False

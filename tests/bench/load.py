@@ -119,7 +119,6 @@ class Shape:
     """What every room asks for."""
 
     tokens: int
-    prefix_tokens: int = 0
     sample_every: int = 0
 
 
@@ -139,7 +138,7 @@ class Load:
     async def room(self, way: str, number: int) -> Life:
         """Take one room through its life. Raises RefusedError when it is not admitted, RoomLostError when it fails afterwards."""
         shape, begun_s = self.shape, time.perf_counter()
-        body: dict[str, Any] = {"prompt_tokens": shape.tokens, "prefix_tokens": shape.prefix_tokens}
+        body: dict[str, Any] = {"prompt_tokens": shape.tokens}
         if way == "bootstrap":
             room = int((await self.bootstrap.post("/v1/requests", body))["room"])
         else:

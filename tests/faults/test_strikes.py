@@ -230,7 +230,7 @@ def _red_until_it_is_back(stage: Scene, daemon: DaemonProcess, dead: int) -> Non
     assert ready.status_code == 503
     assert "rank worker pp0.tp0 is" in ready.json()["reasons"][0], ready.text
     # A request that could never be admitted: nothing is left behind should the worker be back by now.
-    refused = http("POST", daemon, "/v1/requests", json={"prompt_tokens": 1, "prefix_tokens": 7})
+    refused = http("POST", daemon, "/v1/requests", json={"prompt_tokens": 2**50})
     if refused.status_code != 400:
         assert (refused.status_code, refused.json()["code"]) == (503, "not_ready"), refused.text
 

@@ -102,7 +102,7 @@ SECTION = Section(prompt_tokens=600, start_token=0, stop_token=512, layers=(0, 1
 MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
     PEER: (
         wire.Hello(node=NODE),
-        wire.Welcome(instance="p", node="n", incarnation=ME, ranks=(RANK,)),
+        wire.Welcome(instance="p", node="n", incarnation=ME, pp_size=1, tp_size=1, ranks=(RANK,)),
         wire.Rejected(code="conflict", message="no"),
         wire.Offer(**ROOM, prompt_tokens=600, prefix_tokens=256, tables=TABLES),
         wire.Abort(**ROOM, code="aborted", message="enough"),

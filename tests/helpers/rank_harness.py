@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +24,14 @@ from kvbridge.core.geometry.components import Component, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.geometry.pages import first_window_page, pages_needed
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
-from kvbridge.core.plan.accounting import expected_amounts, shortfall
+from kvbridge.core.plan.accounting import Demand, shortfall
 from kvbridge.core.plan.operations import Amounts, Section, add_amounts
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, ConnectPeer, OpenRoom, PeerConnected, RoomClosed, Send, Sent
 from kvbridge.engine.adapters import synthetic
 from tests.helpers.rank_pools import Form, NodePools, Ranks
 from tests.helpers.rank_threads import DestinationProcess, WorkerThread, stop_all
+from tests.helpers.rooms import lane_rows
 
 SOURCE_COLOUR, CANARY = 0, 0xC5
 TRANSFER_TIMEOUT_S = 20.0
@@ -152,10 +154,10 @@ class Crossing:
             worker.tell(opening)
 
     def _send(self, room: int, case: Case, source: Tables) -> Amounts:
-        """Compute and send chunk after chunk; returns what all writers report together."""
+        """Compute and send chunk after chunk; each writer reports its share. Returns what all report together."""
         order = itertools.count(1)
         plans = [case.sections(worker.setup.layers) for worker in self._workers]
-        amounts: Amounts = {}
+        amounts: list[Amounts] = [{} for _ in self._workers]
         pending = [0] * len(self._workers)
         for stop in (*case.stops, case.tokens):
             for index, worker in enumerate(self._workers):
@@ -166,9 +168,14 @@ class Crossing:
             if case.waits or stop == case.tokens:
                 for index, worker in enumerate(self._workers):
                     for _ in range(pending[index]):
-                        amounts = add_amounts(amounts, _amounts(worker.hear(Sent)))
+                        amounts[index] = add_amounts(amounts[index], _amounts(worker.hear(Sent)))
                     pending[index] = 0
-        return amounts
+        demand = Demand(self.setting.geometry, self._manifests, prompt_tokens=case.tokens, prefix_tokens=case.prefix)
+        for worker, reported in zip(self._workers, amounts, strict=True):
+            setup = worker.setup
+            share = demand.share(setup.rank, tp_size=setup.tp_size, layers=setup.layers)
+            assert shortfall(share, lane_rows(reported)) is None, setup.rank
+        return reduce(add_amounts, amounts)
 
     def _close(self, room: int) -> None:
         for worker in self._workers:
@@ -186,17 +193,17 @@ class Crossing:
             assert not wrong, f"{pool!r}: " + "; ".join(map(str, wrong))
 
     def _check_amounts(self, case: Case, amounts: Amounts) -> None:
-        expected = expected_amounts(
+        expected = Demand(
             self.setting.geometry, self._manifests, prompt_tokens=case.tokens, prefix_tokens=case.prefix
-        )
-        assert shortfall(expected, amounts) is None
+        ).total()
+        assert shortfall(expected, lane_rows(amounts)) is None
         for component in self.setting.geometry.components:
             copies = self._copies(component)
             rows = component.live_rows(case.tokens, case.prefix)
-            lane_rows = rows.count * component.lanes * len(component.layers) * copies
-            assert expected[component.kind] == lane_rows
+            due = rows.count * component.lanes * len(component.layers) * copies
+            assert expected[component.kind] == due
             sent = amounts[component.kind].bytes if component.kind in amounts else 0
-            least = lane_rows * component.row_bytes
+            least = due * component.row_bytes
             slots = component.slots_per_page
             complete = max(0, rows.stop // slots - -(-rows.start // slots))
             padding = complete * (component.page_bytes() - component.lanes * component.lane_block_bytes)

@@ -100,7 +100,7 @@ class PrefillNode:
             clock=world.clock,
         )
         self.nodes = DecodeNodes(
-            Self("prefill", "p0", incarnation),
+            Self("prefill", "p0", incarnation, pp_size=1, tp_size=len(RANKS), stage_boundaries=()),
             GEOMETRY,
             WorkersOf(self),
             send=lambda peer, message: world.to_decode(message),

@@ -12,7 +12,7 @@ from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Role
-from kvbridge.core.plan.accounting import expected_amounts
+from kvbridge.core.plan.accounting import Demand
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount, Amounts
 from kvbridge.core.wire.engine_messages import RoomEvent
@@ -72,8 +72,13 @@ def manifest(
 
 def full_amounts(prompt_tokens: int, prefix_tokens: int = 0) -> Amounts:
     """What one writer of everything reports to a decode node of one rank."""
-    expected = expected_amounts(GEOMETRY, [manifest()], prompt_tokens=prompt_tokens, prefix_tokens=prefix_tokens)
-    return {kind: Amount(lane_rows=rows, bytes=rows) for kind, rows in expected.items()}
+    demand = Demand(GEOMETRY, [manifest()], prompt_tokens=prompt_tokens, prefix_tokens=prefix_tokens)
+    return {kind: Amount(lane_rows=rows, bytes=rows) for kind, rows in demand.total().items()}
+
+
+def lane_rows(amounts: Amounts) -> dict[ComponentKind, int]:
+    """The rows of a report."""
+    return {kind: amount.lane_rows for kind, amount in amounts.items()}
 
 
 def pick(messages: list[tuple[object, object]], kind: type[MessageT], to: object = None) -> list[MessageT]:
@@ -154,8 +159,25 @@ class FakeNodes:
         self.asked: list[PeerAddress] = []
         self.messages: list[tuple[object, object]] = []
 
-    def know(self, address: PeerAddress = ADDRESS, peer: str = PREFILL, ranks: tuple[Rank, ...] = (R0,)) -> None:
-        self.answers[address] = MetNode(peer, f"prefill/{peer[:4]}", ranks)
+    def know(
+        self,
+        address: PeerAddress = ADDRESS,
+        peer: str = PREFILL,
+        ranks: tuple[Rank, ...] = (R0,),
+        *,
+        instance: str = "prefill",
+        tp_size: int = 1,
+        stage_boundaries: tuple[int, ...] = (),
+    ) -> None:
+        self.answers[address] = MetNode(
+            peer,
+            instance=instance,
+            node=peer[:4],
+            pp_size=len(stage_boundaries) + 1,
+            tp_size=tp_size,
+            stage_boundaries=stage_boundaries,
+            ranks=ranks,
+        )
 
     def met(self, address: PeerAddress) -> MetNode | None:
         self.asked.append(address)

@@ -164,7 +164,7 @@ def test_a_frame_far_too_large_costs_its_sender_the_connection(live: LiveCluster
 
 def test_messages_of_the_other_direction(live: LiveCluster, met: RawDecode) -> None:
     wrong = (
-        Welcome(instance="x", node="x", incarnation="x", ranks=()),
+        Welcome(instance="x", node="x", incarnation="x", pp_size=1, tp_size=1, ranks=()),
         Rejected(code="x", message="x"),
         Done(room=1, generation=1, writer=RANK, amounts={}, phases_s={}),
         Drained(room=1, generation=1),
@@ -446,7 +446,7 @@ def welcomed(live: LiveCluster, peer: RawPrefill) -> tuple[int, Offer]:
     """A room on decode that a fake prefill node was offered."""
     room = offered_to(live, peer)
     peer.take(Hello)
-    peer.send(Welcome(instance="raw", node="node-0", incarnation=peer.incarnation, ranks=(RANK,)))
+    peer.send(Welcome(instance="raw", node="node-0", incarnation=peer.incarnation, pp_size=1, tp_size=1, ranks=(RANK,)))
     return room, peer.take(Offer)
 
 
@@ -459,7 +459,9 @@ def test_decode_does_not_believe_sums_that_are_short(live: LiveCluster) -> None:
         room, _ = welcomed(live, peer)
         amounts = {"c4_kv": Amount(lane_rows=1, bytes=104, operations=1)}
         peer.send(done(room, amounts=amounts))
-        assert "every writer is done, but" in ends(live.decode, room, "failed", "integrity")
+        assert "rank pp0.tp0 of prefill node raw/node-0 is done, but c4_kv: 1 of" in ends(
+            live.decode, room, "failed", "integrity"
+        )
     live.serves()
 
 
@@ -507,7 +509,16 @@ def test_prefill_nodes_of_two_instances_cannot_share_a_room(live: LiveCluster) -
         room = offered_to(live, one, other)
         for peer in (one, other):
             peer.take(Hello)
-            peer.send(Welcome(instance="raw", node=peer.incarnation, incarnation=peer.incarnation, ranks=(RANK,)))
+            peer.send(
+                Welcome(
+                    instance="raw",
+                    node=peer.incarnation,
+                    incarnation=peer.incarnation,
+                    pp_size=1,
+                    tp_size=1,
+                    ranks=(RANK,),
+                )
+            )
         assert "both hold rank pp0.tp0" in ends(live.decode, room, "failed", "invalid_input")
     live.serves()
 

@@ -111,7 +111,8 @@ def welcomed(live: LiveCluster, *peers: RawPrefill) -> int:
     for number, peer in enumerate(peers):
         peer.take(Hello)
         rank = Rank(pp=0, tp=number)
-        peer.send(Welcome(instance="raw", node=f"node-{number}", incarnation=peer.incarnation, ranks=(rank,)))
+        facts = {"instance": "raw", "node": f"node-{number}", "incarnation": peer.incarnation}
+        peer.send(Welcome(**facts, pp_size=1, tp_size=len(peers), ranks=(rank,)))
     for peer in peers:
         peer.take(Offer, room)
     return room
@@ -144,7 +145,9 @@ def test_a_prefill_node_does_not_speak_before_its_welcome_nor_in_another_name(li
         other.take(Hello)
         with refuses(live.decode, "unmet", 3):
             other.send(Drained(room=room, generation=1))
-            other.send(Welcome(instance="raw", node="n", incarnation=writer.incarnation, ranks=(RANK,)))
+            other.send(
+                Welcome(instance="raw", node="n", incarnation=writer.incarnation, pp_size=1, tp_size=1, ranks=(RANK,))
+            )
             other.send(Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={}))
         assert report(live.decode, room)["state"] == "offered"
         writer.send(Failed(room=room, generation=1, code="conflict", message="enough"))

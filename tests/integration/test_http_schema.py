@@ -68,7 +68,7 @@ class Door:
             case.path_parameters["room"] = self.rooms[number % len(self.rooms)]
         elif path == "/v1/requests" and isinstance(body, dict):
             body.pop("room", None)
-            body |= {"prompt_tokens": 1 + number % 2_000, "prefix_tokens": 0, "max_new_tokens": number % 100}
+            body |= {"prompt_tokens": 1 + number % 2_000, "max_new_tokens": number % 100}
             if self.side != "bootstrap":
                 body["prefill"] = [self.control] if self.side == "decode" else []
             else:

@@ -5,6 +5,7 @@ source memory row by row, writes down what destination memory must hold row by r
 on real arrays. It shares no arithmetic with the planner.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -15,11 +16,12 @@ from hypothesis import strategies as st
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, PageTable
-from kvbridge.core.plan.accounting import expected_amounts, shortfall
-from kvbridge.core.plan.operations import Plan, Section, add_amounts
+from kvbridge.core.plan.accounting import Demand, shortfall
+from kvbridge.core.plan.operations import Amounts, Plan, Section, add_amounts
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
 from tests.helpers.manifests import AddressSpace, Instance, Layout, moved
+from tests.helpers.rooms import lane_rows
 
 Kind, Space = ComponentKind, IndexSpace
 
@@ -396,8 +398,10 @@ def test_all_plans_together_copy_every_live_byte_once(scenario: Scenario):
     fill(source, scenario, content)
     naive = Naive(destination, scenario, content)
     counts = {key: np.zeros(len(block), dtype=int) for key, block in naive.blocks.items()}
-    reported = {}
+    demand = Demand(geometry, destination.manifests, prompt_tokens=scenario.prompt, prefix_tokens=scenario.prefix)
+    shares: Counter[ComponentKind] = Counter()
     for writer in source.manifests:
+        reported: Amounts = {}
         sections = scenario.sections(rng)
         for ordinal, reader in enumerate(destination.manifests):
             pairing = Pairing.create(
@@ -413,8 +417,9 @@ def test_all_plans_together_copy_every_live_byte_once(scenario: Scenario):
                 check_plan(planned, limit)
                 reported = add_amounts(reported, planned.amounts)
                 execute(source, destination, planned.operations, counts)
+        stage = {region.layer for region in writer.regions}
+        share = demand.share(writer.rank, tp_size=writer.tp_size, layers=stage)
+        assert shortfall(share, lane_rows(reported)) is None, "a writer's plans are its share, however they are cut"
+        shares.update(share)
     naive.compare(counts)
-    due = expected_amounts(
-        geometry, destination.manifests, prompt_tokens=scenario.prompt, prefix_tokens=scenario.prefix
-    )
-    assert shortfall(due, reported) is None
+    assert shortfall(demand.total(), shares) is None, "the shares are all that is needed"

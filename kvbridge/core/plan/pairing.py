@@ -231,8 +231,8 @@ class Pairing:
         """Intersect two manifests that have passed `check_manifest`.
 
         The destination is the `destination_ordinal`-th of the `destination_count` ranks of its node, counted from 0 in
-        the same order by every source rank; a source rank writes to the node's host pool through the one whose ordinal
-        is its own tp modulo the count. Only device regions of the source are read. Raises FingerprintMismatchError for
+        the same order by every source rank; a source rank writes to the node's host pool through the one that
+        `host_ordinal` names. Only device regions of the source are read. Raises FingerprintMismatchError for
         manifests of different models, InvalidInputError for an ordinal that does not exist or a region that contradicts
         the geometry.
         """
@@ -243,16 +243,15 @@ class Pairing:
             )
         if not 0 <= destination_ordinal < destination_count:
             raise InvalidInputError(f"destination {destination_ordinal} does not exist among {destination_count} ranks")
-        writes_host = destination_ordinal == source.rank.tp % destination_count
+        writes_host = destination_ordinal == host_ordinal(source.rank, destination_count)
         sources, targets = source_regions(source), destination_regions(destination)
         groups: list[LayerGroup] = []
         for component in geometry.components:
-            stripe = _stripe(component, source)
-            by_layer = component.space is not IndexSpace.FULL
+            layers, stripe = replica_share(component, source.rank, source.tp_size)
             pairs = [
                 (sources[component.kind, layer], targets[component.kind, layer])
-                for ordinal, layer in enumerate(component.layers)
-                if (component.kind, layer) in sources.keys() & targets.keys() and (not by_layer or stripe.owns(ordinal))
+                for layer in layers
+                if (component.kind, layer) in sources and (component.kind, layer) in targets
             ]
             _check_form(component, pairs, source, destination)
             groups += [
@@ -260,7 +259,7 @@ class Pairing:
                     component,
                     alike,
                     names=(f"source rank {source.rank}", f"destination rank {destination.rank}"),
-                    stripe=UNSHARED if by_layer else stripe,
+                    stripe=stripe,
                 )
                 for alike in _alike(pairs)
                 if writes_host or alike[0][1].space is not IndexSpace.HOST
@@ -314,11 +313,22 @@ def held_groups(geometry: ModelGeometry, manifest: RankManifest, *, host_share: 
     return tuple(groups)
 
 
-def _stripe(component: Component, source: RankManifest) -> Stripe:
-    """Return this rank's share among the ranks of its stage that hold the same lanes; they are neighbours."""
-    start, stop = lane_interval(component, source.rank.tp, source.tp_size)
-    count = source.tp_size * (stop - start) // component.lanes
-    return Stripe(source.rank.tp % count, count)
+def replica_share(component: Component, source: Rank, tp_size: int) -> tuple[tuple[int, ...], Stripe]:
+    """Return which layers of a component a source rank sends, of those that it has, and which pages of them.
+
+    The ranks of a stage that hold the same lanes are neighbours, and share the work.
+    """
+    start, stop = lane_interval(component, source.tp, tp_size)
+    count = tp_size * (stop - start) // component.lanes
+    stripe = Stripe(source.tp % count, count)
+    if component.space is IndexSpace.FULL:
+        return component.layers, stripe
+    return tuple(layer for ordinal, layer in enumerate(component.layers) if stripe.owns(ordinal)), UNSHARED
+
+
+def host_ordinal(source: Rank, destination_count: int) -> int:
+    """Return through which of a node's ranks, by its ordinal, a source rank writes the node's host pool."""
+    return source.tp % destination_count
 
 
 def _check_form(

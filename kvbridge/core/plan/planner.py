@@ -16,7 +16,7 @@ from kvbridge.core.geometry.components import Component, RowInterval
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.lookup import PageLookup
 from kvbridge.core.plan.operations import Amount, Amounts, Operations, Plan, Section
-from kvbridge.core.plan.pairing import Band, LayerGroup, Pairing
+from kvbridge.core.plan.pairing import Band, LayerGroup, Pairing, Stripe
 from kvbridge.core.plan.pieces import Batch, Pieces, write_batches
 from kvbridge.core.plan.runs import (
     PageSplit,
@@ -50,7 +50,7 @@ def plan(pairing: Pairing, section: Section, source: Tables, destination: Tables
         ]
         batches += mine
         amounts[group.component.kind] = amounts.get(group.component.kind, Amount()) + Amount(
-            lane_rows=_owned_rows(group, split) * group.lanes * len(group.layers),
+            lane_rows=owned_rows(group.component, split, group.stripe) * group.lanes * len(group.layers),
             bytes=sum(batch.total_bytes for batch in mine),
             operations=sum(batch.operations for batch in mine),
         )
@@ -83,11 +83,12 @@ def _check(section: Section, max_operation_bytes: int) -> None:
         raise InvalidInputError(f"max_operation_bytes must be at least 1, got {max_operation_bytes}")
 
 
-def _owned_rows(group: LayerGroup, split: PageSplit) -> int:
-    chosen = group.stripe.pages(split.full)
+def owned_rows(component: Component, split: PageSplit, stripe: Stripe) -> int:
+    """Return how many rows of `split` lie in pages of `stripe`."""
+    chosen = stripe.pages(split.full)
     pages = len(split.full) if chosen is None else len(chosen)
-    partial = sum(page.rows for page in split.partial if group.stripe.owns_page(page.page))
-    return pages * group.component.slots_per_page + partial
+    partial = sum(page.rows for page in split.partial if stripe.owns_page(page.page))
+    return pages * component.slots_per_page + partial
 
 
 # ------------------------------------------------------------------------------------------- pages to batches

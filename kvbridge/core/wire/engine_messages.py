@@ -94,6 +94,8 @@ class Provide(Call):
     type: Literal["provide"] = "provide"
     room: Uint64
     tables: tuple[WireTable, ...]
+    prefix_tokens: NonNegative = 0
+    """Tokens from the start of the prompt whose rows are in these pages already; they are not sent again."""
 
 
 class Claim(Call):

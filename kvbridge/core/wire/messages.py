@@ -29,6 +29,8 @@ MAX_ROOM_METADATA_BYTES = 28 * MAX_METADATA_BYTES
 """What all writers of one room may send along: a claim is answered with it and four full tables, in one frame."""
 MAX_NODE_RANKS = 256
 """Ranks of one node; each costs whoever meets the node a look at its manifest, so a peer may not name any number."""
+MAX_STAGES = 256
+"""Pipeline stages of one instance."""
 MAX_ENDPOINTS = 16
 MAX_PHASES = 64
 MAX_DIGESTS = 1_024
@@ -128,6 +130,10 @@ class Welcome(FrozenModel):
     instance: Name
     node: Name
     incarnation: Name
+    pp_size: Positive
+    tp_size: Positive
+    stage_boundaries: Annotated[tuple[Positive, ...], Field(max_length=MAX_STAGES - 1)] = ()
+    """The first layers of the instance's stages but the first; with the sizes, they say what each rank sends."""
     ranks: Annotated[tuple[Rank, ...], Field(max_length=MAX_NODE_RANKS)]
 
 

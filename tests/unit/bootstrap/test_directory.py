@@ -152,6 +152,12 @@ async def test_nodes_of_an_instance_agree_on_their_places(world, changes, expect
         await directory.register(half("p", Role.PREFILL, 1, **changes))
 
 
+async def test_nodes_of_an_instance_agree_on_their_stages(world):
+    directory = await world.directory(half("p", Role.PREFILL, 0, pp_size=2, stage_boundaries=(3,)))
+    with pytest.raises(ConflictError, match=r"its stage_boundaries is \(2,\), that of node 'node-0' is \(3,\)"):
+        await directory.register(half("p", Role.PREFILL, 1, pp_size=2, stage_boundaries=(2,)))
+
+
 async def test_nodes_of_an_instance_agree_on_the_role(world):
     directory = await world.directory(half("p", Role.PREFILL, 0))
     with pytest.raises(ConflictError, match="its role is decode, that of node 'node-0' is prefill"):
@@ -165,6 +171,7 @@ async def test_nodes_of_an_instance_agree_on_the_role(world):
         ({"ranks": ()}, "has no rank"),
         ({"ranks": (Rank(pp=0, tp=1),)}, "rank pp0.tp1 does not exist"),
         ({"ranks": (Rank(pp=0, tp=0),) * 2}, "listed twice"),
+        ({"pp_size": 2, "stage_boundaries": (99,)}, "node 'node-0' of instance 'p': boundaries of 2 stages"),
     ],
 )
 async def test_a_registration_that_contradicts_itself_is_refused(world, changes, expected):

@@ -15,7 +15,7 @@ from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
 from kvbridge.service.fit import Ranking, demand, free_share
-from kvbridge.service.ports import Load, ControlMode, PairRequest, PeerAddress
+from kvbridge.service.ports import ControlMode, Load, PairRequest, PeerAddress
 from tests.unit.bootstrap.fleet import half, instances_of, node
 
 HOST = (ComponentKind.C4_KV,)
@@ -88,13 +88,12 @@ def test_the_best_pair_is_the_best_of_all_pairs(prefill, decode, refused):
         assert found.looks_full == order(expected)[0]
 
 
-def test_demand_counts_appended_tokens_and_the_prefix_on_decode_only():
+def test_demand_counts_appended_tokens_on_decode_only():
     prefill, decode = node("p", Role.PREFILL), node("d", Role.DECODE, host=HOST)
-    request = PairRequest(prompt_tokens=512, max_new_tokens=256, prefix_tokens=256)
+    request = PairRequest(prompt_tokens=512, max_new_tokens=256)
     assert demand(prefill, request)["full"] == 2
-    assert demand(decode, request)["full"] == 2
-    assert demand(decode, request)["host"] == 2
-    assert demand(decode, request.model_copy(update={"prefix_tokens": 0}))["full"] == 3
+    assert demand(decode, request)["full"] == 3
+    assert demand(decode, request)["host"] == 3
     assert "host" not in demand(prefill, request)
     assert "host" not in demand(node("d", Role.DECODE), request)
 

@@ -24,7 +24,7 @@ from tests.unit.bootstrap.fleet import FLEET, TIMES, FakeDaemons, half, node
 
 pytestmark = pytest.mark.asyncio
 
-REQUEST = PairRequest(room=7, prompt_tokens=1000, max_new_tokens=100, prefix_tokens=256, client="c")
+REQUEST = PairRequest(room=7, prompt_tokens=1000, max_new_tokens=100, client="c")
 
 
 async def test_both_ends_are_reserved_prefill_first(world):
@@ -34,9 +34,9 @@ async def test_both_ends_are_reserved_prefill_first(world):
     assert (ticket.room, ticket.generation, ticket.expires_in_s) == (7, 1, 60.0)
     assert (ticket.prefill.http_urls, ticket.decode.http_urls) == (("http://p1",), ("http://d1",))
     prefill, decode = port.admitted["http://p1"][7], port.admitted["http://d1"][7]
-    assert (prefill.prefill, prefill.prefix_tokens, prefill.max_new_tokens) == ((), 0, 0)
+    assert (prefill.prefill, prefill.max_new_tokens) == ((), 0)
     assert [peer.endpoint for peer in decode.prefill] == ["tcp://p1:1"]
-    assert (decode.prefix_tokens, decode.max_new_tokens, decode.client) == (256, 100, "c")
+    assert (decode.max_new_tokens, decode.client) == (100, "c")
 
 
 async def test_every_node_of_both_instances_is_reserved(world):
@@ -143,7 +143,7 @@ async def test_a_refusal_of_the_request_itself_ends_the_pairing(world, error):
 
 async def test_a_daemon_that_refused_is_not_robbed_of_another_room_of_that_id(world):
     port = FakeDaemons()
-    elsewhere = REQUEST.model_dump(exclude={"fingerprint"}) | {"generation": 5, "prefix_tokens": 0}
+    elsewhere = REQUEST.model_dump(exclude={"fingerprint"}) | {"generation": 5}
     await port.admit("http://p1", AdmissionRequest(**elsewhere))
     port.refuse["http://p1"] = ConflictError("room in use there")
     with pytest.raises(ConflictError):

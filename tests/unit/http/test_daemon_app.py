@@ -81,6 +81,10 @@ async def test_every_error_keeps_its_code_and_status(http, rooms, code):
         ({"prompt_tokens": 1, "room": 2**64}, "body.room"),
         ({"prompt_tokens": 1, "room": -1}, "body.room"),
         ({"prompt_tokens": 1, "extra": 1}, "body.extra: Extra inputs are not permitted"),
+        (
+            {"prompt_tokens": 512, "prefix_tokens": 256},
+            "body.prefix_tokens: unknown field; what decode holds of a prompt",
+        ),
         ({"prompt_tokens": 1, "prefill": [{"endpoint": "http://x"}]}, "body.prefill.0.endpoint"),
         ([], "body"),
     ],

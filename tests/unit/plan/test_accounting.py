@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
-from kvbridge.core.plan.accounting import expected_amounts, shortfall
-from kvbridge.core.plan.operations import Amount
+from kvbridge.core.ids import Rank
+from kvbridge.core.plan.accounting import Demand, shortfall
 from tests.helpers.geometries import flash, gqa
 from tests.helpers.manifests import Instance
 
@@ -14,9 +14,11 @@ PAGES = {Space.FULL: 16, Space.SWA: 4, Space.REQUEST: 2, Space.HOST: 16}
 
 
 def expected(instance: Instance, prompt_tokens: int, prefix_tokens: int = 0):
-    return expected_amounts(
-        instance.geometry, instance.manifests(), prompt_tokens=prompt_tokens, prefix_tokens=prefix_tokens
-    )
+    return demand(instance, prompt_tokens, prefix_tokens).total()
+
+
+def demand(instance: Instance, prompt_tokens: int, prefix_tokens: int = 0) -> Demand:
+    return Demand(instance.geometry, instance.manifests(), prompt_tokens=prompt_tokens, prefix_tokens=prefix_tokens)
 
 
 def test_device_copies_count_for_each_rank_and_the_host_pool_once():
@@ -53,14 +55,40 @@ def test_a_prefix_shortens_what_grows():
 
 def test_shortfall_names_the_first_difference():
     due = {Kind.C4_KV: 100, Kind.SWA_KV: 10, Kind.C128_STATE: 0}
-    right = {Kind.C4_KV: Amount(lane_rows=100), Kind.SWA_KV: Amount(lane_rows=10)}
+    right = {Kind.C4_KV: 100, Kind.SWA_KV: 10}
     assert shortfall(due, right) is None
-    less = shortfall(due, right | {Kind.C4_KV: Amount(lane_rows=93)})
+    less = shortfall(due, right | {Kind.C4_KV: 93})
     assert less == "c4_kv: 93 of 100 rows were reported as written, 7 are missing"
-    assert shortfall(due, {Kind.C4_KV: Amount(lane_rows=100)}) == (
-        "swa_kv: 0 of 10 rows were reported as written, 10 are missing"
-    )
-    more = shortfall(due, right | {Kind.SWA_KV: Amount(lane_rows=12)})
+    assert shortfall(due, {Kind.C4_KV: 100}) == ("swa_kv: 0 of 10 rows were reported as written, 10 are missing")
+    more = shortfall(due, right | {Kind.SWA_KV: 12})
     assert more == "swa_kv: 12 rows were reported as written where 10 were due, 2 too many"
-    unknown = shortfall(due, right | {Kind.MHA_KV: Amount(lane_rows=1)})
+    unknown = shortfall(due, right | {Kind.MHA_KV: 1})
     assert unknown == "mha_kv: 1 rows were reported as written where 0 were due, 1 too many"
+
+
+def test_the_shares_of_replicas_have_no_row_in_common_and_are_everything():
+    decode = Instance(flash(), PAGES, tp_size=2).with_host(Kind.C4_KV)
+    for tokens, prefix in ((2_049, 0), (4_096, 1_024), (3, 0)):
+        due = demand(decode, tokens, prefix)
+        for tp_size in (1, 2, 4):
+            shares = [
+                due.share(Rank(pp=0, tp=tp), tp_size=tp_size, layers=range(flash().layer_count))
+                for tp in range(tp_size)
+            ]
+            together = {kind: sum(share.get(kind, 0) for share in shares) for kind in Kind}
+            assert shortfall(due.total(), together) is None
+
+
+def test_ranks_of_two_sizes_add_up_in_some_components_though_a_quarter_is_missing():
+    """Why sums decide nothing: rank 0 of 2 and ranks 2 and 3 of 4 owe 1/2 + 1/4 + 1/4 of the pages."""
+    due = demand(Instance(flash(), PAGES), 4_096)
+    mixed = [due.share(Rank(pp=0, tp=tp), tp_size=size, layers=range(43)) for tp, size in ((0, 2), (2, 4), (3, 4))]
+    assert sum(share[Kind.C4_KV] for share in mixed) == due.total()[Kind.C4_KV]
+
+
+def test_a_share_is_of_the_layers_of_the_stage():
+    due = demand(Instance(gqa(), PAGES), 100)
+    assert due.share(Rank(pp=0, tp=0), tp_size=1, layers=(0, 1)) == {Kind.MHA_KV: 2 * 4 * 100}
+    assert due.share(Rank(pp=1, tp=1), tp_size=2, layers=(2,)) == {Kind.MHA_KV: 2 * 100}
+    with pytest.raises(UnsupportedError, match="cannot be split evenly"):
+        due.share(Rank(pp=0, tp=0), tp_size=3, layers=(0,))

@@ -34,7 +34,7 @@ class PrefillSide:
         self.messages: list[tuple[object, object]] = []
         self.gone: list[tuple[str, str]] = []
         self.nodes = DecodeNodes(
-            Self("prefill", "p0", PREFILL),
+            Self("prefill", "p0", PREFILL, pp_size=1, tp_size=2, stage_boundaries=()),
             GEOMETRY,
             self.workers,
             send=lambda peer, message: self.messages.append((peer, message)),
@@ -64,6 +64,7 @@ def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
     side.connected(R1)
     [welcome] = pick(side.messages, Welcome, DECODE)
     assert (welcome.instance, welcome.node, welcome.incarnation, welcome.ranks) == ("prefill", "p0", PREFILL, (R0, R1))
+    assert (welcome.pp_size, welcome.tp_size, welcome.stage_boundaries) == (1, 2, ())
     side.hello()
     assert len(pick(side.messages, Welcome)) == 2
     assert len(pick(side.workers.messages, ConnectPeer)) == 2
@@ -221,7 +222,8 @@ class DecodeSide:
             self.met_at_change.append(error)
 
     def welcome(self, incarnation: str = PREFILL, node: str = "p0", address=ADDRESS) -> None:
-        self.nodes.welcome(address, Welcome(instance="prefill", node=node, incarnation=incarnation, ranks=(R0,)))
+        welcome = Welcome(instance="prefill", node=node, incarnation=incarnation, pp_size=1, tp_size=1, ranks=(R0,))
+        self.nodes.welcome(address, welcome)
 
     def meet(self) -> None:
         assert self.nodes.met(ADDRESS) is None
@@ -241,6 +243,7 @@ def test_a_node_is_greeted_once_and_then_known():
     met = side.nodes.met(ADDRESS)
     assert met is not None
     assert (met.peer, met.name, met.ranks) == (PREFILL, "prefill/p0", (R0,))
+    assert met.parallelism == ("prefill", 1, 1, ())
     assert side.changes == 1
     side.nodes.send(PREFILL, Heartbeat())
     side.nodes.send("nobody", Heartbeat())

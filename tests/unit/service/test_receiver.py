@@ -13,6 +13,7 @@ from kvbridge.core.errors import (
     StaleError,
     UnknownRoomError,
 )
+from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageTable, Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
@@ -93,8 +94,8 @@ def offered(**fields) -> ReceiverBench:
 def offered_to_two() -> ReceiverBench:
     """A bench with room 1 offered to PREFILL (rank 0) and SECOND (rank 1)."""
     bench = ReceiverBench()
-    bench.nodes.know()
-    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,))
+    bench.nodes.know(tp_size=2)
+    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
     admit(bench, prefill=(ADDRESS, OTHER_ADDRESS))
     return bench
 
@@ -179,15 +180,15 @@ def test_a_node_under_two_addresses_is_one_writer():
 
 
 @pytest.mark.parametrize("factor", [0, 2])
-def test_a_wrong_sum_fails_closed_and_waits_for_nobody_who_is_done(factor):
+def test_a_wrong_amount_fails_closed_and_waits_for_nobody_who_is_done(factor):
     bench = offered()
     wrong = {kind: Amount(lane_rows=amount.lane_rows * factor) for kind, amount in full_amounts(TOKENS).items()}
     done(bench, amounts=wrong)
     report = bench.service.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "integrity")
-    assert "every writer is done, but" in report.reason
+    assert "rank pp0.tp0 of prefill node prefill/aaaa is done, but mha_kv" in report.reason
     assert bench.free == 16
-    with pytest.raises(RoomFailedError, match="every writer is done, but"):
+    with pytest.raises(RoomFailedError, match="is done, but"):
         bench.service.claim("engine", 1)
 
 
@@ -203,9 +204,6 @@ def test_admission_is_all_or_nothing():
     bench.ranks.lacking = ""
     with pytest.raises(InvalidInputError, match="needs `prefill`"):
         admit(bench, prefill=())
-    for prefix in (1, TOKENS + PAGE):
-        with pytest.raises(InvalidInputError, match="prefix_tokens must be"):
-            admit(bench, prefix_tokens=prefix)
     admit(bench)
     with pytest.raises(ConflictError):
         admit(bench, generation=2)
@@ -220,11 +218,11 @@ def test_a_room_waits_until_every_node_is_met():
     bench = ReceiverBench()
     assert admit(bench, prefill=(ADDRESS, OTHER_ADDRESS)).state is RoomState.ADMITTED
     assert bench.nodes.asked == [ADDRESS, OTHER_ADDRESS]
-    bench.nodes.know()
+    bench.nodes.know(tp_size=2)
     bench.service.nodes_changed()
     assert bench.nodes.messages == []
     assert bench.book.state(OWNER) is PageState.HELD
-    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,))
+    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
     bench.service.nodes_changed()
     assert {peer for peer, _ in bench.nodes.messages} == {PREFILL, SECOND}
 
@@ -239,15 +237,72 @@ def test_a_node_that_rejects_us_fails_the_room():
     assert bench.free == 16
 
 
-@pytest.mark.parametrize(("ranks", "complaint"), [((R0,), "both hold rank"), ((), "has no rank")])
-def test_nodes_that_cannot_be_one_instance_fail_the_room_before_anything_is_offered(ranks, complaint):
+@pytest.mark.parametrize(
+    ("second", "complaint"),
+    [
+        ({"ranks": (R0,)}, "both hold rank pp0.tp0"),
+        ({"ranks": ()}, "has no rank"),
+        ({"tp_size": 4}, "prefill/aaaa (ranks pp0.tp0 of pp_size 1 x tp_size 2) and prefill/bbbb (ranks pp0.tp1 of"),
+        ({"instance": "other"}, "are not of one instance"),
+        ({"ranks": (Rank(pp=0, tp=2),)}, "prefill/bbbb (ranks pp0.tp2 of pp_size 1 x tp_size 2) has rank pp0.tp2"),
+    ],
+)
+def test_nodes_that_cannot_be_one_instance_fail_the_room_before_anything_is_offered(second, complaint):
     bench = ReceiverBench()
-    bench.nodes.know()
-    bench.nodes.know(OTHER_ADDRESS, SECOND, ranks)
+    bench.nodes.know(tp_size=2)
+    bench.nodes.know(OTHER_ADDRESS, SECOND, **({"ranks": (R1,), "tp_size": 2} | second))
     report = admit(bench, prefill=(ADDRESS, OTHER_ADDRESS))
     assert report.state is RoomState.FAILED
     assert complaint in report.reason
     assert bench.nodes.messages == []
+    assert bench.free == 16
+
+
+def test_stages_that_nodes_draw_differently_fail_the_room():
+    """One node would send layer 1, the other too; had they drawn them the other way, neither would."""
+    bench = ReceiverBench()
+    bench.nodes.know(stage_boundaries=(2,))
+    bench.nodes.know(OTHER_ADDRESS, SECOND, (Rank(pp=1, tp=0),), stage_boundaries=(1,))
+    report = admit(bench, prefill=(ADDRESS, OTHER_ADDRESS))
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "invalid_input")
+    assert "stages from layers (2,)) and prefill/bbbb" in report.reason
+
+
+@pytest.mark.parametrize("boundaries", [(0,), (3,), (7,)])
+def test_stages_that_the_model_does_not_have_fail_the_room(boundaries):
+    bench = ReceiverBench()
+    bench.nodes.know(ranks=(R0, Rank(pp=1, tp=0)), stage_boundaries=boundaries)
+    report = admit(bench)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "invalid_input")
+    assert "boundaries of 2 stages" in report.reason
+
+
+def test_a_part_of_an_instance_fails_the_room():
+    bench = ReceiverBench()
+    bench.nodes.know(tp_size=2)
+    report = admit(bench)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "invalid_input")
+    assert report.reason.startswith("rank pp0.tp1 of prefill instance prefill is on none of prefill/aaaa (ranks pp0")
+
+
+def test_an_instance_of_endless_sizes_is_refused_at_once():
+    bench = ReceiverBench()
+    bench.nodes.know(tp_size=2**60)
+    assert "rank pp0.tp1 of prefill instance" in admit(bench).reason
+
+
+def test_amounts_that_add_up_do_not_count_unless_each_rank_reports_its_own():
+    bench = offered_to_two()
+    whole = full_amounts(TOKENS)
+    more, less = (
+        {kind: Amount(lane_rows=amount.lane_rows * part // 4) for kind, amount in whole.items()} for part in (3, 1)
+    )
+    done(bench, amounts=more)
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "integrity")
+    assert "rank pp0.tp0 of prefill node prefill/aaaa is done, but mha_kv: " in report.reason
+    done(bench, SECOND, R1, amounts=less)
+    assert state(bench) is ReceiverState.FAILED
     assert bench.free == 16
 
 
@@ -690,10 +745,37 @@ def test_adopted_pages_are_asked_for_and_then_offered():
     assert bench.engines.kinds == ["wanted", "committed", "completed"]
 
 
+def test_an_engine_says_what_its_pages_hold_already():
+    """Nobody else is believed: what a room's fresh pages hold is what an earlier room left there."""
+    bench = ReceiverBench(adopted=True)
+    bench.nodes.know()
+    admit(bench)
+    for prefix in (1, TOKENS + PAGE):
+        with pytest.raises(
+            InvalidInputError, match="prefix_tokens must be a multiple of 256 and at most prompt_tokens"
+        ):
+            bench.service.provide(1, tables(4, 5), prefix_tokens=prefix)
+    bench.service.provide(1, tables(4, 5), prefix_tokens=PAGE)
+    assert pick(bench.nodes.messages, Offer)[0].prefix_tokens == PAGE
+    assert bench.service.report(1).prefix_tokens == PAGE
+    done(bench, amounts=full_amounts(TOKENS, PAGE))
+    assert state(bench) is ReceiverState.COMMITTED
+
+
+def test_what_lies_in_the_nodes_host_pool_has_no_prefix():
+    """The engine brings the device pages; those of the host pool are the daemon's, and fresh."""
+    bench = ReceiverBench(adopted=True)
+    bench.nodes.know()
+    admit(bench)
+    bench.service._host = frozenset({ComponentKind.MHA_KV})
+    with pytest.raises(InvalidInputError, match=r"mha_kv of the room lies in this node's host pool.*must be 0 here"):
+        bench.service.provide(1, {}, prefix_tokens=PAGE)
+
+
 def test_owned_pools_take_no_pages():
     bench = offered()
     with pytest.raises(ConflictError, match="owns its pools"):
-        bench.service.provide(1, tables(1, 2))
+        bench.service.provide(1, tables(1, 2), prefix_tokens=PAGE)
 
 
 # ------------------------------------------------------------------------------------------- deadlines
