@@ -15,7 +15,7 @@ from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
 from kvbridge.service.fit import Ranking, demand, free_share
-from kvbridge.service.ports import Load, ControlMode, PairRequest, PeerAddress
+from kvbridge.service.ports import ControlMode, Load, PairRequest, PeerAddress
 from tests.unit.bootstrap.fleet import half, instances_of, node
 
 HOST = (ComponentKind.C4_KV,)
