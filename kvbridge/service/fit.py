@@ -26,6 +26,9 @@ from kvbridge.service.ports import ControlMode, Load, NodeRegistration, PairRequ
 Pages = dict[str, int]
 """Pages by index space."""
 
+SHOWN = 8
+"""Instances that are named in a refusal."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -217,8 +220,8 @@ def _ways(instances: Iterable[Instance]) -> set[_Way]:
     return {(instance.fingerprint, mode) for instance in instances for mode in instance.first.meets_by}
 
 
-def _strangers(instances: Iterable[Instance], retry_after_s: float) -> NotReadyError:
-    how = ", ".join(f"{one.role} '{one.name}' by {modes_text(one)}" for one in instances)
+def _strangers(instances: list[Instance], retry_after_s: float) -> NotReadyError:
+    how = ", ".join(f"{one.role} '{one.name}' by {modes_text(one)}" for one in instances[:SHOWN])
     return NotReadyError(
         f"no prefill instance can meet a decode instance of the same model: {how}; {MODES_REMEDY}",
         retry_after_s=retry_after_s,
@@ -226,5 +229,5 @@ def _strangers(instances: Iterable[Instance], retry_after_s: float) -> NotReadyE
 
 
 def _names(instances: list[Instance]) -> str:
-    shown = ", ".join(f"'{instance.name}'" for instance in instances[:8])
-    return shown if len(instances) <= 8 else f"{shown} and {len(instances) - 8} more"
+    shown = ", ".join(f"'{instance.name}'" for instance in instances[:SHOWN])
+    return shown if len(instances) <= SHOWN else f"{shown} and {len(instances) - SHOWN} more"

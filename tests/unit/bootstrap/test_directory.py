@@ -218,7 +218,7 @@ async def test_instances_that_cannot_meet_say_so(world):
         node("p", Role.PREFILL, **WITH_KEY), node("d", Role.DECODE, meets_by=(PLAIN, LOCAL), control=None)
     )
     decode, prefill = await directory.listing()
-    remedy = "give all of them keys (control.curve.secret_key_file), or none"
+    remedy = "give all of them keys (control.curve.secret_key_file), or none (and `insecure`, beyond one machine)"
     assert (decode.ready, decode.meets_by) == (False, (LOCAL, PLAIN))
     assert decode.reasons == (f"it meets others by local or plain, prefill instances of its model by curve: {remedy}",)
     assert (prefill.ready, prefill.meets_by) == (False, (CURVE,))
