@@ -28,7 +28,7 @@ from kvbridge.pool.book import Owner, PageBook
 from kvbridge.service.admission_queue import AdmissionQueue, Waiting
 from kvbridge.service.observer import Observer
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomState
-from kvbridge.service.pressure import ReleaseRates, Reservation, RetryAfter
+from kvbridge.service.pressure import ReleaseRates, Reservation, RetryAfter, first_end
 from kvbridge.service.starvation import Starvation
 
 log = structlog.get_logger(__name__)
@@ -259,7 +259,7 @@ class AdmissionDesk:
         )
         return ClientLimitError(
             f"client '{client}' has {having} on this daemon, as many as it may ({key} is "
-            f"{getattr(self._limits.of(client), cap)}); a room counts until its pages are back{_when(own)}",
+            f"{getattr(self._limits.of(client), cap)}); a room counts until its pages are back{first_end(own)}",
             retry_after_s=self._told(seconds),
         )
 
@@ -286,7 +286,7 @@ class AdmissionDesk:
         if isinstance(error, CapacityError):
             error.retry_after_s = self.retry_after_s(error)
             having = [one for one in self._rooms.not_begun() if error.lacking.keys() & one.pages.keys()]
-            error.args = (f"{error}{_when(having)}",)
+            error.args = (f"{error}{first_end(having)}",)
         self._observer.refused(kind or error.code)
 
     def retry_after_s(self, error: CapacityError) -> float:
@@ -400,10 +400,3 @@ class AdmissionDesk:
 
     def __repr__(self) -> str:
         return f"<AdmissionDesk {self._queue!r}, starved for {self.starved_s():.1f} s>"
-
-
-def _when(reserved: Sequence[Reservation]) -> str:
-    """Say which rooms give back what they have, and when at the latest; `reserved`: those that end first in front."""
-    if not reserved:
-        return ""
-    return f"; {len(reserved)} rooms there have been begun by no prefill engine, the first ends in {reserved[0].ends_in_s:.1f} s"

@@ -26,6 +26,9 @@ from kvbridge.service.ports import ControlMode, Load, NodeRegistration, PairRequ
 Pages = dict[str, int]
 """Pages by index space."""
 
+SHOWN = 8
+"""Instances that are named in a refusal."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -53,9 +56,12 @@ class _Option:
     needed: Pages
     share: float
 
-    @property
     def order(self) -> tuple[float, int, str]:
         return -self.share, self.instance.rooms, self.instance.name
+
+
+_Way = tuple[str, ControlMode]
+"""What the two instances of a pair have in common: the model, by its fingerprint, and how they meet."""
 
 
 class Ranking:
@@ -74,18 +80,25 @@ class Ranking:
         if not models:
             raise _mismatch(prefill[0], decode[0])
         ways = _ways(prefill) & _ways(decode)
-        matching = [instance for instance in (*prefill, *decode) if _ways([instance]) & ways]
-        if not matching:
+        if not ways:
             raise _strangers([one for one in (*prefill, *decode) if one.fingerprint in models], retry_after_s)
         demands = _Demands(request)
-        options = [option for instance in matching if (option := demands.option(instance)) is not None]
-        # By model and how they meet, then prefill and decode; each list the best first.
-        self._sides: list[tuple[list[_Option], list[_Option]]] = []
-        for way in sorted(ways):
-            ours = sorted((one for one in options if way in _ways([one.instance])), key=lambda one: one.order)
-            sides = tuple([one for one in ours if one.instance.role is role] for role in (Role.PREFILL, Role.DECODE))
-            if all(sides):
-                self._sides.append((sides[0], sides[1]))
+        matching: list[Instance] = []
+        sides: dict[_Way, tuple[list[_Option], list[_Option]]] = {way: ([], []) for way in sorted(ways)}
+        for instance in (*prefill, *decode):
+            own = _ways((instance,)) & ways
+            if not own:
+                continue
+            matching.append(instance)
+            if (option := demands.option(instance)) is not None:
+                for way in own:
+                    sides[way][instance.role is Role.DECODE].append(option)
+        # Prefill and decode of each way to be a pair, the best first.
+        self._sides = [
+            (sorted(senders, key=_Option.order), sorted(receivers, key=_Option.order))
+            for senders, receivers in sides.values()
+            if senders and receivers
+        ]
         if not self._sides:
             raise InvalidInputError(
                 f"a request of {request.prompt_tokens} prompt and {request.max_new_tokens} new tokens is larger than "
@@ -197,13 +210,12 @@ def _mismatch(sender: Instance, receiver: Instance) -> FingerprintMismatchError:
     )
 
 
-def _ways(instances: Iterable[Instance]) -> set[tuple[str, ControlMode]]:
-    """What two instances need one of in common: a model and a way to meet."""
-    return {(instance.fingerprint, mode) for instance in instances for mode in instance.meets_by}
+def _ways(instances: Iterable[Instance]) -> set[_Way]:
+    return {(instance.fingerprint, mode) for instance in instances for mode in instance.first.meets_by}
 
 
-def _strangers(instances: Iterable[Instance], retry_after_s: float) -> NotReadyError:
-    how = ", ".join(f"{one.role} '{one.name}' by {modes_text(one)}" for one in instances)
+def _strangers(instances: list[Instance], retry_after_s: float) -> NotReadyError:
+    how = ", ".join(f"{one.role} '{one.name}' by {modes_text(one)}" for one in instances[:SHOWN])
     return NotReadyError(
         f"no prefill instance can meet a decode instance of the same model: {how}; {MODES_REMEDY}",
         retry_after_s=retry_after_s,
@@ -211,5 +223,5 @@ def _strangers(instances: Iterable[Instance], retry_after_s: float) -> NotReadyE
 
 
 def _names(instances: list[Instance]) -> str:
-    shown = ", ".join(f"'{instance.name}'" for instance in instances[:8])
-    return shown if len(instances) <= 8 else f"{shown} and {len(instances) - 8} more"
+    shown = ", ".join(f"'{instance.name}'" for instance in instances[:SHOWN])
+    return shown if len(instances) <= SHOWN else f"{shown} and {len(instances) - SHOWN} more"

@@ -205,7 +205,7 @@ class Instance:
         )
 
 
-MODES_REMEDY = "give all of them keys (control.curve.secret_key_file), or none"
+MODES_REMEDY = "give all of them keys (control.curve.secret_key_file), or none (and `insecure`, beyond one machine)"
 
 
 def modes_text(of: Instance | NodeRegistration) -> str:

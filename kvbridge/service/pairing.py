@@ -298,11 +298,17 @@ class PairingService:
     async def _admit(self, url: str, admission: AdmissionRequest) -> None:
         try:
             async with asyncio.timeout(self._limits.reserve_s):
-                await self._port.admit(url, admission)
+                report = await self._port.admit(url, admission)
         except TimeoutError as error:
             raise DeadlineError(
                 f"{url} did not answer within {self._limits.reserve_s:g} s (timeouts.reserve_s)"
             ) from error
+        wanted = (admission.room, admission.generation, Role.DECODE if admission.prefill else Role.PREFILL)
+        if (report.room, report.generation, report.role) != wanted:
+            raise PeerError(
+                f"{url} has admitted room {report.room} generation {report.generation} as {report.role}, asked for "
+                f"{wanted[0]} generation {wanted[1]} as {wanted[2]}: is http.advertise_url another daemon's?"
+            )
 
     async def _give_back(self, room: int, generation: int, urls: list[str]) -> None:
         """Cancel what may have been reserved, even while this task itself is being cancelled."""

@@ -41,6 +41,13 @@ class Reservation:
     client: str
 
 
+def first_end(reserved: Sequence[Reservation]) -> str:
+    """Say which rooms will give back what they have, and by when; `reserved`: those that end first in front."""
+    if not reserved:
+        return ""
+    return f"; {len(reserved)} rooms there have been begun by no prefill engine, the first ends in {reserved[0].ends_in_s:.1f} s"
+
+
 class _Rate:
     """Things a second, the latest counting most. The first one only starts the measurement."""
 

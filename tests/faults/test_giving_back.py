@@ -64,6 +64,7 @@ def _let_go(stage: Scene, state: State, room: int, ending: str) -> None:
 
 
 LIMITS = {
+    "begin_s": 4.0,
     "offer_s": 2.0,
     "early_offer_s": 1.0,
     "meet_s": 2.0,
@@ -78,12 +79,14 @@ NOBODY = {"endpoint": "tcp://127.0.0.1:9"}
 def test_every_deadline() -> None:
     """A room for each limit, all at once: it fails with the name of the limit, and nothing stays behind."""
     with scene(timeouts=LIMITS) as stage:
-        rooms = stage.bring([State.ADMITTED, State.BEGUN, State.PARTIAL, State.COMMITTED])
+        rooms = stage.bring([State.ADMITTED, State.OFFERED, State.BEGUN, State.PARTIAL, State.COMMITTED])
         unknown = stage.admit_on_decode(1 << 40)
         lonely = http("POST", stage.decode, "/v1/requests", json={"prompt_tokens": TOKENS, "prefill": [NOBODY]})
         assert lonely.status_code == 201, lonely.text
         cases = [
             (stage.prefill, rooms[State.ADMITTED], "deadline", "timeouts.offer_s"),
+            (stage.prefill, rooms[State.OFFERED], "deadline", "timeouts.begin_s"),
+            (stage.decode, rooms[State.OFFERED], "deadline", "timeouts.begin_s"),
             (stage.decode, unknown, "unknown_room", "timeouts.early_offer_s"),
             (stage.decode, int(lonely.json()["room"]), "deadline", "timeouts.meet_s"),
             (stage.decode, rooms[State.COMMITTED], "deadline", "timeouts.claim_s"),

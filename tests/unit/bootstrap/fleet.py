@@ -164,6 +164,8 @@ class FakeDaemons:
         self.admitted: dict[str, dict[int, AdmissionRequest]] = {}
         self.refuse: dict[str, BridgeError] = {}
         self.hang: set[str] = set()
+        self.misreports: dict[str, dict[str, object]] = {}
+        """What these daemons say instead of what they have admitted."""
         self.lives: dict[str, str] = {}
         """The incarnations that answer; nobody does elsewhere."""
         self.asked: list[str] = []
@@ -195,7 +197,7 @@ class FakeDaemons:
         if url in self.pauses:
             self.stuck.set()
             await self.pauses[url].wait()
-        return report
+        return report.model_copy(update=self.misreports.get(url, {}))
 
     async def incarnation(self, url: str) -> str:
         self.asked.append(url)

@@ -64,7 +64,7 @@ async def test_a_second_process_of_a_name_is_kept_out_while_the_first_answers(wo
     directory = await world.directory(node("p", Role.PREFILL), daemons=port)
     port.lives = {"http://p": "p-life-1", "http://second": "second"}
     for _ in range(2):
-        with pytest.raises(ConflictError, match="is incarnation p-life-1 at http://p, .* two processes use one name"):
+        with pytest.raises(ConflictError, match=r"is incarnation p-life-1 at http://p, .* two processes use one name"):
             await directory.register(SECOND)
         assert (await directory.heartbeat("p", "node-0", beat("p-life-1"))).http_url == "http://p"
     assert port.asked == ["http://p", "http://p"]
@@ -225,7 +225,7 @@ async def test_instances_that_cannot_meet_say_so(world):
         node("p", Role.PREFILL, **WITH_KEY), node("d", Role.DECODE, meets_by=(PLAIN, LOCAL), control=None)
     )
     decode, prefill = await directory.listing()
-    remedy = "give all of them keys (control.curve.secret_key_file), or none"
+    remedy = "give all of them keys (control.curve.secret_key_file), or none (and `insecure`, beyond one machine)"
     assert (decode.ready, decode.meets_by) == (False, (LOCAL, PLAIN))
     assert decode.reasons == (f"it meets others by local or plain, prefill instances of its model by curve: {remedy}",)
     assert (prefill.ready, prefill.meets_by) == (False, (CURVE,))

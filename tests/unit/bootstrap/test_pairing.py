@@ -123,6 +123,17 @@ async def test_unreachable_daemons_are_not_called_full(world):
         await (await world.pairing(port)).pair(REQUEST)
 
 
+@pytest.mark.parametrize("wrong", [{"room": 8}, {"generation": 9}, {"role": Role.DECODE}], ids=str)
+async def test_a_daemon_that_admits_something_else_is_avoided(world, wrong):
+    port = FakeDaemons()
+    port.misreports["http://p1"] = wrong
+    ticket = await (await world.pairing(port)).pair(REQUEST)
+    assert ticket.prefill.instance == "p2"
+    port.misreports["http://p2"] = wrong
+    with pytest.raises(NotReadyError, match=r"'p2': http://p2 has admitted room . generation . as \w+, asked for 6"):
+        await (await world.pairing(port)).pair(REQUEST.model_copy(update={"room": 6}))
+
+
 async def test_attempts_are_bounded(world):
     port = FakeDaemons()
     for url in ("http://d1", "http://d2"):
