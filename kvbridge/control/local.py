@@ -58,16 +58,22 @@ def prepare_runtime_directory(path: Path) -> Path:
     return path
 
 
-def require_private_directory(path: Path) -> None:
-    """Raise ConfigError unless `path` is a directory of this user that nobody else can enter: what lies in it is believed."""
+def require_private_directory(path: Path) -> bool:
+    """Return whether `path` is there; what lies in it is believed.
+
+    Raises ConfigError unless it is a directory of this user that nobody else can enter.
+    """
     try:
         facts = path.lstat()
+    except FileNotFoundError:
+        return False
     except OSError as error:
         raise ConfigError(f"runtime directory {path} cannot be looked at: {error.strerror}") from error
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
         raise ConfigError(f"runtime directory {path} is not a directory of this user; choose another")
     if stat.S_IMODE(facts.st_mode) & 0o077:
         raise ConfigError(f"runtime directory {path} can be entered by others; run: chmod 700 {path}")
+    return True
 
 
 def _ignore(*_: object) -> None:
@@ -314,8 +320,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
         if self._context is not None:
             raise ConflictError(f"this client is connected to {self._path} already")
         check_ipc_path(str(path))
-        if path.parent.exists():
-            require_private_directory(path.parent)
+        require_private_directory(path.parent)
         self._path = path
         self._context = SocketContext()
         self._socket = self._context.open(zmq.DEALER)
@@ -388,8 +393,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
     def _reach(self, deadline_s: float) -> None:
         """Connect once the runtime directory is there, and only if nobody else can have put a socket into it."""
         while not self._reaches:
-            if self._path.parent.exists():
-                require_private_directory(self._path.parent)
+            if require_private_directory(self._path.parent):
                 self._socket.connect(f"ipc://{self._path}")
                 self._reaches = True
             elif time.monotonic() >= deadline_s:

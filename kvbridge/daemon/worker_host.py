@@ -1,6 +1,7 @@
 """Where a node's rank workers live: their socket, their processes, their setup, and the watch over them.
 
-Owns: all of these, and which worker came too early for its memory. Must not know: rooms and peers; it reports to the node.
+Owns: all of these, which worker came too early for its memory, and which engine's worker is gone while its process may still
+have endpoints. Must not know: rooms and peers; it reports to the node.
 """
 
 from __future__ import annotations
@@ -213,7 +214,8 @@ class WorkerHost:
         self._heard_s[message.rank] = time.monotonic()
         replaced = self.workers.hello(link, message)
         if replaced and self._server is not None:
-            self._await_end(replaced, message.rank, self._server.process(replaced))
+            if self._supervisor is None:
+                self._await_end(replaced, message.rank, self._server.process(replaced))
             self._server.drop(replaced)
             self._listener.worker_down(message.rank, "another worker took its place")
 
@@ -241,8 +243,6 @@ class WorkerHost:
 
     def _await_end(self, link: str, rank: Rank, process: PeerProcess) -> None:
         """A worker of an engine is gone without having closed its endpoints: they end with its process."""
-        if self._supervisor is not None:
-            return
         self._unended.setdefault(rank, set()).add(link)
         log.warning("worker_gone_unclosed", worker=link, rank=str(rank), pid=process.pid, followed=process.followed)
         process.when_ended(lambda: self._on_ended(link, rank))

@@ -93,8 +93,8 @@ class PrefillEngine(AttachedEngine):
         GPU has written what was published of it, which this or a later call tells the node.
         """
         begun = self._begun.get(room)
+        message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None)
         try:
-            message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None)
             self._call(message, Accepted)
         finally:  # a room that is over by now is let go of like any other
             if begun is not None:

@@ -346,7 +346,7 @@ def test_a_prefill_engine_that_is_killed_fails_its_room_on_both_sides(live: Live
         reason = ends(live.prefill, room, "failed", "peer_failed")
         assert f"the prefill engine engine-{engine.pid} is gone" in reason
         assert reason in ends(live.decode, room, "failed", "peer_failed")
-    assert not status(live.prefill)["engines"]
+    eventually("the end of its process", lambda: not status(live.prefill)["engines"])
     live.serves()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,6 @@ from kvbridge.engine.adopted import AdoptedWorker
 from kvbridge.engine.attachment import Attachment
 from kvbridge.service import worker_life
 from kvbridge.service.worker_life import serve_rank
-from tests.unit.engine.test_engine_order import Gpu, Link, Mapped
 
 RANK = Rank(pp=0, tp=0)
 
@@ -55,11 +56,13 @@ def test_a_worker_that_does_not_end_in_time_is_not_taken_for_silent(stuck):
 
 
 def test_an_engine_whose_worker_does_not_end_does_not_say_that_it_is_through(stuck):
-    link = Link()
-    attachment = Attachment(link, None, Mapped(), {}, Gpu(), closers=[lambda: stuck.close(0.01)])
+    closed: list[str] = []
+    parts = [SimpleNamespace(close=partial(closed.append, name)) for name in ("link", "mapped", "order")]
+    link, mapped, order = parts  # the link can say nothing
+    attachment = Attachment(link, None, mapped, {}, order, closers=[lambda: stuck.close(0.01)])
     with pytest.raises(DeadlineError):
         attachment.close(through=True)
-    assert (link.said, link.closed, attachment.mapped.closed) == ([], True, True)
+    assert closed == ["order", "mapped", "link"]
 
 
 def test_an_adopted_worker_says_that_it_has_closed_everything_and_waits_until_that_is_read():

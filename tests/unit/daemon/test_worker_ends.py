@@ -1,0 +1,136 @@
+"""Rank workers in engines' processes: when what they say of their endpoints is believed, and what is waited for until then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.ids import Rank
+from kvbridge.core.wire.engine_messages import Accepted, Pages, Refused
+from kvbridge.core.wire.worker_messages import EndpointsRevoked, Shutdown, WorkerClosed, WorkerHello
+from kvbridge.daemon.engine_host import EngineHost
+from kvbridge.daemon.worker_host import WorkerHost
+
+RANK = Rank(pp=0, tp=0)
+REVOKED = EndpointsRevoked(rank=RANK, before_epoch=1)
+
+
+class Process:
+    """A process that ends when the test says so."""
+
+    pid, followed = 7, True
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        self.calls.append(call)
+
+    def end(self) -> None:
+        for call in self.calls:
+            call()
+
+
+class Server:
+    """The socket of a node's workers (or engines)."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, object]] = []
+        self.dropped: list[str] = []
+        self.processes: dict[str, Process] = {}
+
+    def send(self, client: str, message: object) -> None:
+        if isinstance(message, Pages):
+            raise InvalidInputError("4000000 bytes long, a frame takes at most 3145728")
+        self.sent.append((client, message))
+
+    def process(self, client: str) -> Process:
+        return self.processes.setdefault(client, Process())
+
+    def drop(self, client: str) -> None:
+        self.dropped.append(client)
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.said: list[object] = []
+        self.down: list[str] = []
+        self.refused: list[str] = []
+
+    def worker_up(self, rank: Rank) -> None: ...
+
+    def worker_down(self, rank: Rank, reason: str) -> None:
+        self.down.append(reason)
+
+    def worker_said(self, rank: Rank, message: object) -> None:
+        self.said.append(message)
+
+    def frame_refused(self, kind: str, detail: str) -> None:
+        self.refused.append(detail)
+
+
+@pytest.fixture
+def host():
+    listener = Listener()
+    made = WorkerHost(
+        SimpleNamespace(), {RANK: (0,)}, setup=lambda rank: "setup", listener=listener, metrics=SimpleNamespace()
+    )
+    made._server = Server()
+    made.start(own_processes=False)
+    made.listener = listener
+    return made
+
+
+def hello(host: WorkerHost, link: str) -> None:
+    host._on_message(link, WorkerHello(rank=RANK, pid=1, adopted=True))
+
+
+@pytest.mark.parametrize("how", ["its connection ends", "another takes its place"])
+def test_a_successor_is_believed_when_the_process_of_its_predecessor_has_ended(host, how):
+    hello(host, "first")
+    process = host._server.process("first")
+    if how == "its connection ends":
+        host._on_link_gone("first", process)
+        hello(host, "second")
+    else:
+        hello(host, "second")
+        assert host._server.dropped == ["first"]
+    assert len(host.listener.down) == 1, "rooms fail at once"
+    host._on_message("second", REVOKED)
+    assert host.listener.said == []
+    process.end()
+    assert host.listener.said == [REVOKED]
+    host._on_message("second", REVOKED)
+    assert host.listener.said == [REVOKED, REVOKED]
+
+
+def test_a_worker_that_has_closed_everything_is_not_waited_for(host):
+    hello(host, "first")
+    host._on_message("first", WorkerClosed(rank=RANK))
+    assert host._server.sent[-1] == ("first", Shutdown())
+    assert (host._server.dropped, host.listener.down) == (["first"], ["its engine has closed it"])
+    hello(host, "second")
+    host._on_message("second", REVOKED)
+    assert host.listener.said == [REVOKED]
+
+
+def test_a_worker_that_leaves_before_its_memory_is_there_is_answered_too(host):
+    host._early = {}
+    hello(host, "first")
+    host._on_message("first", WorkerClosed(rank=RANK))
+    assert (host._server.sent, host._early, host.listener.refused) == ([("first", Shutdown())], {}, [])
+
+
+def test_an_engine_is_told_that_its_answer_does_not_fit_into_a_frame():
+    engines = EngineHost(lambda: None, settle_s=0.0, on_refused=lambda kind, detail: None)
+    engines._server = Server()
+    engines.send("engine", Pages(call=7, room=1, generation=1, prompt_tokens=1, tables=()))
+    [(engine, refused)] = engines._server.sent
+    assert isinstance(refused, Refused)
+    assert (engine, refused.call, refused.code) == ("engine", 7, "invalid_input")
+    assert "3145728" in refused.message
+    engines.send("engine", Accepted(call=8))
+    assert engines._server.sent[-1] == ("engine", Accepted(call=8))
