@@ -114,10 +114,11 @@ class PrefillNode(Node):
 
     async def close_peers(self, timeout_s: float) -> None:
         """Let the last messages out and stop listening."""
-        self._inspector.shutdown(wait=False, cancel_futures=True)
         if self._server is not None:
             await self._server.flush(timeout_s)
             self._server.close()
+        self._inspections.close()  # so that the thread is through after the rank that it looks at
+        await asyncio.to_thread(self._inspector.shutdown, cancel_futures=True)
 
     def send(self, peer: str, message: PeerMessage) -> None:
         """Queue a message to a decode node (PeerChannel)."""

@@ -92,6 +92,11 @@ class Inspections:
         if inspection is not None:
             inspection.work = None
 
+    def close(self) -> None:
+        """Forget every peer."""
+        for peer in list(self._running):
+            self.drop(peer)
+
     def _run(self, inspection: _Inspection) -> None:
         work = inspection.work
         if work is not None:
