@@ -30,7 +30,7 @@ class DaemonTimeouts(FrozenModel):
     peer_silence_s: Seconds = 10.0
     """A peer node that says nothing for so long is taken for lost."""
     meet_s: Seconds = 10.0
-    """Decode: every prefill node of a room has welcomed us."""
+    """Decode: every prefill node of a room has welcomed us. Prefill: what a decode node says of its memory has been checked."""
     pages_s: Seconds = 10.0
     """Adopted pools: the engine names the pages of a room."""
     begin_s: Seconds = 60.0

@@ -448,7 +448,7 @@ class Node(ABC):
             role=self.role,
             incarnation=self.incarnation,
             geometry=self.geometry,
-            ranks=self.workers.descriptions(),
+            ranks=self.workers.packed(),
         )
 
     def frame_refused(self, kind: str, detail: str) -> None:

@@ -5,6 +5,10 @@ Owns: how a node, the sending service, the control door and the meeting of decod
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import structlog
 
 from kvbridge.config.schema import PrefillConfig
@@ -20,7 +24,9 @@ from kvbridge.daemon.peer_setup import why_lost
 from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter
 from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.service.engine_door import PrefillDoor
-from kvbridge.service.meeting import DecodeNodes, Self
+from kvbridge.service.inspections import Inspections
+from kvbridge.service.introduction import Self
+from kvbridge.service.meeting import DecodeNodes
 from kvbridge.service.ports import PeerAddress
 from kvbridge.service.sender import SenderLimits, SenderService
 
@@ -64,6 +70,8 @@ class PrefillNode(Node):
             keep_s=timeouts.room_keep_s,
             adopted=self.adopted,
         )
+        self._inspector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inspector")
+        self._inspections = Inspections(self._inspect, deliver=self._deliver, limit_s=timeouts.meet_s)
         self._decode = DecodeNodes(
             Self(
                 config.instance,
@@ -72,9 +80,10 @@ class PrefillNode(Node):
                 config.parallelism.pp_size,
                 config.parallelism.tp_size,
                 self.stage_boundaries,
+                self.geometry,
             ),
-            self.geometry,
             self.workers,
+            inspections=self._inspections,
             send=self.send,
             on_gone=self._sender.peer_gone,
             names_of=lambda key: self._server.gate.names_of(key) if self._server is not None else frozenset(),
@@ -110,6 +119,8 @@ class PrefillNode(Node):
         if self._server is not None:
             await self._server.flush(timeout_s)
             self._server.close()
+        self._inspections.close()  # so that the thread is through after the rank that it looks at
+        await asyncio.to_thread(self._inspector.shutdown, cancel_futures=True)
 
     def send(self, peer: str, message: PeerMessage) -> None:
         """Queue a message to a decode node (PeerChannel)."""
@@ -152,7 +163,23 @@ class PrefillNode(Node):
         """A decode node that had given us up is back: it may have given the pages of our rooms to others meanwhile."""
         self._decode.gone(peer, "it had given this node up, and begins anew")
 
+    def _inspect(self, work: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:
+        def done(future: asyncio.Future[None]) -> None:
+            if not future.cancelled():  # as at the end of this node
+                ended(future.exception())
+
+        asyncio.get_running_loop().run_in_executor(self._inspector, work).add_done_callback(done)
+
+    def _deliver(self, peer: str, message: PeerMessage) -> None:
+        """Take what had to wait until the introduction of its peer was checked."""
+        try:
+            self._on_message(peer, message)
+        except BridgeError as error:
+            self.frame_refused(error.code, str(error))
+
     def _on_message(self, peer: str, message: PeerMessage) -> None:
+        if self._decode.holds(peer, message):
+            return
         match message:
             case Hello():
                 key = self._server.key_of(peer) if self._server is not None else ""

@@ -4,25 +4,26 @@ Owns: which peer nodes are known, in which incarnation, and whether every rank w
 know: sockets (control delivers and sends), rooms (they ask `met`, and are told when something changed).
 
 A fingerprint is compared here, once, and the first difference is named in the rejection. A peer's manifests are
-checked in full before any worker sees them, so that no address is ever computed from something unchecked.
+checked in full before any worker sees them, so that no address is ever computed from something unchecked; that is done
+off the event loop, and of what a peer has said only the packed bytes are kept.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import structlog
 
-from kvbridge.core.errors import BridgeError, FingerprintMismatchError, InvalidInputError, PeerError, error_codes
-from kvbridge.core.geometry.checks import check_manifest
-from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.manifest import first_difference
+from kvbridge.core.errors import BridgeError, InvalidInputError, PeerError, error_codes
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.messages import Hello, NodeDescription, PeerMessage, Rejected, Welcome
+from kvbridge.core.wire.messages import MAX_PACKED_NODE_BYTES, Hello, NodeDescription, PeerMessage, Rejected, Welcome
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, NodeToWorker, PeerConnected
+from kvbridge.service.inspections import Inspections
+from kvbridge.service.introduction import Introduced, Self, check_introduction
 from kvbridge.service.names import Bearer, check_name
 from kvbridge.service.ports import PeerAddress
 from kvbridge.service.receiver_room import MetNode
@@ -45,25 +46,12 @@ class MeetingWorkers(Protocol):
         """Queue an order. Never raises."""
 
 
-@dataclass(frozen=True)
-class Self:
-    """How this node names itself."""
-
-    instance: str
-    node: str
-    incarnation: str
-    pp_size: int
-    tp_size: int
-    stage_boundaries: tuple[int, ...]
-    """The first layers of its instance's stages but the first."""
-
-
 # ------------------------------------------------------------------------------------------- prefill side
 
 
 @dataclass(eq=False)
 class _KnownDecode:
-    node: NodeDescription
+    node: Introduced
     key: str
     """The public key that it proved to own; empty without keys."""
     connecting: dict[Rank, int] = field(default_factory=dict)
@@ -82,9 +70,9 @@ class DecodeNodes:
     def __init__(
         self,
         myself: Self,
-        geometry: ModelGeometry,
         workers: MeetingWorkers,
         *,
+        inspections: Inspections,
         send: Callable[[str, PeerMessage], None],
         on_gone: Callable[[str, str], None],
         names_of: Callable[[str], frozenset[str]] = lambda _key: frozenset(),
@@ -94,52 +82,77 @@ class DecodeNodes:
         `names_of(key)`: the instances that the holder of a key may speak for; empty: any. No callback raises.
         """
         self._myself = myself
-        self._geometry = geometry
         self._workers = workers
+        self._inspections = inspections
         self._send = send
         self._on_gone = on_gone
         self._names_of = names_of
         self._known: dict[str, _KnownDecode] = {}
 
     def hello(self, peer: str, message: Hello, *, key: str = "") -> None:
-        """A decode node introduces itself, for the first time or after it changed. `key` is what it proved to own."""
+        """A decode node introduces itself, for the first time or after it changed. `key` is what it proved to own.
+
+        What it says of its memory is checked off the loop; until that has ended, `holds` keeps what else it says.
+        """
         node = message.node
         try:
-            present = [_bearer(other.node, other.key) for one, other in self._known.items() if one != peer]
-            check_name(_bearer(node, key), bound_to=self._names_of(key), present=present)
-            self._check(peer, node)
-        except BridgeError as error:
-            log.warning("peer_rejected", peer=peer, instance=node.instance, code=error.code, reason=str(error))
-            self._reject(peer, error.code, str(error))
-            return
-        known = self._known.get(peer)
-        if known is not None and known.node == node:
-            if not known.waiting:
+            self._check_bearer(peer, node, key)
+            known = self._known.get(peer)
+            if known is None or known.node != Introduced.of(node):
+                work = partial(check_introduction, node, self._myself)
+                self._inspections.begin(peer, message, work, partial(self._inspected, peer, node, key))
+            elif not known.waiting:
                 self._welcome(peer)
-            return
+        except BridgeError as error:
+            self._refuse(peer, node, error)
+
+    def holds(self, peer: str, message: PeerMessage) -> bool:
+        """Whether a message has to wait, and does, until the introduction of its peer has been checked."""
+        if peer not in self._inspections:
+            return False
+        try:
+            self._inspections.hold(peer, message)
+        except BridgeError as error:
+            self._reject(peer, error.code, str(error))
+        return True
+
+    def _inspected(self, peer: str, node: NodeDescription, key: str, error: BaseException | None) -> None:
+        if error is None:
+            try:
+                self._check_bearer(peer, node, key)  # others may have come meanwhile
+            except BridgeError as refusal:
+                error = refusal
+        if error is None:
+            self._connect(peer, node, key)
+        elif isinstance(error, BridgeError):
+            self._refuse(peer, node, error)
+        else:
+            log.error("inspection_failed", peer=peer, exc_info=error)
+            self._reject(peer, BridgeError.code, f"its introduction could not be checked: {type(error).__name__}")
+
+    def _connect(self, peer: str, node: NodeDescription, key: str) -> None:
         self._succeed(peer, node)
+        known = self._known.get(peer)
         if known is None:
-            known = self._known[peer] = _KnownDecode(node, key, dict.fromkeys(self._workers.layers, 0))
-        known.node = node
+            known = self._known[peer] = _KnownDecode(Introduced.of(node), key, dict.fromkeys(self._workers.layers, 0))
+        known.node = Introduced.of(node)
         for rank in known.connecting:
             known.connecting[rank] += 1
             self._workers.send(rank, ConnectPeer(peer=peer, ranks=node.ranks))
 
-    def _check(self, peer: str, node: NodeDescription) -> None:
+    def _check_bearer(self, peer: str, node: NodeDescription, key: str) -> None:
+        present = [
+            Bearer(other.node.instance, other.node.node, other.key) for one, other in self._known.items() if one != peer
+        ]
+        check_name(Bearer(node.instance, node.node, key), bound_to=self._names_of(key), present=present)
         if node.role is not Role.DECODE or node.incarnation != peer:
             raise InvalidInputError(
                 f"hello must come from a decode node in its own name, got role {node.role} as {node.incarnation}"
             )
-        difference = first_difference(self._geometry, node.geometry)
-        if difference:
-            raise FingerprintMismatchError(
-                f"prefill instance {self._myself.instance} and decode instance {node.instance} hold different models: "
-                f"{difference}"
-            )
-        if not node.ranks:
-            raise InvalidInputError(f"decode node {node.instance}/{node.node} has no rank that is ready")
-        for rank in node.ranks:
-            check_manifest(rank.manifest, self._geometry)
+
+    def _refuse(self, peer: str, node: NodeDescription, error: BridgeError) -> None:
+        log.warning("peer_rejected", peer=peer, instance=node.instance, code=error.code, reason=str(error))
+        self._reject(peer, error.code, str(error))
 
     def _succeed(self, peer: str, node: NodeDescription) -> None:
         """A new life of a known node ends the old one."""
@@ -168,7 +181,17 @@ class DecodeNodes:
             self._welcome(message.peer)
 
     def _welcome(self, peer: str) -> None:
-        self._send(peer, Welcome(**asdict(self._myself), ranks=tuple(self._workers.layers)))
+        myself = self._myself
+        welcome = Welcome(
+            instance=myself.instance,
+            node=myself.node,
+            incarnation=myself.incarnation,
+            pp_size=myself.pp_size,
+            tp_size=myself.tp_size,
+            stage_boundaries=myself.stage_boundaries,
+            ranks=tuple(self._workers.layers),
+        )
+        self._send(peer, welcome)
         log.info("peer_welcomed", peer=peer, instance=self._known[peer].node.instance)
 
     def worker_ready(self, rank: Rank) -> None:
@@ -179,6 +202,7 @@ class DecodeNodes:
 
     def gone(self, peer: str, reason: str) -> None:
         """Forget a peer whose life has ended or who is silent."""
+        self._inspections.drop(peer)
         if self._known.pop(peer, None) is None:
             return
         for rank in self._workers.layers:
@@ -206,10 +230,6 @@ class DecodeNodes:
     def known(self) -> list[str]:
         """Incarnations of all known peers."""
         return list(self._known)
-
-
-def _bearer(node: NodeDescription, key: str) -> Bearer:
-    return Bearer(node.instance, node.node, key)
 
 
 # ------------------------------------------------------------------------------------------- decode side
@@ -264,9 +284,16 @@ class PrefillNodes:
         return known.met
 
     def _greet(self, address: PeerAddress) -> None:
+        node = self._describe()
+        size_bytes = sum(map(len, node.ranks))
+        if size_bytes > MAX_PACKED_NODE_BYTES:
+            raise InvalidInputError(
+                f"this decode node needs {size_bytes} bytes to describe its {len(node.ranks)} ranks, and may take "
+                f"{MAX_PACKED_NODE_BYTES}: make its memory of longer extents (pools.host.extent_bytes), or of fewer ranks"
+            )
         self._open_link(address)
         self._known[address] = _KnownPrefill(address)
-        self._send_to(address, Hello(node=self._describe()))
+        self._send_to(address, Hello(node=node))
 
     def send(self, peer: str, message: PeerMessage) -> None:
         """See `receiver.PrefillNodes`. Dropped when the node is lost; rooms ask again when it is back."""

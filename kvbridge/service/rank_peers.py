@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.pairing import Pairing
-from kvbridge.core.wire.messages import RankDescription
+from kvbridge.core.wire.packed_ranks import unpack_rank
 from kvbridge.service.rank_transports import RankIdentity, RankTransports
 from kvbridge.transport.base import Endpoint, Peer, Transport
 
@@ -30,7 +30,8 @@ class ConnectedPeer:
     """One peer node, by its incarnation."""
 
     name: str
-    ranks: tuple[RankDescription, ...]
+    ranks: tuple[bytes, ...]
+    """Packed, to see later which of them have changed."""
     targets: list[Target] = field(default_factory=list)
     """In the order of `ranks`."""
 
@@ -56,14 +57,12 @@ class RankPeers:
         """Return a peer that is connected."""
         return self._peers.get(name)
 
-    def connect(
-        self, name: str, ranks: tuple[RankDescription, ...], previous: ConnectedPeer | None = None
-    ) -> ConnectedPeer:
+    def connect(self, name: str, ranks: tuple[bytes, ...], previous: ConnectedPeer | None = None) -> ConnectedPeer:
         """Get ready to write to every rank of a node, or to none.
 
         `previous` is how it was known so far (see `take`); ways to ranks that have not changed are shared with it.
 
-        Raises TransportError when a rank has no transport in common with us, and what `Pairing.create` raises.
+        Raises TransportError when a rank has no transport in common with us, and what `unpack_rank` and `Pairing.create` raise.
         """
         peer = ConnectedPeer(name, ranks)
         try:
@@ -100,14 +99,14 @@ class RankPeers:
         """Return the connected peers of which a rank is reached through `transport`."""
         return [peer for peer in self._peers.values() if any(target.transport is transport for target in peer.targets)]
 
-    def _unchanged(self, previous: ConnectedPeer, ranks: tuple[RankDescription, ...], ordinal: int) -> Target | None:
+    def _unchanged(self, previous: ConnectedPeer, ranks: tuple[bytes, ...], ordinal: int) -> Target | None:
         if len(previous.ranks) != len(ranks) or previous.ranks[ordinal] != ranks[ordinal]:
             return None
         target = previous.targets[ordinal]
         return target if self._transports.current(target.transport) else None
 
-    def _target(self, ranks: tuple[RankDescription, ...], ordinal: int) -> Target:
-        description = ranks[ordinal]
+    def _target(self, ranks: tuple[bytes, ...], ordinal: int) -> Target:
+        description = unpack_rank(ranks[ordinal])
         pairing = Pairing.create(
             self._identity.geometry,
             self._identity.manifest,

@@ -267,7 +267,7 @@ class RankWorker:
             message = self._to_connect.pop(name)
             self._connect(message.peer, message.ranks)
 
-    def _connect(self, name: str, ranks: tuple[RankDescription, ...]) -> None:
+    def _connect(self, name: str, ranks: tuple[bytes, ...]) -> None:
         previous = self._retire(name)
         try:
             peer = self._peers.connect(name, ranks, previous)

@@ -16,6 +16,7 @@ from kvbridge.core.errors import NotReadyError, ProtocolError
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import RankDescription
+from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import (
     NodeToWorker,
@@ -47,6 +48,8 @@ class _Worker:
     """The name of its connection; a restarted worker has another."""
     pid: int = 0
     description: RankDescription | None = None
+    packed: bytes = b""
+    """The description, as peers get it."""
     device: tuple[SharedRegion, ...] = ()
     """Device memory that it has made; empty when the node or an engine owns it."""
     progress: float = 0.0
@@ -100,11 +103,12 @@ class WorkerSet:
 
     def manifests(self) -> tuple[RankManifest, ...]:
         """Of every rank that is ready, in the order in which they are introduced to peers."""
-        return tuple(description.manifest for description in self.descriptions())
+        ready = (worker.description for worker in self._workers.values())
+        return tuple(description.manifest for description in ready if description is not None)
 
-    def descriptions(self) -> tuple[RankDescription, ...]:
-        """What a peer needs to write to our ranks."""
-        return tuple(worker.description for worker in self._workers.values() if worker.description is not None)
+    def packed(self) -> tuple[bytes, ...]:
+        """What a peer needs to write to our ranks that are ready, in that order."""
+        return tuple(worker.packed for worker in self._workers.values() if worker.description is not None)
 
     def device(self, rank: Rank) -> tuple[SharedRegion, ...]:
         """The device memory that a rank's worker has made, as engines open it.
@@ -158,10 +162,11 @@ class WorkerSet:
         self._on_progress(message.rank, worker.progress)
 
     def ready(self, message: WorkerReady) -> None:
-        """A worker can serve."""
+        """A worker can serve. Raises InvalidInputError when its memory is in more pieces than peers can be told of."""
         worker = self._worker(message.rank)
         if not worker.link:
             raise ProtocolError(f"rank worker {message.rank} says ready without having said hello; it is ignored")
+        worker.packed = pack_rank(message.description)
         worker.state, worker.description, worker.error = WorkerState.READY, message.description, ""
         worker.epoch, worker.device = message.epoch, message.device
         log.info("worker_ready", rank=str(message.rank), pid=message.pid)

@@ -35,6 +35,7 @@ from kvbridge.core.wire.codec import (
     FrameError,
     MessageCodec,
 )
+from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceOrder, FileOrigin, SharedRegion, StreamPoint
 from kvbridge.http.problems import Problem, error_of, make_problem, problem_response
 from kvbridge.service import ports
@@ -87,7 +88,12 @@ ROOM = {"room": 2**63 + 5, "generation": 2}
 ENDPOINTS = (wire.TransportEndpoint(transport="local", data=b"{}"), wire.TransportEndpoint(transport="nixl", data=b"x"))
 DESCRIPTION = wire.RankDescription(manifest=manifest(GEOMETRY), endpoints=ENDPOINTS)
 NODE = wire.NodeDescription(
-    instance="decode-0", node="node-0", role=Role.DECODE, incarnation=ME, geometry=GEOMETRY, ranks=(DESCRIPTION,)
+    instance="decode-0",
+    node="node-0",
+    role=Role.DECODE,
+    incarnation=ME,
+    geometry=GEOMETRY,
+    ranks=(pack_rank(DESCRIPTION),),
 )
 AMOUNTS = {"c4_kv": Amount(lane_rows=64, bytes=37_440, operations=1)}
 REGION = SharedRegion(region=manifest(GEOMETRY).regions[0], origins=(FileOrigin(path="/dev/shm/x"),))
@@ -112,7 +118,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         wire.Heartbeat(),
     ),
     NODE_TO_WORKER: (
-        worker_wire.ConnectPeer(peer=ME, ranks=(DESCRIPTION,)),
+        worker_wire.ConnectPeer(peer=ME, ranks=(pack_rank(DESCRIPTION),)),
         worker_wire.OpenRoom(**ROOM, peer=ME, prompt_tokens=600, prefix_tokens=0, source=TABLES, destination=TABLES),
         worker_wire.Send(**ROOM, order=1, section=SECTION, after=(POINT,)),
         worker_wire.WorkerSetup(
@@ -183,8 +189,8 @@ def _use(body: object) -> None:
     """What a daemon does with a message before it believes it."""
     match body:
         case wire.Hello():
-            for rank in body.node.ranks:
-                check_manifest(rank.manifest, GEOMETRY)
+            for packed in body.node.ranks:
+                check_manifest(unpack_rank(packed).manifest, GEOMETRY)
         case wire.Offer():
             check_offer(body, GEOMETRY, prompt_tokens=body.prompt_tokens)
         case engine.Begin():

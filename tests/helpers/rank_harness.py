@@ -27,6 +27,7 @@ from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
 from kvbridge.core.plan.accounting import Demand, shortfall
 from kvbridge.core.plan.operations import Amounts, Section, add_amounts
 from kvbridge.core.wire.messages import to_wire
+from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import CloseRoom, ConnectPeer, OpenRoom, PeerConnected, RoomClosed, Send, Sent
 from kvbridge.engine.adapters import synthetic
 from tests.helpers.rank_pools import Form, NodePools, Ranks
@@ -248,10 +249,11 @@ def crossing(setting: Setting, process: DestinationProcess, directory: Path) -> 
         workers: list[WorkerThread] = []
         descriptions = process.start(destination.setups(transports, TRANSFER_TIMEOUT_S))
         stack.callback(_end, process, workers)
+        packed = tuple(map(pack_rank, descriptions))
         workers += [WorkerThread(setup) for setup in source.setups(transports, TRANSFER_TIMEOUT_S)]
         for worker in workers:
             worker.description()
-            worker.tell(ConnectPeer(peer=PEER, ranks=descriptions))
+            worker.tell(ConnectPeer(peer=PEER, ranks=packed))
         for worker in workers:
             connected = worker.hear(PeerConnected)
             assert not connected.error, connected.error

@@ -20,6 +20,7 @@ from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import RoomMessage, from_wire
+from kvbridge.core.wire.packed_ranks import unpack_rank
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,
@@ -62,7 +63,7 @@ def owner_of(order: Send) -> Owner:
 
 def epoch_of(message: ConnectPeer) -> int:
     """Endpoints carry their epoch, for the model's sake."""
-    return int(message.ranks[0].endpoints[0].data)
+    return int(unpack_rank(message.ranks[0]).endpoints[0].data)
 
 
 @dataclass

@@ -32,6 +32,7 @@ from kvbridge.core.wire.messages import (
     TransportEndpoint,
     Welcome,
 )
+from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import (
     Digested,
     NodeToWorker,
@@ -46,7 +47,9 @@ from kvbridge.core.wire.worker_messages import (
 )
 from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.fence import Fence
-from kvbridge.service.meeting import DecodeNodes, PrefillNodes, Self
+from kvbridge.service.inspections import Inspections
+from kvbridge.service.introduction import Self
+from kvbridge.service.meeting import DecodeNodes, PrefillNodes
 from kvbridge.service.ports import AdmissionRequest
 from kvbridge.service.receiver import ReceiverLimits, ReceiverRoom, ReceiverService
 from kvbridge.service.sender import SenderLimits, SenderRoom, SenderService
@@ -69,6 +72,7 @@ from tests.helpers.rooms import (
     R1,
     CountingObserver,
     pages_in,
+    run_inspection,
 )
 
 STAGES = ("admitted", "provided", "begun", "published", "finished", "arrived", "committed", "claimed")
@@ -100,9 +104,14 @@ class PrefillNode:
             clock=world.clock,
         )
         self.nodes = DecodeNodes(
-            Self("prefill", "p0", incarnation, pp_size=1, tp_size=len(RANKS), stage_boundaries=()),
-            GEOMETRY,
+            Self("prefill", "p0", incarnation, 1, len(RANKS), stage_boundaries=(), geometry=GEOMETRY),
             WorkersOf(self),
+            inspections=Inspections(
+                lambda work, ended: world.inspections.append((work, ended)),
+                deliver=lambda _, message: self.take(message),
+                limit_s=20,
+                clock=world.clock,
+            ),
             send=lambda peer, message: world.to_decode(message),
             on_gone=self.service.peer_gone,
         )
@@ -124,6 +133,8 @@ class PrefillNode:
             self.world.to_decode(message)
 
     def take(self, message: PeerMessage) -> None:
+        if self.nodes.holds(DECODE, message):
+            return
         match message:
             case Hello():
                 self.nodes.hello(DECODE, message)
@@ -181,6 +192,8 @@ class World:
         self.towards_prefill: deque[PeerMessage | None] = deque()
         """None marks where decode has given the prefill node up and begins a new conversation with it."""
         self.towards_decode: deque[tuple[str, PeerMessage]] = deque()
+        self.inspections: deque[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = deque()
+        """Introductions that the prefill node checks elsewhere."""
         self.prompts: dict[Owner, int] = {}
         self.engines = Engines("a", "b")
         self.on_their_way: set[tuple[Owner, int]] = set()
@@ -227,7 +240,12 @@ class World:
         endpoint = TransportEndpoint(transport="local", data=str(self.given_epoch).encode())
         rank = RankDescription(manifest=DESTINATION, endpoints=(endpoint,))
         return NodeDescription(
-            instance="decode", node="d0", role=Role.DECODE, incarnation=DECODE, geometry=GEOMETRY, ranks=(rank,)
+            instance="decode",
+            node="d0",
+            role=Role.DECODE,
+            incarnation=DECODE,
+            geometry=GEOMETRY,
+            ranks=(pack_rank(rank),),
         )
 
     def nodes_changed(self) -> None:
@@ -257,10 +275,15 @@ class World:
         else:
             self.prefill.take(message)
 
+    def inspection_ends(self) -> None:
+        run_inspection(*self.inspections.popleft())
+
     def deliver_all(self) -> None:
-        """Whatever is on its way between the nodes arrives."""
-        while self.towards_prefill or self.towards_decode:
-            if self.towards_prefill:
+        """Whatever is on its way between the nodes arrives, and is dealt with."""
+        while self.towards_prefill or self.towards_decode or self.inspections:
+            if self.inspections:
+                self.inspection_ends()
+            elif self.towards_prefill:
                 self.deliver_to_prefill()
             else:
                 self.deliver_to_decode()
@@ -348,6 +371,7 @@ class World:
         for worker in self.prefill.workers.values():
             self.lose(worker)
         self.towards_decode.clear()
+        self.inspections.clear()
         self.forgotten = True
         self.prefill = self.new_life()
 
@@ -499,6 +523,8 @@ class World:
                 self.deliver_to_decode()
             elif self.towards_prefill:
                 self.deliver_to_prefill()
+            elif self.inspections:
+                self.inspection_ends()
             elif self.towards_rank:
                 self.decode_rank_acts()
             elif self.ranks.orders and verifying:

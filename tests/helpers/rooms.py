@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -212,6 +213,16 @@ class FakeRanks:
 
     def send(self, rank: Rank, message: NodeToWorker) -> None:
         self.messages.append((rank, message))
+
+
+def run_inspection(work: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:
+    """Check an introduction here and now."""
+    try:
+        work()
+    except BridgeError as error:
+        ended(error)
+    else:
+        ended(None)
 
 
 def pages_in(book: PageBook, state: PageState) -> int:

@@ -34,6 +34,7 @@ from kvbridge.core.wire.messages import (
     Welcome,
     WireTable,
 )
+from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.helpers.cluster import DaemonProcess, daemon_config, eventually
 from tests.helpers.live_rooms import (
     LiveCluster,
@@ -324,31 +325,39 @@ def test_a_second_offer_for_a_room_is_the_first_ones_business(
 
 def lie(real: NodeDescription, **changed: Any) -> dict[str, Any]:
     """The description's first rank with something else in its first region."""
-    first = real.ranks[0].manifest.regions[0]
-    return manifest_with(real, (Region(**(dict(first) | changed)), *real.ranks[0].manifest.regions[1:]))
+    first, *others = unpack_rank(real.ranks[0]).manifest.regions
+    return manifest_with(real, regions=(Region(**(dict(first) | changed)), *others))
 
 
-def manifest_with(real: NodeDescription, regions: tuple[Region, ...]) -> dict[str, Any]:
-    rank = real.ranks[0]
-    return {"ranks": (rank.model_copy(update={"manifest": rank.manifest.model_copy(update={"regions": regions})}),)}
+def manifest_with(real: NodeDescription, **changed: Any) -> dict[str, Any]:
+    rank = unpack_rank(real.ranks[0])
+    return {"ranks": (pack_rank(rank.model_copy(update={"manifest": rank.manifest.model_copy(update=changed)})),)}
 
 
 def overlapping(real: NodeDescription) -> dict[str, Any]:
-    first, second, *others = real.ranks[0].manifest.regions
+    first, second, *others = unpack_rank(real.ranks[0]).manifest.regions
     moved = second.model_copy(update={"extent_addresses": first.extent_addresses})
-    return manifest_with(real, (first, moved, *others))
+    return manifest_with(real, regions=(first, moved, *others))
+
+
+def interleaved(real: NodeDescription) -> dict[str, Any]:
+    """Two regions of endless pages that never touch, and whose strides differ: a look at each page would take years."""
+    first, second, *others = unpack_rank(real.ranks[0]).manifest.regions
+    pages = {"page_count": 2**30, "pages_per_extent": 2**30, "extent_addresses": first.extent_addresses}
+    wide = [
+        region.model_copy(update=pages | {"page_stride_bytes": stride * region.page_bytes})
+        for region, stride in ((first, 4), (second, 8))
+    ]
+    return manifest_with(real, regions=(*wide, *others))
 
 
 def other_bytes(real: NodeDescription) -> dict[str, Any]:
-    rank = real.ranks[0]
-    manifest = rank.manifest.model_copy(update={"fingerprint": "0" * 32})
-    return {"ranks": (rank.model_copy(update={"manifest": manifest}),)}
+    return manifest_with(real, fingerprint="0" * 32)
 
 
 def no_way(real: NodeDescription) -> dict[str, Any]:
-    return {
-        "ranks": (real.ranks[0].model_copy(update={"endpoints": (TransportEndpoint(transport="local", data=b"?"),)}),)
-    }
+    endpoints = (TransportEndpoint(transport="local", data=b"?"),)
+    return {"ranks": (pack_rank(unpack_rank(real.ranks[0]).model_copy(update={"endpoints": endpoints})),)}
 
 
 @pytest.mark.parametrize(
@@ -357,6 +366,8 @@ def no_way(real: NodeDescription) -> dict[str, Any]:
         (lambda _: {"geometry": preset("tiny-gqa")}, "fingerprint_mismatch", "components."),
         (other_bytes, "fingerprint_mismatch", "0" * 32),
         (overlapping, "invalid_input", "share"),
+        (interleaved, "invalid_input", "reach into each other"),
+        (lambda _: {"ranks": (b"garbage",)}, "protocol", "packed rank message refused"),
         (lambda real: lie(real, page_bytes=64), "invalid_input", "pages of 64 bytes"),
         (lambda real: lie(real, layer=99), "invalid_input", "in this layer"),
         (lambda real: lie(real, lane_stop=3), "invalid_input", "lanes [0, 3)"),

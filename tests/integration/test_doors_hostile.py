@@ -8,8 +8,11 @@ end, complete or delay what is not theirs, kill a process, or make it grow. Ever
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -19,7 +22,20 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, PEER, WORKER_TO_NODE, Acks, MessageCodec
-from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Heartbeat, Hello, NodeDescription, Offer, Welcome
+from kvbridge.core.wire.messages import (
+    MAX_NODE_RANKS,
+    Abort,
+    Done,
+    Drained,
+    Failed,
+    Heartbeat,
+    Hello,
+    NodeDescription,
+    Offer,
+    Rejected,
+    Welcome,
+)
+from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.fuzz.decoders import MESSAGES, frame
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, ends, frames_refused, http, live_cluster, metric, refuses, report
@@ -27,6 +43,8 @@ from tests.helpers.raw_peers import RawDecode, RawPeer, RawPrefill, raw_prefill
 
 TOKENS = 600
 FLOOD_S = 2.0
+STALL_S = 2.0
+"""Well below `timeouts.peer_silence_s`, well above what a busy machine takes for one answer."""
 GROWTH_BYTES = 96 << 20
 """More than a process grows by when it meets each kind of message for the first time, and less than a flood brings."""
 RANK = Rank(pp=0, tp=0)
@@ -78,6 +96,69 @@ def admitted_on_decode(live: LiveCluster, *endpoints: str) -> int:
     answer = http("POST", live.decode, "/v1/requests", json=body)
     assert answer.status_code == 201, answer.text
     return int(answer.json()["room"])
+
+
+# ------------------------------------------------------------------------------------------- introductions
+
+
+def interleaved(real: NodeDescription) -> tuple[bytes, ...]:
+    """Pairs of regions with endless pages that never touch: to look at each page would take minutes."""
+    rank = unpack_rank(real.ranks[0])
+    on_device = [region for region in rank.manifest.regions if region.space is not IndexSpace.HOST]
+    regions, pages = [], 2**21
+    for number, region in enumerate(on_device):
+        pair, second = divmod(number, 2)
+        form = {"extent_addresses": ((pair + 1) << 40 | second << 20,), "page_count": pages, "pages_per_extent": pages}
+        regions.append(region.model_copy(update=form | {"page_stride_bytes": (4 + 4 * second) << 20}))
+    manifest = rank.manifest.model_copy(update={"regions": tuple(regions)})
+    return (pack_rank(rank.model_copy(update={"manifest": manifest})),)
+
+
+def many_ranks(real: NodeDescription) -> tuple[bytes, ...]:
+    """As many ranks as a node may have, each with as many extents as fit, and no way to reach any."""
+    rank = unpack_rank(real.ranks[0])
+    extents = 9_000 // 8 // len(rank.manifest.regions)
+    regions = []
+    for number, region in enumerate(rank.manifest.regions):
+        addresses = tuple((number + 1) << 40 | extent << 20 for extent in range(extents))
+        form = {"extent_addresses": addresses, "page_count": extents, "pages_per_extent": 1}
+        regions.append(region.model_copy(update=form))
+    manifest = rank.manifest.model_copy(update={"regions": tuple(regions)})
+    return (pack_rank(rank.model_copy(update={"manifest": manifest, "endpoints": ()})),) * MAX_NODE_RANKS
+
+
+@contextmanager
+def slowest_health(daemon: DaemonProcess) -> Iterator[list[float]]:
+    """Ask a daemon how it is all the time; afterwards the list has the longest wait for an answer, in seconds."""
+    found, over = [0.0], threading.Event()
+    http("GET", daemon, "/health")
+
+    def ask() -> None:
+        while not over.is_set():
+            began_s = time.monotonic()
+            http("GET", daemon, "/health")
+            found[0] = max(found[0], time.monotonic() - began_s)
+
+    with ThreadPoolExecutor(1) as asking:
+        asked = asking.submit(ask)
+        try:
+            yield found
+        finally:
+            over.set()
+            asked.result()
+
+
+@pytest.mark.parametrize(("ranks", "code"), [(interleaved, "invalid_input"), (many_ranks, "transport_failed")])
+def test_no_introduction_holds_the_daemon_up(
+    live: LiveCluster, real: NodeDescription, ranks: Callable[[NodeDescription], tuple[bytes, ...]], code: str
+) -> None:
+    with RawDecode(live.control) as peer:
+        hello = peer.introduction(real, instance="hostile", ranks=ranks(real))
+        with slowest_health(live.prefill) as slowest_s:
+            peer.send(hello)
+            assert peer.take(Rejected).code == code
+        assert slowest_s[0] < STALL_S
+    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- rooms of others

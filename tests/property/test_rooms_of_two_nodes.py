@@ -186,6 +186,11 @@ class RoomsMachine(RuleBasedStateMachine):
     def transport_closed(self, rank):
         self.world.transport_closed(self.world.prefill.workers[rank])
 
+    @precondition(lambda self: self.world.inspections)
+    @rule()
+    def inspection_ends(self):
+        self.world.inspection_ends()
+
     @precondition(lambda self: self.world.towards_rank)
     @rule()
     def decode_rank_acts(self):

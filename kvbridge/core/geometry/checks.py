@@ -3,7 +3,7 @@
 Owns: the comparison of regions with the model's geometry, and the proof that no two pages share a byte.
 Must not know: who sent the manifest, what will be done with it.
 
-A manifest comes from another process and is not trusted: the work done here is bounded whatever it says.
+A manifest comes from another process and is not trusted: the work done here follows from its length, whatever it says.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 
 ADDRESS_LIMIT = 2**64
 
-MAX_COUNTED_PAGES = 2**22
-"""Pages that are compared one by one. Only regions that interleave at different strides come to that."""
-
 IndexArray = npt.NDArray[np.int64]
+AddressArray = npt.NDArray[np.uint64]
 
 
 def check_manifest(manifest: RankManifest, geometry: ModelGeometry) -> None:
@@ -93,90 +91,86 @@ def _check_space(region: Region, component: Component, who: str) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Extents:
-    """Every extent of a manifest: one entry each in arrays of equal length, uint64 except `owner`."""
+    """Every extent of a manifest, by rising address: one entry each in arrays of equal length, uint64 except `owner`."""
 
     owner: IndexArray
     """Index of the extent's region."""
-    first: npt.NDArray[np.uint64]
+    first: AddressArray
     """Address of the first byte."""
-    last: npt.NDArray[np.uint64]
+    last: AddressArray
     """Address of the last byte, not of the one after it: that may be 2**64."""
-    pages: npt.NDArray[np.uint64]
-    stride: npt.NDArray[np.uint64]
-    page_bytes: npt.NDArray[np.uint64]
+    stride: AddressArray
+    page_bytes: AddressArray
 
 
 def check_disjoint(regions: Sequence[Region], *, rank: Rank) -> None:
     """Check that no two pages of a rank share a byte and that all lie below 2**64; InvalidInputError otherwise.
 
     Regions may interleave (`page_first` puts all layers of a page side by side), so what must not overlap are pages,
-    not extents. Extents that do not reach into each other need no further look, and neither do those of one stride
-    whose pages keep apart within it; only what is left is compared page by page. The layouts in use take
-    extents x log(extents) steps.
+    not extents. Extents that reach into each other, or are joined by others that do, form a cluster. All of a cluster must
+    have one stride, and on a circle of that many bytes no page of one may lie on a page of another. This takes
+    extents x log(extents) steps, however many pages there are; it also refuses pages that would miss each other by luck.
     """
     extents = _extents(regions, rank)
-    order = np.argsort(extents.first, kind="stable")
-    reached = np.maximum.accumulate(extents.last[order])
-    borders = np.flatnonzero(extents.first[order][1:] > reached[:-1]) + 1
-    for members in np.split(order, borders):
-        if len(members) > 1 and not _keep_apart_within_stride(extents, members):
-            _check_pages(extents, members, regions, rank)
+    if not len(extents.first):
+        return
+    reached = np.maximum.accumulate(extents.last)
+    begins = np.concatenate([[True], extents.first[1:] > reached[:-1]])
+    heads = np.flatnonzero(begins)
+    cluster = np.cumsum(begins) - 1
+    head = heads[cluster]
+    odd = np.flatnonzero(extents.stride != extents.stride[head])
+    if len(odd):
+        one, other = (regions[extents.owner[extent]] for extent in (head[odd[0]], odd[0]))
+        raise InvalidInputError(
+            f"rank {rank}: {one.label} and {other.label} reach into each other around {extents.first[odd[0]]:#x} with strides "
+            f"of {one.page_stride_bytes} and {other.page_stride_bytes} bytes; give them memory of their own, or one stride"
+        )
+    place = extents.first % extents.stride
+    around = np.lexsort((place, cluster))
+    tails = np.append(heads[1:], len(around)) - 1
+    after, turn = np.append(around[1:], around[0]), np.zeros_like(place)
+    # Behind the last one comes the first, a turn later.
+    after[tails], turn[tails] = around[heads], extents.stride[heads]
+    clash = np.flatnonzero(place[after] + turn - place[around] < extents.page_bytes[around])
+    if len(clash):
+        pair = sorted((around[clash[0]], after[clash[0]]))
+        one, other = (regions[extents.owner[extent]].label for extent in pair)
+        raise InvalidInputError(
+            f"rank {rank}: pages of {one} and of {other} share memory at {extents.first[pair[1]]:#x}, or would if both went "
+            "on; every region needs memory of its own"
+        )
 
 
 def _extents(regions: Sequence[Region], rank: Rank) -> _Extents:
-    rows = [(owner, *extent) for owner, region in enumerate(regions) for extent in _extents_of(region, rank)]
-    columns = [np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True)] or [np.empty(0, np.uint64)] * 6
-    owner, first, last, pages, stride, page_bytes = columns
-    return _Extents(owner.astype(np.int64), first, last, pages, stride, page_bytes)
-
-
-def _extents_of(region: Region, rank: Rank) -> list[tuple[int, int, int, int, int]]:
-    """First and last address, pages, stride and page bytes of each extent, in exact integers."""
-    found = []
-    for index, first in enumerate(region.extent_addresses):
-        pages = min(region.pages_per_extent, region.page_count - index * region.pages_per_extent)
-        stop = first + (pages - 1) * region.page_stride_bytes + region.page_bytes
-        if stop > ADDRESS_LIMIT:
-            raise InvalidInputError(
-                f"rank {rank}: {region.label}: extent {index} of {pages} pages at {first:#x} ends beyond 2**64"
-            )
-        found.append((first, stop - 1, pages, region.page_stride_bytes, region.page_bytes))
-    return found
-
-
-def _keep_apart_within_stride(extents: _Extents, members: IndexArray) -> bool:
-    """Whether all have one stride and, on a circle of that many bytes, no page of one lies on a page of another."""
-    stride = extents.stride[members[0]]
-    if (extents.stride[members] != stride).any():
-        return False
-    place = extents.first[members] % stride
-    order = np.argsort(place, kind="stable")
-    place, width = place[order], extents.page_bytes[members][order]
-    apart = place[1:] - place[:-1] >= width[:-1]
-    return bool(apart.all() and place[0] + (stride - place[-1]) >= width[-1])
-
-
-def _check_pages(extents: _Extents, members: IndexArray, regions: Sequence[Region], rank: Rank) -> None:
-    counts = extents.pages[members]
-    total = sum(int(count) for count in counts)
-    if total > MAX_COUNTED_PAGES:
-        one, other = (regions[extents.owner[member]].label for member in members[:2])
-        raise InvalidInputError(
-            f"rank {rank}: {one} and {other} reach into each other from {extents.first[members[1]]:#x} on, in a form "
-            f"that must be checked page by page, and {total} pages are more than {MAX_COUNTED_PAGES}; give regions "
-            "memory of their own, or one stride"
-        )
-    extent = np.repeat(members, counts.astype(np.int64))
-    begins = np.cumsum(counts) - counts
-    page = np.arange(total, dtype=np.uint64) - np.repeat(begins, counts.astype(np.int64))
-    first = extents.first[extent] + page * extents.stride[extent]
+    counts = [len(region.extent_addresses) for region in regions]
+    first = np.array([address for region in regions for address in region.extent_addresses], dtype=np.uint64)
+    owner = np.repeat(np.arange(len(regions)), counts)
+    spans = np.array([span for region in regions for span in _spans(region, rank)], dtype=np.uint64)
+    beyond = np.flatnonzero(first > np.uint64(ADDRESS_LIMIT - 1) - spans)
+    if len(beyond):
+        raise _beyond(regions[owner[beyond[0]]], rank)
     order = np.argsort(first, kind="stable")
-    first, extent = first[order], extent[order]
-    last = first + (extents.page_bytes[extent] - np.uint64(1))
-    clash = np.flatnonzero(first[1:] <= last[:-1])
-    if len(clash):
-        one, other = (regions[extents.owner[extent[clash[0] + side]]].label for side in (0, 1))
-        raise InvalidInputError(
-            f"rank {rank}: pages of {one} and of {other} share memory at {first[clash[0] + 1]:#x}; every region needs "
-            "memory of its own"
-        )
+    owner, first, last = owner[order], first[order], (first + spans)[order]
+    stride, page_bytes = (
+        np.array([getattr(region, name) for region in regions], dtype=np.uint64)[owner]
+        for name in ("page_stride_bytes", "page_bytes")
+    )
+    return _Extents(owner, first, last, stride, page_bytes)
+
+
+def _spans(region: Region, rank: Rank) -> list[int]:
+    """Return the bytes from the first byte of each extent to its last one."""
+    extents = len(region.extent_addresses)
+    rest = region.page_count - (extents - 1) * region.pages_per_extent
+    full, last = (
+        (pages - 1) * region.page_stride_bytes + region.page_bytes - 1 for pages in (region.pages_per_extent, rest)
+    )
+    spans = [full] * (extents - 1) + [last]
+    if spans[0] >= ADDRESS_LIMIT:
+        raise _beyond(region, rank)
+    return spans
+
+
+def _beyond(region: Region, rank: Rank) -> InvalidInputError:
+    return InvalidInputError(f"rank {rank}: {region.label}: an extent of its pages ends beyond 2**64")

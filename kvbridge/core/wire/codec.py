@@ -145,6 +145,8 @@ class MessageCodec(Generic[MessageT]):
     def decode(self, frame: bytes) -> Envelope[MessageT]:
         """Return the envelope of a frame, valid in every field. Binary fields stay bytes."""
         parts = self._unpack(frame)
+        if not isinstance(parts, tuple):
+            self._refuse(FrameFault.MALFORMED, f"expected an array, got {type(parts).__name__}")
         self._check_envelope(parts)
         version, sender, recipient, link, sequence, floor, acks, body = parts
         return Envelope(
@@ -158,12 +160,16 @@ class MessageCodec(Generic[MessageT]):
             version=version,
         )
 
-    def _unpack(self, frame: bytes) -> tuple[Any, ...]:
+    def decode_body(self, body: bytes) -> MessageT:
+        """Return the message that `encode_body` has encoded."""
+        return self._validate(self._unpack(body))
+
+    def _unpack(self, frame: bytes) -> Any:  # noqa: ANN401 - whatever msgpack holds
         size, limits = len(frame), self.limits
         if size > limits.max_frame_bytes:
             self._refuse(FrameFault.OVERSIZED, f"frame of {size} bytes, at most {limits.max_frame_bytes} are taken")
         try:
-            parts = msgpack.unpackb(
+            return msgpack.unpackb(
                 frame,
                 use_list=False,
                 strict_map_key=True,
@@ -176,9 +182,6 @@ class MessageCodec(Generic[MessageT]):
             )
         except (ValueError, msgpack.UnpackException) as error:
             self._refuse(FrameFault.MALFORMED, f"{size} bytes are not a frame: {_reason(error)}")
-        if not isinstance(parts, tuple):
-            self._refuse(FrameFault.MALFORMED, f"expected an array, got {type(parts).__name__}")
-        return parts
 
     def _check_envelope(self, parts: tuple[Any, ...]) -> None:
         version = parts[0] if parts else None
@@ -204,7 +207,7 @@ class MessageCodec(Generic[MessageT]):
             field = _FIELDS[1 + checks.index(False)]
             self._refuse(FrameFault.ENVELOPE, f"envelope field '{field}' is out of range or of the wrong type")
 
-    def _validate(self, body: dict[str, Any]) -> MessageT:
+    def _validate(self, body: object) -> MessageT:
         try:
             return self._adapter.validate_python(body)
         except ValidationError as error:

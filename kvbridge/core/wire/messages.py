@@ -29,6 +29,10 @@ MAX_ROOM_METADATA_BYTES = 28 * MAX_METADATA_BYTES
 """What all writers of one room may send along: a claim is answered with it and four full tables, in one frame."""
 MAX_NODE_RANKS = 256
 """Ranks of one node; each costs whoever meets the node a look at its manifest, so a peer may not name any number."""
+MAX_PACKED_RANK_BYTES = 1 << 20
+MAX_PACKED_NODE_BYTES = 3_000_000
+"""Descriptions of one rank, and of all ranks of a node, which share a frame: 256 of them have 11 KB each. A rank needs 2 to 4 KB,
+8 bytes for each extent of a region, and what its transports say of their registrations."""
 MAX_STAGES = 256
 """Pipeline stages of one instance."""
 MAX_ENDPOINTS = 16
@@ -102,6 +106,10 @@ class RankDescription(FrozenModel):
     endpoints: Annotated[tuple[TransportEndpoint, ...], Field(max_length=MAX_ENDPOINTS)]
 
 
+PackedRank = Annotated[bytes, Field(max_length=MAX_PACKED_RANK_BYTES)]
+"""A RankDescription as bytes (`packed_ranks`)."""
+
+
 class NodeDescription(FrozenModel):
     """One daemon, as it introduces itself to a peer."""
 
@@ -110,7 +118,7 @@ class NodeDescription(FrozenModel):
     role: Role
     incarnation: Name
     geometry: ModelGeometry
-    ranks: Annotated[tuple[RankDescription, ...], Field(max_length=MAX_NODE_RANKS)]
+    ranks: Annotated[tuple[PackedRank, ...], Field(max_length=MAX_NODE_RANKS)]
 
 
 # ---------------------------------------------------------------------------------------------- peers

@@ -15,8 +15,10 @@ from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, Section
 from kvbridge.core.wire.messages import (
     MAX_DIGESTS,
+    MAX_NODE_RANKS,
     Heartbeat,
     Name,
+    PackedRank,
     RankDescription,
     RoomMessage,
     Text,
@@ -91,7 +93,7 @@ class ConnectPeer(FrozenModel):
     type: Literal["connect_peer"] = "connect_peer"
     peer: Name
     """The peer node's incarnation."""
-    ranks: tuple[RankDescription, ...]
+    ranks: Annotated[tuple[PackedRank, ...], Field(max_length=MAX_NODE_RANKS)]
 
 
 class WorkerFailed(FrozenModel):

@@ -1,45 +1,77 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from kvbridge.core.errors import BridgeError, ConfigError, FingerprintMismatchError, PeerError
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import BridgeError, ConfigError, FingerprintMismatchError, InvalidInputError, PeerError
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import Role
+from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.wire.messages import (
     Heartbeat,
     Hello,
     NodeDescription,
+    Offer,
     RankDescription,
     Rejected,
     TransportEndpoint,
     Welcome,
+    WireTable,
 )
+from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PeerConnected
-from kvbridge.service import meeting
-from kvbridge.service.meeting import DecodeNodes, PrefillNodes, Self
-from tests.helpers.rooms import ADDRESS, DECODE, GEOMETRY, OTHER_ADDRESS, PREFILL, R0, R1, FakeWorkers, manifest, pick
+from kvbridge.service import inspections, meeting
+from kvbridge.service.inspections import Inspections
+from kvbridge.service.introduction import Self
+from kvbridge.service.meeting import DecodeNodes, PrefillNodes
+from tests.helpers.rooms import (
+    ADDRESS,
+    DECODE,
+    GEOMETRY,
+    OTHER_ADDRESS,
+    PREFILL,
+    R0,
+    R1,
+    FakeWorkers,
+    manifest,
+    pick,
+    run_inspection,
+)
 
 NEXT_LIFE = "dddd000000000002"
 
 
 def description(incarnation: str = DECODE, endpoint: bytes = b"1", **fields) -> NodeDescription:
     rank = RankDescription(manifest=manifest(), endpoints=(TransportEndpoint(transport="local", data=endpoint),))
-    fields = {"role": Role.DECODE, "geometry": GEOMETRY, "ranks": (rank,)} | fields
+    fields = {"role": Role.DECODE, "geometry": GEOMETRY, "ranks": (pack_rank(rank),)} | fields
     return NodeDescription(instance="decode", node="d0", incarnation=incarnation, **fields)
 
 
 class PrefillSide:
     def __init__(self) -> None:
         self.workers = FakeWorkers(R0, R1)
+        self.clock = ManualClock()
+        self.later: list[tuple[Any, Any]] | None = None
+        """Inspections that have not ended; None: each ends at once."""
+        self.delivered: list[tuple[str, object]] = []
         self.messages: list[tuple[object, object]] = []
         self.gone: list[tuple[str, str]] = []
         self.nodes = DecodeNodes(
-            Self("prefill", "p0", PREFILL, pp_size=1, tp_size=2, stage_boundaries=()),
-            GEOMETRY,
+            Self("prefill", "p0", PREFILL, pp_size=1, tp_size=2, stage_boundaries=(), geometry=GEOMETRY),
             self.workers,
+            inspections=Inspections(
+                self.inspect, deliver=lambda *said: self.delivered.append(said), limit_s=20, clock=self.clock
+            ),
             send=lambda peer, message: self.messages.append((peer, message)),
             on_gone=lambda peer, reason: self.gone.append((peer, reason)),
         )
+
+    def inspect(self, work, ended) -> None:
+        if self.later is None:
+            run_inspection(work, ended)
+        else:
+            self.later.append((work, ended))
 
     def hello(self, peer: str = DECODE, **fields) -> None:
         self.nodes.hello(peer, Hello(node=description(peer, **fields)))
@@ -79,7 +111,7 @@ def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
         ({"role": Role.PREFILL}, "invalid_input", "must come from a decode node"),
         ({"ranks": ()}, "invalid_input", "no rank"),
         (
-            {"ranks": (RankDescription(manifest=manifest(preset("tiny-v4")), endpoints=()),)},
+            {"ranks": (pack_rank(RankDescription(manifest=manifest(preset("tiny-v4")), endpoints=())),)},
             "fingerprint_mismatch",
             "manifest has fingerprint",
         ),
@@ -122,7 +154,7 @@ def test_a_node_that_has_changed_is_connected_anew_and_only_the_last_answer_coun
     side.connected(R0)
     side.connected(R1)
     assert len(pick(side.messages, Welcome)) == 1
-    assert pick(side.workers.messages, ConnectPeer, R0)[-1].ranks[0].endpoints[0].data == b"2"
+    assert unpack_rank(pick(side.workers.messages, ConnectPeer, R0)[-1].ranks[0]).endpoints[0].data == b"2"
 
 
 def test_a_new_life_ends_the_old_one():
@@ -190,6 +222,128 @@ def test_nobody_takes_a_name_over_from_another_key():
     assert side.nodes.known() == [NEXT_LIFE]
 
 
+# ------------------------------------------------------------------------------------------- inspections
+
+
+def slow() -> PrefillSide:
+    """A prefill node whose checks end when the test says so; DECODE is known to it."""
+    side = PrefillSide()
+    side.meet()
+    side.workers.messages.clear()
+    side.later = []
+    return side
+
+
+def offer(room: int = 1, payload_bytes: int = 0) -> Offer:
+    tables = (WireTable(space=IndexSpace.FULL, ids=bytes(payload_bytes)),)
+    return Offer(room=room, generation=1, prompt_tokens=1, tables=tables)
+
+
+def end_inspection(side: PrefillSide) -> None:
+    run_inspection(*side.later.pop(0))
+
+
+def test_what_follows_an_introduction_waits_until_it_is_checked():
+    side = slow()
+    assert not side.nodes.holds(DECODE, offer())
+    side.hello(endpoint=b"2")
+    for room in (1, 2):
+        assert side.nodes.holds(DECODE, offer(room))
+    assert not side.nodes.holds("somebody", offer())
+    assert (side.workers.messages, side.delivered) == ([], [])
+    end_inspection(side)
+    assert len(pick(side.workers.messages, ConnectPeer)) == 2
+    assert [(peer, message.room) for peer, message in side.delivered] == [(DECODE, 1), (DECODE, 2)]
+    assert not side.nodes.holds(DECODE, offer())
+
+
+def test_an_introduction_behind_an_introduction_is_checked_in_its_turn():
+    side = slow()
+
+    def deliver(peer, message):
+        side.delivered.append((peer, message))
+        if isinstance(message, Hello):
+            side.nodes.hello(peer, message)
+
+    side.nodes._inspections._deliver = deliver
+    side.hello(endpoint=b"2")
+    side.nodes.holds(DECODE, Hello(node=description(endpoint=b"3")))
+    side.nodes.holds(DECODE, offer())
+    end_inspection(side)
+    assert [type(message) for _, message in side.delivered] == [Hello]
+    end_inspection(side)
+    assert [type(message) for _, message in side.delivered] == [Hello, Offer]
+    assert unpack_rank(pick(side.workers.messages, ConnectPeer, R0)[-1].ranks[0]).endpoints[0].data == b"3"
+
+
+def test_what_a_peer_said_is_forgotten_with_it():
+    side = slow()
+    side.hello(endpoint=b"2")
+    side.nodes.holds(DECODE, offer())
+    side.nodes.gone(DECODE, "it begins anew")
+    end_inspection(side)
+    assert side.delivered == []
+    assert pick(side.workers.messages, ConnectPeer) == []
+
+
+def test_an_introduction_that_is_not_checked_in_time_is_rejected():
+    side = slow()
+    side.hello(endpoint=b"2")
+    side.nodes.holds(DECODE, offer())
+    side.clock.advance(21)
+    end_inspection(side)
+    [rejected] = pick(side.messages, Rejected, DECODE)
+    assert rejected.code == "deadline"
+    assert "timeouts.meet_s" in rejected.message
+    assert len(side.delivered) == 1, "an offer of a stranger is answered, too"
+
+
+def test_a_defect_of_the_check_is_said_and_hides_nothing():
+    side = slow()
+    side.hello(endpoint=b"2")
+    side.later.pop()[1](ZeroDivisionError("ours"))
+    [rejected] = pick(side.messages, Rejected, DECODE)
+    assert (rejected.code, rejected.message) == ("internal", "its introduction could not be checked: ZeroDivisionError")
+
+
+def test_a_name_that_another_key_has_taken_meanwhile_is_refused():
+    side = PrefillSide()
+    side.later = []
+    side.nodes.hello(DECODE, Hello(node=description()), key="its key")
+    side.nodes.hello(NEXT_LIFE, Hello(node=description(NEXT_LIFE)), key="another key")
+    end_inspection(side)
+    end_inspection(side)
+    assert side.nodes.known() == [DECODE]
+    assert pick(side.messages, Rejected, NEXT_LIFE)[0].code == "unauthorized"
+
+
+@pytest.mark.parametrize(("count", "payload_bytes"), [(inspections.MOST_MESSAGES, 0), (64, 256 * 1024)])
+def test_what_waits_is_bounded(count, payload_bytes):
+    side = slow()
+    side.hello(endpoint=b"2")
+    for room in range(count + 1):
+        side.nodes.holds(DECODE, offer(room + 1, payload_bytes))
+        if pick(side.messages, Rejected):
+            break
+    assert pick(side.messages, Rejected, DECODE)[0].code == "capacity"
+    assert side.nodes.known() == []
+    end_inspection(side)
+    assert side.delivered == []
+
+
+def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
+    """Not the thousands of objects that it becomes: those are made for a check, and let go."""
+    ranks = [
+        pack_rank(RankDescription(manifest=manifest(rank=Rank(pp=0, tp=tp), tp_size=4, base=tp << 40), endpoints=()))
+        for tp in range(4)
+    ]
+    side = PrefillSide()
+    side.hello(ranks=tuple(ranks * 64))
+    [known] = side.nodes._known.values()
+    assert known.node.ranks == tuple(ranks * 64)
+    assert all(order.ranks == tuple(ranks * 64) for order in pick(side.workers.messages, ConnectPeer))
+
+
 # ------------------------------------------------------------------------------------------- decode side
 
 
@@ -250,6 +404,14 @@ def test_a_node_is_greeted_once_and_then_known():
     assert len(pick(side.messages, Heartbeat, ADDRESS)) == 1
     assert side.nodes.addresses() == [ADDRESS]
     assert side.nodes.peers()[0]["incarnation"] == PREFILL
+
+
+def test_a_node_that_takes_too_long_to_describe_says_so_to_the_room():
+    side = DecodeSide()
+    side.nodes._describe = lambda: description(ranks=(bytes(1 << 20),) * 3)
+    with pytest.raises(InvalidInputError, match=r"3145728 bytes to describe its 3 ranks.*pools\.host\.extent_bytes"):
+        side.nodes.met(ADDRESS)
+    assert (side.opened, side.nodes.addresses()) == ([], [])
 
 
 def test_an_address_that_cannot_be_opened_is_not_remembered():

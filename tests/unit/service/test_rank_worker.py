@@ -10,6 +10,7 @@ from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
 from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
 from kvbridge.core.plan.operations import Operations, Section
 from kvbridge.core.wire.messages import Heartbeat, RankDescription, TransportEndpoint, WireTable, to_wire
+from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
@@ -154,13 +155,16 @@ class Link:
         return found
 
 
-def node_ranks(*transports: str, count: int = 1, data: bytes = b"peer") -> tuple[RankDescription, ...]:
+def node_ranks(*transports: str, count: int = 1, data: bytes = b"peer") -> tuple[bytes, ...]:
     return tuple(
-        RankDescription(
-            manifest=manifest(base=(2 + number) << 40),
-            endpoints=tuple(
-                TransportEndpoint(transport=name, data=data + bytes([48 + number])) for name in transports or ("one",)
-            ),
+        pack_rank(
+            RankDescription(
+                manifest=manifest(base=(2 + number) << 40),
+                endpoints=tuple(
+                    TransportEndpoint(transport=name, data=data + bytes([48 + number]))
+                    for name in transports or ("one",)
+                ),
+            )
         )
         for number in range(count)
     )

@@ -1,0 +1,143 @@
+"""Descriptions of ranks as bytes: nothing is lost, a whole node fits into one frame, nonsense is named."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import msgpack
+import pytest
+
+from kvbridge.core.errors import BridgeError, InvalidInputError
+from kvbridge.core.geometry.checks import check_manifest
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.presets import PRESETS, preset
+from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.wire.codec import NODE_TO_WORKER, PEER, Envelope
+from kvbridge.core.wire.messages import (
+    MAX_NODE_RANKS,
+    MAX_PACKED_NODE_BYTES,
+    MAX_PACKED_RANK_BYTES,
+    Hello,
+    NodeDescription,
+    RankDescription,
+    TransportEndpoint,
+)
+from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
+from kvbridge.core.wire.worker_messages import ConnectPeer
+from tests.helpers.manifests import Instance, Layout
+
+PAGES = dict.fromkeys(IndexSpace, 4_000)
+ENDPOINTS = (
+    TransportEndpoint(transport="mooncake", data=bytes(2_000)),
+    TransportEndpoint(transport="local", data=b"x"),
+)
+
+
+def described(name: str, **fields) -> list[RankDescription]:
+    instance = Instance(preset(name), PAGES, **fields)
+    return [RankDescription(manifest=manifest, endpoints=ENDPOINTS) for manifest in instance.manifests()]
+
+
+def by_place(description: RankDescription) -> dict[object, object]:
+    return {(region.component, region.layer, region.space): region for region in description.manifest.regions}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_nothing_is_lost(name):
+    for layout in (Layout(), Layout(page_first=True), Layout(pages_per_extent=90, stride_extra_bytes=64)):
+        layouts = {component.kind: layout for component in preset(name).components}
+        for one in described(name, tp_size=2, layouts=layouts):
+            found = unpack_rank(pack_rank(one))
+            assert found.manifest.model_dump(exclude={"regions"}) == one.manifest.model_dump(exclude={"regions"})
+            assert (by_place(found), found.endpoints) == (by_place(one), one.endpoints)
+            check_manifest(found.manifest, preset(name))
+
+
+def test_both_places_of_a_layer_are_kept():
+    [one] = described("deepseek-v4-flash", host=frozenset({ComponentKind.C4_KV}))
+    assert by_place(unpack_rank(pack_rank(one))) == by_place(one)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_as_many_ranks_as_a_node_may_have_fit_into_one_frame(name):
+    """To peers, and to the workers that are to write to them."""
+    ranks = tuple(map(pack_rank, described(name, tp_size=4))) * (MAX_NODE_RANKS // 4)
+    assert len(ranks) == MAX_NODE_RANKS
+    assert sum(map(len, ranks)) < MAX_PACKED_NODE_BYTES
+    node = NodeDescription(
+        instance="decode-0", node="n", role=Role.DECODE, incarnation="d" * 16, geometry=preset(name), ranks=ranks
+    )
+    frame = PEER.encode(Envelope(sender="d" * 16, sequence=1, body=Hello(node=node)))
+    assert PEER.decode(frame).body == Hello(node=node)
+    order = ConnectPeer(peer="d" * 16, ranks=ranks)
+    assert NODE_TO_WORKER.decode(NODE_TO_WORKER.encode(Envelope(sender="n", sequence=1, body=order))).body == order
+
+
+def test_the_longest_description_of_a_node_fits_too():
+    ranks = (bytes(MAX_PACKED_NODE_BYTES // MAX_NODE_RANKS),) * MAX_NODE_RANKS
+    node = NodeDescription(
+        instance="d" * 200,
+        node="n" * 200,
+        role=Role.DECODE,
+        incarnation="d" * 16,
+        geometry=preset("deepseek-v4-pro"),
+        ranks=ranks,
+    )
+    PEER.encode(Envelope(sender="d" * 200, recipient="p" * 200, sequence=1, body=Hello(node=node)))
+
+
+def test_one_that_is_too_long_says_so():
+    [one] = described("tiny-gqa")
+    long = one.model_copy(
+        update={"endpoints": (TransportEndpoint(transport="nixl", data=bytes(MAX_PACKED_RANK_BYTES)),)}
+    )
+    with pytest.raises(InvalidInputError, match=r"packed rank message .* bytes long"):
+        pack_rank(long)
+
+
+def test_opening_one_takes_no_more_than_its_length_allows():
+    """One group of as many layers and extents as fit, and as many groups as fit."""
+    [one] = described("tiny-gqa")
+    body = msgpack.unpackb(pack_rank(one))
+    [group] = body["groups"]
+    extents = 100_000 // len(group["layers"])
+    form = group["form"] | {"pages_per_extent": 1, "page_count": extents}
+    wide = [group | {"form": form, "addresses": bytes(8 * extents * len(group["layers"]))}]
+    for groups in (wide, [group | {"layers": [layer], "addresses": bytes(8)} for layer in range(4_000)]):
+        packed = msgpack.packb(body | {"groups": groups})
+        tracemalloc.start()
+        began_s = time.monotonic()
+        try:
+            unpack_rank(packed)
+            took_s, (_, peak_bytes) = time.monotonic() - began_s, tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert took_s < 5.0
+        assert peak_bytes < (1 << 20) + 200 * len(packed)
+
+
+def changed(**fields) -> bytes:
+    [one] = described("tiny-gqa")
+    body = msgpack.unpackb(pack_rank(one))
+    body["groups"][0] |= fields
+    return msgpack.packb(body)
+
+
+@pytest.mark.parametrize(
+    ("packed", "words"),
+    [
+        (b"", "packed rank message refused"),
+        (b"\xc1", "packed rank message refused"),
+        (msgpack.packb({}), "field 'manifest'"),
+        (changed(addresses=bytes(8)), "8 bytes of addresses do not divide among 3 layers"),
+        (changed(addresses=b""), "extent_addresses: Tuple should have at least 1 item"),
+        (changed(layers=[]), "field 'groups.0.layers'"),
+        (changed(layers=[0, 0, 1]), "listed twice"),
+        (changed(form={}), r"manifest|Field required"),
+        (changed(more=1), "unknown key"),
+    ],
+)
+def test_nonsense_is_named(packed, words):
+    with pytest.raises(BridgeError, match=words):
+        unpack_rank(packed)
