@@ -228,7 +228,7 @@ def _sparse_settings(
     dtype = facts.get("dtype") or facts.get("torch_dtype") or "float32"
     if dtype != "float32":
         raise InvalidInputError(
-            f"--sparse: the model computes in {dtype}; what rounding explains between sparse and dense attention is derived for float32"
+            f"--sparse: the model computes in {dtype}; the bound on rounding between sparse and dense sums takes float32"
         )
     if not any(component.kind is ComponentKind.C4_KV for component in geometry.components):
         raise InvalidInputError("--sparse: the model has no compressed_sparse_attention layer")

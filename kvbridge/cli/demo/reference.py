@@ -73,13 +73,13 @@ class SelectedAttention:
             attention.selected = layer
             self._handles.append(attention.compressor.register_forward_hook(layer.on_entries))
             self._handles.append(attention.compressor.indexer.register_forward_hook(layer.on_selection))
-        self._model.config._attn_implementation = _NAME
+        self._model.set_attn_implementation(_NAME)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._model.config._attn_implementation = "eager"
+        self._model.set_attn_implementation("eager")
         for attention in self._layers:
             del attention.selected
         for handle in self._handles:
@@ -108,8 +108,8 @@ class _Layer:
         share = float((apart / (2 * bound)).max())
         if not share <= 1:
             raise ConflictError(
-                f"{self.name}: attention to the {len(self.rows or ())} selected entries is up to {float(apart.max()):.3g} from the dense "
-                f"model's, {share:.3g} times what rounding explains; this release of transformers attends to something else"
+                f"{self.name}: attention to the selected ones of {self.entries} entries is up to {float(apart.max()):.3g} from the "
+                f"dense model's, {share:.3g} times what rounding explains; this release of transformers attends to something else"
             )
         self.share = max(self.share, share)
 
@@ -137,7 +137,7 @@ def rounding_bound(query: torch.Tensor, entries: torch.Tensor, scaling: float, s
     return (weight * relative / (1 - relative)) @ x.abs()
 
 
-def _attend(  # noqa: PLR0913, PLR0917 - the library's own signature
+def _attend(
     module: Any,  # noqa: ANN401 - transformers is untyped
     query: torch.Tensor,
     key: torch.Tensor,
@@ -145,7 +145,7 @@ def _attend(  # noqa: PLR0913, PLR0917 - the library's own signature
     attention_mask: torch.Tensor,
     scaling: float,
     **more: Any,  # noqa: ANN401
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Any:  # noqa: ANN401
     """As transformers calls it: query [1, heads, tokens, d], key and value [1, 1, n, d] -> [1, tokens, heads, d] and weights."""
     dense = eager_attention_forward(module, query, key, value, attention_mask, scaling, **more)
     layer: _Layer | None = getattr(module, "selected", None)

@@ -273,8 +273,9 @@ def _notes(report: DemoReport) -> list[str]:
         lines += _sparse_notes(report, report.hot_buffer)
     if report.divergence is not None:
         lines.append(
-            f"Against the model with whole caches and unquantised rows: mean KL divergence {report.divergence.mean_kl:.2e} nats a step, "
-            f"same most likely token in {report.divergence.top1_agreement:.1%} of the steps."
+            "Against the model with whole caches and unquantised rows: mean KL divergence "
+            f"{report.divergence.mean_kl:.2e} nats a step, same most likely token in {report.divergence.top1_agreement:.1%} of the "
+            "steps."
         )
     if report.pages_left:
         lines.append(
@@ -299,8 +300,8 @@ def _sparse_notes(report: DemoReport, buffer: HotBuffer) -> list[str]:
             f"{buffer.layers} C4 layers; {_percent(selected - loaded, selected)} of the selected rows were on the device already."
         ),
         (
-            f"In every step and C4 layer the sum over the selected rows is the dense model's over all rows, with at most {share:.1e} of "
-            "the difference that rounding explains."
+            "In every step and C4 layer the sum over the selected rows is the dense model's over all rows, with at most "
+            f"{share:.1e} of the difference that rounding explains."
         ),
         (
             f"Hot buffer: {buffer.hot_rows} rows and a ring of {buffer.ring_rows} a layer, {format_bytes(buffer.request_bytes)} a "

@@ -59,9 +59,7 @@ def compare(number: int, ours: Logits, alone: Logits, *, traces: tuple[Trace, Tr
             f"request {number}: logits of {ours.dtype} {ours.shape} cannot be compared with {alone.dtype} {alone.shape}"
         )
     if len(ours) != 1 + len(traces[0].sums):
-        raise InvalidInputError(
-            f"request {number}: a trace of {len(traces[0].sums)} steps for {len(ours)} positions"
-        )
+        raise InvalidInputError(f"request {number}: a trace of {len(traces[0].sums)} steps for {len(ours)} positions")
     with np.errstate(invalid="ignore"):
         apart = np.abs(ours - alone)
     positions = [int(position) for position in np.flatnonzero((ours != alone).any(axis=1))[:1]]

@@ -64,8 +64,8 @@ class CacheWatch:
         if output[0].shape[1] != 1:
             return
         if attention.layer_idx == 0:
-            self._components, sums = [], []
-            self._steps.append(sums)
+            self._components = []
+            self._steps.append([])
         held = kwargs["past_key_values"].layers[attention.layer_idx]
         for kind, tensors in self._held(held, self._kinds[attention.layer_idx]):
             self._steps[-1].append(_sum(tensors))
@@ -90,5 +90,5 @@ def _sum(tensors: Iterable[torch.Tensor]) -> int:
     total = 0
     for tensor in tensors:
         if tensor.numel():
-            total = zlib.crc32(tensor.contiguous().cpu().view(torch.uint8).numpy(), total)
+            total = zlib.crc32(tensor.contiguous().cpu().view(torch.uint8).numpy().data, total)
     return total
