@@ -113,27 +113,45 @@ class Gate:
         """Opens the file in this process, whatever has become of its name."""
         atexit.register(self._remove)
 
+    @property
+    def has_name(self) -> bool:
+        """Whether others can still open it by its path."""
+        try:
+            return os.path.samestat(Path(self.file.path).stat(), os.fstat(self._descriptor))
+        except OSError:
+            return False
+
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
             Path(self.file.path).unlink()
 
 
-_gates: dict[tuple[int, int], Gate] = {}
-_gates_lock = threading.Lock()
+class Gates:
+    """The gates of one process, by device and address. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._gates: dict[tuple[int, int], list[Gate]] = {}
+        self._lock = threading.Lock()
+
+    def to_name(self, device: int, address: int, directory: Path) -> Gate:
+        """The gate that peers of the device memory at an address are told of; made in `directory` when there is none.
+
+        So too when the last one's name is gone, with the folder that it was in: peers could not open it.
+        """
+        with self._lock:
+            made = self._gates.setdefault((device, address), [])
+            if not made or not made[-1].has_name:
+                made.append(Gate(directory))
+            return made[-1]
+
+    def known(self, device: int, address: int) -> tuple[Gate, ...]:
+        """Every gate of the device memory at an address that was ever named to a peer."""
+        with self._lock:
+            return tuple(self._gates.get((device, address), ()))
 
 
-def gate_of(device: int, address: int, directory: Path) -> Gate:
-    """The gate of the device memory at an address of this process, made in `directory` when there is none yet."""
-    with _gates_lock:
-        if (device, address) not in _gates:
-            _gates[device, address] = Gate(directory)
-        return _gates[device, address]
-
-
-def known_gate(device: int, address: int) -> Gate | None:
-    """The gate of the device memory at an address, if it was ever named to a peer."""
-    with _gates_lock:
-        return _gates.get((device, address))
+PROCESS_GATES = Gates()
+"""Those of this process: its memory, and with it who may write there, outlives the transports that name it."""
 
 
 def _locked_file(directory: Path, content: str) -> tuple[int, FileIdentity]:
