@@ -17,7 +17,7 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.service.worker_life import open_node_link, serve_rank
 from kvbridge.telemetry.logs import LogFormat, configure_logs
-from kvbridge.transport.local_host import remove_gates
+from kvbridge.transport.local_host import PROCESS_GATES
 
 EXIT_FAILED = 3
 """The worker could not serve; the reason was reported to the node."""
@@ -37,7 +37,7 @@ def serve(given: argparse.Namespace) -> int:
         return EXIT_FAILED
     finally:
         link.close()
-        remove_gates()  # this process ends without the interpreter's exit handlers
+        PROCESS_GATES.remove_names()  # this process ends without the interpreter's exit handlers
     return 0
 
 

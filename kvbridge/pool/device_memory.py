@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -19,11 +19,19 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.allocations import Allocation, allocation_of, device_by_uuid, export_allocation
 from kvbridge.pool.holding import HeldThings
 
-_exported: dict[bytes, int] = {}
-"""Handle to address, of this process's own allocations."""
-_exported_lock = threading.Lock()
-_opened: HeldThings[tuple[bytes, int], int] = HeldThings()
-"""Handle and the device that it was opened from, to the address here."""
+
+@dataclass(frozen=True, eq=False)
+class ProcessAllocations:
+    """The allocations that one process shares. There is one of it in each process, since CUDA counts by process."""
+
+    exported: dict[bytes, int] = field(default_factory=dict)
+    """Handle to address, of the process's own."""
+    exported_lock: threading.Lock = field(default_factory=threading.Lock)
+    opened: HeldThings[tuple[bytes, int], int] = field(default_factory=HeldThings)
+    """Handle and the device that it was opened from, to the address here."""
+
+
+_here = ProcessAllocations()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +46,8 @@ class ExportedAllocation:
 
     def forget(self) -> None:
         """The allocation is about to be freed: CUDA may give its handle to another one. Harmless when forgotten."""
-        with _exported_lock:
-            _exported.pop(self.handle, None)
+        with _here.exported_lock:
+            _here.exported.pop(self.handle, None)
 
 
 def export(device: int, address: int) -> ExportedAllocation:
@@ -49,8 +57,8 @@ def export(device: int, address: int) -> ExportedAllocation:
     """
     allocation = allocation_of(device, address)
     handle = export_allocation(device, allocation)
-    with _exported_lock:
-        _exported[handle] = allocation.address
+    with _here.exported_lock:
+        _here.exported[handle] = allocation.address
     return ExportedAllocation(allocation, device, runtime.device_facts(device).uuid, handle)
 
 
@@ -67,16 +75,16 @@ class OpenedAllocation:
         or cannot be reached, UnsupportedError when this process does not see the device.
         """
         self._close: Callable[[], None] | None = None
-        with _exported_lock:
-            own = _exported.get(handle)
+        with _here.exported_lock:
+            own = _here.exported.get(handle)
         if own is not None:
             self.device = device_by_uuid(device_uuid) if device is None else device
             self.address = own
             return
         self.device = chosen = device_by_uuid(device_uuid) if device is None else device
-        key = handle, chosen
-        self.address = _opened.hold(key, lambda: runtime.open_memory(chosen, handle))
-        self._close = lambda: _opened.let_go(key, lambda address: runtime.close_memory(chosen, address))
+        key, opened = (handle, chosen), _here.opened
+        self.address = opened.hold(key, lambda: runtime.open_memory(chosen, handle))
+        self._close = lambda: opened.let_go(key, lambda address: runtime.close_memory(chosen, address))
 
     def close(self) -> None:
         """Give it up; nothing on any device uses it through this holder any more. Harmless when closed."""

@@ -59,7 +59,7 @@ class LocalTransport(Transport):
         self._epoch = epoch
         self._clock = clock
         self._own = OwnMemory()
-        self._peers: set[LocalPeer] = set()
+        self._peers: dict[LocalPeer, PeerMemory] = {}
         self._proof: Proof | None = None
         self._copier = Copier(slice_bytes=settings.slice_bytes)
         limits = CopyLimits(settings.device_slice_bytes, settings.quiet_timeout_s)
@@ -114,8 +114,8 @@ class LocalTransport(Transport):
         content = read_endpoint(endpoint, NAME, LocalEndpoint)
         memory = PeerMemory(content, device=self._own.device)
         self._prepare_devices(memory)
-        peer = LocalPeer(memory)
-        self._peers.add(peer)
+        peer = LocalPeer(memory.label)
+        self._peers[peer] = memory
         for file in memory.files.fresh:
             if file.resident and self._own.device is None:
                 self._copier.populate(file.address, file.length_bytes, memory)
@@ -123,15 +123,14 @@ class LocalTransport(Transport):
 
     def disconnect(self, peer: Peer) -> None:
         """See `Transport.disconnect`; transfers that are active after all are aborted; poll them to their end."""
-        known = self._known(peer)
-        self._copier.abort_to(known.memory, "the peer was disconnected")
-        self._devices.abort_to(known.memory, "the peer was disconnected")
-        self._peers.discard(known)
+        memory = self._peers.pop(self._known(peer))
+        self._copier.abort_to(memory, "the peer was disconnected")
+        self._devices.abort_to(memory, "the peer was disconnected")
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
         self._copier.require_open()
-        memory = self._known(peer).memory
+        memory = self._peers[self._known(peer)]
         self._own.extents.require(operations.source, operations.length)
         memory.extents.require(operations.destination, operations.length)
         if len(operations) and int(operations.length.max()) > self._settings.slice_bytes:

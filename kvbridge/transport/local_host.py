@@ -109,32 +109,54 @@ class Gate:
         self.own_path = f"/proc/self/fd/{self._descriptor}"
         """Opens the file in this process, whatever has become of its name."""
 
+    @property
+    def has_name(self) -> bool:
+        """Whether others can still open it by its path."""
+        try:
+            return os.path.samestat(Path(self.file.path).stat(), os.fstat(self._descriptor))
+        except OSError:
+            return False
 
-_gates: dict[tuple[int, int], Gate] = {}
-_gates_lock = threading.Lock()
-
-
-@atexit.register
-def remove_gates() -> None:
-    """Remove the names of this process's gates at its end; called where exit handlers do not run."""
-    with _gates_lock:
-        for gate in _gates.values():
-            with contextlib.suppress(OSError):
-                Path(gate.file.path).unlink()
-
-
-def gate_of(device: int, address: int, directory: Path) -> Gate:
-    """The gate of the device memory at an address of this process, made in `directory` when there is none yet."""
-    with _gates_lock:
-        if (device, address) not in _gates:
-            _gates[device, address] = Gate(directory)
-        return _gates[device, address]
+    def remove_name(self) -> None:
+        """Nobody opens it by its path any more. Harmless when it has none."""
+        with contextlib.suppress(OSError):
+            Path(self.file.path).unlink()
 
 
-def known_gate(device: int, address: int) -> Gate | None:
-    """The gate of the device memory at an address, if it was ever named to a peer."""
-    with _gates_lock:
-        return _gates.get((device, address))
+class Gates:
+    """The gates of one process, by device and address. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._gates: dict[tuple[int, int], list[Gate]] = {}
+        self._lock = threading.Lock()
+
+    def to_name(self, device: int, address: int, directory: Path) -> Gate:
+        """The gate that peers of the device memory at an address are told of; made in `directory` when there is none.
+
+        So too when the last one's name is gone, with the folder that it was in: peers could not open it.
+        """
+        with self._lock:
+            made = self._gates.setdefault((device, address), [])
+            if not made or not made[-1].has_name:
+                made.append(Gate(directory))
+            return made[-1]
+
+    def known(self, device: int, address: int) -> tuple[Gate, ...]:
+        """Every gate of the device memory at an address that was ever named to a peer."""
+        with self._lock:
+            return tuple(self._gates.get((device, address), ()))
+
+
+    def remove_names(self) -> None:
+        """Remove the names of all, at the end of the process; called where exit handlers do not run, too."""
+        with self._lock:
+            for gate in (gate for made in self._gates.values() for gate in made):
+                gate.remove_name()
+
+
+PROCESS_GATES = Gates()
+"""Those of this process: its memory, and with it who may write there, outlives the transports that name it."""
+atexit.register(PROCESS_GATES.remove_names)
 
 
 def _locked_file(directory: Path, content: str) -> tuple[int, FileIdentity]:

@@ -22,7 +22,7 @@ from kvbridge.transport import extents
 from kvbridge.transport.base import Memory, SharedAllocation, SharedFile
 from kvbridge.transport.local_access import DeviceAccess, Undo
 from kvbridge.transport.local_allocations import AllocatedExtent, NamedAllocation
-from kvbridge.transport.local_host import FileIdentity, HostClaim, SharedExtent, gate_of, identify, known_gate
+from kvbridge.transport.local_host import PROCESS_GATES, FileIdentity, HostClaim, SharedExtent, identify
 from kvbridge.transport.local_memory import HOST, Stretch, Stretches
 
 _registered: HeldThings[tuple[int, int], None] = HeldThings()
@@ -178,14 +178,13 @@ class OwnMemory:
         devices = (
             (part.memory.device, address) for address, part in self._parts.items() if part.stretch().device != HOST
         )
-        gates = [known_gate(device, address) for device, address in devices]
-        return sorted(files) + [gate.own_path for gate in gates if gate is not None]
+        return sorted(files) + [gate.own_path for place in devices for gate in PROCESS_GATES.known(*place)]
 
     def _gate(self, on_device: Sequence[AllocatedExtent], claim: HostClaim | None) -> FileIdentity | None:
         if not on_device or claim is None:
             return None
         first = self._parts[on_device[0].address].memory
-        return gate_of(first.device, first.address, Path(claim.file.path).parent).file
+        return PROCESS_GATES.to_name(first.device, first.address, Path(claim.file.path).parent).file
 
     def _look_up_anew(self) -> None:
         self.stretches = Stretches(part.stretch() for part in self._parts.values())

@@ -71,7 +71,7 @@ class PeerMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalPeer(Peer):
-    """A process of this host whose memory is within reach here."""
+    """A process of this host whose memory is within reach here. Its transport holds that memory, so this handle keeps nothing."""
 
     transport_name: ClassVar[str] = "local"
-    memory: PeerMemory
+    label: str

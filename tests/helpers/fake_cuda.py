@@ -17,7 +17,9 @@ import pytest
 from kvbridge.core.errors import RegistrationError, UnsupportedError
 from kvbridge.kernels.cuda import allocations, runtime
 from kvbridge.kernels.cuda.allocations import Allocation
-from kvbridge.pool import device_memory, stream_points
+from kvbridge.pool import device_memory, host_registration, stream_points
+from kvbridge.pool.device_memory import ProcessAllocations
+from kvbridge.pool.holding import HeldThings
 
 
 class FakeCuda:
@@ -44,12 +46,16 @@ class FakeCuda:
             monkeypatch.setattr(module, "device_by_uuid", self.device_by_uuid)
         monkeypatch.setattr(device_memory, "allocation_of", self.allocation_of)
         monkeypatch.setattr(device_memory, "export_allocation", self.export_allocation)
+        # What other tests have left of this process's own: a worker's device memory, for one, stays until the process ends.
+        monkeypatch.setattr(device_memory, "_here", ProcessAllocations())
+        monkeypatch.setattr(host_registration, "_ranges", HeldThings())
+        monkeypatch.setattr(stream_points, "_own", {})
 
     @contextmanager
     def other_process(self) -> Iterator[None]:
         """Within, nothing is known of what this process has exported."""
         with self._monkeypatch.context() as patch:
-            patch.setattr(device_memory, "_exported", {})
+            patch.setattr(device_memory, "_here", ProcessAllocations())
             yield
 
     def use(self, device: int) -> None:

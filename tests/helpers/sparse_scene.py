@@ -1,42 +1,33 @@
-"""A model, its dense decode, and the same decode with C4 rows in host pages: what sparse decode is compared with.
-
-`HeldRows` is the plain form of a hot buffer: all rows in one list. A model that decodes with it does the very arithmetic of
-sparse decode, so the two must be equal to the last bit; with the dense model they agree within the rounding of sums.
-"""
+"""A model alone, and the same model with its C4 rows in host pages: sparse decode and what it is compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
-from kvbridge.cli.demo.ties import SelectedRows, tied_step
+from kvbridge.cli.demo.reference import SelectedAttention
+from kvbridge.cli.demo.trace import Trace
+from kvbridge.cli.demo.watch import CacheWatch
 from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.geometry.huggingface import geometry_from_config
 from kvbridge.core.ids import IndexSpace, PageTable, Tables
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, pack, reencoded
-from kvbridge.engine.adapters.selection_watch import Selections, SelectionWatch
-from kvbridge.engine.adapters.sparse_deepseek_v4 import (
-    IndexerHooks,
-    SparseDecoder,
-    SparseRequest,
-    reencoding_cache,
-    sparse_cache,
-)
+from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder, SparseRequest, reencoding_cache
 from kvbridge.engine.adapters.transformers import (
     Generated,
     Prefill,
-    follow,
     generate,
     load_config,
     load_model,
     prefill_chunks,
     prompt_tokens,
 )
-from kvbridge.engine.encodings import RowCodec
 from kvbridge.engine.views import PoolViews
 from kvbridge.sparse import SparseCache
 from tests.helpers.torch_pools import Form, Pools, make_pools
@@ -45,27 +36,28 @@ C4 = ComponentKind.C4_KV
 HOST = frozenset({C4})
 
 
-class HeldRows:
-    """One layer's rows of one request: encoded uint8 [rows, row_bytes], all of them."""
-
-    def __init__(self, codec: RowCodec, entries: torch.Tensor) -> None:
-        self._codec = codec
-        self.rows = codec.encode(entries)
-
-    def append(self, entries: torch.Tensor) -> None:
-        self.rows = torch.cat([self.rows, self._codec.encode(entries)])
-
-    def fetch(self, top_k: torch.Tensor) -> torch.Tensor:
-        return self._codec.decode(self.rows[top_k])
-
-
 @dataclass
-class HeldRequest:
-    """A request whose rows are held, after its decode."""
+class Alone:
+    """A request that the model decoded alone, in the arithmetic of sparse decode."""
 
     generated: Generated
-    rows: dict[int, HeldRows]
-    selections: Selections
+    trace: Trace
+    cache: DynamicCache
+    share_of_rounding: float
+    """Of what may lie between its attention and the dense model's; see `reference`."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.generated.tokens
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self.generated.logits
+
+    def entries(self, layer: int) -> torch.Tensor:
+        """All C4 entries of one layer: [rows, width]."""
+        entries: torch.Tensor = self.cache.layers[layer].compressed_kv["compressor"][0]
+        return entries
 
 
 class SparseScene:
@@ -87,39 +79,20 @@ class SparseScene:
         return prefill_chunks(self.model, prompt_tokens(tokens, offset=offset), chunk_tokens=512)
 
     def dense(self, prefill: Prefill, steps: int) -> Generated:
-        """The model alone; rows that are quantised lose what they lose on the way."""
+        """The model as it is; rows that are quantised lose what they lose on the way."""
+        return generate(self.model, self._whole(prefill), first_token=prefill.first_token, steps=steps)
+
+    def alone(self, prefill: Prefill, steps: int) -> Alone:
+        """The same in the arithmetic of sparse decode: what that must give to the last bit."""
+        cache, attention = self._whole(prefill), SelectedAttention(self.model)
+        with closing(CacheWatch(self.model)) as watch, attention:
+            generated = generate(self.model, cache, first_token=prefill.first_token, steps=steps)
+        return Alone(generated, watch.take(), cache, attention.share_of_rounding)
+
+    def _whole(self, prefill: Prefill) -> DynamicCache:
         exact = self.encoding is Encoding.NATIVE
         into = None if exact else reencoding_cache(self.model.config, self.codec)
-        cache = reencoded(self.codec, prefill.cache, into=into)
-        return generate(self.model, cache, first_token=prefill.first_token, steps=steps)
-
-    def dense_and_selections(self, prefill: Prefill, steps: int) -> tuple[Generated, Selections]:
-        """As `dense`, and what its indexers selected."""
-        watch = SelectionWatch(self.model)
-        try:
-            return self.dense(prefill, steps), watch.take()
-        finally:
-            watch.remove()
-
-    def held(self, prefill: Prefill, tokens: Sequence[int]) -> HeldRequest:
-        """The arithmetic of sparse decode over plain lists of rows, fed `tokens`."""
-        codec = self.codec.row_codec(C4)
-        rows = {
-            layer: HeldRows(codec, prefill.cache.layers[layer].compressed_kv["compressor"][0])
-            for layer in self.c4.layers
-        }
-        cache = self.codec.decode(
-            prefill.cache.get_seq_length(),
-            lambda *place: self.codec.encode(prefill.cache, place[0], place[1], start=place[2], stop=place[3]),
-            into=sparse_cache(self.model.config, dict(rows)),
-            elsewhere=HOST,
-        )
-        hooks, watch = IndexerHooks(self.model), SelectionWatch(self.model)
-        try:
-            return HeldRequest(follow(self.model, cache, tokens=tokens), rows, watch.take())
-        finally:
-            watch.remove()
-            hooks.remove()
+        return reencoded(self.codec, prefill.cache, into=into)
 
     def pools(self, prefill: Prefill, *, steps: int, seed: int = 0) -> Pools:
         """Pages that hold a request, as a transfer leaves them, with room for `steps` more tokens."""
@@ -137,15 +110,10 @@ class SparseScene:
         regions = [host_region(host.views, layer) for layer in self.c4.layers]
         return SparseCache(settings, self.c4, regions, self.device)
 
-    def host_rows(self, host: Pools, layer: int, tables: Tables, *, start: int, stop: int) -> torch.Tensor:
-        """What host pages hold of a request: uint8 [rows, row_bytes]."""
-        return host.views.read_rows(C4, layer, tables=tables, start_row=start, stop_row=stop)
-
-
-def comparable_steps(one: Selections, other: Selections) -> int:
-    """Steps before rounding makes two runs select different rows; see `ties`. All of them, but for bad luck."""
-    tie = tied_step(SelectedRows(*one), SelectedRows(*other))
-    return len(one.rows) if tie is None else tie
+    def host_entries(self, host: Pools, layer: int, tables: Tables, *, start: int, stop: int) -> torch.Tensor:
+        """What host pages hold of a request, as numbers: [rows, width]."""
+        rows = host.views.read_rows(C4, layer, tables=tables, start_row=start, stop_row=stop)
+        return self.codec.row_codec(C4).decode(rows).to(self.device)
 
 
 def host_region(views: PoolViews, layer: int) -> Any:

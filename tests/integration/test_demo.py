@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -71,24 +72,63 @@ def test_a_request_decodes_elsewhere_as_it_would_at_home(scratch, tmp_path):
     assert not shared_memory_of((logs / "b" / "log.jsonl").read_text())
 
 
-def test_sparse_decode_gives_the_tokens_and_nearly_the_logits(scratch):
+@pytest.mark.parametrize(
+    ("encoding", "instructions"), [("native", {"ATEN_CPU_CAPABILITY": "avx2"}), ("fp8_v4", {"MKL_CBWR": "COMPATIBLE"})]
+)
+def test_sparse_decode_gives_the_very_logits(scratch, encoding, instructions):
+    """Whatever the processor's instructions: they decide where two selections tie, or a number is quantised either way."""
     arguments = ("--sparse", "--hot-rows", "64", "--prompts", "2", "--steps", "70", "--transport", "local", "--json")
-    with demo(*arguments) as process:
+    with demo(*arguments, "--encoding", encoding, env=os.environ | instructions) as process:
         output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
     report = json.loads(output)
-    assert report["verdict"].startswith("EQUAL: 2 of 2 requests gave the very tokens of the model alone")
+    assert report["verdict"].startswith("EQUAL: 2 of 2 requests gave the very logits of the model alone")
     assert report["hot_buffer"]["hot_rows"] == 64
     assert report["pages_left"] == 0
     for request in report["requests"]:
         figures = request["sparse"]
         assert request["comparison"]["positions"] == 1 + 70
-        assert request["comparison"]["largest_difference"] <= 1e-5
+        assert request["comparison"]["largest_difference"] == 0
+        assert 0 < request["share_of_rounding"] < 1
         assert figures["selected"] == 70 * 3 * 64
         assert figures["selected"] == figures["in_ring"] + figures["in_hot_slots"] + figures["loaded"]
         assert figures["evicted"] == figures["loaded"] - 3 * 64
         assert figures["rows"] == (request["prompt_tokens"] + 70) // 4 > 4 * 64
     assert not list(scratch.iterdir())
+
+
+FLIPPED = """
+import sys
+
+if "decode" in sys.orig_argv and "kvbridge.cli.demo" in sys.orig_argv:
+    from kvbridge.sparse import SparseCache
+
+    real, steps = SparseCache.rows, 0
+
+    def rows(self, layer, places):
+        global steps
+        found = real(self, layer, places)
+        if layer == 4:
+            steps += 1
+            if steps == 9:
+                found[3, 0] ^= 1
+        return found
+
+    SparseCache.rows = rows
+"""
+
+
+def test_one_bit_of_one_row_turns_the_verdict(scratch, tmp_path):
+    """In the decode engine's process, in one step and layer: the lowest bit of a number of a row that attention reads."""
+    (tmp_path / "sitecustomize.py").write_text(FLIPPED)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    arguments = ("--sparse", "--hot-rows", "64", "--prompts", "1", "--steps", "16", "--transport", "local", "--json")
+    with demo(*arguments, env=os.environ | {"PYTHONPATH": path}) as process:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, errors
+    report = json.loads(output)
+    assert "DIFFERENT: 1 of 1 requests gave other logits than the model alone" in report["verdict"]
+    assert "(request 1: first at decode step 9 in c4_kv of layer 4, " in report["verdict"]
 
 
 def test_interrupting_leaves_nothing(scratch, tmp_path):

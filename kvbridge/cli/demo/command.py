@@ -143,8 +143,8 @@ def demo(  # noqa: PLR0913, PLR0917 - one parameter an option
     runs the model alone. Needs no GPU and no network.
 
     With --sparse, decode keeps a small hot buffer of the C4 cache and fetches
-    selected rows from the host pool; then tokens must be equal, and logits
-    within 1e-5 of the model's, whose sums have other terms.
+    selected rows from the host pool. The model alone then sums over selected
+    rows, too, and in every step that must be its dense sum but for rounding.
 
     Exit codes: 0: every logit of every request is equal; 1: not so, or something
     failed; 2: wrong options; 130: interrupted.

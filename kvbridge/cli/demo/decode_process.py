@@ -23,6 +23,8 @@ from kvbridge.cli.demo.job import (
     page_ids,
 )
 from kvbridge.cli.demo.model import DemoModel, load_and_tell, save_logits
+from kvbridge.cli.demo.trace import Trace
+from kvbridge.cli.demo.watch import CacheWatch
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
@@ -40,9 +42,11 @@ class _Request:
     tokens: list[int]
     """Fed so far, and the next one to feed."""
     logits: list[torch.Tensor] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
 
-    def step(self) -> None:
+    def step(self, watch: CacheWatch) -> None:
         self.logits.append(self.generation.step(self.tokens[-1]))
+        self.traces.append(watch.take())
         self.tokens.append(int(self.logits[-1].argmax()))
 
 
@@ -70,6 +74,7 @@ class _Decoding:
         self._loaded = loaded
         self._engine = engine
         self._generations = begun
+        self._watch = CacheWatch(loaded.model)
         self._missing = {prompt.number for prompt in job.prompts}
         self._active: list[_Request] = []
 
@@ -79,7 +84,7 @@ class _Decoding:
             for event in self._engine.events(0.0 if self._active else IDLE_WAIT_S):
                 self._on_event(event)
             for request in self._active:
-                request.step()
+                request.step(self._watch)
             if self._active:
                 self._channel.tell(Stepped(steps=len(self._active)))
             for request in [request for request in self._active if len(request.logits) == self._job.steps]:
@@ -118,7 +123,8 @@ class _Decoding:
         self._active.remove(request)
         self._missing.discard(request.number)
         save_logits(self._job.logits_file("decode", request.number), torch.stack(request.logits))
-        figures = request.generation.end(self._job.selected_file("decode", request.number))
+        Trace.joined(request.traces).write(self._job.trace_file("decode", request.number))
+        figures = request.generation.end()
         self._engine.release(request.room)
         tokens = tuple(request.tokens[: self._job.steps])
         self._channel.tell(Decoded(number=request.number, tokens=tokens, sparse=figures))

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, closing
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from kvbridge.cli.demo.job import Job, SparseFigures
-from kvbridge.cli.demo.model import DemoModel, save_selections
+from kvbridge.cli.demo.model import DemoModel
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.ids import IndexSpace
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, unpack
-from kvbridge.engine.adapters.selection_watch import Selections, SelectionWatch, joined
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
 from kvbridge.engine.adapters.transformers import decode_step
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
@@ -37,8 +35,8 @@ class Generation(ABC):
         """Feed a token; return the fp32 logits [vocabulary] of the next."""
 
     @abstractmethod
-    def end(self, selected_file: Path) -> SparseFigures | None:
-        """Let go of the room's pages; return what sparse decode did, and write what it selected to `selected_file`."""
+    def end(self) -> SparseFigures | None:
+        """Let go of the room's pages; return what sparse decode did."""
 
 
 class Generations(AbstractContextManager["Generations"], ABC):
@@ -82,8 +80,7 @@ class _WholeCache(Generation):
     def step(self, token: int) -> torch.Tensor:
         return decode_step(self._model, self._cache, token=token)
 
-    def end(self, selected_file: Path) -> SparseFigures | None:
-        del selected_file
+    def end(self) -> SparseFigures | None:
         return None
 
 
@@ -104,7 +101,6 @@ class _SparseGenerations(Generations):
         ]
         self.store = SparseCache(settings, component, regions, loaded.device)
         self.decoder = SparseDecoder(loaded.model, codec, self.store)
-        self.watch = SelectionWatch(loaded.model)
 
     def begin(self, claimed: DecodeRoom) -> Generation:
         return _Sparse(self, self._engine, claimed, most_tokens=claimed.prompt_tokens + self._most_steps)
@@ -116,7 +112,6 @@ class _SparseGenerations(Generations):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with closing(self.store):
-            self.watch.remove()
             self.decoder.close()
 
 
@@ -135,7 +130,6 @@ class _Sparse(Generation):
         self._paged_tokens = claimed.prompt_tokens
         self._complete_pages = self._pages()
         self._selected = 0
-        self._selections: list[Selections] = []
 
     def step(self, token: int) -> torch.Tensor:
         if self._request.tokens == self._paged_tokens:
@@ -144,11 +138,9 @@ class _Sparse(Generation):
         logits = self._shared.decoder.step(self._request, token=token)
         store = self._shared.store
         self._selected += min(store.settings.top_k, self._rows()) * len(store.layers)
-        self._selections.append(self._shared.watch.take())
         return logits
 
-    def end(self, selected_file: Path) -> SparseFigures | None:
-        save_selections(selected_file, joined(self._selections))
+    def end(self) -> SparseFigures | None:
         store = self._shared.store
         counts = store.counts(self._request.request_slot)
         pages = self._pages() - self._complete_pages

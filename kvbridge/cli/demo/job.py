@@ -56,9 +56,9 @@ class Job(FrozenModel):
         """Where a process puts a request's logits: float32 [positions, vocabulary] as .npy."""
         return logits_file(self.logits_dir, who, number)
 
-    def selected_file(self, who: str, number: int) -> Path:
-        """Where a process puts which rows a request selected, when decode is sparse: .npz of `rows` and `scores`."""
-        return selected_file(self.logits_dir, who, number)
+    def trace_file(self, who: str, number: int) -> Path:
+        """Where a process puts the trace of a request's decode steps: .npz."""
+        return trace_file(self.logits_dir, who, number)
 
 
 def logits_file(folder: Path, who: str, number: int) -> Path:
@@ -66,9 +66,9 @@ def logits_file(folder: Path, who: str, number: int) -> Path:
     return folder / f"{number:04d}-{who}.npy"
 
 
-def selected_file(folder: Path, who: str, number: int) -> Path:
-    """Where selections are in a job's folder."""
-    return folder / f"{number:04d}-{who}-selected.npz"
+def trace_file(folder: Path, who: str, number: int) -> Path:
+    """Where traces are in a job's folder."""
+    return folder / f"{number:04d}-{who}-trace.npz"
 
 
 class SparseFigures(FrozenModel):
@@ -191,8 +191,10 @@ class Decoded(FrozenModel):
     sparse: SparseFigures | None = None
     """Decode, when it was sparse."""
     mean_kl: float | None = None
-    """The model alone, when rows are quantised: divergence from the same model without it, in nats a step."""
+    """The model alone, when rows are quantised or decode is sparse: divergence from the model as it is, in nats a step."""
     top1_agreement: float | None = None
+    share_of_rounding: float | None = None
+    """The model alone, when decode is sparse: see `reference`."""
 
 
 class RoomEnded(FrozenModel):

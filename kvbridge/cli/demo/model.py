@@ -19,7 +19,6 @@ from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.huggingface import geometry_from_config
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec
-from kvbridge.engine.adapters.selection_watch import Selections
 from kvbridge.engine.adapters.transformers import (
     BYTE_VOCABULARY,
     OnChunk,
@@ -97,8 +96,3 @@ def load_and_tell(job: Job, channel: DemoChannel) -> DemoModel:
 def save_logits(file: Path, logits: torch.Tensor) -> None:
     """Write logits [positions, vocabulary] as float32 .npy."""
     np.save(file, logits.float().cpu().numpy())
-
-
-def save_selections(file: Path, selections: Selections) -> None:
-    """Write selections as .npz."""
-    np.savez(file, rows=selections.rows, scores=selections.scores)

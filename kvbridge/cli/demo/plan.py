@@ -35,8 +35,6 @@ LIBRARY_TOP_K = 512
 """What transformers takes when a config.json does not say."""
 RESERVED_STEPS = 64
 """Sparse decode reserves pages for so many steps, and asks for more as it goes on."""
-SPARSE_TOLERANCE = 1e-5
-"""Logits of sparse and dense decode in fp32 differ by the rounding of sums: by some 2e-6 where all logits are below 4."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +89,6 @@ class DemoPlan:
         sparse = _sparse_settings(options, facts, geometry, most_tokens=max(lengths)) if options.sparse else None
         return cls(options, name, facts, geometry, lengths, stages, sparse)
 
-    @property
-    def tolerance(self) -> float:
-        """How far a logit may be from the model's own."""
-        return SPARSE_TOLERANCE if self.sparse else 0.0
-
     def hot_buffer(self) -> HotBuffer | None:
         """Return what decode keeps on its device of the C4 cache, for the report; None when it keeps whole caches."""
         if self.sparse is None:
@@ -119,8 +112,8 @@ class DemoPlan:
     @property
     def reference(self) -> str:
         """What the requests are compared with, in words."""
-        quantised = self.options.encoding is not Encoding.NATIVE
-        return f"the model alone with {self.options.encoding} rows" if quantised else "the model alone"
+        rows = "" if self.options.encoding is Encoding.NATIVE else f" with {self.options.encoding} rows"
+        return f"the model alone{rows}{', attending to the selected ones' if self.sparse else ''}"
 
     @property
     def prefill_only_tokens(self) -> int:
@@ -236,7 +229,7 @@ def _sparse_settings(
     dtype = facts.get("dtype") or facts.get("torch_dtype") or "float32"
     if dtype != "float32":
         raise InvalidInputError(
-            f"--sparse: the model computes in {dtype}; logits are compared within {SPARSE_TOLERANCE:.0e}, which takes float32"
+            f"--sparse: the model computes in {dtype}; the bound on rounding between sparse and dense sums takes float32"
         )
     if not any(component.kind is ComponentKind.C4_KV for component in geometry.components):
         raise InvalidInputError("--sparse: the model has no compressed_sparse_attention layer")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbridge.cli.demo.job import Claimed, Decoded, Pages, Prompt, logits_file, selected_file
+from kvbridge.cli.demo.job import Claimed, Decoded, Pages, Prompt, logits_file, trace_file
 from kvbridge.cli.demo.report import RequestReport
-from kvbridge.cli.demo.ties import SelectedRows, tied_step
+from kvbridge.cli.demo.trace import Trace
 from kvbridge.cli.demo.verdict import Comparison, compare, read_logits
 from kvbridge.core.plan.operations import Amounts
 
@@ -41,7 +41,7 @@ class DemoRequest:
         self.destination_pages, self.amounts = event.pages, event.amounts
         self.phases_s, self.claimed_s = event.phases_s, event.claimed_s
 
-    def report(self, steps: int, folder: Path, *, tolerance: float) -> RequestReport:
+    def report(self, steps: int, folder: Path) -> RequestReport:
         """Compare what came over the bridge with the model alone: what the processes wrote into `folder`."""
         number = self.prompt.number
         phases = self.phases_s
@@ -55,17 +55,16 @@ class DemoRequest:
             after_prefill_s=max(0.0, self.claimed_s - phases.get("commit_to_claim", 0.0) - self.finished_s),
             source_pages=self.source_pages,
             destination_pages=self.destination_pages,
-            comparison=self._compare(folder, tolerance=tolerance),
+            comparison=self._compare(folder),
             mean_kl=self.alone.mean_kl if self.alone else None,
             top1_agreement=self.alone.top1_agreement if self.alone else None,
+            share_of_rounding=self.alone.share_of_rounding if self.alone else None,
             sparse=self.decoded.sparse if self.decoded else None,
         )
 
-    def _compare(self, folder: Path, *, tolerance: float) -> Comparison:
+    def _compare(self, folder: Path) -> Comparison:
         number = self.prompt.number
         ours = read_logits(logits_file(folder, "prefill", number), logits_file(folder, "decode", number))
         alone = read_logits(logits_file(folder, "alone", number))
-        if self.decoded is None or self.decoded.sparse is None:
-            return compare(number, ours, alone, tolerance=tolerance)
-        tie = tied_step(*(SelectedRows.read(selected_file(folder, who, number)) for who in ("decode", "alone")))
-        return compare(number, ours, alone, tolerance=tolerance, tied_step=tie)
+        traces = (Trace.read(trace_file(folder, "decode", number)), Trace.read(trace_file(folder, "alone", number)))
+        return compare(number, ours, alone, traces=traces)

@@ -320,10 +320,7 @@ class Demo:
 
     def _report(self, pages_left: int) -> DemoReport:
         plan, options = self._plan, self._options
-        requests = tuple(
-            request.report(options.steps, self._folder / "logits", tolerance=plan.tolerance)
-            for request in self._requests.values()
-        )
+        requests = tuple(request.report(options.steps, self._folder / "logits") for request in self._requests.values())
         comparisons = [request.comparison for request in requests]
         return DemoReport(
             verdict=verdict_line(comparisons, reference=plan.reference),

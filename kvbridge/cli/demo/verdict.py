@@ -1,6 +1,8 @@
-"""Whether two processes computed the same logits: the very same, or the same tokens and logits within a tolerance.
+"""Whether two processes computed the very same logits, and if not, what was the first that they saw differently.
 
 Owns: the comparison and its words. Must not know: which processes, how the cache got from one to the other, torch.
+
+There is no tolerance: `reference` says why none is needed.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvbridge.cli.demo.trace import Trace
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 
@@ -23,19 +26,17 @@ class Comparison(FrozenModel):
 
     number: Positive
     positions: Positive
-    """Compared: the prompt's last one and every decoded one, up to a tie."""
-    tied_step: NonNegative | None = None
-    """The decode step from which the two select other rows, for their scores are as near as rounding; see `ties`."""
-    tolerance: float = 0.0
-    """Up to so much a logit may differ; 0: they must be the same number."""
+    """All that were compared: the prompt's last one and every decoded one."""
     first_difference: NonNegative | None = None
-    """The first position whose logits differ by more than that, or whose most likely token is another; 0 is the prompt's."""
+    """The first position with another logit, or at which a layer held or read other numbers; 0 is the prompt's."""
+    component: str | None = None
+    """What the two held or read differently there, first of all; None: nothing that the trace sees."""
     largest_difference: float = 0.0
-    """Of all positions, within the tolerance or not."""
+    """Of all logits of all positions."""
 
     @property
     def equal(self) -> bool:
-        """Whether every logit is the same number, or near enough, and every token the same."""
+        """Whether every logit and all that was read for it are the same bits."""
         return self.first_difference is None
 
     def in_words(self) -> str:
@@ -43,34 +44,34 @@ class Comparison(FrozenModel):
         if self.equal:
             return f"request {self.number}: equal"
         where = "the prompt's own logits" if self.first_difference == 0 else f"decode step {self.first_difference}"
-        return f"request {self.number}: first at {where}, by up to {self.largest_difference:.3g}"
+        what = f" in {self.component}" if self.component else ""
+        return f"request {self.number}: first at {where}{what}, logits by up to {self.largest_difference:.3g}"
 
 
-def compare(
-    number: int, ours: Logits, alone: Logits, *, tolerance: float = 0.0, tied_step: int | None = None
-) -> Comparison:
-    """Compare logits of one request. Not-a-number equals nothing, itself neither.
+def compare(number: int, ours: Logits, alone: Logits, *, traces: tuple[Trace, Trace]) -> Comparison:
+    """Compare logits of one request, and the traces (ours, alone) of its decode steps. Not-a-number equals nothing.
 
-    With a tolerance the tokens (the most likely one of each position) must be the same all the same. What follows from
-    a tie in step `tied_step` is left out: position 0 is the prompt's, so that is all from `tied_step` + 1. Raises
-    InvalidInputError when they have different shapes or nothing in them.
+    Position 0 is the prompt's; the steps of the traces are the positions after it. Raises InvalidInputError when the two sides
+    have other shapes, or nothing in them.
     """
     if ours.shape != alone.shape or ours.ndim != 2 or not ours.size or ours.dtype != alone.dtype:
         raise InvalidInputError(
             f"request {number}: logits of {ours.dtype} {ours.shape} cannot be compared with {alone.dtype} {alone.shape}"
         )
-    if tied_step is not None:
-        ours, alone = ours[: tied_step + 1], alone[: tied_step + 1]
+    if len(ours) != 1 + len(traces[0].sums):
+        raise InvalidInputError(f"request {number}: a trace of {len(traces[0].sums)} steps for {len(ours)} positions")
     with np.errstate(invalid="ignore"):
         apart = np.abs(ours - alone)
-    near = (ours == alone) | (apart <= tolerance)
-    different = np.flatnonzero(~near.all(axis=1) | (ours.argmax(axis=1) != alone.argmax(axis=1)))
+    positions = [int(position) for position in np.flatnonzero((ours != alone).any(axis=1))[:1]]
+    read = traces[0].first_difference(traces[1])
+    if read is not None:
+        positions.append(1 + read.step)
+    first = min(positions, default=None)
     return Comparison(
         number=number,
         positions=len(ours),
-        tied_step=tied_step,
-        tolerance=tolerance,
-        first_difference=int(different[0]) if len(different) else None,
+        first_difference=first,
+        component=read.component if read is not None and first == 1 + read.step else None,
         largest_difference=float(np.where(ours == alone, 0.0, apart).max()),
     )
 
@@ -82,16 +83,8 @@ def read_logits(*files: Path) -> Logits:
 
 def verdict_line(comparisons: Sequence[Comparison], *, reference: str) -> str:
     """Return the one line that says how it ended. `reference` names what was compared with."""
-    equal = sum(comparison.equal for comparison in comparisons)
-    tolerance = max((comparison.tolerance for comparison in comparisons), default=0.0)
-    if equal == len(comparisons) and comparisons:
-        if not tolerance:
-            return f"EQUAL: {equal} of {len(comparisons)} requests gave the very logits of {reference}"
-        largest = max(comparison.largest_difference for comparison in comparisons)
-        return (
-            f"EQUAL: {equal} of {len(comparisons)} requests gave the very tokens of {reference}, and its logits within "
-            f"{tolerance:.0e} (at most {largest:.1e} apart)"
-        )
     differing = [comparison for comparison in comparisons if not comparison.equal]
+    if comparisons and not differing:
+        return f"EQUAL: {len(comparisons)} of {len(comparisons)} requests gave the very logits of {reference}"
     first = f" ({differing[0].in_words()})" if differing else ""
     return f"DIFFERENT: {len(differing)} of {len(comparisons)} requests gave other logits than {reference}{first}"

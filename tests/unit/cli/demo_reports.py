@@ -30,7 +30,7 @@ def request(number: int = 1, *, first_difference: int | None = None, tokens: int
     )
 
 
-def sparse_request(number: int = 1, *, tokens: int = 4099, loaded: int = 20_000, apart: float = 2e-6) -> RequestReport:
+def sparse_request(number: int = 1, *, tokens: int = 4099, loaded: int = 20_000) -> RequestReport:
     """One request that was decoded sparsely for 320 steps."""
     figures = SparseFigures(
         selected=61_440,
@@ -41,8 +41,8 @@ def sparse_request(number: int = 1, *, tokens: int = 4099, loaded: int = 20_000,
         backed_up=192,
         rows=(tokens + 320) // 4,
     )
-    comparison = Comparison(number=number, positions=321, tolerance=1e-5, largest_difference=apart)
-    more = {"steps": 320, "sparse": figures, "comparison": comparison}
+    comparison = Comparison(number=number, positions=321)
+    more = {"steps": 320, "sparse": figures, "comparison": comparison, "share_of_rounding": 4.5e-4}
     return request(number, tokens=tokens).model_copy(update=more)
 
 

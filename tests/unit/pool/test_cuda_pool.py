@@ -33,7 +33,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch):
     yield fake
     assert fake.opened == []
     assert fake.memory == {}
-    assert device_memory._exported == {}
+    assert device_memory._here.exported == {}
 
 
 def placement(device: int = 1, **chunking: int) -> Placement:

@@ -10,7 +10,7 @@ import pytest
 from kvbridge.pool import leftovers
 from kvbridge.pool.leftovers import Leftover, Verdict, sweep
 from kvbridge.pool.shared_mapping import SharedMapping
-from kvbridge.transport.local_host import Proof, gate_of, remove_gates
+from kvbridge.transport.local_host import Gates, Proof
 
 POOL = "kvbridge-0123456789ab-0123456789abcdef.host.host"
 PROOF = ".kvbridge-0123456789abcdef"
@@ -80,9 +80,10 @@ def test_no_sweep_meets_a_file_that_somebody_is_creating(shm):
 
 
 def test_gates_end_with_their_process_where_exit_handlers_do_not_run(shm):
-    gate = gate_of(99, 4096, shm)
+    gates = Gates()
+    gate = gates.to_name(99, 4096, shm)
     assert verdicts(sweep([shm])) == {Path(gate.file.path).name: Verdict.IN_USE}
-    remove_gates()
+    gates.remove_names()
     assert not list(shm.iterdir())
 
 
