@@ -178,7 +178,7 @@ class Node(ABC):
         self._engines.open(self.incarnation, config.runtime_dir)
         keys = curve_keys(config.control.curve)
         identity = PeerIdentity(self.incarnation, keys, insecure=config.insecure)
-        bound = self.open_peers(identity, peer_settings(config.timeouts))
+        bound = self.open_peers(identity, peer_settings(config))
         if bound is not None:
             self.control = PeerAddress(
                 endpoint=config.control.advertised(bound.endpoint), public_key=keys.public if keys else ""

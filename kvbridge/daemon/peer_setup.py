@@ -6,10 +6,15 @@ Owns: reading those sections. Must not know: sockets, roles.
 from __future__ import annotations
 
 from kvbridge.config.doors import CurveConfig
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
 from kvbridge.control.link import PeerSettings
 from kvbridge.core.wire.delivery import DeliverySettings
+from kvbridge.daemon.descriptors import affordable
+
+LINK_DESCRIPTORS = 4
+"""What a client of ours takes: its connection, and what ZeroMQ keeps for its socket and its monitor."""
 
 
 def curve_keys(curve: CurveConfig) -> CurveKeys | None:
@@ -20,14 +25,18 @@ def curve_keys(curve: CurveConfig) -> CurveKeys | None:
     return load_keys(curve.secret_key_file, public=curve.public_key or "", allowed=allowed)
 
 
-def peer_settings(timeouts: DaemonTimeouts) -> PeerSettings:
-    """How messages to peers are sent."""
+def peer_settings(config: PrefillConfig | DecodeConfig) -> PeerSettings:
+    """How messages to peers are sent, and how many connections there may be."""
+    timeouts = config.timeouts
+    each = LINK_DESCRIPTORS if isinstance(config, DecodeConfig) else 1
     return PeerSettings(
+        max_connections=affordable(config.control.max_connections, "control.max_connections", each=each),
+        handshake_s=timeouts.control_handshake_s,
         delivery=DeliverySettings(
             resend_first_s=timeouts.control_resend_s,
             resend_most_s=max(1.0, timeouts.control_resend_s),
             give_up_s=timeouts.control_delivery_s,
-        )
+        ),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import resource
 import signal
 import socket
@@ -141,7 +140,7 @@ async def healthy_over_tls(server: HttpServer) -> bool:
 
 
 def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def ended(reader: asyncio.StreamReader) -> None:
