@@ -190,6 +190,7 @@ class Node(ABC):
         await asyncio.to_thread(self._create_memory)
         self._memory_problem = ""
         self._host.start(own_processes=not self.adopted)
+        self._background(self._host.failed(), "workers")
 
     async def failed(self) -> None:
         """Raise when a part that the daemon cannot do without has ended."""
