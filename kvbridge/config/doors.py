@@ -73,6 +73,9 @@ class ControlConfig(FrozenModel):
     """Where to listen; port 0 takes a free one."""
     advertise: Annotated[str, Field(pattern=r"^(|tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$", max_length=200)] = ""
     """What peers are told to connect to; port 0 stands for the bound port; empty: the bound address."""
+    max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    """Prefill: connections at once, whoever they are; one more is closed at once. Decode: prefill nodes that are connected to
+    at once, each by four file descriptors. All of them get a quarter of what the process may open at most."""
     curve: CurveConfig = CurveConfig()
 
     @property
@@ -125,9 +128,10 @@ class HttpConfig(FrozenModel):
     max_body_bytes: Positive = 1 << 20
     """Longest request body."""
     max_request_s: Seconds = 10.0
-    """A request that has not arrived whole after so long is cut off, connection and all."""
+    """A request that has not arrived whole after so long is cut off, connection and all; so is a TLS handshake."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 2048
-    """Connections at once; one more is closed at once. Each takes a file descriptor of the process."""
+    """Connections at once; one more is closed at once. Each takes a file descriptor, and all of them a quarter of what the
+    process may open at most."""
     max_wait_s: Seconds = 60.0
     """Longest `?wait=` that is served."""
 

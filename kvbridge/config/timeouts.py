@@ -21,6 +21,8 @@ class DaemonTimeouts(FrozenModel):
     """A rank worker makes and registers its memory (since its last sign of progress)."""
     worker_silence_s: Seconds = 15.0
     """A rank worker that says nothing for so long is taken for dead."""
+    control_handshake_s: Seconds = 10.0
+    """A connection between nodes on which nobody has proved who he is after so long is closed."""
     control_resend_s: Seconds = 0.5
     """An unacknowledged control message is sent again after this."""
     control_delivery_s: Seconds = 30.0

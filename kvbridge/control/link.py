@@ -33,6 +33,7 @@ class Refusal(StrEnum):
     UNAUTHENTICATED = "unauthenticated"
     HANDSHAKE = "handshake"
     TOO_MANY_PEERS = "too_many_peers"
+    TOO_MANY_CONNECTIONS = "too_many_connections"
 
 
 def _ignore(*_: object) -> None:
@@ -67,6 +68,10 @@ class PeerSettings:
     ack_delay_s: float = 0.01
     """How long an acknowledgement waits for a message to ride on."""
     max_peers: int = 4_096
+    max_connections: int = 1_024
+    """Connections at once, those included that have not proved who they are: of a server, and of all clients together."""
+    handshake_s: float = 10.0
+    """A connection that has not proved who it is after so long is closed."""
     flush_poll_s: float = 0.005
 
     def __post_init__(self) -> None:
@@ -75,8 +80,8 @@ class PeerSettings:
                 f"ack_delay_s ({self.ack_delay_s}) must be shorter than resend_first_s "
                 f"({self.delivery.resend_first_s}), or everything is sent twice"
             )
-        if self.max_peers < 1 or self.flush_poll_s <= 0:
-            raise ConfigError("max_peers and flush_poll_s must be positive")
+        if min(self.max_peers, self.max_connections) < 1 or min(self.handshake_s, self.flush_poll_s) <= 0:
+            raise ConfigError("max_peers, max_connections, handshake_s and flush_poll_s must be positive")
 
 
 class Packed(NamedTuple):

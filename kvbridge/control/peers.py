@@ -21,9 +21,17 @@ import zmq
 
 from kvbridge.control.addresses import bind_error, is_loopback, parse_tcp
 from kvbridge.control.authentication import ZAP_DOMAIN, Doorkeeper, Gate, user_of
+from kvbridge.control.connections import ConnectionLimit
 from kvbridge.control.keys import CurveKeys, check_key
 from kvbridge.control.link import Link, PeerCallbacks, PeerSettings, Refusal, Station
-from kvbridge.control.monitor import HANDSHAKE_FAILED, HANDSHAKE_FAILED_AUTH, HANDSHAKE_SUCCEEDED, Monitor
+from kvbridge.control.monitor import (
+    ACCEPTED,
+    DISCONNECTED,
+    HANDSHAKE_FAILED,
+    HANDSHAKE_FAILED_AUTH,
+    HANDSHAKE_SUCCEEDED,
+    Monitor,
+)
 from kvbridge.control.sockets import LoopSocket, Parts, SocketContext
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, ProtocolError
@@ -33,7 +41,6 @@ from kvbridge.core.wire.messages import PeerMessage
 _FENCED_KEPT = 4_096
 _ZMTP_PING_MS = 5_000
 _ZMTP_TIMEOUT_MS = 15_000
-_HANDSHAKE_MS = 10_000
 _RECONNECT_FIRST_MS = 50
 _RECONNECT_MOST_MS = 2_000
 
@@ -108,15 +115,18 @@ class PeerServer:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         _set_limits(socket, self._station.settings, endpoint)
-        monitor = Monitor(socket, HANDSHAKE_FAILED, self._on_handshake)
+        self._connections = ConnectionLimit(self._station.settings.max_connections, self._on_too_many)
+        monitor = Monitor(socket, HANDSHAKE_FAILED | ACCEPTED | DISCONNECTED, self._on_event)
         self._socket = LoopSocket(socket, self._on_parts)
-        self._closers += [self._socket.close, monitor.close]
+        self._closers += [self._connections.close, self._socket.close, monitor.close]
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise bind_error(endpoint, error.errno or 0, str(error)) from error
-        return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        bound = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._connections.bound(bound)
+        return bound
 
     def send(self, peer: str, message: PeerMessage, *, give_up_s: float | None = None) -> None:
         """Deliver to a known peer. Raises NotFoundError, CapacityError (it acknowledges nothing), InvalidInputError."""
@@ -182,7 +192,14 @@ class PeerServer:
     def _refuse(self, kind: str, detail: str) -> None:
         self._callbacks.on_refused(kind, detail)
 
-    def _on_handshake(self, event: int, _value: int) -> None:
+    def _on_too_many(self) -> None:
+        most = self._station.settings.max_connections
+        self._refuse(Refusal.TOO_MANY_CONNECTIONS, f"{most} connections stand, the most (control.max_connections)")
+
+    def _on_event(self, event: int, value: int) -> None:
+        if event in {ACCEPTED, DISCONNECTED}:
+            self._connections.on_event(event, value)
+            return
         if event == HANDSHAKE_FAILED_AUTH:
             return  # The doorkeeper has counted it, with its address and key.
         kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
@@ -391,7 +408,7 @@ class PeerClient:
 def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings, endpoint: str) -> None:
     # Frames up to twice the limit are refused by the codec, and counted; beyond that the connection itself is cut.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * settings.limits.max_frame_bytes)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(settings.handshake_s * 1_000)))
     socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
     # Only where it is meant: an IPv6 socket would report an IPv4 address that it was bound to as ::ffff:a.b.c.d.

@@ -125,10 +125,15 @@ class BootstrapDaemon:
         )
 
     async def failed(self) -> None:
-        """Raise when the door or the sweeper has ended."""
+        """Raise what ended the door or the sweeper."""
         if self._http is not None and self._sweeper is not None:
-            ended = asyncio.ensure_future(self._http.wait_ended())
-            await asyncio.wait({ended, self._sweeper}, return_when=asyncio.FIRST_COMPLETED)
+            door = asyncio.ensure_future(self._http.wait_ended())
+            try:
+                ended, _ = await asyncio.wait({door, self._sweeper}, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()
+            finally:
+                door.cancel()
 
     async def drain(self) -> None:
         """Bootstrap holds nothing that would have to end first."""

@@ -11,15 +11,13 @@ import structlog
 
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
-from kvbridge.control.peers import PeerClient, PeerIdentity
-from kvbridge.control.sockets import SocketContext
-from kvbridge.core.errors import BridgeError, CapacityError
+from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, Heartbeat, PeerMessage, Rejected, Welcome
 from kvbridge.core.wire.worker_messages import Digested, EndpointsRevoked, Verified
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.node import Node
-from kvbridge.daemon.peer_setup import why_lost
+from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.service.engine_door import DecodeDoor
 from kvbridge.service.fence import Fence
@@ -28,9 +26,6 @@ from kvbridge.service.ports import PeerAddress
 from kvbridge.service.receiver import ReceiverLimits, ReceiverService
 
 log = structlog.get_logger(__name__)
-
-MOST_LINKS = 1_024
-"""Prefill addresses that are connected to at once; each is named by whoever admits a room."""
 
 
 class DecodeNode(Node):
@@ -42,11 +37,7 @@ class DecodeNode(Node):
         """See Node."""
         super().__init__(config)
         timeouts = config.timeouts
-        self._clients: dict[PeerAddress, PeerClient] = {}
-        self._context: SocketContext | None = None
-        self._identity: PeerIdentity | None = None
         self._allowed: AllowedPeers | None = None
-        self._settings = PeerSettings()
         self._door = DecodeDoor(
             lambda: self._receiver,
             lambda: self.desk,
@@ -55,10 +46,10 @@ class DecodeNode(Node):
             describe=self.describe_engine,
             ranks=tuple(self.workers.layers),
         )
+        self._links = PrefillLinks(self._callbacks)
         self._prefill = PrefillNodes(
             describe=self.description,
-            open_link=self._open_link,
-            send_to=self._send_to,
+            links=self._links,
             on_changed=self._nodes_changed,
             on_gone=lambda peer, reason: self._receiver.peer_gone(peer, reason),  # noqa: PLW0108 - made below
             names_of=lambda key: self._allowed.names_of(key) if self._allowed is not None else frozenset(),
@@ -117,85 +108,35 @@ class DecodeNode(Node):
     def open_peers(self, identity: PeerIdentity, settings: PeerSettings) -> None:
         """A decode node listens to nobody: it connects to the prefill nodes of its rooms."""
         self._allowed = AllowedPeers(self.config.control.curve, identity.keys)
-        self._identity, self._settings, self._context = identity, settings, SocketContext()
+        self._links.start(identity, settings, self._allowed)
 
     async def close_peers(self, timeout_s: float) -> None:
         """Let the last messages out and close the links."""
-        for client in self._clients.values():
-            await client.flush(timeout_s / max(1, len(self._clients)))
-            client.close()
-        self._clients.clear()
-        if self._context is not None:
-            self._context.close()
-            self._context = None
+        await self._links.stop(timeout_s)
 
     def _nodes_changed(self) -> None:
         self._receiver.nodes_changed()
 
-    def _open_link(self, address: PeerAddress) -> None:
-        """Connect to a prefill node.
-
-        Raises ConfigError when the address is unfit, UnauthorizedError for its key, CapacityError for one too many.
-        """
-        if self._identity is None or self._context is None or self._allowed is None or address in self._clients:
-            return
-        if len(self._clients) >= MOST_LINKS:
-            raise CapacityError(
-                f"this decode node has {len(self._clients)} links to prefill addresses, the most that it opens; those that "
-                "do not answer are closed after timeouts.control_delivery_s. Does a router name wrong addresses?"
-            )
-        self._allowed.check_server(address)
-        callbacks = PeerCallbacks(
+    def _callbacks(self, address: PeerAddress) -> PeerCallbacks:
+        return PeerCallbacks(
             lambda peer, message: self._on_message(address, peer, message),
             on_undelivered=lambda _peer, message, age_s: self._on_undelivered(address, message, age_s),
             on_refused=self.frame_refused,
             on_resent=self.metrics.resent,
             on_reset=lambda _incarnation: self._prefill.restarted(address),
         )
-        client = PeerClient(self._identity, callbacks, context=self._context, settings=self._settings)
-        client.connect(address.endpoint, address.public_key)
-        self._clients[address] = client
-
-    def _send_to(self, address: PeerAddress, message: PeerMessage) -> None:
-        client = self._clients.get(address)
-        if client is None:
-            return
-        try:
-            client.send(message)
-        except BridgeError as error:
-            log.warning(
-                "peer_unreachable", peer=address.endpoint, message=message.type, code=error.code, reason=str(error)
-            )
 
     def watch_peers(self) -> None:
         """Send heartbeats, look for silent prefill nodes, and for those whose key is not accepted any more."""
-        self._follow_allowed()
+        for address, reason in dict(self._links.lost(self.config.timeouts) + self._links.barred()).items():
+            self._lose(address, reason)
         for address in self._prefill.addresses():
-            client = self._clients[address]
-            lost = ""
-            if client.peer:
-                lost = why_lost(self.config.timeouts, silent_s=client.last_heard_s(), cut_s=client.cut_s())
-            if lost:
-                self._lose(address, lost)
-            else:
-                self._send_to(address, Heartbeat())
-
-    def _follow_allowed(self) -> None:
-        if self._allowed is None or not self._allowed.follow():
-            return
-        for address in self._prefill.addresses():
-            try:
-                self._allowed.check_server(address)
-            except BridgeError as error:
-                self._lose(address, str(error))
+            self._links.send(address, Heartbeat())
 
     def _lose(self, address: PeerAddress, reason: str) -> None:
         """Give a prefill node up, and its link with it: the next room that names it begins anew."""
         log.warning("peer_lost", peer=address.endpoint, reason=reason)
         self._prefill.lost(address, reason)
-        client = self._clients.pop(address, None)
-        if client is not None:
-            client.close()
 
     def _on_message(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
         match message:
@@ -221,7 +162,7 @@ class DecodeNode(Node):
     def _on_undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
         self.metrics.undelivered()
         # A younger message fell with its link, which the node has forgotten: `restarted` introduces us anew.
-        if address in self._clients and age_s >= self.config.timeouts.control_delivery_s:
+        if address in self._links and age_s >= self.config.timeouts.control_delivery_s:
             why = f"a {message.type} of {age_s:.1f} s ago was never acknowledged (limit: timeouts.control_delivery_s)"
             self._lose(address, why)
 

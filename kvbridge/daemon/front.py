@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvbridge import __version__
 from kvbridge.config.doors import HttpConfig
 from kvbridge.config.loading import read_secrets
+from kvbridge.daemon.descriptors import affordable
 from kvbridge.http.connections import ConnectionLimits
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer, TlsFiles
@@ -25,7 +26,8 @@ async def open_http(http: HttpConfig, build: Callable[[AppSettings], Application
     )
     certificate, key = http.tls_certificate_file, http.tls_key_file
     tls = TlsFiles(certificate, key) if certificate is not None and key is not None else None
-    limits = ConnectionLimits(request_s=http.max_request_s, connections=http.max_connections)
+    connections = affordable(http.max_connections, "http.max_connections")
+    limits = ConnectionLimits(request_s=http.max_request_s, connections=connections)
     return await HttpServer.start(
         build(settings), host=http.host, port=http.port, shutdown_s=shutdown_s, tls=tls, limits=limits
     )

@@ -198,7 +198,7 @@ class Node(ABC):
         self._engines.open(self.incarnation, config.runtime_dir)
         keys = curve_keys(config.control.curve)
         identity = PeerIdentity(self.incarnation, keys, insecure=config.insecure)
-        bound = self.open_peers(identity, peer_settings(config.timeouts))
+        bound = self.open_peers(identity, peer_settings(config))
         if bound is not None:
             self.control = PeerAddress(
                 endpoint=config.control.advertised(bound.endpoint), public_key=keys.public if keys else ""
@@ -210,6 +210,7 @@ class Node(ABC):
         await self._create_memory()
         self._memory_problem = ""
         self._host.start(own_processes=not self.adopted)
+        self._background(self._host.failed(), "workers")
 
     async def failed(self) -> None:
         """Raise when a part that the daemon cannot do without has ended."""

@@ -12,7 +12,11 @@ from kvbridge.control.addresses import is_loopback, parse_tcp
 from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
 from kvbridge.control.link import PeerSettings
 from kvbridge.core.wire.delivery import DeliverySettings
+from kvbridge.daemon.descriptors import affordable
 from kvbridge.service.ports import ControlMode, PeerAddress
+
+LINK_DESCRIPTORS = 4
+"""What a client of ours takes: its connection, and what ZeroMQ keeps for its socket and its monitor."""
 
 
 def curve_keys(curve: CurveConfig) -> CurveKeys | None:
@@ -34,14 +38,18 @@ def control_modes(config: PrefillConfig | DecodeConfig, listening: PeerAddress |
     return tuple(dict.fromkeys((*found, ControlMode.LOCAL, ControlMode.PLAIN))) if config.insecure else found
 
 
-def peer_settings(timeouts: DaemonTimeouts) -> PeerSettings:
-    """How messages to peers are sent."""
+def peer_settings(config: PrefillConfig | DecodeConfig) -> PeerSettings:
+    """How messages to peers are sent, and how many connections there may be."""
+    timeouts = config.timeouts
+    each = LINK_DESCRIPTORS if isinstance(config, DecodeConfig) else 1
     return PeerSettings(
+        max_connections=affordable(config.control.max_connections, "control.max_connections", each=each),
+        handshake_s=timeouts.control_handshake_s,
         delivery=DeliverySettings(
             resend_first_s=timeouts.control_resend_s,
             resend_most_s=max(1.0, timeouts.control_resend_s),
             give_up_s=timeouts.control_delivery_s,
-        )
+        ),
     )
 
 

@@ -56,11 +56,28 @@ class Supervisor:
         """Start a process for each rank."""
         self._tasks = [asyncio.create_task(self._keep(rank), name=f"supervise {rank}") for rank in self._ranks]
 
+    async def failed(self) -> None:
+        """Raise when a rank's process is not looked after any more, by a defect. Not to be called before `start`."""
+        ended, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in ended:
+            if not task.cancelled():
+                task.result()
+
     async def _keep(self, rank: Rank) -> None:
         loop = asyncio.get_running_loop()
         pause_s = FIRST_PAUSE_S
         while not self._stopping:
             started_s = loop.time()
+            reason = await self._run(rank)
+            if self._stopping:
+                return
+            self._on_gone(rank, reason)
+            pause_s = FIRST_PAUSE_S if loop.time() - started_s > STABLE_AFTER_S else min(LONGEST_PAUSE_S, pause_s * 2)
+            await asyncio.sleep(pause_s)
+
+    async def _run(self, rank: Rank) -> str:
+        """Start a process and wait for its end. Returns why it ended, or did not even begin."""
+        try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "kvbridge.daemon.worker_process", "--pp", str(rank.pp), "--tp", str(rank.tp)),
                 *self._arguments,
@@ -68,15 +85,15 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C is the node's, also before the worker can say that it ignores it
                 env=clean_environment(),  # a worker is told all that it is to know: no token travels further than it must
             )
-            self._processes[rank] = process
-            code = await process.wait()
-            if self._stopping:
-                return
-            reason = _reason(code, self._killed.pop(process.pid, ""))
+        except OSError as error:  # descriptors, processes or memory are short, perhaps for a moment only
+            log.error("worker_start_failed", rank=str(rank), reason=str(error))
+            return f"start failed: {error}"
+        self._processes[rank] = process
+        code = await process.wait()
+        reason = _reason(code, self._killed.pop(process.pid, ""))
+        if not self._stopping:
             log.error("worker_gone", rank=str(rank), pid=process.pid, reason=reason)
-            self._on_gone(rank, reason)
-            pause_s = FIRST_PAUSE_S if loop.time() - started_s > STABLE_AFTER_S else min(LONGEST_PAUSE_S, pause_s * 2)
-            await asyncio.sleep(pause_s)
+        return reason
 
     def kill(self, rank: Rank, why: str) -> None:
         """End a worker that does not answer; it is started again."""

@@ -136,6 +136,11 @@ class WorkerHost:
         for link, message in early.items():
             self._welcome(link, message)
 
+    async def failed(self) -> None:
+        """Raise when the processes are not looked after any more; return when that is not ours to do."""
+        if self._supervisor is not None:
+            await self._supervisor.failed()
+
     async def close(self, timeout_s: float) -> None:
         """End every worker; those that do not end in time are killed."""
         self._closing = True

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvbridge.core.errors import ConfigError
-from kvbridge.http.connections import ConnectionLimits, bounded
+from kvbridge.http.connections import Acceptor, BoundedProtocol, ConnectionLimits, bounded
 
 log = structlog.get_logger(__name__)
 
@@ -39,11 +39,14 @@ class TlsFiles:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that leaves signals alone and says when it has started."""
+    """uvicorn that leaves signals and accepting alone and says when it has started."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, limits: ConnectionLimits) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._listener = listener
+        self._limits = limits
+        self._acceptor: Acceptor | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -51,7 +54,17 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._acceptor = Acceptor(self._listener, self._protocol, self._limits, self.config.ssl)
         self.listening.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.close()
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> BoundedProtocol:
+        kind: type[BoundedProtocol] = self.config.http_protocol_class  # type: ignore[assignment]  # `bounded` made it
+        return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
 class HttpServer:
@@ -89,8 +102,8 @@ class HttpServer:
         except OSError as error:  # ssl.SSLError is one
             listener.close()
             raise ConfigError(f"http.tls_certificate_file, http.tls_key_file: cannot be used: {error}") from error
-        server = _Uvicorn(config)
-        task = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
+        server = _Uvicorn(config, listener, limits)
+        task = asyncio.create_task(server.serve(sockets=[]), name="http-server")
         started = asyncio.create_task(server.listening.wait())
         await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()

@@ -242,30 +242,42 @@ class _KnownPrefill:
     error: BridgeError | None = None
 
 
+class Links(Protocol):
+    """The connections to prefill nodes, by address. Only `open` raises."""
+
+    def open(self, address: PeerAddress) -> None:
+        """Connect to an address that is not connected to."""
+
+    def send(self, address: PeerAddress, message: PeerMessage) -> None:
+        """Queue a message."""
+
+    def close(self, address: PeerAddress) -> None:
+        """End the connection; nothing more comes from it."""
+
+
 class PrefillNodes:
     """The prefill nodes that write to this decode node. Implements the protocol of the same name in `receiver`.
 
-    A node that is gone may still write, or have written what is still on its way: rooms do not rely on it (`fence`).
+    There is a link to every address that is known here, and to no other. A node that is gone may still write, or have written
+    what is still on its way: rooms do not rely on it (`fence`).
     """
 
     def __init__(
         self,
         *,
         describe: Callable[[], NodeDescription],
-        open_link: Callable[[PeerAddress], None],
-        send_to: Callable[[PeerAddress, PeerMessage], None],
+        links: Links,
         on_changed: Callable[[], None],
         on_gone: Callable[[str, str], None],
         names_of: Callable[[str], frozenset[str]] = lambda _key: frozenset(),
     ) -> None:
-        """`open_link` connects to an address (harmless when it is); `on_changed` is called after every answer.
+        """`on_changed` is called after every answer.
 
         `on_gone(peer, reason)` is called when an incarnation is out of reach; `names_of(key)` are the instances that the
-        holder of a key may speak for (empty: any). Only `open_link` raises.
+        holder of a key may speak for (empty: any). No callback raises.
         """
         self._describe = describe
-        self._open_link = open_link
-        self._send_to = send_to
+        self._links = links
         self._on_changed = on_changed
         self._on_gone = on_gone
         self._names_of = names_of
@@ -291,15 +303,15 @@ class PrefillNodes:
                 f"this decode node needs {size_bytes} bytes to describe its {len(node.ranks)} ranks, and may take "
                 f"{MAX_PACKED_NODE_BYTES}: make its memory of longer extents (pools.host.extent_bytes), or of fewer ranks"
             )
-        self._open_link(address)
+        self._links.open(address)
         self._known[address] = _KnownPrefill(address)
-        self._send_to(address, Hello(node=node))
+        self._links.send(address, Hello(node=node))
 
     def send(self, peer: str, message: PeerMessage) -> None:
         """See `receiver.PrefillNodes`. Dropped when the node is lost; rooms ask again when it is back."""
         for known in self._known.values():
             if known.met is not None and known.met.peer == peer:
-                self._send_to(known.address, message)
+                self._links.send(known.address, message)
                 return
 
     def speaks(self, address: PeerAddress, peer: str) -> bool:
@@ -368,18 +380,19 @@ class PrefillNodes:
         self._on_changed()
         if self._known.get(known.address) is known:
             del self._known[known.address]
+            self._links.close(known.address)
 
     def restarted(self, address: PeerAddress) -> None:
         """Another life answers at a known address, or the same one has forgotten us: introduce ourselves."""
         known = self._known.get(address)
         if known is not None:
             self._vanish(known, f"the prefill node at {address.endpoint} was restarted or has forgotten us")
-            self._send_to(address, Hello(node=self._describe()))
+            self._links.send(address, Hello(node=self._describe()))
 
     def refresh(self) -> None:
         """We have changed (a rank worker is back with new endpoints): tell everybody."""
         for address in list(self._known):
-            self._send_to(address, Hello(node=self._describe()))
+            self._links.send(address, Hello(node=self._describe()))
 
     def peers(self) -> list[dict[str, object]]:
         """For `/status`."""

@@ -50,7 +50,7 @@ from kvbridge.service.fence import Fence
 from kvbridge.service.inspections import Inspections
 from kvbridge.service.introduction import Self
 from kvbridge.service.meeting import DecodeNodes, PrefillNodes
-from kvbridge.service.ports import AdmissionRequest
+from kvbridge.service.ports import AdmissionRequest, PeerAddress
 from kvbridge.service.receiver import ReceiverLimits, ReceiverRoom, ReceiverService
 from kvbridge.service.sender import SenderLimits, SenderRoom, SenderService
 from tests.helpers.room_actors import (
@@ -176,6 +176,23 @@ class WorkersOf:
         self.send = node.send
 
 
+class OneLink:
+    """Between the decode node and the prefill node, whatever life it is in."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def open(self, address: PeerAddress) -> None:
+        assert not self.world.towards_decode
+
+    def send(self, address: PeerAddress, message: PeerMessage) -> None:
+        self.world.towards_prefill.append(message)
+
+    def close(self, address: PeerAddress) -> None:
+        self.world.towards_decode.clear()
+        self.world.towards_prefill.append(None)
+
+
 class World:
     """Both nodes and what lies between them."""
 
@@ -214,8 +231,7 @@ class World:
         self.book = PageBook({}, adopted=space) if adopted else PageBook(space)
         self.decode_nodes = PrefillNodes(
             describe=self.describe,
-            open_link=lambda address: None,
-            send_to=lambda address, message: self.towards_prefill.append(message),
+            links=OneLink(self),
             on_changed=self.nodes_changed,
             on_gone=lambda peer, reason: self.receiver.peer_gone(peer, reason),  # noqa: PLW0108
         )
@@ -325,9 +341,7 @@ class World:
         self.forgotten = True
 
     def decode_loses_prefill(self) -> None:
-        self.towards_decode.clear()
         self.decode_nodes.lost(ADDRESS, "silent")
-        self.towards_prefill.append(None)
 
     def decode_rank_acts(self) -> None:
         message = self.towards_rank.popleft()

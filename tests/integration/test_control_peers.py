@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import random
+import resource
 import socket as unix
 import struct
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -478,6 +480,58 @@ async def test_a_reset_tcp_connection_and_foreign_protocols_are_harmless(stage):
     client, _ = stage.client(endpoint)
     client.send(drained(1))
     await at_server.until(lambda: at_server.rooms == [1])
+
+
+def open_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def connect_and_be_cut(stage, endpoint):
+    """Say nothing on a new connection, and return when the other side has closed it."""
+    loop, caller = asyncio.get_running_loop(), stage.stack.enter_context(unix.socket())
+    caller.setblocking(False)
+    with contextlib.suppress(ConnectionError):
+        await loop.sock_connect(caller, ("127.0.0.1", int(endpoint.rsplit(":", 1)[1])))
+        while await loop.sock_recv(caller, 1_000):
+            pass
+    caller.close()
+
+
+async def test_silent_connections_take_no_more_descriptors_than_the_limit(stage):
+    """Even where the process has hardly more than that: what cuts them needs no descriptor that it does not hold already."""
+    _, at_server, endpoint = stage.server(settings=PeerSettings(max_connections=10, handshake_s=60))
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    stage.stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
+    before = open_descriptors()
+    silent = set()
+    async with asyncio.timeout(WAIT_S):
+        for _ in range(10):  # no more at a time than the kernel lets wait for us (ZeroMQ's backlog is 100)
+            silent |= {asyncio.create_task(connect_and_be_cut(stage, endpoint)) for _ in range(30)}
+            await asyncio.sleep(0)  # each has its own descriptor now, and the server may have few more
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before + 60, limit[1]))
+            while len(silent) > 9:  # the client has one of the ten
+                _, silent = await asyncio.wait(silent, return_when=asyncio.FIRST_COMPLETED)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        while open_descriptors() != before + 2 * 9:  # noqa: ASYNC110 - both ends are in this process
+            await asyncio.sleep(0.01)
+    assert at_server.refused.count("too_many_connections") == 291
+    client.send(drained(2))
+    await at_server.until(lambda: at_server.rooms == [1, 2])
+    for task in silent:
+        task.cancel()
+
+
+async def test_a_handshake_has_a_deadline(stage):
+    _, at_server, endpoint = stage.server(settings=PeerSettings(max_connections=1, handshake_s=0.2))
+    async with asyncio.timeout(WAIT_S):
+        await connect_and_be_cut(stage, endpoint)
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    assert "handshake" in at_server.refused
 
 
 async def poll(condition, beat=lambda: None):

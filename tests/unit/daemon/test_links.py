@@ -1,40 +1,121 @@
-"""How many prefill addresses a decode node connects to."""
+"""The links of a decode node to prefill nodes: how many there are, and when they end."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
 import pytest
+import pytest_asyncio
 
 from kvbridge.config.schema import DecodeConfig
-from kvbridge.control.link import PeerSettings
-from kvbridge.control.peers import PeerIdentity
-from kvbridge.core.errors import CapacityError
-from kvbridge.daemon import decode
+from kvbridge.control.link import PeerCallbacks, PeerSettings
+from kvbridge.control.peers import PeerIdentity, PeerServer
+from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError
+from kvbridge.core.wire.messages import Hello, PeerMessage, Rejected, Welcome
+from kvbridge.daemon.decode import DecodeNode
 from kvbridge.service.ports import PeerAddress
+from kvbridge.service.receiver_room import MetNode
+
+pytestmark = pytest.mark.asyncio
+
+WAIT_S = 20.0
 
 
 def address(number: int) -> PeerAddress:
     return PeerAddress(endpoint=f"tcp://127.0.0.1:{number}")
 
 
-@pytest.mark.asyncio
-async def test_links_are_bounded_and_one_that_is_given_up_makes_room(monkeypatch):
-    monkeypatch.setattr(decode, "MOST_LINKS", 2)
-    config = DecodeConfig.model_validate(
-        {
-            "instance": "d",
-            "model": {"preset": "tiny-v4"},
-            "pools": {"device": {"full": 4, "swa": 4, "request": 1}, "host": {"pages": 4}},
-            "runtime_dir": "/tmp/kvbridge-test-links",  # short, as a path of sockets has to be; nothing is made there
-        }
-    )
-    node = decode.DecodeNode(config)
-    node.open_peers(PeerIdentity(node.incarnation), PeerSettings())
-    try:
-        for number in (1, 2):
-            assert node._prefill.met(address(number)) is None
-        with pytest.raises(CapacityError, match="2 links to prefill addresses"):
-            node._prefill.met(address(3))
-        node._lose(address(1), "silent")
-        assert node._prefill.met(address(3)) is None
-    finally:
-        await node.close_peers(0.01)
+class Prefill:
+    """A prefill node's control socket, which refuses whoever says hello, or welcomes him."""
+
+    def __init__(self, number: int) -> None:
+        self.incarnation = f"{number:016x}"
+        self.welcomes = False
+        self.server = PeerServer(PeerIdentity(self.incarnation), PeerCallbacks(self._answer))
+        self.address = PeerAddress(endpoint=self.server.bind("tcp://127.0.0.1:0"))
+
+    def _answer(self, peer: str, message: PeerMessage) -> None:
+        if isinstance(message, Hello) and self.welcomes:
+            self.server.send(peer, Welcome(instance="p", node="n", incarnation=self.incarnation, ranks=()))
+        elif isinstance(message, Hello):
+            self.server.send(peer, Rejected(code="fingerprint_mismatch", message="another model"))
+
+
+@pytest_asyncio.fixture
+async def opened() -> AsyncIterator[Callable[[PeerSettings], DecodeNode]]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(settings: PeerSettings) -> DecodeNode:
+            config = DecodeConfig.model_validate(
+                {
+                    "instance": "d",
+                    "model": {"preset": "tiny-v4"},
+                    "pools": {"device": {"full": 4, "swa": 4, "request": 1}, "host": {"pages": 4}},
+                    "runtime_dir": "/tmp/kvbridge-test-links",  # short, as a path of sockets has to be; nothing is made there
+                }
+            )
+            node = DecodeNode(config)
+            node.open_peers(PeerIdentity(node.incarnation), settings)
+            stack.push_async_callback(node.close_peers, 0.01)
+            return node
+
+        yield make
+
+
+async def met(node: DecodeNode, where: PeerAddress) -> MetNode | BridgeError:
+    """What a room learns that waits for a node."""
+    answer: asyncio.Queue[MetNode | BridgeError] = asyncio.Queue()
+
+    def look() -> None:
+        try:
+            found = node._prefill.met(where)
+        except BridgeError as error:
+            answer.put_nowait(error)
+        else:
+            if found is not None:
+                answer.put_nowait(found)
+
+    node._prefill._on_changed = look
+    look()
+    async with asyncio.timeout(WAIT_S):
+        return await answer.get()
+
+
+async def test_links_are_bounded_and_one_that_is_given_up_makes_room(opened):
+    node = opened(PeerSettings(max_connections=2))
+    for number in (1, 2):
+        assert node._prefill.met(address(number)) is None
+    with pytest.raises(CapacityError, match=r"2 links to prefill addresses.*control\.max_connections"):
+        node._prefill.met(address(3))
+    node._lose(address(1), "silent")
+    assert node._prefill.met(address(3)) is None
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_a_link_to_a_node_that_refuses_is_closed_and_it_can_be_met_later(opened):
+    node = opened(PeerSettings())
+    first, *others = [Prefill(number) for number in range(25)]
+    refused = await met(node, first.address)
+    assert isinstance(refused, FingerprintMismatchError)
+    assert first.address not in node._links
+    before = open_descriptors()  # ZeroMQ has made its thread by now
+    for each in others:
+        assert isinstance(await met(node, each.address), FingerprintMismatchError)
+    assert not any(each.address in node._links for each in others)
+    async with asyncio.timeout(WAIT_S):
+        while open_descriptors() > before + 5:  # noqa: ASYNC110 - ZeroMQ closes in its own time; one may be under way
+            await asyncio.sleep(0.01)
+    first.welcomes = True
+    found = await met(node, first.address)
+    assert isinstance(found, MetNode)
+    assert found.peer == first.incarnation
+    node.watch_peers()
+    assert node._prefill.addresses() == [first.address]
+    for each in (first, *others):
+        each.server.close()

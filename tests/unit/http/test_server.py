@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
+import ssl
 import time
+from pathlib import Path
 
 import pytest
 
 from kvbridge.core.errors import ConfigError, PeerError
-from kvbridge.http import DaemonClient, HttpServer, TlsFiles, create_daemon_app
+from kvbridge.http import DaemonClient, HttpServer, TlsFiles, connections, create_daemon_app
 from kvbridge.http.connections import ConnectionLimits
 from kvbridge.service.ports import AdmissionRequest
 from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
 
 pytestmark = pytest.mark.asyncio
+
+DATA = Path(__file__).parents[2] / "data"
+TLS = TlsFiles(certificate=DATA / "tls-certificate.pem", key=DATA / "tls-key.pem")
 
 
 def app(rooms: FakeRooms):
@@ -46,8 +52,7 @@ async def test_it_serves_on_a_free_port_and_ends():
 async def test_small_answers_are_not_held_back():
     """asyncio turns Nagle's algorithm off only on sockets that name their protocol, and accepted ones inherit it."""
     server = await serve(FakeRooms())
-    (listener,) = server._server.servers[0].sockets
-    assert listener.proto == socket.IPPROTO_TCP
+    assert server._server._listener.proto == socket.IPPROTO_TCP
     await server.stop()
 
 
@@ -122,6 +127,25 @@ HEAD = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nCon
 
 async def connected(server: HttpServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+
+
+async def healthy_over_tls(server: HttpServer) -> bool:
+    trusted = ssl.create_default_context(cafile=TLS.certificate)
+    port = int(server.url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    return b"200 OK" in answer
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def ended(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        assert await reader.read() == b""
 
 
 @pytest.mark.parametrize(
@@ -202,4 +226,65 @@ async def test_too_many_callers_are_turned_away_and_the_others_served():
         assert b"200 OK" in await held[0][0].readline()
     for _, each in held:
         each.close()
+    await server.stop()
+
+
+@pytest.mark.parametrize("encrypted", [True, False], ids=["https", "http"])
+async def test_silent_callers_take_no_more_descriptors_than_the_limit(encrypted: bool):
+    """They are counted when they are accepted: one that never begins its TLS handshake is a connection all the same."""
+    limits = ConnectionLimits(request_s=30.0, connections=10)
+    server = await serve(FakeRooms(), limits=limits, tls=TLS if encrypted else None)
+    before = open_descriptors()
+    callers = [await connected(server) for _ in range(300)]
+    ends = {asyncio.create_task(ended(reader)) for reader, _ in callers}
+    async with asyncio.timeout(10):
+        while sum(end.done() for end in ends) < 290:
+            await asyncio.wait({end for end in ends if not end.done()}, return_when=asyncio.FIRST_COMPLETED)
+    assert open_descriptors() - before - len(callers) == 10
+    for end in ends:
+        end.cancel()
+    for _, writer in callers:
+        writer.close()
+    await server.stop()
+
+
+async def test_a_tls_handshake_has_a_deadline_and_its_connection_is_free_again():
+    server = await serve(FakeRooms(), limits=ConnectionLimits(request_s=0.3, connections=1), tls=TLS)
+    reader, writer = await connected(server)
+    writer.write(b"\x16\x03\x01")  # the first bytes of a handshake that does not go on
+    async with asyncio.timeout(5):
+        await ended(reader)
+        writer.close()
+        assert await healthy_over_tls(server)
+    await server.stop()
+
+
+async def test_an_end_of_the_server_ends_handshakes_too():
+    server = await serve(FakeRooms(), limits=ConnectionLimits(request_s=30.0, connections=2), tls=TLS)
+    reader, writer = await connected(server)
+    async with asyncio.timeout(5):
+        assert await healthy_over_tls(server)  # accepted after the silent one
+        await server.stop()
+        await ended(reader)
+    writer.close()
+
+
+async def test_a_process_out_of_descriptors_answers_again_when_it_has_some(monkeypatch: pytest.MonkeyPatch):
+    """`accept` fails then, and the waiting connection stays where it is: looking at once again would only burn time."""
+    monkeypatch.setattr(connections, "ACCEPT_PAUSE_S", 0.05)
+    server = await serve(FakeRooms())
+    loop, limit = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as caller:
+        caller.setblocking(False)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+        try:
+            await loop.sock_connect(caller, ("127.0.0.1", int(server.url.rpartition(":")[2])))
+            await loop.sock_sendall(caller, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = asyncio.create_task(loop.sock_recv(caller, 100))
+            await asyncio.wait({answer}, timeout=0.2)
+            assert not answer.done()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        async with asyncio.timeout(5):
+            assert b"200 OK" in await answer
     await server.stop()

@@ -350,23 +350,29 @@ def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
 class DecodeSide:
     def __init__(self) -> None:
         self.opened: list[object] = []
+        self.closed: list[object] = []
         self.messages: list[tuple[object, object]] = []
         self.changes = 0
         self.gone: list[str] = []
         self.error: BridgeError | None = None
         self.nodes = PrefillNodes(
             describe=description,
-            open_link=self.open_link,
-            send_to=lambda address, message: self.messages.append((address, message)),
+            links=self,
             on_changed=self.changed,
             on_gone=lambda peer, reason: self.gone.append(peer),
         )
         self.met_at_change: list[object] = []
 
-    def open_link(self, address) -> None:
+    def open(self, address) -> None:
         if self.error is not None:
             raise self.error
         self.opened.append(address)
+
+    def send(self, address, message) -> None:
+        self.messages.append((address, message))
+
+    def close(self, address) -> None:
+        self.closed.append(address)
 
     def changed(self) -> None:
         self.changes += 1
@@ -432,7 +438,9 @@ def test_a_rejection_reaches_every_waiting_room_and_the_next_one_greets_anew(cod
     side.nodes.met(ADDRESS)
     side.nodes.rejected(ADDRESS, Rejected(code=code, message="no"))
     assert isinstance(side.met_at_change[0], kind)
+    assert side.closed == [ADDRESS]
     assert side.nodes.met(ADDRESS) is None
+    assert side.opened == [ADDRESS, ADDRESS]
     assert side.hellos == 2
     assert side.gone == []
 
@@ -451,6 +459,7 @@ def test_a_known_node_that_is_out_of_reach_is_gone(how):
     side.nodes.send(PREFILL, Heartbeat())
     assert pick(side.messages, Heartbeat) == []
     assert side.hellos == (2 if how == "restarted" else 1)
+    assert side.closed == ([] if how == "restarted" else [ADDRESS])
 
 
 def test_a_welcome_of_another_life_ends_the_one_before():

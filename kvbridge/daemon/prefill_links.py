@@ -1,0 +1,111 @@
+"""The links of a decode node to prefill nodes: one client for each address that it talks to.
+
+Owns: the clients, how many there may be, whose keys are accepted. Must not know: who was met behind an address, rooms.
+
+`PrefillNodes` opens a link with its greeting and closes it when it gives the address up, so there is one for each address that
+it knows, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from kvbridge.config.timeouts import DaemonTimeouts
+from kvbridge.control.link import PeerCallbacks, PeerSettings
+from kvbridge.control.peers import PeerClient, PeerIdentity
+from kvbridge.control.sockets import SocketContext
+from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError
+from kvbridge.core.wire.messages import PeerMessage
+from kvbridge.daemon.allowed import AllowedPeers
+from kvbridge.daemon.peer_setup import why_lost
+from kvbridge.service.ports import PeerAddress
+
+log = structlog.get_logger(__name__)
+
+
+class PrefillLinks:
+    """Implements `meeting.Links`. Opens nothing before `start`; `stop` ends it."""
+
+    def __init__(self, callbacks: Callable[[PeerAddress], PeerCallbacks]) -> None:
+        """`callbacks(address)`: who hears what happens on the link to an address."""
+        self._callbacks = callbacks
+        self._context: SocketContext | None = None
+        self._clients: dict[PeerAddress, PeerClient] = {}
+
+    def start(self, identity: PeerIdentity, settings: PeerSettings, allowed: AllowedPeers) -> None:
+        """Say as whom links are opened, how many (`settings.max_connections`), and to whom."""
+        self._identity = identity
+        self._settings = settings
+        self._allowed = allowed
+        self._context = SocketContext()
+
+    def __contains__(self, address: PeerAddress) -> bool:
+        return address in self._clients
+
+    def open(self, address: PeerAddress) -> None:
+        """Connect to a prefill node.
+
+        Raises ConfigError when the address is unfit, UnauthorizedError for its key, CapacityError for one too many,
+        NotReadyError outside of `start` and `stop`.
+        """
+        if self._context is None:
+            raise NotReadyError("this decode node does not connect to prefill nodes now: it is starting or ending")
+        if len(self._clients) >= self._settings.max_connections:
+            raise CapacityError(
+                f"this decode node has {len(self._clients)} links to prefill addresses, the most that it opens "
+                "(control.max_connections, and a quarter of the descriptors that it may open); those that do not answer are "
+                "closed after timeouts.control_delivery_s. Does a router name wrong addresses?"
+            )
+        self._allowed.check_server(address)
+        client = PeerClient(self._identity, self._callbacks(address), context=self._context, settings=self._settings)
+        client.connect(address.endpoint, address.public_key)
+        self._clients[address] = client
+
+    def send(self, address: PeerAddress, message: PeerMessage) -> None:
+        """Queue a message; one that cannot be queued is logged. Dropped where there is no link."""
+        client = self._clients.get(address)
+        if client is None:
+            return
+        try:
+            client.send(message)
+        except BridgeError as error:
+            log.warning(
+                "peer_unreachable", peer=address.endpoint, message=message.type, code=error.code, reason=str(error)
+            )
+
+    def close(self, address: PeerAddress) -> None:
+        """Close a link; what was not acknowledged is not sent any more. Harmless where there is none."""
+        client = self._clients.pop(address, None)
+        if client is not None:
+            client.close()
+
+    def lost(self, timeouts: DaemonTimeouts) -> list[tuple[PeerAddress, str]]:
+        """The links that lead nowhere (any more), each with the reason."""
+        found = []
+        for address, client in self._clients.items():
+            if client.peer:
+                reason = why_lost(timeouts, silent_s=client.last_heard_s(), cut_s=client.cut_s())
+                found += [(address, reason)] if reason else []
+        return found
+
+    def barred(self) -> list[tuple[PeerAddress, str]]:
+        """The links to nodes whose key is not accepted any more, each with the reason; looks at the list of keys."""
+        found = []
+        for address in self._clients if self._allowed.follow() else ():
+            try:
+                self._allowed.check_server(address)
+            except BridgeError as error:
+                found.append((address, str(error)))
+        return found
+
+    async def stop(self, timeout_s: float) -> None:
+        """Let the last messages out and close the links."""
+        for client in self._clients.values():
+            await client.flush(timeout_s / len(self._clients))
+            client.close()
+        self._clients.clear()
+        if self._context is not None:
+            self._context.close()
+            self._context = None

@@ -1,0 +1,78 @@
+"""A rank worker that cannot be started, and tasks of a daemon that end by a defect: neither goes unseen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from kvbridge.config.schema import BootstrapConfig
+from kvbridge.core.ids import Rank
+from kvbridge.daemon import supervisor
+from kvbridge.daemon.bootstrap import BootstrapDaemon
+from kvbridge.daemon.supervisor import Supervisor
+
+pytestmark = pytest.mark.asyncio
+
+R0 = Rank(pp=0, tp=0)
+WAIT_S = 30.0
+
+
+def supervise(tmp_path: Path, on_gone) -> Supervisor:
+    return Supervisor(
+        [R0],
+        socket=tmp_path / "nobody-listens.sock",
+        worker_start_s=5.0,
+        log_level="info",
+        log_format="json",
+        on_gone=on_gone,
+    )
+
+
+async def test_a_start_that_fails_is_reported_and_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reports: asyncio.Queue[str] = asyncio.Queue()
+    subject = supervise(tmp_path, lambda rank, reason: reports.put_nowait(reason))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+    try:
+        subject.start()
+        async with asyncio.timeout(WAIT_S):
+            assert "start failed: [Errno 24] Too many open files" in await reports.get()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    async with asyncio.timeout(WAIT_S):
+        while (told := await reports.get()).startswith("start failed"):
+            pass
+    assert told.startswith("exit code"), "a process was started, and found nobody to serve"
+    await subject.stop(1.0)
+
+
+async def test_a_defect_in_the_care_for_workers_is_raised(tmp_path, monkeypatch):
+    def defect(rank: Rank, reason: str) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(supervisor.sys, "executable", os.devnull)  # cannot be started
+    subject = supervise(tmp_path, defect)
+    subject.start()
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(subject.failed(), WAIT_S)
+    await subject.stop(1.0)
+
+
+async def test_a_bootstrap_whose_sweeper_ends_does_not_end_as_if_it_had_been_told_to(monkeypatch):
+    daemon = BootstrapDaemon(BootstrapConfig.model_validate({"http": {"port": 0}}))
+    await daemon.start()
+
+    async def defect() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(daemon.directory, "expire", defect)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(daemon.failed(), WAIT_S)
+    finally:
+        await daemon.close()
