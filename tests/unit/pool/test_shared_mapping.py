@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -226,6 +227,24 @@ def test_a_file_in_use_by_this_process_is_not_stale(shm):
         other.close()
         assert remove_stale(shm, "kvb") == []
         assert mapping.path.exists()
+
+
+def test_a_sweep_leaves_alone_who_has_taken_the_name_meanwhile(shm, monkeypatch):
+    """Between opening a dead owner's file and locking it, another sweep has removed it and a new owner has the name."""
+    (shm / "kvb-node").touch(0o600)
+    lock, owners = fcntl.flock, []
+
+    def lock_late(descriptor: int, how: int) -> None:
+        if not owners:
+            owners.append(None)
+            (shm / "kvb-node").unlink()
+            owners[0] = SharedMapping.create(shm, "kvb-node", 4096)
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    assert remove_stale(shm, "kvb-node") == []
+    assert (shm / "kvb-node").exists()
+    owners[0].close()
 
 
 def test_sweeping_leaves_alone_what_it_should(shm):

@@ -873,6 +873,22 @@ def test_earlier_endpoints_work_until_they_are_revoked():
     assert bench.link.take(EndpointsRevoked) == []
 
 
+def test_earlier_endpoints_are_not_revoked_while_one_that_gave_them_out_is_still_at_work():
+    """It is not closed under another peer's transfer, and until then bytes arrive through it."""
+    bench = ready_bench()
+    old = bench.transport()
+    bench.order()
+    bench.say(RenewEndpoints(epoch=1), RevokeEndpoints(before_epoch=1), steps=3)
+    assert bench.transport() is not old
+    assert bench.transport().revoked(1)
+    assert not old.closed
+    assert bench.link.take(EndpointsRevoked) == []
+    old.transfers[0].state = DONE
+    bench.worker.step()
+    assert old.closed
+    assert [message.before_epoch for message in bench.link.take(EndpointsRevoked)] == [1]
+
+
 def test_a_worker_that_began_in_an_epoch_has_nothing_to_renew_and_revokes_the_earlier_ones():
     bench = Bench()
     bench.worker._transports.epoch = 2

@@ -14,8 +14,10 @@ from kvbridge.core.errors import InvalidInputError, RegistrationError, Transport
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
+from kvbridge.transport import local_peer
 from kvbridge.transport.base import Memory, TransferState
 from kvbridge.transport.local import LocalTransport
+from kvbridge.transport.local_host import HostClaim, require_same_host
 from tests.contract.harness import wait
 from tests.helpers.connecting import connect
 from tests.helpers.shared_buffer import SharedBuffer
@@ -141,6 +143,29 @@ def test_an_endpoint_is_revoked_once_nobody_has_it_mapped(writer, tmp_path: Path
     assert new.revoked(4)
     assert not new.revoked(5)
     writer.disconnect(again)
+    new.close()
+
+
+def test_a_writer_is_seen_before_the_peer_is_believed(writer, tmp_path: Path, monkeypatch) -> None:
+    """A peer that revokes an endpoint just after its proof was found good sees the lock of whoever connects by it."""
+    buffer = SharedBuffer(tmp_path / "pool", SIZE)
+    old, new = LocalTransport(LocalSettings(), epoch=3), LocalTransport(LocalSettings(), epoch=4)
+    for transport in (old, new):
+        transport.register([buffer.memory(0, 65536)])
+    revoked = []
+
+    def believe_and_lose_time(claim: HostClaim) -> None:
+        require_same_host(claim)
+        old.close()
+        revoked.append(new.revoked(4))
+
+    monkeypatch.setattr(local_peer, "require_same_host", believe_and_lose_time)
+    peer = connect(writer, old.endpoint())
+    assert revoked == [False]
+    assert not new.revoked(4)
+    writer.disconnect(peer)
+    del peer
+    assert new.revoked(4)
     new.close()
 
 
