@@ -24,7 +24,7 @@ What the library does and does not do (1.5.1, measured), and what follows for th
   writing): on one host prefer `local`, which is also faster by far (VRAM to another process's DRAM: 0.5 GB/s here).
 - One request has one kind of memory on each side, so a batch becomes a request for each pair of kinds. Registrations and
   descriptors carry the device.
-- It does not survive metadata that was made to break it, so a process apart reads it first (`nixl_peers`). A read from a peer
+- It does not survive metadata that was made to break it, so a process apart reads it first (`nixl_check`). A read from a peer
   that does not answer stays behind, with a descriptor, until the agent's end.
 - Nobody is authenticated: whoever has the metadata and reaches the port can read and write registered memory. Fence
   it by the network.
@@ -61,7 +61,8 @@ from kvbridge.transport.base import (
 )
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.nixl_agent import Descriptors, NixlAgent, Side, UnclearPostError
-from kvbridge.transport.nixl_peers import NixlEndpoint, NixlExtent, ProbeTarget, check, check_again, introduce
+from kvbridge.transport.nixl_check import check, check_again
+from kvbridge.transport.nixl_peers import NixlEndpoint, NixlExtent, ProbeTarget, introduce
 from kvbridge.transport.pump import Pump, PumpedTransfer
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
 

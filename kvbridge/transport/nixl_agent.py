@@ -60,7 +60,7 @@ class NixlAgent:
 
     def __init__(self, settings: NixlSettings) -> None:
         self.name = f"kvbridge-{uuid.uuid4().hex}"
-        self._library = _load(settings)
+        self._library = load_library(settings)
         self._errors = _errors(self._library)
         self.device: int | None = None
         """Of the device memory that was last used; its context is current when a peer's metadata is read."""
@@ -226,7 +226,7 @@ def environment(settings: NixlSettings) -> dict[str, str]:
     return kept | {name: value for name, value in wanted.items() if value}
 
 
-def _load(settings: NixlSettings) -> ModuleType:
+def load_library(settings: NixlSettings) -> ModuleType:
     """Import the binding module with the right environment. Raises TransportError, ConfigError."""
     wanted = environment(settings)
     if not _process_settings:
