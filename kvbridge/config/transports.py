@@ -52,6 +52,9 @@ class MooncakeSettings(FrozenModel):
     """RDMA devices to use, comma-separated ("mlx5_0,mlx5_1"); empty lets the library choose. Not used with tcp."""
     connect_timeout_s: Annotated[int, Field(ge=1, le=600)] = 5
     """Longest wait for a peer's answer when connecting. Whole process."""
+    metadata_timeout_s: Seconds = 1.0
+    """Longest wait, when connecting to a peer that has answered, for the library to fetch what the peer has. No other transfer of
+    the rank is started meanwhile."""
     transfer_timeout_s: Annotated[int, Field(ge=5, le=3600)] = 30
     """The library's own limit for one operation; 5 is its floor. Whole process."""
     progress_timeout_s: Annotated[int, Field(ge=1, le=3600)] = 5
@@ -106,6 +109,8 @@ class NixlSettings(FrozenModel):
     a core busy."""
     connect_timeout_s: Seconds = 5.0
     """Longest wait for a peer's answer when connecting."""
+    check_timeout_s: Seconds = 15.0
+    """Longest life of the process that reads a peer's description before we do, and longest wait for its turn."""
     batch_operations: Annotated[int, Field(ge=1, le=65536)] = 1024
     """Operations posted by one call, which takes about 4 us for each."""
     batch_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = 16 * MIB
@@ -129,6 +134,11 @@ class NixlSettings(FrozenModel):
                 f"max_operation_bytes ({self.max_operation_bytes}) and batch_bytes ({self.batch_bytes}) must fit into "
                 f"window_bytes ({self.window_bytes})"
             )
+        if self.connect_timeout_s >= self.check_timeout_s:
+            raise ValueError(
+                f"connect_timeout_s ({self.connect_timeout_s:g} s) must be shorter than check_timeout_s "
+                f"({self.check_timeout_s:g} s): the check waits for the peer's answer, too"
+            )
         return self
 
 
@@ -145,6 +155,8 @@ class LocalSettings(FrozenModel):
     each operation, the kernel takes a share of the device from whatever else it computes."""
     copy_kernel_blocks: Annotated[int, Field(ge=1, le=1024)] = 16
     """Blocks of the copy kernel, of 1,024 threads or fewer. 8 fill a PCIe 5 link; between devices more are faster."""
+    connect_timeout_s: Seconds = 5.0
+    """Longest wait for the files and allocations that a peer names to be opened."""
     registration_wait_s: Seconds = 1.0
     """Longest wait, when connecting, for the peer's host memory to be registered with CUDA (0.05 to 0.4 s a GiB). What is not
     done by then goes on in the background, and transfers from devices wait for it until their deadline."""

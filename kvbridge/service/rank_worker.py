@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import structlog
 
@@ -54,6 +55,8 @@ log = structlog.get_logger(__name__)
 
 IDLE_WAIT_S = 0.05
 """How long the loop waits for a message while nothing is in flight."""
+CONNECTING_WAIT_S = 0.0005
+"""The same while peers are being connected or let go of."""
 BUSY_PAUSE_S = 0.0001
 """How long it sleeps when transfers are in flight and none ended; sleeping beats spinning on few cores."""
 HEARTBEAT_INTERVAL_S = 1.0
@@ -83,11 +86,7 @@ class RankWorker:
         self._pid = pid
         self._clock = clock
         self._transports = RankTransports(identity, create_transport, report=self._report_progress, clock=clock)
-        self._peers = RankPeers(identity, self._transports, beat=self._beat)
-        self._retired: list[ConnectedPeer] = []
-        """Peers that are not used for anything new, and are disconnected once nothing is in flight to them."""
-        self._to_connect: dict[str, ConnectPeer] = {}
-        """Peers that wait to be connected until their predecessors are disconnected."""
+        self._peers = RankPeers(identity, self._transports)
         self._rooms: dict[RoomKey, OpenedRoom] = {}
         self._closing: set[RoomKey] = set()
         self._held: set[Transport] = set()
@@ -119,8 +118,8 @@ class RankWorker:
     def step(self) -> None:
         """Take what the node sent, push every transfer forward once, and rest if nothing moved."""
         self._beat()
-        idle = not (self._active or self._queued or self._to_connect or self._retired or self._verifications)
-        self._receive(IDLE_WAIT_S if idle else 0.0)
+        busy = self._active or self._queued or self._verifications
+        self._receive(0.0 if busy else CONNECTING_WAIT_S if self._peers.busy else IDLE_WAIT_S)
         if not self._advance() and (self._active or self._queued):
             time.sleep(BUSY_PAUSE_S)
 
@@ -140,8 +139,10 @@ class RankWorker:
 
     def close(self) -> None:
         """Tear every transport down; nothing of this worker moves a byte afterwards."""
-        self._transports.close()
-        self._points.close()
+        with ExitStack() as stack:  # in reverse: whatever fails, the transports are closed
+            stack.callback(self._points.close)
+            stack.callback(self._transports.close)
+            self._peers.close()
         self.closed = True
 
     def __repr__(self) -> str:
@@ -170,7 +171,7 @@ class RankWorker:
     def _handle(self, message: NodeToWorker) -> None:
         match message:
             case ConnectPeer():
-                self._connect_later(message)
+                self._connect(message)
             case DisconnectPeer():
                 self._disconnect(message.peer)
             case OpenRoom():
@@ -226,22 +227,21 @@ class RankWorker:
 
     # ------------------------------------------------------------------ peers
 
-    def _connect_later(self, message: ConnectPeer) -> None:
-        """Connect with the next step. Every order is answered; what is under way to the peer as it was ends by itself."""
+    def _connect(self, message: ConnectPeer) -> None:
+        """Begin to connect. Every order is answered; what is under way to the peer as it was ends by itself."""
         name = message.peer
-        replaced = self._to_connect.pop(name, None)
-        if replaced is not None:
+        if self._peers.cancel(name):
             self._report_unconnected(name, PeerError("a later order has replaced this one"))
         known = self._peers.get(name)
         if known is not None and known.ranks == message.ranks:
             self._report_connected(known)
-            return
-        self._to_connect[name] = message
+        else:
+            self._peers.begin(name, message.ranks)
 
     def _disconnect(self, name: str) -> None:
         """End the orders that go to a peer, and let go of it when they have ended."""
-        self._to_connect.pop(name, None)
-        self._retire(name)
+        self._peers.cancel(name)
+        self._peers.retire(name)
         for order in self._active:
             if order.peer is not None and order.peer.name == name:
                 order.fail(PeerError.code, "the peer was disconnected")
@@ -250,31 +250,13 @@ class RankWorker:
             if room is not None and room.opening.peer == name:
                 order.fail(PeerError.code, "the peer was disconnected")
 
-    def _retire(self, name: str) -> ConnectedPeer | None:
-        """Start nothing further to a peer as it was known so far, which is returned."""
-        peer = self._peers.take(name)
-        if peer is not None:
-            self._retired.append(peer)
-        return peer
-
     def _tend_peers(self) -> None:
-        """Disconnect who is not used any more; connect who waits for it."""
-        for peer in list(self._retired):
-            if not any(order.peer is peer for order in self._active):
-                self._retired.remove(peer)
-                self._peers.disconnect(peer, keep=self._retired)
-        for name in list(self._to_connect):
-            message = self._to_connect.pop(name)
-            self._connect(message.peer, message.ranks)
-
-    def _connect(self, name: str, ranks: tuple[bytes, ...]) -> None:
-        previous = self._retire(name)
-        try:
-            peer = self._peers.connect(name, ranks, previous)
-        except BridgeError as error:
-            self._report_unconnected(name, error)
-        else:
-            self._report_connected(peer)
+        """Disconnect who is not used any more; go on connecting, and say who is connected."""
+        for name, found in self._peers.tend(lambda peer: any(order.peer is peer for order in self._active)):
+            if isinstance(found, ConnectedPeer):
+                self._report_connected(found)
+            else:
+                self._report_unconnected(name, found)
 
     def _report_connected(self, peer: ConnectedPeer) -> None:
         self._link.send(PeerConnected(rank=self._identity.rank, peer=peer.name, transports=peer.transports))
@@ -324,7 +306,7 @@ class RankWorker:
         if room is None:
             return False
         name = room.opening.peer
-        if name in self._to_connect or not self._is_written(order):
+        if self._peers.connecting(name) or not self._is_written(order):
             return True
         return sum(other.peer is not None and other.peer.name == name for other in self._active) >= ACTIVE_ORDERS
 
@@ -374,10 +356,8 @@ class RankWorker:
             return
         name = loud.name
         log.warning("transport_replaced", rank=str(self._identity.rank), transport=name, why="a transfer was not quiet")
-        peers = self._peers.using(loud)
         self._transports.replace(name)
-        for peer in peers:
-            self._connect(peer.name, peer.ranks)
+        self._peers.replaced(loud)
         self._report_ready()
 
     def _renew(self, epoch: int) -> None:
@@ -386,6 +366,7 @@ class RankWorker:
             return
         log.info("endpoints_renewed", rank=str(self._identity.rank), epoch=epoch)
         self._transports.renew(epoch)
+        self._peers.restart()
         self._held.update(self._transports.retired)
         self._report_ready()
 
@@ -401,8 +382,7 @@ class RankWorker:
     def _close_retired(self, transport: Transport) -> None:
         log.info("transport_closed", rank=str(self._identity.rank), transport=transport.name)
         self._transports.close_retired(transport)
-        for peer in self._retired:
-            self._peers.lose(peer, transport)
+        self._peers.lose(transport)
         for order in [order for order in self._active if transport in order.loud]:
             order.lose(transport)
             if order.reported and not order.loud:

@@ -17,15 +17,20 @@ none of them can use an earlier one any more.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Generic, TypeVar
 
 from pydantic import ConfigDict, Field
 
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
 from kvbridge.core.plan.operations import Operations
+
+T = TypeVar("T")
+
+Steps = Generator[None, None, T]
+"""Work in short steps: it yields wherever it has to wait, and returns its result."""
 
 
 class SharedFile(FrozenModel):
@@ -128,6 +133,35 @@ class Peer(ABC):
     transport_name: ClassVar[str]
 
 
+class Pending(Generic[T]):
+    """Work that takes time and whose caller has more to do: polled until it has a result or fails."""
+
+    def __init__(self, steps: Steps[T]) -> None:
+        """Nothing is done before the first poll. A step blocks for a few milliseconds at most."""
+        self._steps = steps
+
+    def __iter__(self) -> Steps[T]:
+        """For `yield from`, when it is a part of other work."""
+        return self._steps
+
+    def poll(self) -> T | None:
+        """Do the next step. Returns the result once there is one and raises what made it impossible; each only once."""
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        return None
+
+    def cancel(self) -> None:
+        """Give it up, and undo what has been done. Harmless when it has ended."""
+        self._steps.close()
+
+
+Connection = Pending[Peer]
+"""A peer that is being connected."""
+
+
 class Transport(ABC):
     """One backend's agent in one process. Every method is called from one thread.
 
@@ -155,11 +189,13 @@ class Transport(ABC):
         """How to reach this transport. Covers the memory registered so far, so ask again after `register`."""
 
     @abstractmethod
-    def connect(self, endpoint: Endpoint) -> Peer:
+    def connect(self, endpoint: Endpoint) -> Connection:
         """Get ready to write into the memory of the transport behind `endpoint`; bounded by the connect timeout.
 
-        Raises TransportError when it cannot be reached or is not on the required host. Connecting again to a
-        newer life of the same peer is a new connection; the old one is to be disconnected first.
+        Polling the connection returns the peer, or raises TransportError when it cannot be reached or is not on the
+        required host, InvalidInputError for our own endpoint. Transfers to other peers go on meanwhile: whatever waits for the
+        peer waits on another thread, or between two polls. Connecting again to a newer life of the same peer is a new
+        connection; the old one is to be disconnected first.
         """
 
     @abstractmethod

@@ -25,9 +25,11 @@ from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import (
     Capabilities,
+    Connection,
     Endpoint,
     Memory,
     Peer,
+    Steps,
     Transfer,
     TransferState,
     TransferStatus,
@@ -95,11 +97,14 @@ class FaultyTransport(Transport):
         """The inner endpoint under this transport's name, since the other side wraps the same backend."""
         return Endpoint(transport=NAME, data=self._inner.endpoint().data)
 
-    def connect(self, endpoint: Endpoint) -> Peer:
+    def connect(self, endpoint: Endpoint) -> Connection:
         """See `Transport.connect`."""
+        return Connection(self._connect(endpoint))
+
+    def _connect(self, endpoint: Endpoint) -> Steps[Peer]:
         if endpoint.transport != NAME:
             raise TransportError(f"an endpoint of transport '{endpoint.transport}' was given to {NAME}")
-        return self._inner.connect(Endpoint(transport=self._inner.name, data=endpoint.data))
+        return (yield from self._inner.connect(Endpoint(transport=self._inner.name, data=endpoint.data)))
 
     def disconnect(self, peer: Peer) -> None:
         """See `Transport.disconnect`."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -32,7 +33,8 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.accelerators import has_accelerator
-from kvbridge.transport.base import Capabilities, Endpoint, Memory, Peer, Transfer, Transport
+from kvbridge.transport.background import Call, take_turn
+from kvbridge.transport.base import Capabilities, Connection, Endpoint, Memory, Peer, Steps, Transfer, Transport
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.joint import JointTransfer
 from kvbridge.transport.local_access import DeviceAccess
@@ -108,18 +110,34 @@ class LocalTransport(Transport):
         content = self._own.describe(self._proof.claim if self._proof else None, self._epoch)
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
-    def connect(self, endpoint: Endpoint) -> LocalPeer:
+    def connect(self, endpoint: Endpoint) -> Connection:
         """See `Transport.connect`. Refused as well when some of the peer's memory is not shared, or out of reach."""
+        return Connection(self._connect(endpoint))
+
+    def _connect(self, endpoint: Endpoint) -> Steps[LocalPeer]:
         self._copier.require_open()
         content = read_endpoint(endpoint, NAME, LocalEndpoint)
-        memory = PeerMemory(content, device=self._own.device)
-        self._prepare_devices(memory)
+        memory = yield from self._open(content)
+        yield from self._prepare_devices(memory)
+        self._copier.require_open()
         peer = LocalPeer(memory.label)
         self._peers[peer] = memory
         for file in memory.files.fresh:
             if file.resident and self._own.device is None:
                 self._copier.populate(file.address, file.length_bytes, memory)
         return peer
+
+    def _open(self, content: LocalEndpoint) -> Steps[PeerMemory]:
+        """On a thread of its own, since the peer names the files, and a file system may not answer."""
+        timeout_s = self._settings.connect_timeout_s
+        name, until_s = "open the memory of a local peer", self._clock() + timeout_s
+        yield from take_turn(name, until_s=until_s, clock=self._clock)
+        opening = Call(partial(PeerMemory, content, device=self._own.device), name=name)
+        late = (
+            f"the files of a local peer could not be opened in {timeout_s:g} s (transports.local.connect_timeout_s); "
+            "look for a file system of this host that does not answer"
+        )
+        return (yield from opening.result(until_s=until_s, clock=self._clock, late=late))
 
     def disconnect(self, peer: Peer) -> None:
         """See `Transport.disconnect`; transfers that are active after all are aborted; poll them to their end."""
@@ -203,12 +221,13 @@ class LocalTransport(Transport):
         self._copier.add(transfer)
         return transfer
 
-    def _prepare_devices(self, memory: PeerMemory) -> None:
+    def _prepare_devices(self, memory: PeerMemory) -> Steps[None]:
         """What would hold up the first transfer otherwise: registrations, streams, kernels."""
         own = self._own.device
         devices = memory.stretches.devices if own is None else {own}
         if own is not None:
-            memory.register(own, wait_s=self._settings.registration_wait_s)
+            until_s = self._clock() + self._settings.registration_wait_s
+            yield from memory.register(own, until_s=until_s, clock=self._clock)
         links = (True,) if own is None else (True, False)
         try:
             self._devices.prepare(

@@ -55,9 +55,9 @@ class DeviceAccess:
         """Whether devices may use the memory."""
         return self._ended.is_set() and not self.error
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until it is ready or has failed, but not longer."""
-        self._ended.wait(timeout_s)
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is ready or has failed, but not longer; whether it is or has."""
+        return self._ended.wait(timeout_s)
 
     def close(self, then: Undo = lambda: None) -> None:
         """End the registration, then do something more; in another thread. No device uses the memory any more.

@@ -5,14 +5,14 @@ Owns: the order in which a peer is believed, locked, mapped and opened. Must not
 
 from __future__ import annotations
 
-import time
 import weakref
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvbridge.core.clock import Clock
 from kvbridge.core.errors import TransportError
 from kvbridge.transport import extents
-from kvbridge.transport.base import Peer
+from kvbridge.transport.base import Peer, Steps
 from kvbridge.transport.local_access import DeviceAccess
 from kvbridge.transport.local_allocations import OpenedAllocations
 from kvbridge.transport.local_files import MappedFiles
@@ -50,8 +50,8 @@ class PeerMemory:
         pairs = [(stretch.address, stretch.length_bytes) for stretch in (*self.files.stretches, *opened.stretches)]
         self.extents = extents.Extents(self.label, pairs)
 
-    def register(self, device: int, *, wait_s: float) -> None:
-        """Have the peer's host memory registered with CUDA, and wait a while for it.
+    def register(self, device: int, *, until_s: float, clock: Clock) -> Steps[None]:
+        """Have the peer's host memory registered with CUDA, and wait until then for it.
 
         Raises TransportError when it has failed by then, so that another transport can be tried.
         """
@@ -60,9 +60,9 @@ class PeerMemory:
             if stretch.access is not None:
                 access = stretch.access(device)
                 begun[id(access)] = access
-        ends_at_s = time.monotonic() + wait_s
         for access in begun.values():
-            access.wait(max(0.0, ends_at_s - time.monotonic()))
+            while not access.wait(0.0) and clock() < until_s:
+                yield
             if access.error:
                 raise TransportError(
                     f"the host memory of {self.label} cannot be written by cuda:{device}: {access.error}"

@@ -17,8 +17,12 @@ What the library does and does not do (0.3.13, measured), and what follows for t
   `close` does that, in about a second, during which the interpreter is held.
 - A frozen peer fails an operation after `progress_timeout_s`, a few at a time: windows of 8, 16 and 32 operations
   were quiet after 3, 7 and 14 times that. Where `quiet_timeout_s` is shorter the transfer ends not quiet.
-- The probe of a frozen peer blocks for 60 s, and the first write to it may. So `connect` probes with an engine and a
-  thread apart, and then lets the library meet the peer by an empty write.
+- A call that asks a peer something waits for it for 60 s and more, if the peer is frozen or means to be silent. A probe does so
+  without disturbing anybody. The first write to a peer fetches what it has under a lock that every other write of the engine
+  needs. So `connect` probes, and then has it fetched by an empty write, both on a thread of their own and ended from outside
+  (`mooncake_peers`): the probe after `connect_timeout_s`, the other, which holds up transfers to other peers, after
+  `metadata_timeout_s`. Over RDMA nothing can be written before it is known; there the first operation fetches it, and nothing
+  bounds that.
 - A peer that died fails at once, and is not tried again by the library for a second. First contact takes 1 to 11 ms.
 - The library reads its environment once a process, listens on 0.0.0.0 whatever `host` says and authenticates nobody:
   whoever reaches its ports (15000 to 17000 and an ephemeral data port) can write registered memory. Fence it by the
@@ -30,9 +34,9 @@ What the library does and does not do (0.3.13, measured), and what follows for t
 
 from __future__ import annotations
 
-import time
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -45,19 +49,19 @@ from kvbridge.core.errors import InvalidInputError, RegistrationError, Transport
 from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport import extents
-from kvbridge.transport.base import Capabilities, Endpoint, Memory, Peer, Transfer, Transport
+from kvbridge.transport.background import take_turn
+from kvbridge.transport.base import Capabilities, Connection, Endpoint, Memory, Peer, Steps, Transfer, Transport
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.mooncake_library import (
     Library,
     create_library,
     memory_kinds,
-    probe,
     why_no_device_memory,
 )
+from kvbridge.transport.mooncake_peers import PeerCall
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
 
 NAME = "mooncake"
-MEETING_PAUSE_S = 0.0005
 NO_BATCH = frozenset({-1, 0, 2**64 - 1})
 """What `transfer_submit_write` answers instead of a batch id when it took nothing (its type differs between builds)."""
 
@@ -139,6 +143,10 @@ class _Writes:
         return f"{int(operations.length[index])} bytes to {int(operations.destination[index]):#x}"
 
 
+def _probe(engine: _Engine, session: str) -> int:
+    return engine.library.send_probe(session)
+
+
 WHY_REFUSED = "the peer cannot be reached, or its queue is full (lower transports.mooncake.window_operations)"
 WHY_FAILED = (
     "the peer died, hangs (transports.mooncake.progress_timeout_s), has unregistered the memory, or cannot be reached; "
@@ -159,6 +167,8 @@ class MooncakeTransport(Transport):
         )
         self._memory = extents.Extents("this process")
         self._peers: set[MooncakePeer] = set()
+        self._calls: weakref.WeakSet[PeerCall] = weakref.WeakSet()
+        """Each may hold the engine until it has ended."""
         self._orphans: weakref.WeakSet[WindowedTransfer[int]] = weakref.WeakSet()
         self._engine = _Engine(create_library(settings))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -216,16 +226,21 @@ class MooncakeTransport(Transport):
         )
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
-    def connect(self, endpoint: Endpoint) -> MooncakePeer:
+    def connect(self, endpoint: Endpoint) -> Connection:
         """See `Transport.connect`."""
+        return Connection(self._connect(endpoint))
+
+    def _connect(self, endpoint: Endpoint) -> Steps[MooncakePeer]:
         content = read_endpoint(endpoint, NAME, MooncakeEndpoint)
         if content.protocol is not self._settings.protocol:
             raise TransportError(
                 f"peer {content.session} speaks mooncake over {content.protocol}, this process over "
                 f"{self._settings.protocol}; set transports.mooncake.protocol alike on both"
             )
-        probe(content.session, self._settings)
-        self._meet(content)
+        yield from self._probe(content.session)
+        if self._settings.protocol is MooncakeProtocol.TCP and content.extents:
+            yield from self._fetch(content)
+        _ = self._engine.library
         whose = f"peer {content.session}"
         peer = MooncakePeer(
             content.session, extents.Extents(whose, content.extents), Window(self._limits), weakref.WeakSet()
@@ -233,27 +248,52 @@ class MooncakeTransport(Transport):
         self._peers.add(peer)
         return peer
 
-    def _meet(self, content: MooncakeEndpoint) -> None:
-        """Let the library fetch what it has to know of a peer that is alive, so that no poll waits for that later.
+    def _probe(self, session: str) -> Steps[None]:
+        """Go on only with a peer that answers."""
+        timeout_s = self._settings.connect_timeout_s
+        answer = yield from self._ask(
+            functools.partial(_probe, self._engine, session),
+            session,
+            timeout_s=timeout_s,
+            late=f"mooncake peer {session} gave no answer in {timeout_s} s (transports.mooncake.connect_timeout_s); its process "
+            "hangs or a firewall drops what is sent to it",
+        )
+        if answer != 0:
+            raise TransportError(
+                f"mooncake cannot reach peer {session} (probe answered {answer}); check that it runs, and that ports 15000 "
+                "to 17000 and the ephemeral ports of its host are open from here"
+            )
 
-        An empty write does it, on TCP; the others fetch it with their first operation.
-        """
-        if self._settings.protocol is not MooncakeProtocol.TCP or not content.extents:
-            return
+    def _fetch(self, content: MooncakeEndpoint) -> Steps[None]:
+        """Have the library fetch what it has to know of a peer, by an empty write, so that no submission waits for that later."""
+        timeout_s = self._settings.metadata_timeout_s
         address, _ = content.extents[0]
         nothing = Operations(*(np.array([number], dtype=np.uint64) for number in (address, address, 0)))
         writes = _Writes(self._engine, content.session, nothing)
-        handle = writes.start(0, 1)
+        handle = yield from self._ask(
+            functools.partial(writes.start, 0, 1),
+            content.session,
+            timeout_s=timeout_s,
+            late=f"mooncake peer {content.session} answers and does not say what it has; it was given {timeout_s:g} s "
+            "(transports.mooncake.metadata_timeout_s)",
+        )
         ends_at_s = self._clock() + self._settings.connect_timeout_s
         check = writes.check(handle)
         while check.progress is Progress.PENDING and self._clock() < ends_at_s:
-            time.sleep(MEETING_PAUSE_S)
+            yield
             check = writes.check(handle)
         if check.progress is not Progress.DONE:
             raise TransportError(
                 f"mooncake reached peer {content.session} but cannot write to it ({check.reason or 'no answer'}); "
                 "check that its ephemeral data port is open from here"
             )
+
+    def _ask(self, ask: Callable[[], int], session: str, *, timeout_s: float, late: str) -> Steps[int]:
+        name = f"ask mooncake peer {session}"
+        yield from take_turn(name, until_s=self._clock() + timeout_s, clock=self._clock)
+        call = PeerCall(ask, session, timeout_s=timeout_s, name=name)
+        self._calls.add(call)
+        return (yield from call.answer(clock=self._clock, late=late))
 
     def disconnect(self, peer: Peer) -> None:
         """See `Transport.disconnect`; transfers that are active after all are aborted, and polled to their end."""
@@ -282,8 +322,18 @@ class MooncakeTransport(Transport):
         return transfer
 
     def close(self) -> None:
-        """See `Transport.close`; takes about a second. Harmless when closed already."""
+        """See `Transport.close`; takes about a second. Harmless when closed already.
+
+        Raises TransportError when the library does not return from a call, so that the engine lives on.
+        """
+        timeout_s = self._settings.connect_timeout_s
+        returned = [call.end(timeout_s) for call in list(self._calls)]
         self._engine.destroy()
+        if not all(returned):
+            raise TransportError(
+                f"the mooncake library did not return within {timeout_s} s (transports.mooncake.connect_timeout_s), so its engine "
+                "cannot be torn down; pages of its transfers must not be used again before this process has ended"
+            )
         for transfers in [self._orphans, *(peer.transfers for peer in self._peers)]:
             for transfer in list(transfers):
                 transfer.agent_gone()

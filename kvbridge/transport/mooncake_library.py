@@ -1,7 +1,7 @@
 """Loading mooncake-transfer-engine so that it does what it was asked to, or refusing.
 
-Owns: the library's environment (read once a process), the check that the protocol is really there, and the bounded
-probe of a peer. Must not know: transfers, windows, registrations.
+Owns: the library's environment (read once a process), and the check that the protocol is really there. Must not know: transfers,
+windows, registrations, peers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import threading
 from typing import Protocol, cast
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
@@ -33,7 +32,7 @@ class Library(Protocol):
         """JSON: memory location to two lists of adapter names."""
 
     def send_probe(self, session: str, /) -> int:
-        """0 when the peer answered. Blocks for 60 s on a frozen one."""
+        """0 when the peer answered. Waits for 60 s for each part of the answer, and disturbs no other call meanwhile."""
 
     def batch_register_memory(self, addresses: list[int], lengths: list[int], /) -> int:
         """0 when all were registered."""
@@ -42,7 +41,7 @@ class Library(Protocol):
         """0 when all were known."""
 
     def transfer_submit_write(self, session: str, source: int, destination: int, length: int, /) -> int:
-        """A batch id, or -1. Blocks while it meets a peer for the first time."""
+        """A batch id, or -1 or 0. The first one to a peer fetches what the peer has, and waits for that like `send_probe`."""
 
     def transfer_check_status(self, batch: int, /) -> int:
         """1 done, -1 failed (the id is freed by either), 0 pending, -2 timed out but not ended (not freed)."""
@@ -147,66 +146,4 @@ def _set_environment(settings: MooncakeSettings) -> None:
         raise ConfigError(
             f"mooncake reads {', '.join(changed)} once a process and was loaded with other values; give every mooncake "
             "transport of a process the same timeouts, log_level and ipv6"
-        )
-
-
-# ------------------------------------------------------------------------------------------- probing
-
-
-class _Prober:
-    """Probes peers on threads of its own, with an engine of its own that has no memory registered.
-
-    The library's probe of a frozen peer blocks for a minute. The thread that waits it out must not hold the engine that
-    moves bytes, since its destruction is what ends transfers. So there is one more engine a process, never destroyed.
-    """
-
-    def __init__(self, settings: MooncakeSettings) -> None:
-        self._library = create_library(settings.model_copy(update={"protocol": MooncakeProtocol.TCP}))
-        self._lock = threading.Lock()
-        self._asked: dict[str, tuple[threading.Thread, list[int]]] = {}
-
-    def probe(self, session: str, timeout_s: float) -> int | None:
-        """Return the library's answer (0 is good), or None when there was none in time.
-
-        Several transports of a process may ask for one session at a time; they share the answer.
-        """
-        with self._lock:
-            if session not in self._asked:
-                answers: list[int] = []
-                thread = threading.Thread(
-                    target=self._ask, args=(session, answers), name=f"probe {session}", daemon=True
-                )
-                self._asked[session] = thread, answers
-                thread.start()
-            thread, answers = self._asked[session]
-        thread.join(timeout_s)
-        return answers[0] if answers else None
-
-    def _ask(self, session: str, answers: list[int]) -> None:
-        try:
-            answers.append(self._library.send_probe(session))
-        finally:
-            with self._lock:
-                del self._asked[session]
-
-
-_probers: list[_Prober] = []
-_probers_lock = threading.Lock()
-
-
-def probe(session: str, settings: MooncakeSettings) -> None:
-    """Raise TransportError unless the peer answers within the connect timeout."""
-    with _probers_lock:
-        if not _probers:
-            _probers.append(_Prober(settings))
-    answer = _probers[0].probe(session, settings.connect_timeout_s)
-    if answer is None:
-        raise TransportError(
-            f"mooncake peer {session} gave no answer in {settings.connect_timeout_s} s "
-            "(transports.mooncake.connect_timeout_s); its process hangs or a firewall drops what is sent to it"
-        )
-    if answer != 0:
-        raise TransportError(
-            f"mooncake cannot reach peer {session} (probe answered {answer}); check that it runs, and that ports 15000 "
-            "to 17000 and the ephemeral ports of its host are open from here"
         )

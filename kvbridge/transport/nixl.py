@@ -11,8 +11,8 @@ What the library does and does not do (1.5.1, measured), and what follows for th
   forgetting the peer nor deregistering the memory stops it. So a deadline fails the transfer, `quiet_timeout_s`
   later it ends not quiet, and only `close` (which destroys the agent, in milliseconds) ends it.
 - Posting blocks: 4 us an operation and up to 0.3 ms a MiB on TCP, since the first bytes are sent right there; one request over a
-  whole plan took up to 2 s. So a thread of this module posts and asks, in requests of up to 16 MiB with 64 MiB in flight, which is
-  about as fast as one request over everything; smaller ones are not (1 MiB with 8 MiB in flight: 0.7 of it). See `pump`.
+  whole plan took up to 2 s. So a thread of this module posts and asks, in requests of up to 16 MiB with 64 MiB in flight, which
+  is about as fast as one request over everything; smaller ones are not (1 MiB with 8 MiB in flight: 0.7 of it). See `pump`.
 - Metadata of another life under a known name is refused and then drops the known one; names are drawn anew for each
   agent.
 - A peer's death surfaces at once: at the next post or check, which raises.
@@ -24,6 +24,8 @@ What the library does and does not do (1.5.1, measured), and what follows for th
   writing): on one host prefer `local`, which is also faster by far (VRAM to another process's DRAM: 0.5 GB/s here).
 - One request has one kind of memory on each side, so a batch becomes a request for each pair of kinds. Registrations and
   descriptors carry the device.
+- It does not survive metadata that was made to break it, so a process apart reads it first (`nixl_check`). A read from a peer
+  that does not answer stays behind, with a descriptor, until the agent's end.
 - Nobody is authenticated: whoever has the metadata and reaches the port can read and write registered memory. Fence
   it by the network.
 """
@@ -31,52 +33,41 @@ What the library does and does not do (1.5.1, measured), and what follows for th
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field
 
 from kvbridge.config.transports import NixlSettings
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
-from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
+from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.transport import extents
-from kvbridge.transport.base import Capabilities, Endpoint, Memory, Peer, Transfer, TransferState, Transport
+from kvbridge.transport.base import (
+    Capabilities,
+    Connection,
+    Endpoint,
+    Memory,
+    Peer,
+    Steps,
+    Transfer,
+    TransferState,
+    Transport,
+)
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.nixl_agent import Descriptors, NixlAgent, Side, UnclearPostError
+from kvbridge.transport.nixl_check import check, check_again
+from kvbridge.transport.nixl_peers import NixlEndpoint, NixlExtent, ProbeTarget, introduce
 from kvbridge.transport.pump import Pump, PumpedTransfer
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
 
 NAME = "nixl"
-PROBE_PAUSE_S = 0.0005
 KINDS = tuple(MemoryKind)
-
-
-class NixlExtent(FrozenModel):
-    """One registration, as a peer needs to know it."""
-
-    address: Positive
-    length_bytes: Positive
-    kind: MemoryKind = MemoryKind.DRAM
-    device: NonNegative = 0
-
-
-class NixlEndpoint(FrozenModel):
-    """What a peer needs to know, as JSON in `Endpoint.data`."""
-
-    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
-
-    agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
-    metadata: bytes
-    """What the library itself wants to be told; read by the library only."""
-    extents: tuple[NixlExtent, ...]
 
 
 class _Places:
@@ -202,10 +193,11 @@ class NixlTransport(Transport):
         self._registered: dict[int, NixlExtent] = {}
         self._places = _Places(())
         self._peers: set[NixlPeer] = set()
+        self._connecting: list[str] = []
+        """Agents that the library may know and that are not peers yet."""
         self._pump = Pump(NAME)
         self._agent = NixlAgent(settings)
-        self._probe_target = np.zeros(1, dtype=np.uint8)
-        self._agent.register(MemoryKind.DRAM, self._probe_row())
+        self._probe_target = ProbeTarget(self._agent)
 
     def __repr__(self) -> str:
         return f"<NixlTransport {self._agent!r}: {self._memory}, {len(self._peers)} peers>"
@@ -263,28 +255,36 @@ class NixlTransport(Transport):
         )
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
-    def connect(self, endpoint: Endpoint) -> NixlPeer:
-        """See `Transport.connect`; a byte is read from the peer's memory, which finds a peer that does not answer."""
+    def connect(self, endpoint: Endpoint) -> Connection:
+        """See `Transport.connect`. What a peer says of itself is read by a process apart first, once."""
+        return Connection(self._connect(endpoint))
+
+    def _connect(self, endpoint: Endpoint) -> Steps[NixlPeer]:
         content = read_endpoint(endpoint, NAME, NixlEndpoint)
-        if content.agent == self._agent.name:
+        name = content.agent
+        if name == self._agent.name:
             raise InvalidInputError("this is the transport's own endpoint; it cannot write to itself")
-        name = self._agent.load_peer(content.metadata)
-        if name != content.agent:
-            raise TransportError(f"a peer calls itself {content.agent}, and its metadata names {name}; it was refused")
+        self._agent.require_alive()
+        yield from check(self._settings, content, self._agent.device, clock=self._clock)
+        timeout_s = self._settings.connect_timeout_s
+        self._connecting.append(name)
         try:
-            self._probe(content)
+            yield from introduce(self._agent, content, self._probe_target, timeout_s=timeout_s, clock=self._clock)
+            known = self._connections(name)
+            peer = NixlPeer(
+                name,
+                extents.Extents(f"peer {name}", [(extent.address, extent.length_bytes) for extent in content.extents]),
+                _Places(content.extents),
+                known[0].window if known else Window(self._limits),
+                weakref.WeakSet(),
+            )
+            self._peers.add(peer)
         except TransportError:
-            self._forget_unused(name)
+            check_again(content)
             raise
-        known = self._connections(name)
-        peer = NixlPeer(
-            name,
-            extents.Extents(f"peer {name}", [(extent.address, extent.length_bytes) for extent in content.extents]),
-            _Places(content.extents),
-            known[0].window if known else Window(self._limits),
-            weakref.WeakSet(),
-        )
-        self._peers.add(peer)
+        finally:
+            self._connecting.remove(name)
+            self._forget_unused(name)
         return peer
 
     def disconnect(self, peer: Peer) -> None:
@@ -339,32 +339,8 @@ class NixlTransport(Transport):
         return [peer for peer in self._peers if peer.agent == agent]
 
     def _forget_unused(self, agent: str) -> None:
-        if not self._connections(agent):
+        if not self._connections(agent) and agent not in self._connecting:
             self._agent.forget_peer(agent)
-
-    def _probe_row(self) -> Descriptors:
-        return np.array([[self._probe_target.ctypes.data, 1, 0]], dtype=np.uint64)
-
-    def _probe(self, content: NixlEndpoint) -> None:
-        """Read one byte from the peer's memory, which also opens the connection (1 to 20 ms).
-
-        A read that does not end stays behind; all it can ever touch is the byte that this transport owns for it.
-        """
-        ordered = sorted(content.extents, key=lambda extent: extent.kind is not MemoryKind.DRAM)  # host memory, if any
-        for extent in ordered[:1]:
-            remote = np.array([[extent.address, 1, extent.device]], dtype=np.uint64)
-            request = self._agent.post_read(content.agent, (MemoryKind.DRAM, self._probe_row()), (extent.kind, remote))
-            ends_at_s = self._clock() + self._settings.connect_timeout_s
-            while (answer := self._agent.check(request)).progress is Progress.PENDING:
-                if self._clock() >= ends_at_s:
-                    self._agent.release(request)
-                    raise TransportError(
-                        f"peer {content.agent} did not answer within transports.nixl.connect_timeout_s "
-                        f"({self._settings.connect_timeout_s:g} s); it hangs, or its UCX ports are closed from here"
-                    )
-                time.sleep(PROBE_PAUSE_S)
-            if answer.progress is not Progress.DONE:
-                raise TransportError(f"peer {content.agent} cannot be reached: {answer.reason}")
 
 
 def _announced(part: Memory) -> NixlExtent:

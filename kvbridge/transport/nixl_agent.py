@@ -60,10 +60,10 @@ class NixlAgent:
 
     def __init__(self, settings: NixlSettings) -> None:
         self.name = f"kvbridge-{uuid.uuid4().hex}"
-        self._library = _load(settings)
+        self._library = load_library(settings)
         self._errors = _errors(self._library)
-        self._device: int | None = None
-        """Of the device memory that was last used."""
+        self.device: int | None = None
+        """Of the device memory that was last used; its context is current when a peer's metadata is read."""
         self._segments = {
             MemoryKind.DRAM: self._library.DRAM_SEG,
             MemoryKind.VRAM: self._library.VRAM_SEG,
@@ -108,14 +108,16 @@ class NixlAgent:
 
     def load_peer(self, metadata: bytes) -> str:
         """Take in a peer's metadata and return the name that it carries."""
-        if self._device is not None:
-            runtime.use(self._device)  # keys of device memory are unpacked in the current context
+        if self.device is not None:
+            runtime.use(self.device)  # keys of device memory are unpacked in the current context
         with self._translated("read a peer's metadata; both sides must run the same NIXL release"):
             name = self._alive().loadRemoteMD(metadata)
         return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
     def forget_peer(self, name: str) -> None:
-        """Disconnect from a peer. Harmless when the library has dropped it by itself, as it does when a peer dies."""
+        """Disconnect from a peer. Harmless after `destroy`, and when the library has dropped it, as it does when a peer dies."""
+        if self._agent is None:
+            return
         with self._translated(f"forget peer {name}"), contextlib.suppress(self._library.nixlNotFoundError):
             self._alive().invalidateRemoteMD(name)
 
@@ -175,9 +177,9 @@ class NixlAgent:
     def _enter_device(self, kind: MemoryKind, rows: Descriptors) -> None:
         """Make the device of some memory the current one of this thread: UCX looks for a context where it copies."""
         if kind is MemoryKind.VRAM:
-            self._device = int(rows[0, 2])
-            with self._translated(f"use cuda:{self._device}"):
-                runtime.use(self._device)
+            self.device = int(rows[0, 2])
+            with self._translated(f"use cuda:{self.device}"):
+                runtime.use(self.device)
 
     def _list(self, side: Side) -> Native:
         kind, rows = side
@@ -224,7 +226,7 @@ def environment(settings: NixlSettings) -> dict[str, str]:
     return kept | {name: value for name, value in wanted.items() if value}
 
 
-def _load(settings: NixlSettings) -> ModuleType:
+def load_library(settings: NixlSettings) -> ModuleType:
     """Import the binding module with the right environment. Raises TransportError, ConfigError."""
     wanted = environment(settings)
     if not _process_settings:

@@ -30,6 +30,7 @@ from kvbridge.config.transports import LocalSettings, MooncakeSettings, NixlSett
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Peer, TransferState, Transport
 from tests.contract.harness import Backend, PeerProcess
+from tests.helpers.connecting import connect
 from tests.helpers.shared_buffer import SharedBuffer
 
 MIB = 1 << 20
@@ -79,7 +80,7 @@ def _run_backend(name: str, directory: Path, total_bytes: int, turns: int) -> li
         transport = backend.create()
         try:
             transport.register([source.memory()])
-            bed = Bed(transport, transport.connect(endpoint), source, target)
+            bed = Bed(transport, connect(transport, endpoint), source, target)
             return [_run_case(bed, size, total_bytes // size, turns) for size in SIZES_BYTES]
         finally:
             transport.close()

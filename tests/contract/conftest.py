@@ -10,6 +10,7 @@ import pytest
 
 from kvbridge.transport.base import Transport
 from tests.contract.harness import BACKENDS, DEVICE_BACKENDS, Backend, Pair, PeerProcess, require_library
+from tests.helpers.connecting import connect
 from tests.helpers.gpu import skip_without_device
 
 MIB = 1 << 20
@@ -56,7 +57,7 @@ def shared_pair(backend: Backend) -> Iterator[Pair]:
         transport = backend.create()
         source = backend.source_buffer(Path(path) / "source", BUFFER_BYTES)
         transport.register([source.memory()])
-        yield Pair(transport, source, process, transport.connect(process.endpoint))
+        yield Pair(transport, source, process, connect(transport, process.endpoint))
         transport.close()
         source.close()
 

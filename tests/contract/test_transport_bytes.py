@@ -12,6 +12,7 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Endpoint, TransferState, TransferStatus
 from tests.contract.conftest import MIB
 from tests.contract.harness import BACKENDS, Backend, Pair, any_memory, wait, wait_all
+from tests.helpers.connecting import connect
 from tests.helpers.shared_buffer import SharedBuffer
 
 DONE = TransferStatus(TransferState.DONE)
@@ -136,7 +137,7 @@ def test_endpoint_covers_what_was_registered_when_it_was_asked_for(backend: Back
     """The peer withdraws part of its memory; whoever connects by the newer endpoint is refused it."""
     pair.process.ask("unregister")
     pair.process.ask("register", offset=0, length=MIB)
-    newer = pair.transport.connect(pair.process.current_endpoint())
+    newer = connect(pair.transport, pair.process.current_endpoint())
     try:
         with pytest.raises(InvalidInputError, match="register"):
             pair.transport.submit(newer, pair.operations([(0, MIB, 4_096)]), deadline_s=5.0)
@@ -146,7 +147,7 @@ def test_endpoint_covers_what_was_registered_when_it_was_asked_for(backend: Back
         pair.process.ask("unregister", offset=0, length=MIB)
         pair.process.ask("register")
         pair.transport.disconnect(pair.peer)
-        pair.peer = pair.transport.connect(pair.process.current_endpoint())
+        pair.peer = connect(pair.transport, pair.process.current_endpoint())
     assert pair.move(pair.blocks(MIB, 4)) == DONE
 
 
@@ -154,7 +155,7 @@ def test_endpoint_covers_what_was_registered_when_it_was_asked_for(backend: Back
 def test_garbage_endpoint_is_refused_quickly(pair: Pair, data: bytes) -> None:
     begun_s = time.monotonic()
     with pytest.raises(TransportError):
-        pair.transport.connect(Endpoint(transport=pair.process.endpoint.transport, data=data))
+        connect(pair.transport, Endpoint(transport=pair.process.endpoint.transport, data=data))
     assert time.monotonic() - begun_s < 2.0
 
 
@@ -165,7 +166,7 @@ def test_damaged_or_foreign_endpoint_is_refused_quickly(pair: Pair) -> None:
         Endpoint(transport="carrier-pigeon", data=good.data),
     ):
         with pytest.raises(TransportError):
-            pair.transport.connect(endpoint)
+            connect(pair.transport, endpoint)
     assert pair.move(pair.blocks(4_096, 4)) == DONE
 
 
@@ -175,7 +176,7 @@ def test_capabilities_allow_what_the_planner_needs(pair: Pair) -> None:
 
 
 def test_unknown_peer_is_refused(backend: Backend, pair: Pair) -> None:
-    former = pair.transport.connect(pair.process.endpoint)
+    former = connect(pair.transport, pair.process.endpoint)
     pair.transport.disconnect(former)
     with pytest.raises(InvalidInputError):
         pair.transport.submit(former, pair.blocks(4_096, 1), deadline_s=5.0)

@@ -20,6 +20,7 @@ from kvbridge.core.errors import TransportError
 from kvbridge.transport.base import Endpoint, TransferState, TransferStatus, Transport
 from tests.contract.conftest import BUFFER_BYTES, MIB
 from tests.contract.harness import BACKENDS, Backend, Pair, PeerProcess, any_local_memory, any_memory, wait
+from tests.helpers.connecting import connect
 
 DONE = TransferStatus(TransferState.DONE)
 OLD, NEW = 0x11, 0x22
@@ -31,14 +32,14 @@ OBSERVE_S = 0.7
 def owned(backend: Backend, shm: Path, transport: Transport) -> Iterator[Pair]:
     """A pair of the test's own, for tests that break it."""
     with PeerProcess(backend, shm / "peer", BUFFER_BYTES) as process:
-        yield connect(backend, transport, shm, process)
+        yield new_pair(backend, transport, shm, process)
 
 
-def connect(backend: Backend, transport: Transport, shm: Path, process: PeerProcess) -> Pair:
+def new_pair(backend: Backend, transport: Transport, shm: Path, process: PeerProcess) -> Pair:
     source = backend.source_buffer(shm / "source", BUFFER_BYTES)
     transport.register([source.memory()])
     source.fill(OLD)
-    return Pair(transport, source, process, transport.connect(process.endpoint))
+    return Pair(transport, source, process, connect(transport, process.endpoint))
 
 
 def assert_failed(backend: Backend, status: TransferStatus) -> None:
@@ -53,7 +54,7 @@ def assert_failed(backend: Backend, status: TransferStatus) -> None:
 @any_local_memory
 def test_peer_killed_before(backend: Backend, owned: Pair, shm: Path) -> None:
     with PeerProcess(backend, shm / "other", BUFFER_BYTES) as other:
-        other_peer = owned.transport.connect(other.endpoint)
+        other_peer = connect(owned.transport, other.endpoint)
         assert owned.move(owned.blocks(4_096, 8)) == DONE
         owned.process.kill()
         begun_s = time.monotonic()
@@ -77,7 +78,7 @@ def test_peer_killed_during_and_restarted(backend: Backend, owned: Pair, shm: Pa
     assert transfer.poll() == status
     owned.transport.disconnect(owned.peer)
     with PeerProcess(backend, shm / "restarted", BUFFER_BYTES) as restarted:
-        again = Pair(owned.transport, owned.source, restarted, owned.transport.connect(restarted.endpoint))
+        again = Pair(owned.transport, owned.source, restarted, connect(owned.transport, restarted.endpoint))
         assert again.move(again.blocks(MIB, 8)) == DONE
         assert (restarted.buffer.read(0, 8 * MIB) == OLD).all()
 
@@ -88,7 +89,7 @@ def test_frozen_peer_receives_nothing_written_after_the_report(backend: Backend,
     transport = backend.create() if patience == "patient" else backend.impatient()
     try:
         with PeerProcess(backend, shm / "peer", BUFFER_BYTES) as process:
-            pair = connect(backend, transport, shm, process)
+            pair = new_pair(backend, transport, shm, process)
             assert pair.move(pair.blocks(4_096, 8)) == DONE
             process.stop()
             status = pair.move(pair.blocks(MIB, BUFFER_BYTES // MIB), deadline_s=0.5)
@@ -127,7 +128,7 @@ def count_of_new_bytes(process: PeerProcess) -> int:
 
 def test_transport_serves_others_after_a_frozen_peer(backend: Backend, owned: Pair, shm: Path) -> None:
     with PeerProcess(backend, shm / "other", BUFFER_BYTES) as other:
-        to_other = Pair(owned.transport, owned.source, other, owned.transport.connect(other.endpoint))
+        to_other = Pair(owned.transport, owned.source, other, connect(owned.transport, other.endpoint))
         assert owned.move(owned.blocks(4_096, 8)) == DONE
         owned.process.stop()
         stuck = owned.transport.submit(owned.peer, owned.blocks(4_096, 64), deadline_s=0.3)
@@ -140,7 +141,7 @@ def test_connecting_to_a_frozen_peer_is_bounded(backend: Backend, owned: Pair) -
     owned.process.stop()
     begun_s = time.monotonic()
     with contextlib.suppress(TransportError):  # a backend that need not ask the peer may succeed
-        owned.transport.connect(owned.process.endpoint)
+        connect(owned.transport, owned.process.endpoint)
     assert time.monotonic() - begun_s < 4.0
 
 
@@ -150,7 +151,7 @@ def test_connecting_to_a_dead_peer_fails_or_its_first_transfer_does(backend: Bac
     owned.transport.disconnect(owned.peer)
     begun_s = time.monotonic()
     with contextlib.suppress(TransportError):
-        owned.peer = owned.transport.connect(endpoint)
+        owned.peer = connect(owned.transport, endpoint)
         assert_failed(backend, owned.move(owned.blocks(4_096, 8), deadline_s=3.0))
     assert time.monotonic() - begun_s < 5.0
 
@@ -203,7 +204,7 @@ def test_two_lives_of_a_transport_in_one_process(backend: Backend, owned: Pair, 
     rebuilt = backend.create()
     try:
         rebuilt.register([owned.source.memory()])
-        again = Pair(rebuilt, owned.source, owned.process, rebuilt.connect(endpoint))
+        again = Pair(rebuilt, owned.source, owned.process, connect(rebuilt, endpoint))
         assert again.move(again.blocks(MIB, 8)) == DONE
     finally:
         rebuilt.close()
@@ -218,7 +219,7 @@ def test_a_successor_beside_its_predecessor(backend: Backend, owned: Pair) -> No
     successor = backend.create()
     try:
         successor.register([owned.source.memory()])
-        again = Pair(successor, owned.source, owned.process, successor.connect(owned.process.endpoint))
+        again = Pair(successor, owned.source, owned.process, connect(successor, owned.process.endpoint))
         assert again.move(again.blocks(MIB, 8)) == DONE
         assert wait(begun, 30.0) == DONE
         owned.transport.close()

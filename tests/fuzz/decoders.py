@@ -46,7 +46,7 @@ from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.extents import Extents
 from kvbridge.transport.local import LocalEndpoint
 from kvbridge.transport.mooncake import MooncakeEndpoint
-from kvbridge.transport.nixl import NixlEndpoint
+from kvbridge.transport.nixl_peers import NixlEndpoint
 from tests.helpers.rooms import manifest
 
 GEOMETRY = preset("tiny-v4")

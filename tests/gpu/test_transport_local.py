@@ -24,6 +24,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.base import Memory, TransferState
 from kvbridge.transport.local import LocalTransport
 from tests.contract.harness import ROOT, wait
+from tests.helpers.connecting import connect
 from tests.helpers.device_buffer import DeviceBuffer
 from tests.helpers.gpu import SMALL
 from tests.helpers.local_bed import local_bed
@@ -72,7 +73,7 @@ def test_one_submission_to_both_kinds_of_memory_and_of_any_length(device: int, s
     writer, reader = LocalTransport(WAITING), LocalTransport(WAITING)
     writer.register([source.memory()])
     reader.register([pool.memory(), target.memory()])
-    peer = writer.connect(reader.endpoint())
+    peer = connect(writer, reader.endpoint())
     rows, offset = [], 3
     expected = {goal: np.zeros(total, np.uint8) for goal in (pool.address, target.address)}
     for length in [1, 7, 16, 583, 584, 4096, 37_440, 262_143, 262_144, 786_240, 3 * MIB + 5] * 2:
@@ -102,7 +103,7 @@ def test_an_operation_across_two_registrations(device: int, shm: Path) -> None:
     writer.register([source.memory()])
     reader.register([pool.memory()])
     begun_s = time.monotonic()
-    peer = writer.connect(reader.endpoint())
+    peer = connect(writer, reader.endpoint())
     print(f"mapped and registered {pool.length_bytes / 1e9:.2f} GB in {time.monotonic() - begun_s:.2f} s")
     crossing = one(source.address, pool.address + edge - MIB, 3 * MIB)
     assert wait(writer.submit(peer, crossing, deadline_s=LIMIT_S)).state is TransferState.DONE
@@ -124,6 +125,7 @@ from kvbridge.transport.base import Endpoint
 from kvbridge.transport.local import LocalTransport
 from tests.contract.harness import wait
 from tests.helpers.device_buffer import DeviceBuffer
+from tests.helpers.connecting import connect
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # answers go to standard output
 told = json.loads(sys.stdin.readline())
@@ -131,7 +133,7 @@ source = DeviceBuffer(told["device"], told["page_bytes"] * len(told["targets"]))
 source.fill(told["value"])
 transport = LocalTransport(LocalSettings(registration_wait_s=30.0))
 transport.register([source.memory()])
-peer = transport.connect(Endpoint(transport="local", data=told["endpoint"].encode()))
+peer = connect(transport, Endpoint(transport="local", data=told["endpoint"].encode()))
 pages = np.arange(len(told["targets"]), dtype=np.uint64) * np.uint64(told["page_bytes"])
 operations = Operations(
     pages + np.uint64(source.address),
@@ -249,7 +251,7 @@ def test_memory_of_a_peer_that_was_killed_can_still_be_written(device: int, shm:
     owner = LocalTransport(WAITING)
     owner.register([pool.memory()])
     with local_bed(shm, MemoryKind.VRAM, pages=256) as bed:
-        other = bed.transport.connect(owner.endpoint())
+        other = connect(bed.transport, owner.endpoint())
         transfer = bed.transport.submit(bed.peer, bed.operations(), deadline_s=LIMIT_S)
         bed.process.kill()
         assert wait(transfer).state is TransferState.DONE
@@ -272,7 +274,7 @@ def test_letting_go_of_a_peer_gives_everything_back(device: int, shm: Path) -> N
     for epoch in range(8):
         reader = LocalTransport(WAITING, epoch=epoch)
         reader.register([pool.memory(), target.memory()])
-        peer = writer.connect(reader.endpoint())
+        peer = connect(writer, reader.endpoint())
         assert wait(writer.submit(peer, one(source.address, pool.address, MIB), deadline_s=LIMIT_S)).state.terminal
         assert not reader.revoked(epoch + 1)
         writer.disconnect(peer)
@@ -295,7 +297,7 @@ def test_private_host_memory_is_a_source_too(device: int, shm: Path) -> None:
     for _ in range(2):  # a second life registers the same memory again
         writer = LocalTransport(WAITING)
         writer.register([Memory(address=int(own.ctypes.data), length_bytes=own.nbytes, label="scratch")])
-        peer = writer.connect(reader.endpoint())
+        peer = connect(writer, reader.endpoint())
         target.fill(0)
         row = one(int(own.ctypes.data), target.address, own.nbytes)
         assert wait(writer.submit(peer, row, deadline_s=LIMIT_S)).state is TransferState.DONE

@@ -22,6 +22,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Peer, TransferState, Transport
 from tests.contract.harness import Backend, Buffer, PeerProcess
+from tests.helpers.connecting import connect
 from tests.helpers.device_buffer import DeviceBuffer
 
 PAGE_BYTES = 37_440
@@ -125,7 +126,7 @@ def local_bed(
             source.write(rng.integers(0, 256, total_bytes, dtype=np.uint8))
             process.buffer.fill(1)  # every page exists before anything is measured
             transport.register([source.memory()])
-            peer = transport.connect(process.endpoint)
+            peer = connect(transport, process.endpoint)
             yield LocalBed(
                 transport,
                 peer,

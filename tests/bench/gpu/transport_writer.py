@@ -27,6 +27,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.base import Endpoint, Memory, Peer, TransferState
 from kvbridge.transport.registry import create_transport
 from tests.bench.gpu.memory import device_memory, fill_random, host_memory, tensor_at
+from tests.helpers.connecting import connect
 
 POLL_PAUSE_S = 0.0001
 """As the rank worker does between two rounds in which nothing moved."""
@@ -68,7 +69,7 @@ class Writer:
         """Connect to a target under a name."""
         endpoint = Endpoint(transport="local", data=base64.b64decode(command["endpoint"]))
         begun_s = time.monotonic()
-        self._peers[command["target"]] = (self._transport.connect(endpoint), command["address"])
+        self._peers[command["target"]] = (connect(self._transport, endpoint), command["address"])
         return {"took_s": time.monotonic() - begun_s}
 
     def disconnect(self, command: dict[str, Any]) -> dict[str, Any]:

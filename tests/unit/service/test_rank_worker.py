@@ -28,13 +28,15 @@ from kvbridge.core.wire.worker_messages import (
     WorkerProgress,
     WorkerReady,
 )
-from kvbridge.service import rank_worker
+from kvbridge.service import rank_peers, rank_worker
 from kvbridge.service.rank_worker import RankIdentity, RankWorker
 from kvbridge.transport.base import (
     Capabilities,
+    Connection,
     Endpoint,
     Memory,
     Peer,
+    Steps,
     Transfer,
     TransferState,
     TransferStatus,
@@ -84,6 +86,9 @@ class FakeTransport(Transport):
         self.peers: list[FakePeer] = []
         self.transfers: list[FakeTransfer] = []
         self.refuse: Exception | None = None
+        self.silent: set[bytes] = set()
+        """Peers, by what their endpoints say, that do not answer."""
+        self.given_up: list[bytes] = []
         self.refuse_submit: Exception | None = None
         self.closed = False
 
@@ -100,7 +105,16 @@ class FakeTransport(Transport):
     def endpoint(self) -> Endpoint:
         return Endpoint(transport=self.name, data=b"me" if self.epoch == 0 else b"me, epoch %d" % self.epoch)
 
-    def connect(self, endpoint: Endpoint) -> Peer:
+    def connect(self, endpoint: Endpoint) -> Connection:
+        return Connection(self._connect(endpoint))
+
+    def _connect(self, endpoint: Endpoint) -> Steps[Peer]:
+        while endpoint.data in self.silent:
+            try:
+                yield
+            except GeneratorExit:
+                self.given_up.append(endpoint.data)
+                raise
         if self.refuse is not None:
             raise self.refuse
         assert not self.closed
@@ -605,6 +619,100 @@ def test_a_disconnect_ends_what_is_under_way_by_the_former_ways_too():
     assert bench.transport().peers == []
 
 
+# ------------------------------------------------------------------------------------------- peers that do not answer
+
+
+def silent_bench() -> Bench:
+    """Connected to one node, and connecting to another that does not answer."""
+    bench = ready_bench()
+    bench.transport().silent.add(b"other0")
+    bench.connect(OTHER, node_ranks(data=b"other"))
+    bench.open(room=2, peer=OTHER)
+    return bench
+
+
+def test_a_peer_that_does_not_answer_holds_nobody_else_up():
+    bench = silent_bench()
+    bench.order()
+    bench.order(room=2)
+    bench.end(DONE)
+    assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(1, "")]
+    assert bench.link.take(PeerConnected) == []
+    bench.transport().silent.clear()
+    bench.worker.step()
+    assert bench.link.take(PeerConnected)[0].peer == OTHER
+    assert bench.transport().peers[1].transfers, "its order has waited for it"
+
+
+def test_it_beats_and_rests_while_a_peer_does_not_answer():
+    bench = silent_bench()
+    bench.link.waits.clear()
+    bench.clock.advance(1.5)
+    bench.worker.step()
+    assert bench.link.take(Heartbeat) == [Heartbeat()]
+    assert bench.link.waits == [rank_worker.CONNECTING_WAIT_S]
+
+
+def test_ranks_of_a_node_are_connected_at_the_same_time_and_not_too_many(monkeypatch):
+    monkeypatch.setattr(rank_peers, "RANKS_AT_ONCE", 2)
+    bench = Bench()
+    bench.transport().silent |= {b"peer0", b"peer1"}
+    bench.connect(ranks=node_ranks(count=4))
+    assert bench.transport().peers == []
+    bench.transport().silent.remove(b"peer1")
+    bench.say(steps=2)
+    assert [peer.data for peer in bench.transport().peers] == [b"peer1", b"peer2"]
+    bench.transport().silent.clear()
+    bench.say(steps=2)
+    [connected] = bench.link.take(PeerConnected)
+    assert len(connected.transports) == 4
+    bench.open()
+    bench.order()
+    assert [peer.data for peer in bench.transport().peers if peer.transfers] == [b"peer1", b"peer2", b"peer0", b"peer3"]
+
+
+def test_one_rank_that_cannot_be_reached_ends_the_attempt_for_all():
+    bench = Bench("one", "two")
+    bench.transport().silent.add(b"silent0")
+    bench.transport("two").refuse = TransportError("no route")
+    bench.connect(ranks=(*node_ranks("one"), *node_ranks("one", data=b"silent"), *node_ranks("two", data=b"gone")))
+    [connected] = bench.link.take(PeerConnected)
+    assert "no route" in connected.error
+    assert (bench.transport().peers, bench.transport().given_up) == ([], [b"silent0"])
+
+
+def test_a_disconnect_and_a_later_order_give_up_an_attempt_that_is_under_way():
+    bench = silent_bench()
+    bench.connect(OTHER, node_ranks(data=b"moved"))
+    assert bench.transport().given_up == [b"other0"]
+    assert [answer.error_code for answer in bench.link.take(PeerConnected)] == ["peer_failed", ""]
+    bench.connect(OTHER, node_ranks(data=b"other"))
+    bench.order(room=2)
+    bench.say(DisconnectPeer(peer=OTHER), steps=2)
+    assert bench.transport().given_up == [b"other0", b"other0"]
+    assert [sent.error_code for sent in bench.sent()] == ["peer_failed"]
+    assert [peer.data for peer in bench.transport().peers] == [b"peer0"]
+
+
+def test_an_attempt_that_is_under_way_goes_on_by_the_successor_of_its_transport():
+    bench = silent_bench()
+    old = bench.transport()
+    bench.order()
+    bench.end(LOUD)
+    assert old.given_up == [b"other0"]
+    bench.worker.step()
+    assert old.closed
+    assert [answer.peer for answer in bench.link.take(PeerConnected)] == [OTHER, DECODE]
+    assert [peer.data for peer in bench.transport().peers] == [b"other0", b"peer0"]
+
+
+def test_an_attempt_that_is_under_way_ends_with_the_worker():
+    bench = silent_bench()
+    bench.worker.close()
+    assert bench.transport().given_up == [b"other0"]
+    assert bench.transport().closed
+
+
 # ------------------------------------------------------------------------------------------- not quiet
 
 
@@ -696,6 +804,7 @@ def test_a_replacement_keeps_the_order_of_a_peer_s_ranks():
     bench.transport("two").transfers[0].state = DONE
     bench.link.said.clear()
     bench.end(LOUD)
+    bench.worker.step()
     assert bench.link.take(PeerConnected)[0].transports == ("two", "one")
 
 
@@ -715,9 +824,9 @@ def test_a_peer_that_cannot_be_reached_by_the_successor_is_given_up():
 
     bench.worker._transports._create = create
     bench.end(LOUD)
-    assert bench.link.take(PeerConnected)[0].error_code == "transport_failed"
     assert bench.sent()[0].error_code == "transport_failed"
     bench.worker.step()
+    assert bench.link.take(PeerConnected)[0].error_code == "transport_failed"
     assert bench.transport("two").peers == []
     bench.order()
     assert bench.sent()[0].error_code == "not_ready"
@@ -766,6 +875,22 @@ def test_earlier_endpoints_work_until_they_are_revoked():
     assert revoked.before_epoch == 1
     bench.worker.step()
     assert bench.link.take(EndpointsRevoked) == []
+
+
+def test_earlier_endpoints_are_not_revoked_while_one_that_gave_them_out_is_still_at_work():
+    """It is not closed under another peer's transfer, and until then bytes arrive through it."""
+    bench = ready_bench()
+    old = bench.transport()
+    bench.order()
+    bench.say(RenewEndpoints(epoch=1), RevokeEndpoints(before_epoch=1), steps=3)
+    assert bench.transport() is not old
+    assert bench.transport().revoked(1)
+    assert not old.closed
+    assert bench.link.take(EndpointsRevoked) == []
+    old.transfers[0].state = DONE
+    bench.worker.step()
+    assert old.closed
+    assert [message.before_epoch for message in bench.link.take(EndpointsRevoked)] == [1]
 
 
 def test_a_worker_that_began_in_an_epoch_has_nothing_to_renew_and_revokes_the_earlier_ones():

@@ -18,15 +18,18 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import (
     Capabilities,
+    Connection,
     Endpoint,
     Memory,
     Peer,
+    Steps,
     Transfer,
     TransferState,
     TransferStatus,
     Transport,
 )
 from kvbridge.transport.faulty import FaultyTransport
+from tests.helpers.connecting import connect
 
 
 class FakePeer(Peer):
@@ -67,8 +70,12 @@ class FakeTransport(Transport):
     def endpoint(self) -> Endpoint:
         return Endpoint(transport="fake", data=b"here")
 
-    def connect(self, endpoint: Endpoint) -> Peer:
+    def connect(self, endpoint: Endpoint) -> Connection:
         assert endpoint == self.endpoint()
+        return Connection(self._connect())
+
+    def _connect(self) -> Steps[Peer]:
+        yield
         return FakePeer()
 
     def disconnect(self, peer: Peer) -> None: ...
@@ -90,7 +97,7 @@ class Bench:
     def __init__(self, **settings: object) -> None:
         self.inner, self.clock = FakeTransport(), ManualClock()
         self.transport = FaultyTransport(self.inner, FaultySettings.model_validate(settings), clock=self.clock)
-        self.peer = self.transport.connect(self.transport.endpoint())
+        self.peer = connect(self.transport, self.transport.endpoint())
 
     def submit(self, count: int = 4, first: int = 1, deadline_s: float = 10.0) -> Transfer:
         return self.transport.submit(self.peer, operations(count, first), deadline_s=deadline_s)
@@ -107,7 +114,7 @@ def test_without_faults_it_is_the_inner_transport() -> None:
     assert state(bench.submit()) is TransferState.DONE
     assert bench.inner.delivered == [1, 2, 3, 4]
     with pytest.raises(TransportError):
-        bench.transport.connect(Endpoint(transport="fake", data=b"here"))
+        connect(bench.transport, Endpoint(transport="fake", data=b"here"))
 
 
 def test_reorder_delivers_all_in_an_order_of_the_seed() -> None:
@@ -182,6 +189,7 @@ def test_close_ends_late_deliveries() -> None:
 def test_dies_with_its_own_exit_code() -> None:
     code = """
 from tests.unit.transport.test_faulty import Bench, state
+from tests.helpers.connecting import connect
 bench = Bench(die_after_operations=6)
 print(state(bench.submit(4)).value, flush=True)
 transfer = bench.submit(4)

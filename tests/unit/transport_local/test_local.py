@@ -14,9 +14,12 @@ from kvbridge.core.errors import InvalidInputError, RegistrationError, Transport
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
+from kvbridge.transport import local_peer
 from kvbridge.transport.base import Memory, TransferState
 from kvbridge.transport.local import LocalTransport
+from kvbridge.transport.local_host import HostClaim, require_same_host
 from tests.contract.harness import wait
+from tests.helpers.connecting import connect
 from tests.helpers.shared_buffer import SharedBuffer
 
 SIZE = 1 << 20
@@ -48,7 +51,7 @@ def test_private_source_to_part_of_a_shared_file(reader, writer, tmp_path: Path)
     buffer, source = SharedBuffer(tmp_path / "pool", SIZE), np.full(4096, 9, np.uint8)
     reader.register([buffer.memory(8192, 65536)])
     writer.register([private(source)])
-    peer = writer.connect(reader.endpoint())
+    peer = connect(writer, reader.endpoint())
     operations = one(int(source.ctypes.data), buffer.address + 8192, 4096)
     assert wait(writer.submit(peer, operations, deadline_s=5.0)).state is TransferState.DONE
     assert (buffer.bytes[8192 : 8192 + 4096] == 9).all()
@@ -63,12 +66,12 @@ def test_private_source_to_part_of_a_shared_file(reader, writer, tmp_path: Path)
 def test_peer_with_private_memory_is_refused_by_name(reader, writer, tmp_path: Path) -> None:
     reader.register([SharedBuffer(tmp_path / "pool", SIZE).memory(), private(np.zeros(4096, np.uint8))])
     with pytest.raises(TransportError, match="not shared \\(scratch\\)"):
-        writer.connect(reader.endpoint())
+        connect(writer, reader.endpoint())
 
 
 def test_peer_without_shared_memory_is_refused(reader, writer) -> None:
     with pytest.raises(TransportError, match="no shared memory"):
-        writer.connect(reader.endpoint())
+        connect(writer, reader.endpoint())
 
 
 def test_removed_pool_is_refused_and_a_mapped_one_outlives_it(reader, writer, tmp_path: Path) -> None:
@@ -76,10 +79,10 @@ def test_removed_pool_is_refused_and_a_mapped_one_outlives_it(reader, writer, tm
     reader.register([buffer.memory()])
     writer.register([SharedBuffer(tmp_path / "own", SIZE).memory()])
     endpoint = reader.endpoint()
-    writer.connect(endpoint)
+    connect(writer, endpoint)
     buffer.path.unlink()
     with pytest.raises(TransportError, match="pool"):
-        writer.connect(endpoint)
+        connect(writer, endpoint)
 
 
 def test_closed_peer_is_refused(reader, writer, tmp_path: Path) -> None:
@@ -89,7 +92,7 @@ def test_closed_peer_is_refused(reader, writer, tmp_path: Path) -> None:
     reader.close()
     assert not list(tmp_path.glob(".kvbridge-*"))
     with pytest.raises(TransportError, match="has ended"):
-        writer.connect(endpoint)
+        connect(writer, endpoint)
 
 
 def test_device_memory_without_a_device_is_refused(writer, monkeypatch) -> None:
@@ -103,7 +106,7 @@ def test_longest_operation_is_the_slice(reader, writer, tmp_path: Path) -> None:
     buffer = SharedBuffer(tmp_path / "pool", SIZE)
     reader.register([buffer.memory()])
     small.register([buffer.memory()])
-    peer = small.connect(reader.endpoint())
+    peer = connect(small, reader.endpoint())
     assert small.capabilities.max_operation_bytes == 65536
     with pytest.raises(InvalidInputError, match="cut it first"):
         small.submit(peer, one(buffer.address, buffer.address + 131072, 65537), deadline_s=5.0)
@@ -125,21 +128,44 @@ def test_an_endpoint_is_revoked_once_nobody_has_it_mapped(writer, tmp_path: Path
     writer.register([private(source)])
     old = LocalTransport(LocalSettings(), epoch=3)
     old.register([buffer.memory(0, 65536)])
-    peer, stale = writer.connect(old.endpoint()), old.endpoint()
+    peer, stale = connect(writer, old.endpoint()), old.endpoint()
     new = LocalTransport(LocalSettings(), epoch=4)
     new.register([buffer.memory(0, 65536)])
     old.close()
     assert new.revoked(3)
     assert not new.revoked(4)  # closing the reader's side stops no writer
     with pytest.raises(TransportError, match="has ended"):
-        writer.connect(stale)
-    writer.connect(new.endpoint())
+        connect(writer, stale)
+    connect(writer, new.endpoint())
     assert not new.revoked(4)
     writer.disconnect(peer)
     assert new.revoked(4), "whoever still has the handle keeps nothing mapped by it"
     assert not new.revoked(5)
     writer.close()
     assert new.revoked(5), "nor does whoever still has the transport"
+    new.close()
+
+
+def test_a_writer_is_seen_before_the_peer_is_believed(writer, tmp_path: Path, monkeypatch) -> None:
+    """A peer that revokes an endpoint just after its proof was found good sees the lock of whoever connects by it."""
+    buffer = SharedBuffer(tmp_path / "pool", SIZE)
+    old, new = LocalTransport(LocalSettings(), epoch=3), LocalTransport(LocalSettings(), epoch=4)
+    for transport in (old, new):
+        transport.register([buffer.memory(0, 65536)])
+    revoked = []
+
+    def believe_and_lose_time(claim: HostClaim) -> None:
+        require_same_host(claim)
+        old.close()
+        revoked.append(new.revoked(4))
+
+    monkeypatch.setattr(local_peer, "require_same_host", believe_and_lose_time)
+    peer = connect(writer, old.endpoint())
+    assert revoked == [False]
+    assert not new.revoked(4)
+    writer.disconnect(peer)
+    del peer
+    assert new.revoked(4)
     new.close()
 
 
@@ -153,7 +179,8 @@ def test_an_endpoint_is_revoked_by_the_end_of_the_writers_process(tmp_path: Path
         "from kvbridge.transport.base import Endpoint\n"
         "from kvbridge.transport.local import LocalTransport\n"
         "made = LocalTransport(LocalSettings())\n"
-        "made.connect(Endpoint(transport='local', data=sys.stdin.readline().encode()))\n"
+        "from tests.helpers.connecting import connect\n"
+        "connect(made, Endpoint(transport='local', data=sys.stdin.readline().encode()))\n"
         "print('connected', flush=True)\n"
         "sys.stdin.read()\n"
     )

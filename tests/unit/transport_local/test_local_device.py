@@ -25,6 +25,7 @@ from kvbridge.transport.base import Memory, SharedAllocation, TransferState
 from kvbridge.transport.local import LocalTransport
 from kvbridge.transport.local_ways import Route, Way
 from tests.contract.harness import wait
+from tests.helpers.connecting import connect
 from tests.helpers.fake_lanes import FakeLane
 from tests.helpers.shared_buffer import SharedBuffer
 
@@ -146,7 +147,7 @@ def test_each_end_wherever_it_is(world: World, make, tmp_path: Path) -> None:
     writer, reader = make(), make()
     writer.register([source.memory(), own.memory()])
     reader.register([pool.memory(), target.memory(4096)])
-    peer = writer.connect(reader.endpoint())
+    peer = connect(writer, reader.endpoint())
     rows, offset = [], 8192
     expected = {pool.address: np.zeros(SIZE, np.uint8), target.address: np.zeros(SIZE, np.uint8)}
     for length in (100, BELOW - 1, BELOW, 3 * BELOW):
@@ -174,7 +175,7 @@ def test_host_to_device_from_a_process_without_device_memory(world: World, make,
     writer, reader = make(), make()
     writer.register([own.memory()])
     reader.register([target.memory()])
-    peer = writer.connect(reader.endpoint())
+    peer = connect(writer, reader.endpoint())
     row = operations((own.address, target.address, BELOW))
     assert wait(writer.submit(peer, row, deadline_s=5.0)).state is TransferState.DONE
     assert (target.bytes[:BELOW] == 7).all()
@@ -186,13 +187,13 @@ def test_device_memory_beyond_what_was_named_is_refused(world: World, make) -> N
     writer, reader = make(), make()
     writer.register([source.memory()])
     reader.register([target.memory(4096, 4096)])
-    peer = writer.connect(reader.endpoint())
+    peer = connect(writer, reader.endpoint())
     with pytest.raises(InvalidInputError, match="leave the registered memory of process"):
         writer.submit(peer, operations((source.address, target.address, 4096)), deadline_s=5.0)
     lying = make()
     lying.register([target.memory(SIZE - 4096, 4097)])
     with pytest.raises(TransportError, match="4097 bytes that the allocation does not have"):
-        writer.connect(lying.endpoint())
+        connect(writer, lying.endpoint())
     assert world.closed == 1, "what was opened for a refused peer is closed again"
 
 
@@ -206,12 +207,12 @@ def test_peers_out_of_reach_are_refused_with_the_reason(world: World, make, monk
         reader = make()
         reader.register([memory])
         with pytest.raises(TransportError, match=reason):
-            writer.connect(reader.endpoint())
+            connect(writer, reader.endpoint())
     reader = make()
     reader.register([DeviceArray().memory()])
     monkeypatch.setattr(runtime, "reason_without_device", lambda: "the driver is on holiday")
     with pytest.raises(TransportError, match=r"from here: this process has no device \(the driver is on holiday"):
-        writer.connect(reader.endpoint())
+        connect(writer, reader.endpoint())
 
 
 def test_a_transport_serves_one_device(world: World, make) -> None:
@@ -227,12 +228,12 @@ def test_host_memory_that_cannot_be_registered_is_refused_when_connecting(world:
     pool = SharedBuffer(tmp_path / "pool", SIZE)
     reader.register([pool.memory()])
     beside.register([pool.memory()])
-    beside.connect(reader.endpoint())  # keeps the file mapped
+    connect(beside, reader.endpoint())  # keeps the file mapped
     world.refusal = "raise the memlock limit"
     with pytest.raises(TransportError, match="cannot be written by cuda:0: raise the memlock limit"):
-        writer.connect(reader.endpoint())
+        connect(writer, reader.endpoint())
     world.refusal = ""
-    writer.connect(reader.endpoint())  # it is tried again
+    connect(writer, reader.endpoint())  # it is tried again
     assert len(world.registered) == 1
 
 
@@ -244,7 +245,7 @@ def test_a_file_is_mapped_and_registered_once_for_all_peers(world: World, make, 
     writer.register([source.memory()])
     first.register([pool.memory(0, SIZE // 2)])
     second.register([pool.memory()])
-    peers = [writer.connect(reader.endpoint()) for reader in (first, second)]
+    peers = [connect(writer, reader.endpoint()) for reader in (first, second)]
     assert len(world.registered) == 1
     writer.disconnect(peers.pop(0))
     source.bytes[:] = 5
@@ -262,16 +263,16 @@ def test_an_endpoint_without_files_is_revoked_like_one_with_files(world: World, 
     old.register([target.memory()])
     beside = make(epoch=1)
     beside.register([other.memory()])
-    writer.connect(beside.endpoint())
-    peer, stale = writer.connect(old.endpoint()), old.endpoint()
+    connect(writer, beside.endpoint())
+    peer, stale = connect(writer, old.endpoint()), old.endpoint()
     new = make(epoch=4)
     new.register([target.memory()])
     old.close()
     assert new.revoked(3)
     assert not new.revoked(4)
     with pytest.raises(TransportError, match="has ended"):
-        writer.connect(stale)
-    again = writer.connect(new.endpoint())
+        connect(writer, stale)
+    again = connect(writer, new.endpoint())
     writer.disconnect(peer)
     assert new.revoked(4)
     assert not new.revoked(5)
@@ -308,7 +309,7 @@ def test_on_a_host_with_a_gpu_writers_must_have_been_gone_for_a_while(world: Wor
     writer, reader = make(), make(clock=clock)
     writer.register([DeviceArray().memory()])
     reader.register([DeviceArray().memory()])
-    peer = writer.connect(reader.endpoint())
+    peer = connect(writer, reader.endpoint())
     clock.advance(100.0)
     assert not reader.revoked(1)
     writer.disconnect(peer)
@@ -324,7 +325,7 @@ def test_disconnecting_and_closing_let_go_of_device_memory(world: World, make) -
     source, target = DeviceArray(), DeviceArray()
     writer.register([source.memory()])
     reader.register([target.memory()])
-    peer = writer.connect(reader.endpoint())
+    peer = connect(writer, reader.endpoint())
     transfer = writer.submit(peer, operations((source.address, target.address, BELOW)), deadline_s=5.0)
     writer.disconnect(peer)
     assert world.closed == 0, "a transfer to it is still active"

@@ -17,9 +17,11 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport import extents, nixl_agent
 from kvbridge.transport.base import Endpoint, Memory
-from kvbridge.transport.nixl import NixlExtent, NixlPeer, NixlTransport, _Batch, _Places, _Writes
+from kvbridge.transport.nixl import NixlPeer, NixlTransport, _Batch, _Places, _Writes
 from kvbridge.transport.nixl_agent import Side, UnclearPostError, environment
+from kvbridge.transport.nixl_peers import NixlExtent
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowLimits
+from tests.helpers.connecting import connect
 
 FAILED, STALLED = Check(Progress.FAILED, "gone"), Check(Progress.STALLED, "odd")
 
@@ -193,8 +195,8 @@ def test_endpoint_whose_metadata_names_somebody_else_is_refused(transport: NixlT
     endpoint = other.endpoint()
     false = endpoint.data.replace(other._agent.name.encode(), b"somebody-else")
     with pytest.raises(TransportError, match="metadata names"):
-        transport.connect(Endpoint(transport="nixl", data=false))
-    peer = transport.connect(endpoint)
+        connect(transport, Endpoint(transport="nixl", data=false))
+    peer = connect(transport, endpoint)
     transport.disconnect(peer)
     other.close()
 
@@ -220,7 +222,7 @@ def test_a_peer_whose_name_is_no_text_is_named_all_the_same():
     """The library takes any bytes for a name: the transport refuses it as another one than the endpoint's."""
     agent = object.__new__(nixl_agent.NixlAgent)
     agent._errors = (RuntimeError,)
-    agent._device = None
+    agent.device = None
 
     class Library:
         def loadRemoteMD(self, metadata: bytes) -> bytes:

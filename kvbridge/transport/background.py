@@ -1,0 +1,78 @@
+"""Calls that block, on threads of their own, so that the thread that moves bytes does not wait for them.
+
+Owns: these threads, and how many there may be. Must not know: what is called.
+
+Nothing stops a thread from outside, so a call that never returns keeps its thread for good. There are at most `MOST_CALLS` in a
+process; further ones wait for their turn, and are refused when it does not come in time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import structlog
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.transport.base import Steps
+
+MOST_CALLS = 64
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+_free = threading.BoundedSemaphore(MOST_CALLS)
+
+
+def take_turn(name: str, *, until_s: float, clock: Clock) -> Steps[None]:
+    """Wait until there may be one more call, which the caller makes at once. Raises TransportError when it is too late."""
+    while not _free.acquire(blocking=False):
+        if clock() >= until_s:
+            raise TransportError(
+                f"cannot {name}: {MOST_CALLS} calls of this process have not returned yet; find out which peers do not answer, "
+                "or restart this rank worker"
+            )
+        yield
+
+
+class Call(Generic[T]):
+    """One call on a daemon thread, begun at once; its turn has been taken (`take_turn`)."""
+
+    def __init__(self, function: Callable[[], T], *, name: str) -> None:
+        """`name` says what it is, for the thread and for messages."""
+        self._name = name
+        self._ended = threading.Event()
+        self._result: list[T] = []
+        self._error = ""
+        threading.Thread(target=self._run, args=(function,), name=name, daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end, but not longer; whether it has ended."""
+        return self._ended.wait(timeout_s)
+
+    def result(self, *, until_s: float, clock: Clock, late: str) -> Steps[T]:
+        """Return what the call returns; once only. Raises TransportError when it fails, or `late` when it has not ended by then."""
+        while not self._ended.is_set():
+            if clock() >= until_s:
+                raise TransportError(late)
+            yield
+        if self._error:
+            raise TransportError(self._error)
+        return self._result.pop()
+
+    def _run(self, function: Callable[[], T]) -> None:
+        """An error is kept as text: its traceback would keep alive all that the call had in hand."""
+        try:
+            self._result.append(function())
+        except BridgeError as error:
+            self._error = str(error)
+        except Exception as error:
+            log.exception("background_call_failed", call=self._name)
+            self._error = f"cannot {self._name}: {type(error).__name__}: {error}; please report it"
+        finally:
+            del function
+            _free.release()
+            self._ended.set()

@@ -1,0 +1,128 @@
+"""What a nixl peer says of itself, when it was made to break the library: refused, and nobody suffers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbridge.core.errors import TransportError
+from kvbridge.transport import nixl_check
+from kvbridge.transport.base import Endpoint, TransferState
+from kvbridge.transport.nixl_peers import NixlEndpoint
+from tests.contract.harness import BACKENDS, ROOT, Pair, PeerProcess
+from tests.helpers.connecting import connect
+
+POOL_BYTES = 1 << 20
+MUTATIONS, SEED = 60, 2
+LIMIT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    backend = BACKENDS["nixl"]
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path,
+        PeerProcess(backend, Path(path) / "peer", POOL_BYTES) as process,
+    ):
+        transport = backend.create()
+        source = backend.source_buffer(Path(path) / "source", POOL_BYTES)
+        transport.register([source.memory()])
+        yield Pair(transport, source, process, connect(transport, process.endpoint))
+        transport.close()
+
+
+def with_address_version(endpoint: Endpoint, version: int) -> Endpoint:
+    """The same peer, whose UCX address says that it has another form: the library ends its process over it."""
+    content = NixlEndpoint.model_validate_json(endpoint.data)
+    metadata = bytearray(content.metadata)
+    place = metadata.index(b"|c") + 2 + 8
+    metadata[place] = metadata[place] & 0xF0 | version
+    changed = content.model_copy(update={"agent": content.agent, "metadata": bytes(metadata)})
+    return Endpoint(transport="nixl", data=changed.model_dump_json().encode())
+
+
+def test_a_description_that_ends_a_process_is_refused_with_its_last_words(pair: Pair) -> None:
+    for version in (11, 13):
+        with pytest.raises(TransportError, match=r"was ended by it \(.*addr version"):
+            connect(pair.transport, with_address_version(pair.process.endpoint, version))
+        assert pair.move(pair.blocks(4_096, 8)).state is TransferState.DONE
+
+
+def test_a_worker_survives_descriptions_made_to_break_it() -> None:
+    """In a process of its own, which one mutation in thirty would end (`python -m tests.fuzz.nixl_metadata --unchecked`)."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz.nixl_metadata", "--mutations", str(MUTATIONS), "--seed", str(SEED)],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")[-2_000:]
+    counts = json.loads(done.stdout)
+    assert counts.pop("mutations") == sum(counts.values()) == MUTATIONS
+    assert counts.get("ended the process apart", 0) > 0, "none of them would have broken anything"
+
+
+def test_what_was_survived_once_is_not_checked_again_until_its_peer_is_silent(
+    pair: Pair, shm: Path, monkeypatch
+) -> None:
+    asked = []
+    ask = nixl_check._parent.ask
+
+    def counted(task: nixl_check._Task, *, timeout_s: float) -> bytes:
+        asked.append(task.content.agent)
+        return ask(task, timeout_s=timeout_s)
+
+    monkeypatch.setattr(nixl_check._parent, "ask", counted)
+    with PeerProcess(BACKENDS["nixl"], shm / "other", POOL_BYTES) as other:
+        for _ in range(2):
+            pair.transport.disconnect(connect(pair.transport, other.endpoint))
+        assert len(asked) == 1
+        other.stop()
+        for attempts in (1, 2):
+            with pytest.raises(TransportError, match="did not answer"):
+                connect(pair.transport, other.endpoint)
+            assert len(asked) == attempts
+        other.resume()
+        pair.transport.disconnect(connect(pair.transport, other.endpoint))
+        assert len(asked) == 3
+
+
+def test_the_process_that_others_are_forked_from_is_started_again(pair: Pair, shm: Path) -> None:
+    with PeerProcess(BACKENDS["nixl"], shm / "other", POOL_BYTES) as other:
+        endpoint = other.endpoint
+        former = nixl_check._parent._process
+        assert former is not None
+        former.kill()
+        former.wait()
+        pair.transport.disconnect(connect(pair.transport, endpoint))
+        assert nixl_check._parent._process is not former
+
+
+def test_it_ends_with_its_worker() -> None:
+    code = (
+        "import os, sys\n"
+        "from kvbridge.config.transports import NixlSettings\n"
+        "from kvbridge.transport import nixl_check\n"
+        "nixl_check._parent._start(NixlSettings(ucx_tls='tcp', ucx_net_devices='lo'))\n"
+        "print(nixl_check._parent._process.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+        "os._exit(0)\n"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    assert worker.stdout is not None
+    pid = int(worker.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    worker.kill()
+    worker.communicate()
+    ends_at_s = time.monotonic() + 20.0
+    while Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < ends_at_s
+        time.sleep(0.02)

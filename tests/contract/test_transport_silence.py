@@ -1,0 +1,169 @@
+"""Every backend: a peer that does not answer while it is being connected holds no other peer's transfers up."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvbridge.config.transports import TransportSettings
+from kvbridge.core.errors import TransportError
+from kvbridge.transport.base import Connection, Endpoint, Peer, TransferState
+from kvbridge.transport.mooncake import MooncakeEndpoint
+from kvbridge.transport.registry import create_transport
+from tests.contract.harness import BACKENDS, MOONCAKE, Backend, Pair, PeerProcess, wait
+from tests.helpers.connecting import connect
+
+POOL_BYTES = 1 << 20
+LIMIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an attempt to connect, and of the transfers that another peer was sent meanwhile."""
+
+    peer: Peer | None
+    error: str
+    took_s: float
+    longest_gap_s: float
+    """Between the ends of two of these transfers."""
+    transfers: int
+
+
+def connect_and_write(connection: Connection, pair: Pair) -> Outcome:
+    """Do what a rank worker does: poll the connection, and write to the peer that is there, again and again."""
+    begun_s = last_s = time.monotonic()
+    longest_s, count, peer, error = 0.0, 0, None, ""
+    while peer is None and not error:
+        assert time.monotonic() < begun_s + LIMIT_S
+        try:
+            peer = connection.poll()
+        except TransportError as refusal:
+            error = str(refusal)
+        status = wait(pair.transport.submit(pair.peer, pair.blocks(4_096, 4), deadline_s=LIMIT_S))
+        assert status.state is TransferState.DONE, status
+        now_s = time.monotonic()
+        longest_s, last_s, count = max(longest_s, now_s - last_s), now_s, count + 1
+    return Outcome(peer, error, time.monotonic() - begun_s, longest_s, count)
+
+
+@pytest.fixture
+def written(backend: Backend, transport, shm: Path) -> Iterator[Pair]:
+    """A peer that is there, connected."""
+    yield from _pair(backend, transport, shm)
+
+
+def _pair(backend: Backend, transport, shm: Path) -> Iterator[Pair]:
+    with PeerProcess(backend, shm / "peer", POOL_BYTES) as process:
+        source = backend.source_buffer(shm / "source", POOL_BYTES)
+        transport.register([source.memory()])
+        yield Pair(transport, source, process, connect(transport, process.endpoint))
+
+
+def test_a_silent_peer_holds_no_other_up(backend: Backend, written: Pair, shm: Path) -> None:
+    with PeerProcess(backend, shm / "silent", POOL_BYTES) as silent:
+        endpoint = silent.endpoint
+        silent.stop()  # its kernel accepts connections, and nobody answers
+        found = connect_and_write(written.transport.connect(endpoint), written)
+        print(f"{backend.label}: {found}")
+        if backend.outlives_peer:  # it need not ask the peer
+            assert found.peer is not None
+            return
+        assert found.peer is None
+        assert "answer" in found.error
+        assert found.took_s >= 1.0, "it was given its time"
+        assert found.longest_gap_s < found.took_s / 2
+        assert found.transfers > 20
+
+
+def test_attempts_to_reach_a_silent_peer_leave_nothing_behind(backend: Backend, written: Pair, shm: Path) -> None:
+    """Neither threads nor descriptors, however often it is tried, given up or waited for."""
+    with PeerProcess(backend, shm / "silent", POOL_BYTES) as silent:
+        endpoint = silent.endpoint
+        silent.stop()
+        for number in range(4):
+            connection = written.transport.connect(endpoint)
+            if number % 2:
+                found = connect_and_write(connection, written)
+                if found.peer is not None:
+                    written.transport.disconnect(found.peer)
+                del found
+            else:
+                connection.poll()
+                connection.cancel()
+            if number == 1:
+                before = settled()
+        ends_at_s = time.monotonic() + LIMIT_S
+        while (left := settled()) > before:
+            assert time.monotonic() < ends_at_s, (before, left)
+    assert written.move(written.blocks(4_096, 8)).state is TransferState.DONE
+
+
+def settled() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+# ------------------------------------------------------------------------------------------- mooncake
+
+
+class AnsweringOnce:
+    """Stands before a mooncake peer's port: lets the first connection, which is the probe, through and is silent to all others."""
+
+    def __init__(self, session: str) -> None:
+        host, port = session.rsplit(":", 1)
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.session = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.connections: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+        for connection in self.connections:
+            connection.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections.append(connection)
+            if len(self.connections) == 1:
+                target = socket.create_connection(self._target)
+                for pair in ((connection, target), (target, connection)):
+                    threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    while data := source.recv(4_096):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+
+
+def test_a_mooncake_peer_that_answers_and_does_not_say_what_it_has(shm: Path) -> None:
+    """The library lets nobody write meanwhile, so it is given less time; left alone it would take 60 s."""
+    settings = TransportSettings(mooncake=MOONCAKE.model_copy(update={"metadata_timeout_s": 0.5}))
+    transport = create_transport("mooncake", settings)
+    try:
+        for pair in _pair(BACKENDS["mooncake"], transport, shm):
+            content = MooncakeEndpoint.model_validate_json(pair.process.endpoint.data)
+            before = AnsweringOnce(content.session)
+            false = content.model_copy(update={"session": before.session}).model_dump_json().encode()
+            found = connect_and_write(transport.connect(Endpoint(transport="mooncake", data=false)), pair)
+            print(found)
+            assert "does not say what it has" in found.error
+            assert len(before.connections) == 2
+            assert found.longest_gap_s < 1.5
+            before.close()
+            assert pair.move(pair.blocks(4_096, 8)).state is TransferState.DONE
+    finally:
+        begun_s = time.monotonic()
+        transport.close()
+        assert time.monotonic() - begun_s < 5.0

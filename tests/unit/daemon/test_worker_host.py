@@ -1,0 +1,99 @@
+"""Whose word about a rank is taken: that of the link which serves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvbridge.config.schema import DecodeConfig
+from kvbridge.core.ids import Rank
+from kvbridge.core.wire.messages import Heartbeat, RankDescription
+from kvbridge.core.wire.worker_messages import RoomClosed, WorkerFailed, WorkerHello, WorkerReady
+from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
+from kvbridge.service.workers import WorkerState
+from kvbridge.telemetry.metrics import Metrics
+from tests.helpers.rooms import R0, R1, manifest
+from tests.unit.service.test_workers import setup
+
+
+class Listener:
+    """Remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.up: list[Rank] = []
+        self.down: list[Rank] = []
+        self.said: list[WorkerReport] = []
+        self.refused: list[str] = []
+
+    def worker_up(self, rank: Rank) -> None:
+        self.up.append(rank)
+
+    def worker_down(self, rank: Rank, reason: str) -> None:
+        self.down.append(rank)
+
+    def worker_said(self, rank: Rank, message: WorkerReport) -> None:
+        self.said.append(message)
+
+    def frame_refused(self, kind: str, detail: str) -> None:
+        self.refused.append(detail)
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+def host(listener: Listener, tmp_path: Path) -> WorkerHost:
+    """Two ranks, served by the links `a` and `b`; engines bring the workers."""
+    config = DecodeConfig.model_validate(
+        {
+            "instance": "d",
+            "model": {"preset": "tiny-v4"},
+            "pools": {"device": {"full": 4, "swa": 4, "request": 1}, "host": {"pages": 4}},
+            "runtime_dir": "/tmp/kvbridge-test-host",  # short, as a path of sockets has to be; nothing is made there
+        }
+    )
+    made = WorkerHost(
+        config, {R0: (0, 1), R1: (0, 1)}, setup=setup, listener=listener, metrics=Metrics(role="decode", version="0")
+    )
+    made.start(own_processes=False)
+    for link, rank in (("a", R0), ("b", R1)):
+        made._on_message(link, WorkerHello(rank=rank, pid=11))
+    return made
+
+
+def messages_of(rank: Rank) -> list[object]:
+    return [
+        WorkerReady(rank=rank, pid=11, description=RankDescription(manifest=manifest(), endpoints=())),
+        RoomClosed(room=1, generation=1, rank=rank, quiet=True),
+        WorkerFailed(rank=rank, code="transport_failed", message="no device"),
+    ]
+
+
+def test_a_worker_speaks_for_its_own_rank(host: WorkerHost, listener: Listener) -> None:
+    for message in messages_of(R0)[:2]:
+        host._on_message("a", message)
+    assert (listener.up, listener.refused) == ([R0], [])
+    assert [type(message) for message in listener.said] == [RoomClosed]
+
+
+@pytest.mark.parametrize("link", ["a", "stranger"])
+def test_a_worker_does_not_speak_for_another_rank(host: WorkerHost, listener: Listener, link: str) -> None:
+    """Else one rank's end of a room would count as another's, which may still write."""
+    heard_s = dict(host._heard_s)
+    for message in messages_of(R1):
+        host._on_message(link, message)
+    assert len(listener.refused) == 3
+    assert f"worker {link}, which does not serve that rank" in listener.refused[0]
+    assert (listener.up, listener.said) == ([], [])
+    assert host.workers.states()[R1] is WorkerState.STARTING
+    assert host._heard_s == heard_s
+
+
+def test_a_stranger_has_no_heartbeat(host: WorkerHost, listener: Listener) -> None:
+    host._on_message("a", Heartbeat())
+    assert listener.refused == []
+    host._on_message("stranger", Heartbeat())
+    assert len(listener.refused) == 1

@@ -1,0 +1,97 @@
+"""Calls that block, and the bound on how many there are."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import TransportError
+from kvbridge.transport import background
+from kvbridge.transport.background import Call, take_turn
+from kvbridge.transport.base import Pending, Steps
+
+LIMIT_S = 5.0
+
+
+class Held:
+    """What a call has in hand."""
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def call(function, clock: ManualClock, *, until_s: float = 1.0) -> Steps[object]:
+    yield from take_turn("try it", until_s=until_s, clock=clock)
+    return (yield from Call(function, name="try it").result(until_s=until_s, clock=clock, late="too late"))
+
+
+def ended(pending: Pending[object]) -> object:
+    found = None
+    while found is None:
+        found = pending.poll()
+    return found
+
+
+def test_its_result_comes_with_a_poll(clock: ManualClock) -> None:
+    answer = threading.Event()
+
+    def ask() -> int:
+        assert answer.wait(LIMIT_S)
+        return 7
+
+    pending = Pending(call(ask, clock))
+    assert [pending.poll(), pending.poll()] == [None, None]
+    answer.set()
+    assert ended(pending) == 7
+
+
+def test_an_error_is_passed_on_and_keeps_nothing_alive(clock: ManualClock) -> None:
+    """A lock that a failed call has taken must be free again at once, without a collection of garbage."""
+    alive: list[weakref.ref[Held]] = []
+
+    def fail() -> int:
+        held = Held()
+        alive.append(weakref.ref(held))
+        try:
+            return Path("/nowhere/at/all").stat().st_size
+        except OSError as error:
+            raise TransportError(f"cannot: {error}") from error
+
+    gc.disable()
+    try:
+        with pytest.raises(TransportError, match="No such file"):
+            ended(Pending(call(fail, clock)))
+        assert [reference() for reference in alive] == [None]
+    finally:
+        gc.enable()
+
+
+def test_a_defect_is_told_as_one(clock: ManualClock) -> None:
+    with pytest.raises(TransportError, match="cannot try it: ZeroDivisionError"):
+        ended(Pending(call(lambda: 1 // 0, clock)))
+
+
+def test_calls_that_do_not_return_are_bounded(clock: ManualClock, monkeypatch) -> None:
+    monkeypatch.setattr(background, "MOST_CALLS", 2)
+    monkeypatch.setattr(background, "_free", threading.BoundedSemaphore(2))
+    answer = threading.Event()
+    stuck = [Pending(call(lambda: answer.wait(LIMIT_S), clock)) for _ in range(2)]
+    others = [Pending(call(lambda: 3, clock, until_s=until_s)) for until_s in (1.0, 10.0)]
+    before = threading.active_count()
+    assert [pending.poll() for pending in (*stuck, *others)] == [None] * 4
+    assert threading.active_count() == before + 2
+    clock.advance(2.0)
+    for pending in stuck:
+        with pytest.raises(TransportError, match="too late"):
+            pending.poll()
+    with pytest.raises(TransportError, match="2 calls of this process have not returned yet"):
+        others[0].poll()
+    answer.set()
+    assert ended(others[1]) == 3
