@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready
 ROOMS ?= 100000
-# Test files that run at once; 2 take two thirds of the time on a machine that nobody else uses.
-WORKERS ?= 0
+# Test files that run at once (as many as there are cores, up to 8, when empty), and the order in which they do (drawn when empty).
+WORKERS ?=
+SEED ?=
+TESTS := $(BIN)/python -m tests.run $(if $(WORKERS),--workers $(WORKERS)) $(if $(SEED),--seed $(SEED))
 SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
 # The tests of the shared directory run against a real server.
 TEST_SERVERS := redis-server
@@ -17,11 +19,14 @@ GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
-.PHONY: help setup system servers demo test test-faults test-gpu check format bench bench-gpu soak fuzz fuzz-http clean
+.PHONY: help setup system servers demo unit test test-all test-faults test-gpu check format bench bench-gpu soak fuzz fuzz-http clean
 
 help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine; then with sparse decode"
-	@echo "make test    run every test, and the short form of the fault suite"
+	@echo "make unit    run the unit tests, in a minute"
+	@echo "make test    run every suite, with the short form of the faults and of the largest matrices; SEED= repeats an order"
+	@echo "make test-all  run everything: all faults, whole matrices, ten times as many random examples; before a change of"
+	@echo "             transports, plans, wire, sessions or faults is called done"
 	@echo "make test-faults  kill, freeze and mislead every process in every state of a room; what became of it in out/faults/"
 	@echo "make test-gpu  run the tests that need a GPU, and the kernels under compute-sanitizer; results in out/test-gpu/"
 	@echo "make check   format, lint, types, import layers"
@@ -54,10 +59,14 @@ demo: $(READY)
 	$(BIN)/kvbridge demo
 	$(BIN)/kvbridge demo --sparse
 
+unit: $(READY) | servers
+	$(TESTS) --only unit
+
 test: $(READY) | servers
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
-	$(BIN)/python -m pytest tests/contract
-	$(BIN)/python -m pytest tests/faults -m faults_short
+	$(TESTS)
+
+test-all: $(READY) | servers
+	$(TESTS) --all
 
 test-faults: $(READY)
 	$(BIN)/python -m pytest tests/faults

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     on_device = getattr(metafunc.function, "device_backends", ())
     chosen += [pytest.param(label, id=label, marks=pytest.mark.gpu) for label in on_device]
     metafunc.parametrize("backend", chosen, indirect=True, scope="module")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Spread the suite by backend as well as by file: backends share nothing, and one file takes nearly all of the time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByBackend(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            return f"{file} {next((label for label in BACKENDS | DEVICE_BACKENDS if label in test), '')}"
+
+    return ByBackend(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.core.ids import IndexSpace
@@ -107,7 +107,6 @@ class Pool:
 
 
 @given(max_overtakes=st.integers(0, 4), script=st.lists(steps, max_size=60))
-@settings(max_examples=200, deadline=None)
 def test_everybody_who_fits_the_pool_is_admitted_once_rooms_end(max_overtakes, script):
     pool = Pool(max_overtakes)
     for step in script:
@@ -130,7 +129,6 @@ def test_everybody_who_fits_the_pool_is_admitted_once_rooms_end(max_overtakes, s
     large=st.fixed_dictionaries({space: st.integers(1, POOL) for space in SPACES}),
     rush=st.lists(st.tuples(st.sampled_from("bcd"), st.integers(1, 3), st.integers(1, 3)), min_size=60, max_size=60),
 )
-@settings(max_examples=100, deadline=None)
 def test_a_large_request_gets_its_turn_however_many_small_ones_keep_coming(max_overtakes, large, rush):
     pool = Pool(max_overtakes)
     for _ in range(POOL):

@@ -6,12 +6,13 @@ import time
 import tracemalloc
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.fuzz.decoders import DECODERS, MESSAGES, Decoder, family, hostile_frames
+from tests.helpers.examples import fewer
 
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = fewer(2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SECONDS_A_MEGABYTE = 3.0
 MEMORY_A_BYTE = 200
 """Bytes of Python objects that one byte of a frame may become while it is decoded. Small numbers in lists cost most."""

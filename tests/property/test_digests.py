@@ -18,9 +18,7 @@ from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import LayerGroup, Pairing, Stripe, destination_regions, held_groups
 from tests.property.test_plan_copies import Naive, Node, Scenario, contents, fill, request_tables, scenarios
 
-LIMITS = settings(
-    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+LIMITS = settings(suppress_health_check=list(HealthCheck))
 
 
 def raw(data: bytes) -> int:

@@ -385,7 +385,7 @@ def check_plan(planned: Plan, max_operation_bytes: int) -> None:
     assert sum(amount.operations for amount in planned.amounts.values()) == len(planned.operations)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(scenarios())
 def test_all_plans_together_copy_every_live_byte_once(scenario: Scenario):
     rng = np.random.default_rng(scenario.seed)

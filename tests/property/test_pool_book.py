@@ -145,4 +145,4 @@ class BookMachine(RuleBasedStateMachine):
 
 
 TestBook = BookMachine.TestCase
-TestBook.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBook.settings = settings(stateful_step_count=40)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.config.pools import HostLayout
@@ -52,7 +52,6 @@ def check(placement: Placement, chunking: Chunking) -> None:
     boundary=st.integers(1, 5),
     stage=st.integers(0, 1),
 )
-@settings(max_examples=40, deadline=None)
 def test_device_placements(counts, chunking, tp, boundary, stage):
     part = RankPart.of(TINY, Rank(pp=stage, tp=tp), pp_size=2, tp_size=4, boundaries=(boundary,))
     spaces = (IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST)
@@ -62,7 +61,6 @@ def test_device_placements(counts, chunking, tp, boundary, stage):
 
 
 @given(count=st.integers(1, 200), chunking=chunkings, layout=st.sampled_from(HostLayout))
-@settings(max_examples=40, deadline=None)
 def test_host_placements(count, chunking, layout):
     placement = host_placement(TINY, {ComponentKind.C4_KV}, page_count=count, layout=layout, chunking=chunking)
     assert placement.page_counts() == {IndexSpace.HOST: count}

@@ -283,12 +283,7 @@ class VerifiedRoomsMachine(RoomsMachine):
             self.world.verify(order, **ending)
 
 
-LIMITS = settings(
-    max_examples=120,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+LIMITS = settings(stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 TestRooms = RoomsMachine.TestCase
 TestRooms.settings = LIMITS

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.helpers.examples import fewer
 from tests.helpers.sparse_worlds import SparseWorld
 from tests.helpers.sparse_worlds import settings as sparse_settings
 
@@ -86,9 +87,6 @@ class EngineAtWork(RuleBasedStateMachine):
 
 
 TestEngineAtWork = EngineAtWork.TestCase
-TestEngineAtWork.settings = settings(
-    max_examples=25,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+TestEngineAtWork.settings = fewer(
+    4, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )

@@ -1,7 +1,7 @@
 """Whatever bytes arrive, the codec answers with an envelope or a FrameError."""
 
 import msgpack
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.core.wire.codec import PEER, Acks, Envelope, FrameError
@@ -35,25 +35,21 @@ def decode(frame):
     return caught
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=400))
 def test_any_bytes(frame):
     decode(frame)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(0, len(FRAME) - 1), st.integers(0, 255))
 def test_one_changed_byte(position, value):
     decode(FRAME[:position] + bytes([value]) + FRAME[position + 1 :])
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, len(FRAME) - 1))
 def test_cut_short(length):
     assert isinstance(decode(FRAME[:length]), FrameError)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(values, max_size=9), values)
 def test_any_structure(fields, body):
     decode(msgpack.packb(fields))

@@ -3,11 +3,12 @@
 import heapq
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox
+from tests.helpers.examples import fewer
 
 STEP_S = 0.01
 
@@ -73,7 +74,6 @@ channels = {
 }
 
 
-@settings(max_examples=60, deadline=None)
 @given(**channels, count=st.integers(1, 80), window=st.integers(1, 16))
 def test_a_patient_sender_loses_nothing(seed, loss, double, most_delay_s, count, window):
     delivery = DeliverySettings(give_up_s=1e6, window=window)
@@ -88,7 +88,6 @@ def test_a_patient_sender_loses_nothing(seed, loss, double, most_delay_s, count,
     assert len(simulation.inbox) == 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(**channels, count=st.integers(1, 80), window=st.integers(1, 16))
 def test_an_impatient_sender_reports_what_it_lost(seed, loss, double, most_delay_s, count, window):
     delivery = DeliverySettings(give_up_s=0.3, window=window)
@@ -102,7 +101,7 @@ def test_an_impatient_sender_reports_what_it_lost(seed, loss, double, most_delay
     assert len(simulation.undelivered) == len(set(simulation.undelivered)), "reported twice"
 
 
-@settings(max_examples=20, deadline=None)
+@fewer(4)
 @given(seed=st.integers(0, 2**32), loss=st.floats(0, 0.4))
 def test_nothing_grows_and_resends_are_bounded(seed, loss):
     delivery = DeliverySettings(give_up_s=2.0, window=64, max_held=512)

@@ -71,7 +71,7 @@ class HostilePeer(RuleBasedStateMachine):
 
 
 TestHostilePeer = HostilePeer.TestCase
-TestHostilePeer.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHostilePeer.settings = settings(stateful_step_count=40)
 
 
 def test_what_is_due_is_taken_whatever_is_held():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, NotReadyError
@@ -62,7 +62,6 @@ shares = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), min_size=1, 
 
 
 @given(prefill=shares, decode=shares, refused=st.sets(st.sampled_from(["p0", "p1", "d0", "d1"])))
-@settings(max_examples=60, deadline=None)
 def test_the_best_pair_is_the_best_of_all_pairs(prefill, decode, refused):
     """Against the plain definition: look at every pair."""
     fleet = [

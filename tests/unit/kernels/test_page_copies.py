@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
@@ -39,7 +39,6 @@ def copies(draw: st.DrawFn) -> tuple[Form, Form, int, list[list[tuple[int, int]]
     return source, target, page_bytes, lists
 
 
-@settings(max_examples=150, deadline=None)
 @given(copies())
 def test_copies_the_named_pages_of_each_pair_and_nothing_else(case):
     source_form, target_form, page_bytes, lists = case

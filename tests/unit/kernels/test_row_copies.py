@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
@@ -44,7 +44,6 @@ def copies(draw: st.DrawFn):
     return parts, slots, forms, ids
 
 
-@settings(max_examples=150, deadline=None)
 @given(copies())
 def test_copies_every_part_of_the_named_rows_and_nothing_else(case):
     parts, slots, forms, ids = case

@@ -1,0 +1,137 @@
+"""What the tests of one process share without wanting to: environment, signal handlers, logging, module state, threads, children.
+
+Owns: what is looked at, and how a difference is told. Must not know: pytest; `tests/conftest.py` looks before and after each test.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sized
+from pathlib import Path
+from types import ModuleType
+
+State = dict[str, object]
+"""What was found, by names that a reader understands."""
+Helpers = dict[tuple[str, int | None], str]
+"""Threads and child processes by number, with what they are."""
+ModuleNames = dict[str, dict[str, object]]
+"""What each global name of each module of ours stands for."""
+
+GRACE_S = 10.0
+"""Threads and children that were told to end may take this long; nobody waits where nothing is left over."""
+CHANGED_BY_PYTEST = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
+ENDS_WITH_THE_PROCESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Helpers that Python starts once and ends itself."""
+ONCE_A_PROCESS = {
+    "kvbridge.kernels.cuda.programs._loaded",  # compiled kernels
+    "kvbridge.kernels.digest._devices",  # compiled kernels
+    "kvbridge.transport.mooncake_library._process_environment",  # settings that the library reads once
+    "kvbridge.transport.nixl_agent._process_settings",  # settings that the library reads once
+}
+"""Module state that is meant to outlive a test."""
+OURS = ("kvbridge.", "tests.helpers.")
+
+
+def read_settings() -> State:
+    """What a test may change in its process, and must change back. Quick: it is read twice for each test."""
+    found: State = {f"environment variable {name}": os.environ[name] for name in os.environ.keys() - CHANGED_BY_PYTEST}
+    found["working directory"] = os.getcwd()  # noqa: PTH109 - several times quicker than Path.cwd()
+    found |= {f"handler of {number.name}": signal.getsignal(number) for number in signal.Signals}
+    root = logging.getLogger()
+    handlers = [handler for handler in root.handlers if not type(handler).__module__.startswith("_pytest.")]
+    found["root logger"] = (root.level, root.disabled, root.manager.disable, handlers)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(OURS):
+            found |= {f"size of {full}": len(held) for full, held in _containers(name, module)}
+    return found
+
+
+def read_names() -> ModuleNames:
+    """Which object each global name of our modules stands for."""
+    return {name: vars(module).copy() for name, module in list(sys.modules.items()) if name.startswith(OURS)}
+
+
+def read_helpers() -> Helpers:
+    """Threads and child processes."""
+    found: Helpers = {("thread", thread.ident): thread.name for thread in threading.enumerate()}
+    for pid in _children():
+        command = _command(pid)
+        if not any(name in command for name in ENDS_WITH_THE_PROCESS):
+            found["child process", pid] = command or "ended, not waited for"
+    return found
+
+
+def changed_settings(before: State, after: State) -> Iterator[str]:
+    """What is otherwise than before, one line each. What a module holds when it is imported is nobody's doing."""
+    if before == after:
+        return
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name, "not there"), after.get(name, "not there")
+        if old != new and not (name not in before and name.startswith("size of")):
+            yield f"{name}: {new!r:.200}, was {old!r:.200}"
+
+
+def changed_names(before: ModuleNames, after: ModuleNames) -> Iterator[str]:
+    """The global names that stand for another object than before, one line each."""
+    for module, values in before.items():
+        now = after.get(module, {})
+        for name, value in values.items():
+            if now.get(name) is not value:
+                yield f"{module}.{name}: {now.get(name)!r:.200}, was {value!r:.200}"
+
+
+def still_there(before: Helpers, read: Callable[[], Helpers]) -> list[str]:
+    """Which threads and children are new, one line each, after waiting for them to end."""
+    until_s = time.monotonic() + GRACE_S
+    while new := {key: what for key, what in read().items() if key not in before}:
+        if time.monotonic() >= until_s:
+            break
+        time.sleep(0.01)
+    return [f"{kind} {number}: {what}" for (kind, number), what in new.items()]
+
+
+_known: dict[str, tuple[int, list[tuple[str, Sized]]]] = {}
+"""The containers of each module, and how many names it had when they were looked for."""
+
+
+def _containers(module: str, found: ModuleType) -> list[tuple[str, Sized]]:
+    names, containers = _known.get(module, (-1, []))
+    if names != len(vars(found)):
+        containers = list(_find_containers(module, vars(found)))
+        _known[module] = (len(vars(found)), containers)
+    return containers
+
+
+def _find_containers(module: str, values: Mapping[str, object]) -> Iterator[tuple[str, Sized]]:
+    """What can grow: containers with a global name, and those in objects of ours with a global name."""
+    for name, value in values.items():
+        full = f"{module}.{name}"
+        if name.startswith("__") or full in ONCE_A_PROCESS or value is _known:
+            continue
+        if isinstance(value, (dict, list, set)):
+            yield full, value
+        elif type(value).__module__.startswith(OURS):
+            parts = getattr(value, "__dict__", {}).items()
+            yield from ((f"{full}.{part}", held) for part, held in parts if isinstance(held, (dict, list, set)))
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found += map(int, (task / "children").read_text().split())
+        except FileNotFoundError:  # the thread has ended meanwhile
+            continue
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,186 @@
+"""`make test` and `make test-all`: every suite in a process of its own, whatever became of the one before, and one summary.
+
+Files of a suite run side by side, in an order drawn from a seed: `make test SEED=...` draws the same order again. The exit
+code is 0 only when every suite passed and left no process behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 3600.0
+"""For one suite: longer than any takes, so that one that hangs is told and the next ones run."""
+GRACE_S = 60.0
+"""From the interruption at the limit to SIGKILL."""
+LAST_WORDS_S = 5.0
+"""For what is still in a suite's pipe after its end."""
+MARK = "KVBRIDGE_TEST_RUN"
+"""An environment variable that everything inherits which a suite starts: so what is left of it is found."""
+TOLD = re.compile(r"^(FAILED|ERROR) |^(=+ )?\d+ (passed|failed|error|skipped|deselected)\b.* in [\d.]+s")
+"""The lines of pytest that the summary repeats."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests that share their processes."""
+
+    name: str
+    short: tuple[str, ...]
+    """What pytest is given by `make test`."""
+    whole: tuple[str, ...]
+    """What pytest is given by `make test-all`."""
+
+
+SUITES = (
+    Suite("main", ("-m", "not thorough"), ()),
+    Suite("contract", ("tests/contract",), ("tests/contract",)),
+    Suite("faults", ("tests/faults", "-m", "faults_short"), ("tests/faults",)),
+)
+UNIT = Suite("unit", ("tests/unit",), ("tests/unit",))
+"""A part of the main suite, for `make unit`."""
+
+
+def main() -> int:
+    """Run the suites and say how they went."""
+    parser = argparse.ArgumentParser(prog="python -m tests.run", description=__doc__)
+    parser.add_argument("--all", action="store_true", help="full matrices, all faults, ten times the random examples")
+    parser.add_argument(
+        "--only", choices=[suite.name for suite in (*SUITES, UNIT)], action="append", help="run these suites"
+    )
+    parser.add_argument("--seed", type=int, help="of the order and of random numbers; drawn when not given")
+    parser.add_argument("--workers", type=int, help="files that run at once; as many as there are cores, up to 8")
+    given = parser.parse_args()
+    seed = secrets.randbelow(1 << 32) if given.seed is None else given.seed
+    workers = given.workers or min(8, len(os.sched_getaffinity(0)))
+    told, failed = [], []
+    for suite in [suite for suite in (*SUITES, UNIT) if suite.name in given.only] if given.only else SUITES:
+        print(f"\n===== {suite.name}: SEED={seed} WORKERS={workers} =====", flush=True)
+        targets = suite.whole if given.all else suite.short
+        problems, lines = run_suite(pytest_command(seed, workers, targets), environment(workers, thorough=given.all))
+        failed += [suite.name] if problems else []
+        told += [f"--- {suite.name}: {'; '.join(problems) or 'passed'}", *lines]
+    print(f"\n===== {', '.join(failed) + ' failed' if failed else 'all passed'}; again: make test SEED={seed} =====")
+    print("\n".join(told), flush=True)
+    return 1 if failed else 0
+
+
+def pytest_command(seed: int, workers: int, targets: Sequence[str]) -> list[str]:
+    """Run pytest on some targets, in the order of a seed."""
+    side_by_side = ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"] if workers > 1 else []
+    colour = ["--color=yes"] if sys.stdout.isatty() else []
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        f"--randomly-seed={seed}",
+        f"--hypothesis-seed={seed}",
+        *side_by_side,
+        *colour,
+        *targets,
+    ]
+
+
+def environment(workers: int, *, thorough: bool) -> dict[str, str]:
+    """What a suite's processes inherit."""
+    found = {**os.environ, MARK: secrets.token_hex(8)}
+    # A suite starts hundreds of processes; without bytecode on disk each of them would compile the package again.
+    found.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Tensor libraries take every core in every process otherwise.
+    found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
+    if thorough:
+        found["HYPOTHESIS_PROFILE"] = "thorough"
+    return found
+
+
+def run_suite(
+    command: Sequence[str], environment: dict[str, str], limit_s: float = LIMIT_S
+) -> tuple[list[str], list[str]]:
+    """Run a suite, showing what it prints. Returns what is wrong, and the lines of its own summary."""
+    printed = bytearray()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    assert process.stdout is not None
+    show = threading.Thread(target=_copy, args=(process.stdout.fileno(), printed), daemon=True)
+    show.start()
+    problems = []
+    try:
+        code = process.wait(limit_s)
+        problems += [f"exit code {code}"] if code else []
+    except subprocess.TimeoutExpired:
+        problems.append(f"not done after {limit_s:.0f} s")
+    finally:
+        _end(process)
+    problems += [f"left process {pid} running: {command}" for pid, command in end_left(environment[MARK])]
+    show.join(LAST_WORDS_S)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", printed.decode(errors="replace"))
+    return problems, [line for line in plain.splitlines() if TOLD.match(line)]
+
+
+def _copy(descriptor: int, printed: bytearray) -> None:
+    while chunk := os.read(descriptor, 1 << 16):
+        printed += chunk
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End pytest if it still runs: first as Ctrl-C does, so that it ends what its fixtures have started."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def end_left(mark: str) -> list[tuple[int, str]]:
+    """Kill every process that a suite has left, and return them."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    until_s = time.monotonic() + LAST_WORDS_S
+    while True:
+        found = [(pid, _command(pid)) for pid in _processes() if wanted in _environment(pid)]
+        if not found or time.monotonic() > until_s:
+            break
+        time.sleep(0.1)
+    for pid, _ in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return found
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another user's
+        return []
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
