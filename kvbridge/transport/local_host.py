@@ -146,7 +146,6 @@ class Gates:
         with self._lock:
             return tuple(self._gates.get((device, address), ()))
 
-
     def remove_names(self) -> None:
         """Remove the names of all, at the end of the process; called where exit handlers do not run, too."""
         with self._lock:
