@@ -15,12 +15,9 @@ from typing import Annotated, NewType
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from kvbridge.core.errors import InvalidInputError
-
-RoomId = NewType("RoomId", int)
-"""Names one request on both sides: an unsigned 64-bit integer chosen by whoever admits the request."""
 
 Generation = NewType("Generation", int)
 """Counts the attempts at one room, from 1. A message of an older generation is stale."""
@@ -31,9 +28,23 @@ Incarnation = NewType("Incarnation", str)
 InstanceId = NewType("InstanceId", str)
 """Names one copy of a served model: the ranks that hold it, on one node or several."""
 
-MAX_ROOM = 2**64 - 1
+ROOM_BITS = 53
+MAX_ROOM = 2**ROOM_BITS - 1
+"""Up to here every reader of JSON keeps a whole number as it is; JavaScript and others count in doubles."""
 
-Uint64 = Annotated[int, Field(ge=0, le=MAX_ROOM)]
+
+def _exact(room: int) -> int:
+    if room > MAX_ROOM:
+        raise ValueError(
+            f"a room's id is below 2**{ROOM_BITS}, so that readers of JSON that count in doubles keep it exact"
+        )
+    return room
+
+
+RoomId = Annotated[int, Field(ge=0, json_schema_extra={"maximum": MAX_ROOM}), AfterValidator(_exact)]
+"""Names one request on both sides: a number from 0 to `MAX_ROOM`, chosen by whoever admits the request."""
+
+Uint64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
 NonNegative = Annotated[int, Field(ge=0, le=2**62)]
 Positive = Annotated[int, Field(ge=1, le=2**62)]
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter, FastAPI, Path, Query, Response
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.http.daemon_app import ReasonQuery, RoomPath
+from kvbridge.http.numbers import as_described
 from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, MetricsRender, assemble_app
 from kvbridge.service.directory import Directory
 from kvbridge.service.nodes import InstanceView, NodeView
@@ -36,7 +37,7 @@ def create_bootstrap_app(
 def _pairs_router(pairing: PairingService) -> APIRouter:
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=PROBLEM_RESPONSES)
 
-    @router.post("", status_code=201)
+    @router.post("", status_code=201, dependencies=[as_described(PairRequest)])
     async def pair(request: PairRequest, response: Response) -> Ticket:
         """Pair a request and reserve both ends. 503 with Retry-After when no pair can take it now."""
         ticket = await pairing.pair(request)
@@ -64,7 +65,7 @@ def _directory_router(directory: Directory) -> APIRouter:
         """Return every instance with its nodes, and why it is not ready."""
         return await directory.listing()
 
-    @router.put("/{instance}/nodes/{node}")
+    @router.put("/{instance}/nodes/{node}", dependencies=[as_described(NodeRegistration)])
     async def register(instance: NamePath, node: NamePath, registration: NodeRegistration) -> NodeView:
         """Add a node, or replace its former incarnation."""
         if (instance, node) != (registration.instance, registration.node):
@@ -74,7 +75,7 @@ def _directory_router(directory: Directory) -> APIRouter:
             )
         return await directory.register(registration)
 
-    @router.post("/{instance}/nodes/{node}/heartbeat")
+    @router.post("/{instance}/nodes/{node}/heartbeat", dependencies=[as_described(NodeHeartbeat)])
     async def beat(instance: NamePath, node: NamePath, heartbeat: NodeHeartbeat) -> NodeView:
         """Note that a node lives. 404: register again. 409 `stale`: another process has taken its place."""
         return await directory.heartbeat(instance, node, heartbeat)

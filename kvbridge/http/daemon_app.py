@@ -11,11 +11,12 @@ from typing import Annotated
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
 from kvbridge.core.errors import ConflictError, InvalidInputError, StaleError
-from kvbridge.core.ids import MAX_ROOM
+from kvbridge.core.ids import MAX_ROOM, RoomId
+from kvbridge.http.numbers import NUMBER, as_described
 from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, MetricsRender, assemble_app
 from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomsPort, RoomState, StatusPort
 
-RoomPath = Annotated[int, Path(ge=0, le=MAX_ROOM, description="The room's id, an unsigned 64-bit integer.")]
+RoomPath = Annotated[RoomId, NUMBER, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
 ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everybody who asks why the room ended.")]
 
 
@@ -30,7 +31,7 @@ def create_daemon_app(
 def _rooms_router(rooms: RoomsPort, settings: AppSettings) -> APIRouter:
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=PROBLEM_RESPONSES)
 
-    @router.post("", status_code=201)
+    @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)])
     async def admit(request: AdmissionRequest, response: Response, connection: Request) -> RoomReport:
         """Reserve for a request, at once or within its `wait_s`.
 
@@ -44,7 +45,9 @@ def _rooms_router(rooms: RoomsPort, settings: AppSettings) -> APIRouter:
     @router.get("/{room}")
     async def report(
         room: RoomPath,
-        wait: Annotated[float, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")] = 0.0,
+        wait: Annotated[
+            float, NUMBER, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")
+        ] = 0.0,
         until: Annotated[tuple[RoomState, ...], Query(description="States to wait for; none: a final one.")] = (),
     ) -> RoomReport:
         """Return a room's report, at once or when it has reached a state; after `wait` seconds in any case."""
@@ -60,7 +63,7 @@ def _rooms_router(rooms: RoomsPort, settings: AppSettings) -> APIRouter:
     async def cancel(
         room: RoomPath,
         reason: ReasonQuery = "cancelled by its client",
-        generation: Annotated[int | None, Query(ge=1, description="Cancel this generation only.")] = None,
+        generation: Annotated[int | None, NUMBER, Query(ge=1, description="Cancel this generation only.")] = None,
     ) -> RoomReport:
         """Abort a room; harmless on a final one. 409 `stale` when the room is there in another generation."""
         present = rooms.report(room)

@@ -37,7 +37,7 @@ from kvbridge.core.errors import (
     StaleError,
     UnknownRoomError,
 )
-from kvbridge.core.ids import FrozenModel, Positive, Role, Uint64
+from kvbridge.core.ids import ROOM_BITS, FrozenModel, Positive, Role, RoomId
 from kvbridge.service.directory import Directory
 from kvbridge.service.fit import Candidate, Ranking
 from kvbridge.service.nodes import Instance
@@ -96,7 +96,7 @@ class EndReport(FrozenModel):
 class PairReport(FrozenModel):
     """A paired room, as its daemons see it now."""
 
-    room: Uint64
+    room: RoomId
     generation: Positive
     state: RoomState
     """The decode side's state, or the prefill side's when no decode daemon answers."""
@@ -204,7 +204,7 @@ class PairingService:
 
     async def _claim(self, wanted: int | None) -> Claim:
         for _ in range(DRAWS):
-            room = secrets.randbits(64) if wanted is None else wanted
+            room = secrets.randbits(ROOM_BITS) if wanted is None else wanted
             claim = await self._rooms.claim(room, generations=self._limits.attempts)
             if isinstance(claim, Claim):
                 return claim
@@ -212,7 +212,7 @@ class PairingService:
                 raise ConflictError(
                     f"room {room} is in use (paired {claim.age_s:.0f} s ago): draw another id, or cancel it first"
                 )
-        raise IntegrityError(f"{DRAWS} random 64-bit room ids in a row were in use")
+        raise IntegrityError(f"{DRAWS} random room ids in a row were in use")
 
     async def _give_up(self, attempt: _Attempt) -> None:
         try:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Protocol, Self
 from pydantic import Field, model_validator
 
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Uint64
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -30,7 +30,7 @@ class PeerAddress(FrozenModel):
 class AdmissionRequest(FrozenModel):
     """Admit one request. On decode, `prefill` names the nodes that will write; on prefill it is left out."""
 
-    room: Uint64 | None = None
+    room: RoomId | None = None
     """None lets the daemon draw one."""
     generation: Positive = 1
     prompt_tokens: Positive
@@ -66,7 +66,7 @@ class RoomState(StrEnum):
 class RoomReport(FrozenModel):
     """One room, as its daemon sees it now. For a final room this is its receipt."""
 
-    room: Uint64
+    room: RoomId
     generation: Positive
     role: Role
     state: RoomState
@@ -197,7 +197,7 @@ class NodeHeartbeat(FrozenModel):
 class PairRequest(FrozenModel):
     """Ask bootstrap for a pair of instances for one request."""
 
-    room: Uint64 | None = None
+    room: RoomId | None = None
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
     fingerprint: str = ""
@@ -215,7 +215,7 @@ class TicketEnd(FrozenModel):
 class Ticket(FrozenModel):
     """A paired and, on both ends, reserved request. Both ends give it up unless it is used in time."""
 
-    room: Uint64
+    room: RoomId
     generation: Positive
     prefill: TicketEnd
     decode: TicketEnd

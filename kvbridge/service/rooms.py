@@ -23,7 +23,7 @@ import structlog
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import ConflictError, NotReadyError, RoomFailedError, StaleError, UnknownRoomError
-from kvbridge.core.ids import Role, Tables
+from kvbridge.core.ids import ROOM_BITS, Role, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.pool.book import Owner, PageBook, PageState
 from kvbridge.service.ports import RoomReport, RoomState
@@ -234,7 +234,7 @@ class RoomBook(Generic[RoomT]):
     def draw(self) -> int:
         """Return an id that no room of this daemon has; never 0."""
         while True:
-            room = secrets.randbits(64)
+            room = secrets.randbits(ROOM_BITS)
             if room and room not in self._attempts:
                 return room
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvbridge.core.ids import ROOM_BITS
 from kvbridge.daemon.children import clean_environment
 from tests.helpers.cluster import Cluster
 
@@ -142,7 +143,7 @@ class Load:
         if way == "bootstrap":
             room = int((await self.bootstrap.post("/v1/requests", body))["room"])
         else:
-            room = (secrets.randbits(40) << 20) + number
+            room = (secrets.randbits(ROOM_BITS - 20) << 20) + number
             if way == "daemons":
                 await self.prefill.post("/v1/requests", {"room": room, "prompt_tokens": shape.tokens})
             try:

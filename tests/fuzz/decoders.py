@@ -84,7 +84,7 @@ def _table(space: IndexSpace, *ids: int) -> wire.WireTable:
 
 
 TABLES = (_table(IndexSpace.FULL, 1, 2, 3), _table(IndexSpace.SWA, 1, 2), _table(IndexSpace.REQUEST, 0))
-ROOM = {"room": 2**63 + 5, "generation": 2}
+ROOM = {"room": 2**52 + 5, "generation": 2}
 ENDPOINTS = (wire.TransportEndpoint(transport="local", data=b"{}"), wire.TransportEndpoint(transport="nixl", data=b"x"))
 DESCRIPTION = wire.RankDescription(manifest=manifest(GEOMETRY), endpoints=ENDPOINTS)
 NODE = wire.NodeDescription(

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 from kvbridge.cli.engines.channel import Channel, Failed
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.geometry.hot_buffer import SparseSettings
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Tables, Uint64
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, RoomId, Tables
 from kvbridge.core.plan.operations import Amounts
 
 Pages = dict[str, tuple[int, ...]]
@@ -112,7 +112,7 @@ class Serve(FrozenModel):
 
     type: Literal["serve"] = "serve"
     number: Positive
-    room: Uint64
+    room: RoomId
 
 
 Order = Annotated[Attach | Serve, Field(discriminator="type")]
@@ -166,7 +166,7 @@ class Claimed(FrozenModel):
 
     type: Literal["claimed"] = "claimed"
     number: Positive
-    room: Uint64
+    room: RoomId
     pages: Pages
     amounts: Amounts
     phases_s: dict[str, float]
@@ -201,7 +201,7 @@ class RoomEnded(FrozenModel):
     """The daemon says that a room ended before its time."""
 
     type: Literal["room_ended"] = "room_ended"
-    room: Uint64
+    room: RoomId
     kind: str
     reason: str
 

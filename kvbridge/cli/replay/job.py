@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter
 
 from kvbridge.cli.engines.channel import Channel, Failed
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Uint64
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, RoomId
 from kvbridge.core.plan.operations import Amounts
 
 MOST_WRONG_ROWS = 20
@@ -34,7 +34,7 @@ class Note(FrozenModel):
     """What the prefill engine gives to `finish`, and the decode engine finds with the claim."""
 
     number: Positive
-    room: Uint64
+    room: RoomId
     prompt_tokens: Positive
     output_tokens: NonNegative
     finished_s: float
@@ -46,7 +46,7 @@ class WrongRow(FrozenModel):
 
     number: Positive
     """Of the request, counted from 1."""
-    room: Uint64
+    room: RoomId
     rank: str
     component: ComponentKind
     layer: NonNegative
@@ -75,7 +75,7 @@ class Serve(FrozenModel):
 
     type: Literal["serve"] = "serve"
     number: Positive
-    room: Uint64
+    room: RoomId
     prompt_tokens: Positive
     output_tokens: NonNegative
 
@@ -135,7 +135,7 @@ class RoomEnded(FrozenModel):
     """A room ended before its time."""
 
     type: Literal["room_ended"] = "room_ended"
-    room: Uint64
+    room: RoomId
     reason: str
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvbridge.cli.replay.job import WrongRow
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.ids import FrozenModel, NonNegative, Uint64
+from kvbridge.core.ids import FrozenModel, NonNegative, RoomId
 from kvbridge.core.plan.operations import Amount, Amounts
 
 PHASES = {
@@ -94,7 +94,7 @@ class Unserved(FrozenModel):
     """One request that did not come through, and why."""
 
     number: NonNegative
-    room: Uint64
+    room: RoomId
     """0 when it was never admitted."""
     reason: str
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Uint64
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, Text, WireTable
 from kvbridge.core.wire.shared_memory import SharedRegion, StreamPoint
@@ -50,7 +50,7 @@ class Admit(Call):
     """Admit a room from the engine itself, as `POST /v1/requests` does."""
 
     type: Literal["admit"] = "admit"
-    room: Uint64
+    room: RoomId
     generation: Positive = 1
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
@@ -60,7 +60,7 @@ class Begin(Call):
     """Prefill: start to compute an admitted room. Adopted pools name their pages here."""
 
     type: Literal["begin"] = "begin"
-    room: Uint64
+    room: RoomId
     prompt_tokens: Positive
     tables: tuple[WireTable, ...] = ()
     by_gpu: bool = False
@@ -71,7 +71,7 @@ class Publish(Call):
     """Prefill: the first `upto_token` tokens are final in memory, on all layers or on some."""
 
     type: Literal["publish"] = "publish"
-    room: Uint64
+    room: RoomId
     upto_token: NonNegative
     layers: tuple[NonNegative, ...] | None = None
     after: dict[str, StreamPoint] = Field(default_factory=dict)
@@ -82,7 +82,7 @@ class Finish(Call):
     """Prefill: everything is published; `metadata` (first token, log-probabilities) travels with Done."""
 
     type: Literal["finish"] = "finish"
-    room: Uint64
+    room: RoomId
     metadata: Metadata = b""
     by_gpu: bool = False
     """A GPU may still have to write what was published: the engine lets go of the pages by Release."""
@@ -92,7 +92,7 @@ class Provide(Call):
     """Decode, adopted pools: the device pages that the engine gives to a room that asked for them."""
 
     type: Literal["provide"] = "provide"
-    room: Uint64
+    room: RoomId
     tables: tuple[WireTable, ...]
     prefix_tokens: NonNegative = 0
     """Tokens from the start of the prompt whose rows are in these pages already; they are not sent again."""
@@ -102,14 +102,14 @@ class Claim(Call):
     """Decode: take a committed room."""
 
     type: Literal["claim"] = "claim"
-    room: Uint64
+    room: RoomId
 
 
 class Extend(Call):
     """Decode: the request will hold `tokens` tokens in all; reserve what is missing and return the tables for it."""
 
     type: Literal["extend"] = "extend"
-    room: Uint64
+    room: RoomId
     tokens: Positive
 
 
@@ -117,7 +117,7 @@ class Release(Call):
     """Decode: the request is over, its pages can be used again. Prefill: the engine's GPU is through with a finished room."""
 
     type: Literal["release"] = "release"
-    room: Uint64
+    room: RoomId
     generation: NonNegative = 0
     """On prefill, the attempt that was finished."""
 
@@ -126,7 +126,7 @@ class AbortRoom(Call):
     """Either side: stop this room."""
 
     type: Literal["abort_room"] = "abort_room"
-    room: Uint64
+    room: RoomId
     reason: Text
 
 
@@ -182,7 +182,7 @@ class Pages(Answer):
     """The tables of a room, for begin, claim and extend."""
 
     type: Literal["pages"] = "pages"
-    room: Uint64
+    room: RoomId
     generation: Positive
     prompt_tokens: Positive
     prefix_tokens: NonNegative = 0
@@ -197,7 +197,7 @@ class RoomEvent(FrozenModel):
     """Pushed to every engine of the node when a room changes in a way that an engine must know."""
 
     type: Literal["room_event"] = "room_event"
-    room: Uint64
+    room: RoomId
     generation: Positive
     kind: Literal["wanted", "committed", "completed", "aborted", "failed", "cancel"]
     """wanted: decode asks for pages (adopted). committed: can be claimed. completed, aborted, failed: over, the pages are

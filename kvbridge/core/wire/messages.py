@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
-from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, PageTable, Positive, Rank, Role, Tables, Uint64
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, PageTable, Positive, Rank, Role, RoomId, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts
 
@@ -88,7 +88,7 @@ def from_wire(tables: tuple[WireTable, ...]) -> Tables:
 class RoomMessage(FrozenModel):
     """What every message about a room carries."""
 
-    room: Uint64
+    room: RoomId
     generation: Positive
 
 

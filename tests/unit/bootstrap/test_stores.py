@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvbridge.core.ids import Role
+from kvbridge.core.ids import MAX_ROOM, Role
 from kvbridge.service.ports import Load, NodeHeartbeat, Ticket, TicketEnd
 from kvbridge.service.stores.base import Claim, PairingState, RoomInUse
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, TIMES, entry_of, half, node
@@ -110,11 +110,11 @@ async def test_a_claim_that_is_given_up_keeps_its_generations_used(world):
 
 
 async def test_ids_are_whole_to_the_last_bit(world):
-    """2**64 - 1 and its neighbour are one number to whoever counts in doubles."""
-    claims = [await world.store.claim(room, generations=1) for room in (2**64 - 1, 2**64 - 2)]
+    """2**53 is the first id whose neighbour is the same number to whoever counts in doubles."""
+    claims = [await world.store.claim(room, generations=1) for room in (MAX_ROOM, MAX_ROOM - 1)]
     for claim in claims:
         assert await world.store.settle(claim, ticket_for(claim, 1))
-    assert [(await world.store.room(claim.room)).ticket.room for claim in claims] == [2**64 - 1, 2**64 - 2]
+    assert [(await world.store.room(claim.room)).ticket.room for claim in claims] == [MAX_ROOM, MAX_ROOM - 1]
 
 
 async def test_the_oldest_settled_room_makes_place_and_one_being_paired_does_not(world):

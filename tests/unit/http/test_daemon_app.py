@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from kvbridge.core.errors import CapacityError, error_codes
+from kvbridge.core.ids import MAX_ROOM
 from kvbridge.http import create_daemon_app
 from kvbridge.service.ports import Readiness, RoomReport, RoomState
 from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
@@ -50,10 +51,10 @@ def problem(response: httpx.Response, status: int, code: str) -> dict:
 
 
 async def test_admission(http, rooms):
-    response = await http.post("/v1/requests", json={"room": 2**64 - 1, "prompt_tokens": 5})
+    response = await http.post("/v1/requests", json={"room": MAX_ROOM, "prompt_tokens": 5})
     assert response.status_code == 201
-    assert response.headers["location"] == f"/v1/requests/{2**64 - 1}"
-    assert RoomReport.model_validate_json(response.content) == rooms.rooms[2**64 - 1]
+    assert response.headers["location"] == f"/v1/requests/{MAX_ROOM}"
+    assert RoomReport.model_validate_json(response.content) == rooms.rooms[MAX_ROOM]
 
 
 async def test_a_full_daemon_says_when_to_come_back(http, rooms):
@@ -78,7 +79,8 @@ async def test_every_error_keeps_its_code_and_status(http, rooms, code):
     [
         ({}, "body.prompt_tokens: Field required"),
         ({"prompt_tokens": 0}, "body.prompt_tokens: Input should be greater than or equal to 1, got 0"),
-        ({"prompt_tokens": 1, "room": 2**64}, "body.room"),
+        ({"prompt_tokens": 1, "room": 2**53}, "body.room: a room's id is below 2**53"),
+        ({"prompt_tokens": 1, "room": 2**53 * 1.0}, "body.room: a room's id is below 2**53"),
         ({"prompt_tokens": 1, "room": -1}, "body.room"),
         ({"prompt_tokens": 1, "extra": 1}, "body.extra: Extra inputs are not permitted"),
         (
@@ -92,6 +94,32 @@ async def test_every_error_keeps_its_code_and_status(http, rooms, code):
 async def test_a_wrong_body_is_refused_with_its_faults(http, body, expected):
     response = await http.post("/v1/requests", json=body)
     assert expected in problem(response, 400, "invalid_input")["detail"]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"prompt_tokens": "1000"}, "body.prompt_tokens: Input should be a valid integer, got '1000'"),
+        ({"prompt_tokens": True}, "body.prompt_tokens: Input should be a valid integer, got True"),
+        ({"prompt_tokens": 1.5}, "body.prompt_tokens: Input should be a valid integer, got 1.5"),
+        ({"room": "7"}, "body.room"),
+        ({"wait_s": "1"}, "body.wait_s: Input should be a valid number, got '1'"),
+        ({"wait_s": True}, "body.wait_s: Input should be a valid number, got True"),
+    ],
+)
+async def test_what_is_no_number_in_json_is_none_here(http, rooms, change, fault):
+    response = await http.post("/v1/requests", json={"prompt_tokens": 5} | change)
+    assert fault in problem(response, 400, "invalid_input")["detail"]
+    assert not rooms.rooms
+
+
+async def test_a_whole_number_may_be_written_as_any_number(http):
+    """JSON knows one kind of number, and JSON Schema calls 5.0 an integer."""
+    response = await http.post("/v1/requests", json={"room": 3.0, "prompt_tokens": 5.0, "generation": 2e0, "wait_s": 0})
+    assert response.status_code == 201
+    assert (response.json()["room"], response.json()["generation"]) == (3, 2)
+    assert (await http.get("/v1/requests/3.0?wait=0.0")).status_code == 200
+    assert (await http.delete("/v1/requests/3?generation=2.0")).status_code == 200
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b"null", b"[" * 2000])
@@ -111,7 +139,7 @@ async def test_a_report(http):
     problem(await http.get("/v1/requests/4"), 404, "unknown_room")
 
 
-@pytest.mark.parametrize("room", ["-1", str(2**64), "x"])
+@pytest.mark.parametrize("room", ["-1", str(2**53), "x", "1_000", "+3", "%203", "true", "3.5"])
 async def test_a_room_that_is_no_room_is_refused(http, room):
     problem(await http.get(f"/v1/requests/{room}"), 400, "invalid_input")
 
@@ -125,7 +153,10 @@ async def test_waiting(http, rooms):
     assert rooms.waits == [(3, 2.0, wanted), (3, 1.5, frozenset())]
 
 
-@pytest.mark.parametrize("query", ["wait=5.1", "wait=-1", "wait=nan", "wait=inf", "wait=1&until=nowhere"])
+@pytest.mark.parametrize(
+    "query",
+    ["wait=5.1", "wait=-1", "wait=nan", "wait=inf", "wait=1_0", "wait=%201", "wait=true", "wait=1&until=nowhere"],
+)
 async def test_a_wait_that_cannot_be_served_is_refused(http, rooms, query):
     await http.post("/v1/requests", json={"room": 3, "prompt_tokens": 5})
     problem(await http.get(f"/v1/requests/3?{query}"), 400, "invalid_input")

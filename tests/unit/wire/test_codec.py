@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from kvbridge.core.errors import ConfigError, InvalidInputError, ProtocolError
-from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.ids import MAX_ROOM, IndexSpace, PageTable
 from kvbridge.core.wire.codec import PEER, Acks, Envelope, FrameError, FrameFault, FrameLimits
 from kvbridge.core.wire.messages import PROTOCOL_VERSION, Abort, Done, Heartbeat, Offer, from_wire, to_wire
 
 
 def offer(pages=64):
     table = PageTable(IndexSpace.FULL, np.arange(pages, dtype=np.int32), first_page=3)
-    return Offer(room=2**64 - 1, generation=1, prompt_tokens=16_384, tables=to_wire({IndexSpace.FULL: table}))
+    return Offer(room=MAX_ROOM, generation=1, prompt_tokens=16_384, tables=to_wire({IndexSpace.FULL: table}))
 
 
 def frame(*, version=PROTOCOL_VERSION, sender="s", link=1, sequence=1, acks=(0, ()), body=None):
