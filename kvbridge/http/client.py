@@ -116,6 +116,14 @@ def _is_timeout(error: httpx.HTTPError) -> bool:
     return isinstance(error, httpx.TimeoutException) and isinstance(error.__cause__, (TimeoutError, type(None)))
 
 
+def _is_refused_connection(error: BaseException) -> bool:
+    """Whether nobody listened: what the operating system said is at the end of the causes."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ConnectionRefusedError):
+        cause = cause.__cause__
+    return cause is not None
+
+
 def _is_readiness(response: httpx.Response) -> bool:
     return response.status_code == 503 and response.headers.get("content-type", "") == "application/json"
 
@@ -215,14 +223,16 @@ class DaemonClient(_Client):
         return await self._room("DELETE", f"{url.rstrip('/')}/v1/requests/{room}", params=params)
 
     async def incarnation(self, url: str) -> str:
-        """Return the incarnation of the daemon that answers at a URL, empty when none does.
+        """Return the incarnation of the daemon that answers at a URL, empty when its host refuses the connection.
 
-        Raises DeadlineError, UnauthorizedError, or what else was answered.
+        Raises what every call does: all else leaves open whether it is there. One with too many callers hangs up, too.
         """
         try:
             return str((await self.status(url)).get("incarnation", ""))
-        except PeerError:
-            return ""
+        except PeerError as error:
+            if _is_refused_connection(error):
+                return ""
+            raise
 
     async def readiness(self, url: str) -> Readiness:
         """Return whether a daemon can admit rooms, and why not."""

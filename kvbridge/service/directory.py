@@ -43,9 +43,9 @@ class DaemonsPort(Protocol):
     """The doors of all daemons, by URL."""
 
     async def incarnation(self, url: str) -> str:
-        """Return the incarnation of the daemon that answers there, empty when none does.
+        """Return the incarnation of the daemon that answers there, empty when nobody listens.
 
-        Raises what leaves that open: DeadlineError, UnauthorizedError, or what else was answered.
+        Raises BridgeError when that stays open.
         """
 
 

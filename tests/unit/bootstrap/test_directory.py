@@ -10,6 +10,7 @@ from kvbridge.core.errors import (
     FingerprintMismatchError,
     InvalidInputError,
     NotFoundError,
+    PeerError,
     StaleError,
     UnauthorizedError,
 )
@@ -80,7 +81,14 @@ async def test_a_daemon_that_was_killed_is_replaced_at_once(world, answer):
     assert (await directory.register(SECOND)).epoch == 2
 
 
-@pytest.mark.parametrize("fault", ["silent", "refused", "away"])
+FAULTS = {
+    "refused": UnauthorizedError("which token?"),
+    "away": DeadlineError("5 s"),
+    "hangs up": PeerError("Connection reset by peer"),
+}
+
+
+@pytest.mark.parametrize("fault", ["silent", *FAULTS])
 async def test_a_name_whose_holder_cannot_be_asked_is_free_when_it_has_been_silent(world, fault):
     port = FakeDaemons()
     directory = Directory(world.store, port, probe_s=0.02)
@@ -88,7 +96,7 @@ async def test_a_name_whose_holder_cannot_be_asked_is_free_when_it_has_been_sile
     if fault == "silent":
         port.hang.add("http://p")
     else:
-        port.refuse["http://p"] = UnauthorizedError("which token?") if fault == "refused" else DeadlineError("5 s")
+        port.refuse["http://p"] = FAULTS[fault]
     with pytest.raises(ConflictError, match=r"could not be asked .* free after directory\.expire_after_s"):
         await directory.register(SECOND)
     world.advance(EXPIRE_AFTER_S + 0.1)
