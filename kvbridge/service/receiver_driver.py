@@ -19,7 +19,7 @@ from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import Role
-from kvbridge.core.plan.accounting import Demand, shortfall
+from kvbridge.core.plan.accounting import shortfall
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
@@ -28,7 +28,7 @@ from kvbridge.pool.book import PageState
 from kvbridge.service.receiver_room import ReceiverLimits, ReceiverPorts, ReceiverRoom, WriterNode
 from kvbridge.service.rooms import Quarantine, RoomBook, give_back, quarantine, quarantine_used
 from kvbridge.service.verification import Verification
-from kvbridge.service.writers import writers_of
+from kvbridge.service.writers import WriterSets
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +64,7 @@ class ReceiverDriver:
         self._geometry = geometry
         self._digest = digest
         self._clock = clock
+        self._writer_sets = WriterSets(geometry)
 
     def raise_event(self, room: ReceiverRoom, event: ReceiverEvent, code: str = "", reason: str = "") -> None:
         """Feed the table and carry its actions out. `code` and `reason` say why, for ABORT and FAULT."""
@@ -202,13 +203,7 @@ class ReceiverDriver:
             nodes = [node for node in met if node is not None]
             if len(nodes) < len(met):
                 return
-            demand = Demand(
-                self._geometry,
-                self._ports.ranks.manifests(),
-                prompt_tokens=room.prompt_tokens,
-                prefix_tokens=room.prefix_tokens,
-            )
-            room.writers = writers_of(nodes, self._geometry, demand)
+            room.writers = self._writer_sets.writers(nodes, self._ports.ranks.manifests())
         except BridgeError as error:
             self.raise_event(room, ReceiverEvent.FAULT, error.code, str(error))
             return
@@ -217,7 +212,8 @@ class ReceiverDriver:
     def account(self, room: ReceiverRoom, writer: WriterNode, done: Done) -> None:
         """Fail closed unless a rank reports exactly what it owes; commit or verify once every rank of every writer has."""
         reported = {kind: amount.lane_rows for kind, amount in done.amounts.items()}
-        wrong = shortfall(writer.owed[done.writer], reported)
+        owed = writer.shares[done.writer].rows(prompt_tokens=room.prompt_tokens, prefix_tokens=room.prefix_tokens)
+        wrong = shortfall(owed, reported)
         if wrong:
             why = f"rank {done.writer} of prefill node {writer.node.name} is done, but {wrong}"
             self.raise_event(room, ReceiverEvent.FAULT, IntegrityError.code, why)

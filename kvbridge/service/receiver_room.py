@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
-from kvbridge.core.plan.accounting import LaneRows
+from kvbridge.core.plan.accounting import Share
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import PeerMessage
@@ -132,7 +132,7 @@ class WriterNode:
     """One prefill node of one room."""
 
     node: MetNode
-    owed: dict[Rank, LaneRows]
+    shares: dict[Rank, Share]
     """What each of its ranks has to send."""
     missing: set[Rank]
     """Ranks that have not reported Done."""

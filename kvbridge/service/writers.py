@@ -10,26 +10,52 @@ its stages, and if their ranks are all that such an instance has.
 
 from __future__ import annotations
 
-from collections import Counter
+import operator
 from collections.abc import Sequence
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
-from kvbridge.core.plan.accounting import Demand, shortfall
+from kvbridge.core.plan.accounting import Demand, Share
 from kvbridge.pool.layout import stage_layers
 from kvbridge.service.receiver_room import MetNode, WriterNode
 
+MOST_SETS = 64
+"""Sets of nodes whose shares are remembered at once."""
 _REMEDY = "name the nodes of one instance in `prefill`, all of them"
 
 
-def writers_of(met: Sequence[MetNode], geometry: ModelGeometry, demand: Demand) -> dict[str, WriterNode]:
-    """Return who writes a room of that demand, by incarnation.
+class WriterSets:
+    """The prefill instances that write to one node. What each of their ranks sends is found out once."""
 
-    Raises InvalidInputError, naming nodes, ranks and sizes, unless the nodes are one prefill instance with each of its ranks once;
-    UnsupportedError when its sizes do not suit the model.
-    """
-    nodes = list({node.peer: node for node in met}.values())  # one may have been named by two addresses
+    def __init__(self, geometry: ModelGeometry) -> None:
+        self._geometry = geometry
+        self._manifests: tuple[RankManifest, ...] = ()
+        self._known: dict[tuple[MetNode, ...], dict[Rank, Share]] = {}
+
+    def writers(self, met: Sequence[MetNode], manifests: tuple[RankManifest, ...]) -> dict[str, WriterNode]:
+        """Return who writes a room to ranks with these manifests, by incarnation.
+
+        Raises InvalidInputError, naming nodes, ranks and sizes, unless the nodes are one prefill instance with each of its ranks
+        once; UnsupportedError when its sizes do not suit the model.
+        """
+        if len(self._known) >= MOST_SETS or not _same(manifests, self._manifests):
+            self._known, self._manifests = {}, manifests
+        nodes = tuple({node.peer: node for node in met}.values())  # one may have been named by two addresses
+        shares = self._known.get(nodes)
+        if shares is None:
+            shares = self._known[nodes] = _shares(nodes, self._geometry, Demand(self._geometry, manifests))
+        return {
+            node.peer: WriterNode(node, {rank: shares[rank] for rank in node.ranks}, set(node.ranks)) for node in nodes
+        }
+
+
+def _same(ours: tuple[RankManifest, ...], known: tuple[RankManifest, ...]) -> bool:
+    return len(ours) == len(known) and all(map(operator.is_, ours, known))
+
+
+def _shares(nodes: Sequence[MetNode], geometry: ModelGeometry, demand: Demand) -> dict[Rank, Share]:
     first = nodes[0]
     for node in nodes[1:]:
         if node.parallelism != first.parallelism:
@@ -39,18 +65,12 @@ def writers_of(met: Sequence[MetNode], geometry: ModelGeometry, demand: Demand) 
         stage_layers(geometry.layer_count, first.pp_size, stage, first.stage_boundaries)
         for stage in range(first.pp_size)
     ]
-    writers = {
-        node.peer: WriterNode(
-            node,
-            {rank: demand.share(rank, tp_size=first.tp_size, layers=stages[rank.pp]) for rank in node.ranks},
-            set(node.ranks),
-        )
-        for node in nodes
+    shares = {
+        rank: demand.share(rank, tp_size=first.tp_size, layers=stages[rank.pp]) for node in nodes for rank in node.ranks
     }
-    together = sum((Counter(share) for writer in writers.values() for share in writer.owed.values()), Counter())
-    if wrong := shortfall(demand.total(), together):
+    if wrong := demand.uncovered(shares.values()):
         raise InvalidInputError(f"prefill instance {first.instance} would not write what this node needs: {wrong}")
-    return writers
+    return shares
 
 
 def _check_complete(nodes: Sequence[MetNode]) -> None:

@@ -32,7 +32,7 @@ from kvbridge.core.wire.worker_messages import CloseRoom, ConnectPeer, OpenRoom,
 from kvbridge.engine.adapters import synthetic
 from tests.helpers.rank_pools import Form, NodePools, Ranks
 from tests.helpers.rank_threads import DestinationProcess, WorkerThread, stop_all
-from tests.helpers.rooms import lane_rows
+from tests.helpers.rooms import all_rows, lane_rows
 
 SOURCE_COLOUR, CANARY = 0, 0xC5
 TRANSFER_TIMEOUT_S = 20.0
@@ -171,11 +171,12 @@ class Crossing:
                     for _ in range(pending[index]):
                         amounts[index] = add_amounts(amounts[index], _amounts(worker.hear(Sent)))
                     pending[index] = 0
-        demand = Demand(self.setting.geometry, self._manifests, prompt_tokens=case.tokens, prefix_tokens=case.prefix)
+        demand = Demand(self.setting.geometry, self._manifests)
         for worker, reported in zip(self._workers, amounts, strict=True):
             setup = worker.setup
             share = demand.share(setup.rank, tp_size=setup.tp_size, layers=setup.layers)
-            assert shortfall(share, lane_rows(reported)) is None, setup.rank
+            owed = share.rows(prompt_tokens=case.tokens, prefix_tokens=case.prefix)
+            assert shortfall(owed, lane_rows(reported)) is None, setup.rank
         return reduce(add_amounts, amounts)
 
     def _close(self, room: int) -> None:
@@ -194,9 +195,8 @@ class Crossing:
             assert not wrong, f"{pool!r}: " + "; ".join(map(str, wrong))
 
     def _check_amounts(self, case: Case, amounts: Amounts) -> None:
-        expected = Demand(
-            self.setting.geometry, self._manifests, prompt_tokens=case.tokens, prefix_tokens=case.prefix
-        ).total()
+        geometry = self.setting.geometry
+        expected = all_rows(geometry, Demand(geometry, self._manifests), case.tokens, case.prefix)
         assert shortfall(expected, lane_rows(amounts)) is None
         for component in self.setting.geometry.components:
             copies = self._copies(component)

@@ -13,7 +13,7 @@ from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Role
-from kvbridge.core.plan.accounting import Demand
+from kvbridge.core.plan.accounting import Demand, LaneRows
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount, Amounts
 from kvbridge.core.wire.engine_messages import RoomEvent
@@ -73,8 +73,14 @@ def manifest(
 
 def full_amounts(prompt_tokens: int, prefix_tokens: int = 0) -> Amounts:
     """What one writer of everything reports to a decode node of one rank."""
-    demand = Demand(GEOMETRY, [manifest()], prompt_tokens=prompt_tokens, prefix_tokens=prefix_tokens)
-    return {kind: Amount(lane_rows=rows, bytes=rows) for kind, rows in demand.total().items()}
+    rows = all_rows(GEOMETRY, Demand(GEOMETRY, [manifest()]), prompt_tokens, prefix_tokens)
+    return {kind: Amount(lane_rows=count, bytes=count) for kind, count in rows.items()}
+
+
+def all_rows(geometry: ModelGeometry, demand: Demand, prompt_tokens: int, prefix_tokens: int = 0) -> LaneRows:
+    """What all writers of a request report together."""
+    live = {part.kind: part.live_rows(prompt_tokens, prefix_tokens).count for part in geometry.components}
+    return {kind: live[kind] * lanes for kind, lanes in demand.lanes().items()}
 
 
 def lane_rows(amounts: Amounts) -> dict[ComponentKind, int]:

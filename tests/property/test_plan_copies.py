@@ -21,7 +21,7 @@ from kvbridge.core.plan.operations import Amounts, Plan, Section, add_amounts
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
 from tests.helpers.manifests import AddressSpace, Instance, Layout, moved
-from tests.helpers.rooms import lane_rows
+from tests.helpers.rooms import all_rows, lane_rows
 
 Kind, Space = ComponentKind, IndexSpace
 
@@ -398,8 +398,9 @@ def test_all_plans_together_copy_every_live_byte_once(scenario: Scenario):
     fill(source, scenario, content)
     naive = Naive(destination, scenario, content)
     counts = {key: np.zeros(len(block), dtype=int) for key, block in naive.blocks.items()}
-    demand = Demand(geometry, destination.manifests, prompt_tokens=scenario.prompt, prefix_tokens=scenario.prefix)
-    shares: Counter[ComponentKind] = Counter()
+    demand = Demand(geometry, destination.manifests)
+    shares = []
+    together: Counter[ComponentKind] = Counter()
     for writer in source.manifests:
         reported: Amounts = {}
         sections = scenario.sections(rng)
@@ -419,7 +420,12 @@ def test_all_plans_together_copy_every_live_byte_once(scenario: Scenario):
                 execute(source, destination, planned.operations, counts)
         stage = {region.layer for region in writer.regions}
         share = demand.share(writer.rank, tp_size=writer.tp_size, layers=stage)
-        assert shortfall(share, lane_rows(reported)) is None, "a writer's plans are its share, however they are cut"
-        shares.update(share)
+        owed = share.rows(prompt_tokens=scenario.prompt, prefix_tokens=scenario.prefix)
+        assert shortfall(owed, lane_rows(reported)) is None, "a writer's plans are its share, however they are cut"
+        shares.append(share)
+        together.update(owed)
     naive.compare(counts)
-    assert shortfall(demand.total(), shares) is None, "the shares are all that is needed"
+    due = all_rows(geometry, demand, scenario.prompt, scenario.prefix)
+    assert shortfall(due, together) is None, "the shares are all that is needed"
+    assert demand.uncovered(shares) is None
+    assert demand.uncovered(shares[1:]) is not None or not any(lanes for _, lanes, _ in shares[0].parts)

@@ -49,6 +49,14 @@ class Stripe:
         """Whether this logical page is this replica's."""
         return self.owns(page // STRIPE_PAGES)
 
+    def count_pages(self, pages: range) -> int:
+        """Return how many of `pages` are this replica's."""
+        return self._count_before(pages.stop) - self._count_before(pages.start)
+
+    def _count_before(self, page: int) -> int:
+        turns, rest = divmod(page, self.count * STRIPE_PAGES)
+        return turns * STRIPE_PAGES + min(max(rest - self.index * STRIPE_PAGES, 0), STRIPE_PAGES)
+
     def pages(self, pages: range) -> IndexArray | None:
         """Return which of `pages` are this replica's, as positions in the range; None for all of them."""
         if self.count == 1:

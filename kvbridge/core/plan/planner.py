@@ -85,10 +85,8 @@ def _check(section: Section, max_operation_bytes: int) -> None:
 
 def owned_rows(component: Component, split: PageSplit, stripe: Stripe) -> int:
     """Return how many rows of `split` lie in pages of `stripe`."""
-    chosen = stripe.pages(split.full)
-    pages = len(split.full) if chosen is None else len(chosen)
     partial = sum(page.rows for page in split.partial if stripe.owns_page(page.page))
-    return pages * component.slots_per_page + partial
+    return stripe.count_pages(split.full) * component.slots_per_page + partial
 
 
 # ------------------------------------------------------------------------------------------- pages to batches

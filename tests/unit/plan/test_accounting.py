@@ -1,24 +1,30 @@
 """What must be reported before a request may be committed."""
 
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.accounting import Demand, shortfall
+from kvbridge.core.plan.pairing import Stripe
 from tests.helpers.geometries import flash, gqa
 from tests.helpers.manifests import Instance
+from tests.helpers.rooms import all_rows
 
 PAGES = {Space.FULL: 16, Space.SWA: 4, Space.REQUEST: 2, Space.HOST: 16}
 
 
+def demand(instance: Instance) -> Demand:
+    return Demand(instance.geometry, instance.manifests())
+
+
 def expected(instance: Instance, prompt_tokens: int, prefix_tokens: int = 0):
-    return demand(instance, prompt_tokens, prefix_tokens).total()
-
-
-def demand(instance: Instance, prompt_tokens: int, prefix_tokens: int = 0) -> Demand:
-    return Demand(instance.geometry, instance.manifests(), prompt_tokens=prompt_tokens, prefix_tokens=prefix_tokens)
+    return all_rows(instance.geometry, demand(instance), prompt_tokens, prefix_tokens)
 
 
 def test_device_copies_count_for_each_rank_and_the_host_pool_once():
@@ -66,29 +72,52 @@ def test_shortfall_names_the_first_difference():
     assert unknown == "mha_kv: 1 rows were reported as written where 0 were due, 1 too many"
 
 
+def of(share, tokens: int, prefix: int = 0):
+    return share.rows(prompt_tokens=tokens, prefix_tokens=prefix)
+
+
 def test_the_shares_of_replicas_have_no_row_in_common_and_are_everything():
     decode = Instance(flash(), PAGES, tp_size=2).with_host(Kind.C4_KV)
-    for tokens, prefix in ((2_049, 0), (4_096, 1_024), (3, 0)):
-        due = demand(decode, tokens, prefix)
-        for tp_size in (1, 2, 4):
-            shares = [
-                due.share(Rank(pp=0, tp=tp), tp_size=tp_size, layers=range(flash().layer_count))
-                for tp in range(tp_size)
-            ]
-            together = {kind: sum(share.get(kind, 0) for share in shares) for kind in Kind}
-            assert shortfall(due.total(), together) is None
+    due = demand(decode)
+    for tp_size in (1, 2, 4):
+        shares = [due.share(Rank(pp=0, tp=tp), tp_size=tp_size, layers=range(43)) for tp in range(tp_size)]
+        assert due.uncovered(shares) is None
+        for tokens, prefix in ((2_049, 0), (4_096, 1_024), (3, 0)):
+            together = Counter()
+            for share in shares:
+                together.update(of(share, tokens, prefix))
+            assert shortfall(expected(decode, tokens, prefix), together) is None
+    assert due.uncovered(shares[1:]) == "c4_indexer: 126 lanes of layers where 168 are due"
 
 
 def test_ranks_of_two_sizes_add_up_in_some_components_though_a_quarter_is_missing():
     """Why sums decide nothing: rank 0 of 2 and ranks 2 and 3 of 4 owe 1/2 + 1/4 + 1/4 of the pages."""
-    due = demand(Instance(flash(), PAGES), 4_096)
+    decode = Instance(flash(), PAGES)
+    due = demand(decode)
     mixed = [due.share(Rank(pp=0, tp=tp), tp_size=size, layers=range(43)) for tp, size in ((0, 2), (2, 4), (3, 4))]
-    assert sum(share[Kind.C4_KV] for share in mixed) == due.total()[Kind.C4_KV]
+    assert sum(of(share, 4_096)[Kind.C4_KV] for share in mixed) == expected(decode, 4_096)[Kind.C4_KV]
 
 
 def test_a_share_is_of_the_layers_of_the_stage():
-    due = demand(Instance(gqa(), PAGES), 100)
-    assert due.share(Rank(pp=0, tp=0), tp_size=1, layers=(0, 1)) == {Kind.MHA_KV: 2 * 4 * 100}
-    assert due.share(Rank(pp=1, tp=1), tp_size=2, layers=(2,)) == {Kind.MHA_KV: 2 * 100}
+    due = demand(Instance(gqa(), PAGES))
+    assert of(due.share(Rank(pp=0, tp=0), tp_size=1, layers=(0, 1)), 100) == {Kind.MHA_KV: 2 * 4 * 100}
+    assert of(due.share(Rank(pp=1, tp=1), tp_size=2, layers=(2,)), 100) == {Kind.MHA_KV: 2 * 100}
     with pytest.raises(UnsupportedError, match="cannot be split evenly"):
         due.share(Rank(pp=0, tp=0), tp_size=3, layers=(0,))
+
+
+def test_what_no_rank_can_be_written_through_is_not_covered():
+    """Were a layer of the host pool listed by one rank only, a writer that goes through another would leave it out."""
+    one, two = Instance(flash(), PAGES, tp_size=2).with_host(Kind.C4_KV).manifests()
+    lacking = two.model_copy(update={"regions": tuple(region for region in two.regions if region.space != Space.HOST)})
+    due = Demand(flash(), [one, lacking])
+    shares = [due.share(Rank(pp=0, tp=tp), tp_size=2, layers=range(43)) for tp in range(2)]
+    assert due.uncovered(shares).startswith("c4_kv: ")
+
+
+@given(st.integers(1, 8), st.integers(0, 100), st.integers(0, 100))
+def test_a_stripe_counts_the_pages_that_it_owns(count, start, length):
+    pages = range(start, start + length)
+    for index in range(count):
+        stripe = Stripe(index, count)
+        assert stripe.count_pages(pages) == sum(stripe.owns_page(page) for page in pages)
