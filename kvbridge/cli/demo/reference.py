@@ -21,7 +21,7 @@ values are the same), c is the scale and z the sink:
 u is the unit roundoff (2**-24 in fp32), g(m) = m u / (1 - m u). A computed sum of m products is off by at most g(m) times the sum
 of their sizes, in any order, with or without fused operations; adding zeros costs nothing. Hence, with m the largest score:
 
-    score           D_j = g(d + 1) * c * sum_i |q_i x_ji|                                d products, then the scale
+    score           D_j = g(d + 2) * c * sum_i |q_i x_ji|                                d products, the scale as it is stored
     exponential     E_j = D_j + u * (|s_j - m| + D_j + max D) + 8 u                      relative: subtract m, then exp to 4 ulp
     weight          T_j = E_j + max E + g(n + 1) + g(2)                                  relative: the sum below, the division
     result          B   = sum_j p_j |x_j| * (T_j + g(n)) / (1 - T_j - g(n))              n products; the denominator: 2nd order
@@ -128,7 +128,7 @@ def rounding_bound(query: torch.Tensor, entries: torch.Tensor, scaling: float, s
     count, width = x.shape
     score = scaling * q @ x.T
     highest = torch.maximum(score.amax(dim=1, keepdim=True), sink)
-    in_score = g(width + 1) * scaling * q.abs() @ x.abs().T
+    in_score = g(width + 2) * scaling * q.abs() @ x.abs().T
     largest = in_score.amax(dim=1, keepdim=True)
     in_exponential = in_score + u * ((score - highest).abs() + in_score + largest) + 2 * EXP_ULP * u
     in_weight = in_exponential + in_exponential.amax(dim=1, keepdim=True) + g(count + 1) + g(2)
@@ -152,10 +152,9 @@ def _attend(
     if layer is None or layer.rows is None or query.shape[2] != 1:
         return dense
     window = key.shape[2] - layer.entries
-    with_weight = (attention_mask[0, 0, 0, window:] == 0).nonzero()[:, 0]
-    if not torch.equal(with_weight, layer.rows.sort().values):
-        raise ConflictError(f"{layer.name}: the model attends to other entries than its indexer selected")
     places = torch.cat([torch.arange(window, device=key.device), window + layer.rows])
+    if not torch.equal((attention_mask[0, 0, 0] == 0).nonzero()[:, 0], places.sort().values):
+        raise ConflictError(f"{layer.name}: the model attends to others than its window and what its indexer selected")
     entries = key[:, :, places]
     selected = eager_attention_forward(
         module, query, entries, value[:, :, places], attention_mask[..., places], scaling, **more

@@ -57,8 +57,7 @@ class CacheWatch:
         self._selected = top_k[0, 0]
 
     def _on_entries(self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor | None]) -> None:  # noqa: ANN401
-        if self._selected.ndim == 1:
-            self._read = output[0][0, 0, self._selected]
+        self._read = output[0][0, 0, self._selected]
 
     def _on_layer(self, attention: Any, _: Any, kwargs: dict[str, Any], output: tuple[torch.Tensor, Any]) -> None:  # noqa: ANN401
         if output[0].shape[1] != 1:
