@@ -1,6 +1,6 @@
 """`kvbridge clean`: what dead processes have left in this host's shared memory, shown and removed.
 
-Owns: the command, its table and exit codes. Must not know: what may be removed (`pool/leftovers.py`).
+Owns: the command, its table and exit codes. Must not know: what may be removed (`pool/memory/leftovers.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from kvbridge.pool.leftovers import Leftover, Verdict, sweep
-from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.pool.memory.leftovers import Leftover, Verdict, sweep
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
 EXIT_FAILED = 1
 """Exit code when something that nobody owns could not be removed."""

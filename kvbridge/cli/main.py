@@ -32,11 +32,11 @@ COMMANDS = {
         "Print what requests of some lengths cost on a decode node, and how many of each fit, by its configuration.",
     ),
     "demo": (
-        "kvbridge.cli.demo.command:demo",
+        "kvbridge.testbed.demo.command:demo",
         "Prefill in one process, decode in another, and compare every logit.",
     ),
     "replay": (
-        "kvbridge.cli.replay.command:replay",
+        "kvbridge.testbed.replay.command:replay",
         "Replay a request trace through real daemons and compare every byte.",
     ),
     "clean": (

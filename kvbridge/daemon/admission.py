@@ -6,7 +6,7 @@ Owns: that translation. Must not know: rooms, pages.
 from __future__ import annotations
 
 from kvbridge.config.admission import AdmissionConfig
-from kvbridge.service.admission import AdmissionLimits, ClientCaps
+from kvbridge.node.admission.controller import AdmissionLimits, ClientCaps
 
 
 def admission_limits(config: AdmissionConfig) -> AdmissionLimits:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import structlog
 
+from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.doors import CurveConfig
 from kvbridge.control.keys import AllowedKeys, AllowList, CurveKeys
 from kvbridge.core.errors import BridgeError, UnauthorizedError
-from kvbridge.service.ports import PeerAddress
 
 log = structlog.get_logger(__name__)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import structlog
 
+from kvbridge.api.directory import Load, NodeRegistration
+from kvbridge.api.rooms import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
     ConfigError,
@@ -24,7 +26,6 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import FrozenModel, Role
 from kvbridge.http.client import DirectoryClient
-from kvbridge.service.ports import Load, NodeRegistration, PeerAddress
 
 log = structlog.get_logger(__name__)
 

@@ -19,6 +19,12 @@ from typing import Any, Protocol
 import structlog
 
 from kvbridge import __version__
+from kvbridge.api.status import Readiness
+from kvbridge.bootstrap.directory import Directory, absences
+from kvbridge.bootstrap.nodes import InstanceView
+from kvbridge.bootstrap.pairing import PairingLimits, PairingService
+from kvbridge.bootstrap.stores.base import NodeStore, RoomStore, RoomTimes, StoreObserver
+from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.config.directory import StoreKind
 from kvbridge.config.loading import read_secret
 from kvbridge.config.schema import BootstrapConfig
@@ -29,14 +35,8 @@ from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
-from kvbridge.pool.leftovers import remove_leftovers
-from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.service.directory import Directory, absences
-from kvbridge.service.nodes import InstanceView
-from kvbridge.service.pairing import PairingLimits, PairingService
-from kvbridge.service.ports import Readiness
-from kvbridge.service.stores.base import NodeStore, RoomStore, RoomTimes, StoreObserver
-from kvbridge.service.stores.memory import MemoryStore
+from kvbridge.pool.memory.leftovers import remove_leftovers
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -211,7 +211,7 @@ def open_store(config: BootstrapConfig, observer: StoreObserver) -> Store:
     if directory.store is StoreKind.MEMORY or directory.redis_url is None:
         return MemoryStore(expire_after_s=directory.expire_after_s, rooms=rooms)
     try:
-        from kvbridge.service.stores.redis import RedisSettings, RedisStore  # noqa: PLC0415 - an extra
+        from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"directory.store is redis, which needs the package {error.name}: install kvbridge[redis]"

@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity
@@ -19,11 +20,10 @@ from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.node import Node
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.daemon.worker_host import WorkerReport
-from kvbridge.service.engine_door import DecodeDoor
-from kvbridge.service.fence import Fence
-from kvbridge.service.meeting import PrefillNodes
-from kvbridge.service.ports import PeerAddress
-from kvbridge.service.receiver import ReceiverLimits, ReceiverService
+from kvbridge.node.engine_api import DecodeDoor
+from kvbridge.node.handshake.nodes import PrefillNodes
+from kvbridge.node.receiver.fence import Fence
+from kvbridge.node.receiver.service import ReceiverLimits, ReceiverService
 
 log = structlog.get_logger(__name__)
 

@@ -18,8 +18,8 @@ from kvbridge.control.processes import PeerProcess
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Answer, EngineToNode, NodeToEngine, Refused
-from kvbridge.service.engine_door import EngineDoor
-from kvbridge.service.rooms import REASON_CHARS
+from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.node.engine_api import EngineDoor
 
 log = structlog.get_logger(__name__)
 

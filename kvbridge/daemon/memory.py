@@ -22,15 +22,15 @@ from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import sparse_component
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceOrder, SharedRegion
-from kvbridge.pool.book import PageBook
-from kvbridge.pool.device_pool import DevicePool
-from kvbridge.pool.extent import Progress
-from kvbridge.pool.host_pool import HostPool
-from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.leftovers import POOL_PREFIX
-from kvbridge.pool.memory_limits import why_not_memory
-from kvbridge.pool.placement import Placement
-from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.memory.device_pool import DevicePool
+from kvbridge.pool.memory.extent import Progress
+from kvbridge.pool.memory.host_pool import HostPool
+from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
+from kvbridge.pool.memory.leftovers import POOL_PREFIX
+from kvbridge.pool.memory.memory_limits import why_not_memory
+from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
 ADOPTED_PAGE_LIMIT = 1 << 22
 """Page ids that an adopted space may use; the planner checks them against the engine's real pools."""

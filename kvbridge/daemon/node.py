@@ -22,6 +22,9 @@ from typing import Any, Protocol
 import structlog
 
 from kvbridge import __version__
+from kvbridge.api.directory import Load, NodeRegistration
+from kvbridge.api.rooms import PeerAddress
+from kvbridge.api.status import Readiness
 from kvbridge.config.loading import read_secret
 from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
@@ -32,7 +35,7 @@ from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import Attached, NodeToEngine
-from kvbridge.core.wire.messages import NodeDescription
+from kvbridge.core.wire.messages import REASON_CHARS, NodeDescription
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.daemon.admission import admission_limits
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
@@ -54,14 +57,12 @@ from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
-from kvbridge.pool.book import PageState
-from kvbridge.pool.layout import even_boundaries
-from kvbridge.pool.leftovers import remove_leftovers
-from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.service.admission import AdmissionDesk, ReservingRooms
-from kvbridge.service.engine_door import EngineDoor
-from kvbridge.service.ports import Load, NodeRegistration, PeerAddress, Readiness
-from kvbridge.service.rooms import REASON_CHARS
+from kvbridge.node.admission.controller import AdmissionDesk, ReservingRooms
+from kvbridge.node.engine_api import EngineDoor
+from kvbridge.pool.accounts.book import PageState
+from kvbridge.pool.memory.layout import even_boundaries
+from kvbridge.pool.memory.leftovers import remove_leftovers
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import Metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Role
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.service.ports import RoomState
+from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.metrics import Direction, Metrics
 
 

@@ -5,6 +5,8 @@ Owns: reading those sections. Must not know: sockets, roles.
 
 from __future__ import annotations
 
+from kvbridge.api.directory import ControlMode
+from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.doors import CurveConfig
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.timeouts import DaemonTimeouts
@@ -13,7 +15,6 @@ from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
 from kvbridge.control.link import PeerSettings
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.daemon.descriptors import affordable
-from kvbridge.service.ports import ControlMode, PeerAddress
 
 LINK_DESCRIPTORS = 4
 """What a client of ours takes: its connection, and what ZeroMQ keeps for its socket and its monitor."""

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
+from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import PrefillConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity, PeerServer
@@ -23,12 +24,11 @@ from kvbridge.daemon.node import Node
 from kvbridge.daemon.peer_setup import why_lost
 from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter
 from kvbridge.daemon.worker_host import WorkerReport
-from kvbridge.service.engine_door import PrefillDoor
-from kvbridge.service.inspections import Inspections
-from kvbridge.service.introduction import Self
-from kvbridge.service.meeting import DecodeNodes
-from kvbridge.service.ports import PeerAddress
-from kvbridge.service.sender import SenderLimits, SenderService
+from kvbridge.node.engine_api import PrefillDoor
+from kvbridge.node.handshake.inspections import Inspections
+from kvbridge.node.handshake.introduction import Self
+from kvbridge.node.handshake.nodes import DecodeNodes
+from kvbridge.node.sender.service import SenderLimits, SenderService
 
 log = structlog.get_logger(__name__)
 

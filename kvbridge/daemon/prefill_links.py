@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import structlog
 
+from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity
@@ -20,7 +21,6 @@ from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError
 from kvbridge.core.wire.messages import PeerMessage
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.peer_setup import why_lost
-from kvbridge.service.ports import PeerAddress
 
 log = structlog.get_logger(__name__)
 

@@ -79,7 +79,7 @@ class Supervisor:
         """Start a process and wait for its end. Returns why it ended, or did not even begin."""
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvbridge.daemon.worker_process", "--pp", str(rank.pp), "--tp", str(rank.tp)),
+                *(sys.executable, "-m", "kvbridge.worker.process", "--pp", str(rank.pp), "--tp", str(rank.tp)),
                 *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is the node's, also before the worker can say that it ignores it

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, Send, Sent
-from kvbridge.service.workers import WorkerSet
+from kvbridge.node.workers import WorkerSet
 from kvbridge.telemetry.metrics import Direction, Metrics
 
 

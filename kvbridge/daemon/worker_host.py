@@ -39,7 +39,7 @@ from kvbridge.core.wire.worker_messages import (
     WorkerToNode,
 )
 from kvbridge.daemon.supervisor import Supervisor
-from kvbridge.service.workers import WorkerSet, WorkerState
+from kvbridge.node.workers import WorkerSet, WorkerState
 from kvbridge.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)

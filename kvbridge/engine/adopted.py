@@ -25,9 +25,9 @@ from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import MemoryKind, Rank, Role
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
-from kvbridge.pool.extent import Progress, ignore_progress
-from kvbridge.service.worker_life import open_node_link, serve_rank
+from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.telemetry.logs import leave_standard_output
+from kvbridge.worker.lifecycle import open_node_link, serve_rank
 
 log = structlog.get_logger(__name__)
 

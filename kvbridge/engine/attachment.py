@@ -25,11 +25,11 @@ from kvbridge.core.wire.engine_messages import Accepted, Attach, Attached, Detac
 from kvbridge.engine.device_order import DeviceOrder
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.views import PoolViews
-from kvbridge.pool.adopted_pool import AdoptedPool
-from kvbridge.pool.extent import Progress, ignore_progress
-from kvbridge.pool.host_registration import HostRegistration
-from kvbridge.pool.layout import RankPart
-from kvbridge.pool.sharing import MappedRegions
+from kvbridge.pool.memory.adopted_pool import AdoptedPool
+from kvbridge.pool.memory.extent import Progress, ignore_progress
+from kvbridge.pool.memory.host_registration import HostRegistration
+from kvbridge.pool.memory.layout import RankPart
+from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.telemetry.logs import leave_standard_output
 
 log = structlog.get_logger(__name__)

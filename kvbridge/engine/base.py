@@ -21,7 +21,7 @@ from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attac
 from kvbridge.engine.device_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
 from kvbridge.engine.link import AnswerT
 from kvbridge.engine.views import PoolViews
-from kvbridge.pool.extent import Progress, ignore_progress
+from kvbridge.pool.memory.extent import Progress, ignore_progress
 
 
 class AttachedEngine:

@@ -23,7 +23,7 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.views import PoolViews
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.stream_points import EventRing, StreamPoints
+from kvbridge.pool.memory.stream_points import EventRing, StreamPoints
 
 log = structlog.get_logger(__name__)
 

@@ -9,14 +9,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Path, Query, Response
 
+from kvbridge.api.directory import NodeHeartbeat, NodeRegistration, PairRequest, Ticket
+from kvbridge.api.status import StatusPort
+from kvbridge.bootstrap.directory import Directory
+from kvbridge.bootstrap.nodes import InstanceView, NodeView
+from kvbridge.bootstrap.pairing import PairingService, PairReport
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.http.daemon_app import ReasonQuery, RoomPath
 from kvbridge.http.numbers import as_described
 from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, MetricsRender, assemble_app
-from kvbridge.service.directory import Directory
-from kvbridge.service.nodes import InstanceView, NodeView
-from kvbridge.service.pairing import PairingService, PairReport
-from kvbridge.service.ports import NodeHeartbeat, NodeRegistration, PairRequest, StatusPort, Ticket
 
 NamePath = Annotated[str, Path(min_length=1, max_length=200)]
 

@@ -20,20 +20,14 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from kvbridge.api.directory import NodeHeartbeat, NodeRegistration, PairRequest, Ticket
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.status import Readiness
+from kvbridge.bootstrap.nodes import InstanceView, NodeView
+from kvbridge.bootstrap.pairing import PairReport
 from kvbridge.core.errors import DeadlineError, PeerError, ProtocolError, UnauthorizedError
+from kvbridge.core.session.states import RoomState
 from kvbridge.http.problems import error_of
-from kvbridge.service.nodes import InstanceView, NodeView
-from kvbridge.service.pairing import PairReport
-from kvbridge.service.ports import (
-    AdmissionRequest,
-    NodeHeartbeat,
-    NodeRegistration,
-    PairRequest,
-    Readiness,
-    RoomReport,
-    RoomState,
-    Ticket,
-)
 
 AnswerT = TypeVar("AnswerT")
 

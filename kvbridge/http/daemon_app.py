@@ -10,11 +10,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
+from kvbridge.api.rooms import AdmissionRequest, RoomReport, RoomsPort
+from kvbridge.api.status import StatusPort
 from kvbridge.core.errors import ConflictError, InvalidInputError, StaleError
 from kvbridge.core.ids import MAX_ROOM, RoomId
+from kvbridge.core.session.states import RoomState
 from kvbridge.http.numbers import NUMBER, as_described
 from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, MetricsRender, assemble_app
-from kvbridge.service.ports import AdmissionRequest, RoomReport, RoomsPort, RoomState, StatusPort
 
 RoomPath = Annotated[RoomId, NUMBER, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
 ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everybody who asks why the room ended.")]

@@ -15,11 +15,11 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 
+from kvbridge.api.status import Readiness, StatusPort
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
 from kvbridge.http.middleware import BearerToken, BodyLimit, UnhandledErrors
 from kvbridge.http.problems import PROBLEM_TYPE, Problem, install_problem_handlers
-from kvbridge.service.ports import Readiness, StatusPort
 
 MetricsRender = Callable[[], tuple[bytes, str]]
 """Returns the metrics page and its content type."""

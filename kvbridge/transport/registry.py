@@ -19,15 +19,15 @@ def create_transport(name: str, settings: TransportSettings, *, epoch: int = 0) 
     """
     match name:
         case TransportName.MOONCAKE:
-            from kvbridge.transport.mooncake import MooncakeTransport  # noqa: PLC0415
+            from kvbridge.transport.mooncake.transport import MooncakeTransport  # noqa: PLC0415
 
             return MooncakeTransport(settings.mooncake)
         case TransportName.NIXL:
-            from kvbridge.transport.nixl import NixlTransport  # noqa: PLC0415
+            from kvbridge.transport.nixl.transport import NixlTransport  # noqa: PLC0415
 
             return NixlTransport(settings.nixl)
         case TransportName.LOCAL:
-            from kvbridge.transport.local import LocalTransport  # noqa: PLC0415
+            from kvbridge.transport.local.transport import LocalTransport  # noqa: PLC0415
 
             return LocalTransport(settings.local, epoch=epoch)
         case TransportName.FAULTY:

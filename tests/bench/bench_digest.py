@@ -25,7 +25,7 @@ from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import UNSHARED, held_groups
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.service.rank_digests import DigestWork
+from kvbridge.worker.digests import DigestWork
 from tests.helpers.cluster import Cluster, cluster
 from tests.helpers.manifests import Instance
 

@@ -14,24 +14,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
+from kvbridge.api.rooms import AdmissionRequest, PeerAddress, RoomReport
+from kvbridge.bootstrap.directory import Directory
+from kvbridge.bootstrap.pairing import PairingLimits, PairingService
+from kvbridge.bootstrap.stores.base import RoomTimes
+from kvbridge.bootstrap.stores.memory import MemoryStore
+from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
-from kvbridge.service.directory import Directory
-from kvbridge.service.pairing import PairingLimits, PairingService
-from kvbridge.service.ports import (
-    AdmissionRequest,
-    Load,
-    NodeHeartbeat,
-    NodeRegistration,
-    PairRequest,
-    PeerAddress,
-    RoomReport,
-    RoomState,
-)
-from kvbridge.service.stores.base import RoomTimes
-from kvbridge.service.stores.memory import MemoryStore
-from kvbridge.service.stores.redis import RedisSettings, RedisStore
+from kvbridge.core.session.states import RoomState
 from tests.helpers.redis_server import redis_server
 
 INSTANCES = (2, 100)

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from kvbridge.cli.replay.report import percentile
+from kvbridge.testbed.replay.report import percentile
 from tests.bench.load import WAYS, Life, Load, RefusedError, RoomLostError, Shape, load
 from tests.helpers.cluster import Cluster, cluster
 

@@ -27,8 +27,8 @@ from typing import Any
 
 import psutil
 
-from kvbridge.cli.replay.report import percentile
-from kvbridge.daemon.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
+from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
+from kvbridge.testbed.replay.report import percentile
 from tests.bench.load import Load, RefusedError, RoomLostError, Shape, load
 
 MODEL, TOKENS = "tiny-v4", 64

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvbridge.core.errors import TransportError
-from kvbridge.transport import nixl_check
 from kvbridge.transport.base import Endpoint, TransferState
-from kvbridge.transport.nixl_peers import NixlEndpoint
+from kvbridge.transport.nixl import check as nixl_check
+from kvbridge.transport.nixl.peers import NixlEndpoint
 from tests.contract.harness import BACKENDS, ROOT, Pair, PeerProcess
 from tests.helpers.connecting import connect
 

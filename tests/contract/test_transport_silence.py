@@ -14,7 +14,7 @@ import pytest
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.transport.base import Connection, Endpoint, Peer, TransferState
-from kvbridge.transport.mooncake import MooncakeEndpoint
+from kvbridge.transport.mooncake.transport import MooncakeEndpoint
 from kvbridge.transport.registry import create_transport
 from tests.contract.harness import BACKENDS, MOONCAKE, Backend, Pair, PeerProcess, wait
 from tests.helpers.connecting import connect

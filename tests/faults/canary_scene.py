@@ -18,9 +18,16 @@ from pathlib import Path
 
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
-from kvbridge.daemon.cluster import ClusterSpec, DaemonProcess, NodeSpec, daemon_config, plan_cluster, transport_section
 from kvbridge.daemon.memory import file_prefix
 from kvbridge.engine.adapters.synthetic import expected_rows
+from kvbridge.testbed.cluster import (
+    ClusterSpec,
+    DaemonProcess,
+    NodeSpec,
+    daemon_config,
+    plan_cluster,
+    transport_section,
+)
 from tests.faults.mutations import MutatedDaemon
 from tests.faults.scene import TIMEOUTS, Scene, Settings
 from tests.helpers.cluster import eventually

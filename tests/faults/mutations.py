@@ -10,10 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from subprocess import Popen
 
-from kvbridge.daemon.cluster import DaemonProcess
+from kvbridge.testbed.cluster import DaemonProcess
 
 FREE_BY_TIMER = """
-from kvbridge.pool.book import PageBook, PageState
+from kvbridge.pool.accounts.book import PageBook, PageState
 
 def quarantine(book, owner, reason):
     if book.state(owner) is PageState.LEASED:
@@ -42,7 +42,7 @@ faulty.TransferState = Believer()
 _AS_DAEMON = "from kvbridge.cli.main import main; main()"
 _AS_WORKER = """
 import os, sys
-from kvbridge.daemon.worker_process import main
+from kvbridge.worker.process import main
 code = main()
 sys.stderr.flush()
 os._exit(code)

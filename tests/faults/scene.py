@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 
 from kvbridge.core.ids import Role
-from kvbridge.daemon.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from kvbridge.daemon.memory import file_prefix
+from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from tests.faults.cells import ENDS, HEARTBEAT_S, LOST, PEER_SILENCE_S, WORKER_SILENCE_S, State
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import all_free, busy_pages, http, status

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from kvbridge.core.ids import Role
-from kvbridge.daemon.cluster import DaemonProcess
+from kvbridge.testbed.cluster import DaemonProcess
 from tests.faults.cells import (
     BEGUN_HERE,
     FREEZE_S,

@@ -15,10 +15,12 @@ import msgpack
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from kvbridge.api import models as ports
 from kvbridge.control.keys import generate_keys, parse_entry
 from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError, TransportError
 from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount, Section
 from kvbridge.core.wire import engine_messages as engine
@@ -38,15 +40,13 @@ from kvbridge.core.wire.codec import (
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceOrder, FileOrigin, SharedRegion, StreamPoint
 from kvbridge.http.problems import Problem, error_of, make_problem, problem_response
-from kvbridge.service import ports
-from kvbridge.service.offers import check_offer
-from kvbridge.service.tables import tables_from_wire
+from kvbridge.node.sender.offers import check_offer
 from kvbridge.transport.base import Endpoint
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.extents import Extents
-from kvbridge.transport.local import LocalEndpoint
-from kvbridge.transport.mooncake import MooncakeEndpoint
-from kvbridge.transport.nixl_peers import NixlEndpoint
+from kvbridge.transport.local.transport import LocalEndpoint
+from kvbridge.transport.mooncake.transport import MooncakeEndpoint
+from kvbridge.transport.nixl.peers import NixlEndpoint
 from tests.helpers.rooms import manifest
 
 GEOMETRY = preset("tiny-v4")

@@ -22,10 +22,10 @@ import numpy as np
 
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.operations import Operations
-from kvbridge.transport import nixl
 from kvbridge.transport.base import Connection, Endpoint, Peer, TransferState, Transport
-from kvbridge.transport.nixl_check import PROCESSES
-from kvbridge.transport.nixl_peers import NixlEndpoint
+from kvbridge.transport.nixl import transport as nixl
+from kvbridge.transport.nixl.check import PROCESSES
+from kvbridge.transport.nixl.peers import NixlEndpoint
 from tests.contract.harness import BACKENDS, Pair, PeerProcess, wait
 from tests.helpers.connecting import connect
 

@@ -27,7 +27,7 @@ from kvbridge.engine.base import AttachedEngine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.engine.views import PoolViews
-from kvbridge.pool.layout import RankPart
+from kvbridge.pool.memory.layout import RankPart
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.gpu_children import SLEEP_CYCLES
 from tests.helpers.rank_harness import Case, Setting, draw_tables

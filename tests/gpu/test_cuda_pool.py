@@ -16,10 +16,10 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.engine.views import PoolViews
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.allocations import allocation_of
-from kvbridge.pool.cuda_pool import CudaPool
-from kvbridge.pool.device_memory import OpenedAllocation, export
-from kvbridge.pool.sharing import MappedRegions
-from kvbridge.pool.stream_points import StreamPoints
+from kvbridge.pool.memory.cuda_pool import CudaPool
+from kvbridge.pool.memory.device_memory import OpenedAllocation, export
+from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.pool.memory.stream_points import StreamPoints
 from tests.helpers.gpu_children import (
     TINY,
     child,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.host_registration import HostRegistration, registered_ranges
-from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
+from kvbridge.pool.memory.host_registration import HostRegistration, registered_ranges
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 from tests.helpers.gpu_children import MARKED, child, write_registered
 
 pytestmark = pytest.mark.gpu

@@ -22,7 +22,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.base import Memory, TransferState
-from kvbridge.transport.local import LocalTransport
+from kvbridge.transport.local.transport import LocalTransport
 from tests.contract.harness import ROOT, wait
 from tests.helpers.connecting import connect
 from tests.helpers.device_buffer import DeviceBuffer
@@ -122,7 +122,7 @@ import structlog
 from kvbridge.config.transports import LocalSettings
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Endpoint
-from kvbridge.transport.local import LocalTransport
+from kvbridge.transport.local.transport import LocalTransport
 from tests.contract.harness import wait
 from tests.helpers.device_buffer import DeviceBuffer
 from tests.helpers.connecting import connect

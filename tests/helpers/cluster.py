@@ -14,7 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from kvbridge.daemon.cluster import (
+from kvbridge.api.directory import PairRequest
+from kvbridge.testbed.cluster import (
     START_S,
     ClusterSpec,
     DaemonProcess,
@@ -23,8 +24,7 @@ from kvbridge.daemon.cluster import (
     plan_cluster,
     transport_section,
 )
-from kvbridge.daemon.cluster import Cluster as ClusterOfProcesses
-from kvbridge.service.ports import PairRequest
+from kvbridge.testbed.cluster import Cluster as ClusterOfProcesses
 
 __all__ = ["START_S", "Cluster", "DaemonProcess", "cluster", "daemon_config", "eventually", "transport_section"]
 

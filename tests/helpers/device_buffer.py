@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvbridge.core.ids import MemoryKind
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.device_memory import OpenedAllocation, export
+from kvbridge.pool.memory.device_memory import OpenedAllocation, export
 from kvbridge.transport.base import Memory, SharedAllocation
 
 Bytes = npt.NDArray[np.uint8]

@@ -17,9 +17,9 @@ import pytest
 from kvbridge.core.errors import RegistrationError, UnsupportedError
 from kvbridge.kernels.cuda import allocations, runtime
 from kvbridge.kernels.cuda.allocations import Allocation
-from kvbridge.pool import device_memory, host_registration, stream_points
-from kvbridge.pool.device_memory import ProcessAllocations
-from kvbridge.pool.holding import HeldThings
+from kvbridge.pool.memory import device_memory, host_registration, stream_points
+from kvbridge.pool.memory.device_memory import ProcessAllocations
+from kvbridge.pool.memory.holding import HeldThings
 
 
 class FakeCuda:

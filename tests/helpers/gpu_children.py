@@ -20,20 +20,20 @@ import torch
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.tables import request_tables
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.engine.views import PoolViews
-from kvbridge.pool.cuda_pool import CudaPool
-from kvbridge.pool.host_registration import HostRegistration
-from kvbridge.pool.layout import RankPart, device_placement
-from kvbridge.pool.placement import Placement
-from kvbridge.pool.shared_mapping import SharedMapping
-from kvbridge.pool.sharing import MappedRegions
-from kvbridge.pool.stream_points import EventRing
-from kvbridge.service.tables import request_tables
+from kvbridge.pool.memory.cuda_pool import CudaPool
+from kvbridge.pool.memory.host_registration import HostRegistration
+from kvbridge.pool.memory.layout import RankPart, device_placement
+from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.shared_mapping import SharedMapping
+from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.pool.memory.stream_points import EventRing
 
 TINY = preset("tiny-v4")
 COUNTS = {IndexSpace.FULL: 12, IndexSpace.SWA: 6, IndexSpace.REQUEST: 4}

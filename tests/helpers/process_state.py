@@ -30,8 +30,8 @@ ENDS_WITH_THE_PROCESS = ("multiprocessing.resource_tracker", "multiprocessing.fo
 ONCE_A_PROCESS = {
     "kvbridge.kernels.cuda.programs._loaded",  # compiled kernels
     "kvbridge.kernels.digest._devices",  # compiled kernels
-    "kvbridge.transport.mooncake_library._process_environment",  # settings that the library reads once
-    "kvbridge.transport.nixl_agent._process_settings",  # settings that the library reads once
+    "kvbridge.transport.mooncake.library._process_environment",  # settings that the library reads once
+    "kvbridge.transport.nixl.agent._process_settings",  # settings that the library reads once
 }
 """Module state that is meant to outlive a test."""
 OURS = ("kvbridge.", "tests.helpers.")

@@ -19,10 +19,10 @@ from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.engine.rows import place_rows
 from kvbridge.engine.views import PoolViews, RegionView
-from kvbridge.pool.device_pool import DevicePool
-from kvbridge.pool.host_pool import HostPool
-from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.mapped_pool import MappedPool
+from kvbridge.pool.memory.device_pool import DevicePool
+from kvbridge.pool.memory.host_pool import HostPool
+from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
+from kvbridge.pool.memory.mapped_pool import MappedPool
 
 SCAN_BYTES = 1 << 20
 NO_KINDS: frozenset[ComponentKind] = frozenset()

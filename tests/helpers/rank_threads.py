@@ -28,7 +28,7 @@ from kvbridge.core.wire.worker_messages import (
     WorkerSetup,
     WorkerToNode,
 )
-from kvbridge.service.worker_life import serve_rank
+from kvbridge.worker.lifecycle import serve_rank
 
 ANSWER_LIMIT_S = 30.0
 END_LIMIT_S = 30.0

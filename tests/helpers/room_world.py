@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from operator import xor
 
+from kvbridge.api.rooms import AdmissionRequest, PeerAddress
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace, Rank, Role
@@ -45,14 +46,13 @@ from kvbridge.core.wire.worker_messages import (
     Verified,
     Verify,
 )
-from kvbridge.pool.book import Owner, PageBook, PageState
-from kvbridge.service.fence import Fence
-from kvbridge.service.inspections import Inspections
-from kvbridge.service.introduction import Self
-from kvbridge.service.meeting import DecodeNodes, PrefillNodes
-from kvbridge.service.ports import AdmissionRequest, PeerAddress
-from kvbridge.service.receiver import ReceiverLimits, ReceiverRoom, ReceiverService
-from kvbridge.service.sender import SenderLimits, SenderRoom, SenderService
+from kvbridge.node.handshake.inspections import Inspections
+from kvbridge.node.handshake.introduction import Self
+from kvbridge.node.handshake.nodes import DecodeNodes, PrefillNodes
+from kvbridge.node.receiver.fence import Fence
+from kvbridge.node.receiver.service import ReceiverLimits, ReceiverRoom, ReceiverService
+from kvbridge.node.sender.service import SenderLimits, SenderRoom, SenderService
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from tests.helpers.room_actors import (
     DESTINATION,
     PAGES,

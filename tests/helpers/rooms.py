@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvbridge.api.rooms import PeerAddress
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
@@ -16,13 +17,13 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Role
 from kvbridge.core.plan.accounting import Demand, LaneRows
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount, Amounts
+from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import PeerMessage
 from kvbridge.core.wire.worker_messages import NodeToWorker
-from kvbridge.pool.book import Owner, PageBook, PageState
-from kvbridge.service.ports import PeerAddress, RoomState
-from kvbridge.service.receiver import MetNode, ReceiverLimits, ReceiverService
-from kvbridge.service.sender import SenderLimits, SenderService
+from kvbridge.node.receiver.service import MetNode, ReceiverLimits, ReceiverService
+from kvbridge.node.sender.service import SenderLimits, SenderService
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 
 GEOMETRY = preset("tiny-gqa")
 PAGE = GEOMETRY.tokens_per_page

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kvbridge.cli.demo.reference import SelectedAttention
-from kvbridge.cli.demo.trace import Trace
-from kvbridge.cli.demo.watch import CacheWatch
 from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.geometry.huggingface import geometry_from_config
@@ -30,6 +27,9 @@ from kvbridge.engine.adapters.transformers import (
 )
 from kvbridge.engine.views import PoolViews
 from kvbridge.sparse import SparseCache
+from kvbridge.testbed.demo.reference import SelectedAttention
+from kvbridge.testbed.demo.trace import Trace
+from kvbridge.testbed.demo.watch import CacheWatch
 from tests.helpers.torch_pools import Form, Pools, make_pools
 
 C4 = ComponentKind.C4_KV

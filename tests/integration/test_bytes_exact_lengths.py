@@ -10,7 +10,7 @@ from kvbridge.config.pools import HostLayout
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.layout import Chunking
+from kvbridge.pool.memory.layout import Chunking
 from tests.helpers.rank_harness import Case, Crossing, Setting
 from tests.helpers.rank_pools import Form, Ranks
 

@@ -26,7 +26,7 @@ from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.pool.layout import RankPart
+from kvbridge.pool.memory.layout import RankPart
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import Cluster, cluster, eventually
 from tests.helpers.rank_harness import CANARY, Case, Setting, draw_tables

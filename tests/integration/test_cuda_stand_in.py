@@ -31,9 +31,9 @@ from kvbridge.engine.base import AttachedEngine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.leftovers import PROOF_PREFIX
-from kvbridge.pool.sharing import MappedRegions
-from kvbridge.pool.stream_points import EventRing, StreamPoints
+from kvbridge.pool.memory.leftovers import PROOF_PREFIX
+from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.pool.memory.stream_points import EventRing, StreamPoints
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.live_rooms import busy_pages, ends, http
 from tests.helpers.rank_harness import Case

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.daemon.memory import file_prefix
-from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import (
     LiveCluster,

@@ -100,7 +100,7 @@ def test_sparse_decode_gives_the_very_logits(scratch, encoding, instructions):
 FLIPPED = """
 import sys
 
-if "decode" in sys.orig_argv and "kvbridge.cli.demo" in sys.orig_argv:
+if "decode" in sys.orig_argv and "kvbridge.testbed.demo" in sys.orig_argv:
     from kvbridge.sparse import SparseCache
 
     real, steps = SparseCache.rows, 0

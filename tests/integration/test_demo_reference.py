@@ -11,15 +11,15 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
-from kvbridge.cli.demo import reference
-from kvbridge.cli.demo.reference import rounding_bound
-from kvbridge.cli.demo.trace import Trace
-from kvbridge.cli.demo.verdict import Comparison, compare
-from kvbridge.cli.demo.watch import CacheWatch
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
+from kvbridge.testbed.demo import reference
+from kvbridge.testbed.demo.reference import rounding_bound
+from kvbridge.testbed.demo.trace import Trace
+from kvbridge.testbed.demo.verdict import Comparison, compare
+from kvbridge.testbed.demo.watch import CacheWatch
 from tests.helpers.foreign_processor import foreign_processor
 from tests.helpers.sparse_scene import C4, SparseScene, admitted
 

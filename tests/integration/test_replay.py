@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 TIMEOUT_S = 90
 SPOILER = """
 import sys
-if sys.argv[:1] and "kvbridge.cli.replay" in " ".join(sys.orig_argv) and "prefill" in sys.orig_argv:
+if sys.argv[:1] and "kvbridge.testbed.replay" in " ".join(sys.orig_argv) and "prefill" in sys.orig_argv:
     from kvbridge.core.geometry.components import ComponentKind
     from kvbridge.engine.adapters import synthetic
     filled = synthetic.fill

@@ -12,7 +12,7 @@ import pytest
 
 from kvbridge.control.keys import CurveKeys, generate_keys, write_keys
 from kvbridge.core.wire.messages import Heartbeat, Hello, NodeDescription, Rejected, Welcome
-from kvbridge.daemon.cluster import ClusterSpec, NodeSpec, plan_cluster
+from kvbridge.testbed.cluster import ClusterSpec, NodeSpec, plan_cluster
 from tests.helpers.cluster import Cluster, eventually
 from tests.helpers.live_rooms import LiveCluster, frames_refused, http, report, status
 from tests.helpers.raw_peers import RawDecode, RawPrefill

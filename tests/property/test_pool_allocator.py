@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvbridge.core.errors import CapacityError, IntegrityError
-from kvbridge.pool.allocator import RunAllocator
+from kvbridge.pool.accounts.allocator import RunAllocator
 
 PAGES = 48
 RESERVED = (7, 8, 30)

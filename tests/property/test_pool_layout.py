@@ -12,9 +12,9 @@ from kvbridge.core.geometry.checks import check_disjoint
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.placement import Placement
-from kvbridge.pool.sharing import registered_extents
+from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
+from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.sharing import registered_extents
 
 TINY = preset("tiny-v4")
 GAP = 1 << 40

@@ -16,7 +16,7 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.plan.digests import DigestKind
-from kvbridge.pool.book import Owner, PageState
+from kvbridge.pool.accounts.book import Owner, PageState
 from tests.helpers.room_actors import PAGES, RANKS
 from tests.helpers.room_world import STAGES, World
 from tests.helpers.rooms import PAGE

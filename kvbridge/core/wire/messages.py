@@ -27,6 +27,8 @@ MAX_METADATA_BYTES = 64 * 1024
 MAX_TABLE_BYTES = 4 * 65_536
 MAX_ROOM_METADATA_BYTES = 28 * MAX_METADATA_BYTES
 """What all writers of one room may send along: a claim is answered with it and four full tables, in one frame."""
+REASON_CHARS = 2_000
+"""A reason is cut to this length; messages carry up to 4,000 characters, so a hop can still say whose reason it is."""
 MAX_NODE_RANKS = 256
 """Ranks of one node; each costs whoever meets the node a look at its manifest, so a peer may not name any number."""
 MAX_PACKED_RANK_BYTES = 1 << 20

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 
 PAGE_BYTES = 37_440
 """A page of C4 rows: 64 values of 576 bytes, 64 scales of 8, padding."""

@@ -24,8 +24,8 @@ import torch
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.ids import MemoryKind
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.device_memory import export
-from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
+from kvbridge.pool.memory.device_memory import export
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 from kvbridge.transport.base import Memory, SharedAllocation, SharedFile, Transport
 from kvbridge.transport.registry import create_transport
 from tests.bench.gpu.memory import PAGE_BYTES, device_memory, tensor_at

@@ -38,8 +38,8 @@ from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.page_copies import CudaPageCopier
 from kvbridge.kernels.places import IdPairs, PageMemory, PagePair
-from kvbridge.pool.host_registration import HostRegistration
-from kvbridge.pool.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
+from kvbridge.pool.memory.host_registration import HostRegistration
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 from kvbridge.sparse import SparseCache, SparseSettings
 from tests.bench.gpu.recorder import Recorder
 from tests.helpers.cluster import Cluster, cluster

@@ -236,7 +236,8 @@ class Copier:
 def install(replace: Any = setattr) -> Runtime:
     """Take CUDA's place in this process; `replace` sets an attribute (`monkeypatch.setattr` undoes it again)."""
     from kvbridge.kernels.cuda import allocations, runtime
-    from kvbridge.transport import accelerators, local_lanes
+    from kvbridge.transport.local import accelerators
+    from kvbridge.transport.local import lanes as local_lanes
 
     made = Runtime()
     driver = Driver(made)

@@ -7,18 +7,20 @@ from collections import Counter
 from dataclasses import replace
 from typing import Self
 
+from kvbridge.api.directory import Load, NodeRegistration
+from kvbridge.api.rooms import AdmissionRequest, PeerAddress, RoomReport
+from kvbridge.bootstrap.directory import Directory
+from kvbridge.bootstrap.nodes import Instance, NodeEntry, NodeRecord, by_instance
+from kvbridge.bootstrap.pairing import PairingLimits, PairingService
+from kvbridge.bootstrap.stores.base import RoomTimes
+from kvbridge.bootstrap.stores.memory import MemoryStore
+from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore
 from kvbridge.core.clock import Clock, ManualClock, monotonic
 from kvbridge.core.errors import BridgeError, StaleError, UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
-from kvbridge.service.directory import Directory
-from kvbridge.service.nodes import Instance, NodeEntry, NodeRecord, by_instance
-from kvbridge.service.pairing import PairingLimits, PairingService
-from kvbridge.service.ports import AdmissionRequest, Load, NodeRegistration, PeerAddress, RoomReport, RoomState
-from kvbridge.service.stores.base import RoomTimes
-from kvbridge.service.stores.memory import MemoryStore
-from kvbridge.service.stores.redis import RedisSettings, RedisStore
+from kvbridge.core.session.states import RoomState
 from tests.helpers.redis_server import RedisServer, let_time_pass
 
 EXPIRE_AFTER_S = 8.0

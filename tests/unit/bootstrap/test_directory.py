@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvbridge.api.directory import ControlMode, Load, NodeHeartbeat
+from kvbridge.api.rooms import PeerAddress
+from kvbridge.bootstrap.directory import Directory, absences
 from kvbridge.core.errors import (
     ConflictError,
     DeadlineError,
@@ -17,8 +20,6 @@ from kvbridge.core.errors import (
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
-from kvbridge.service.directory import Directory, absences
-from kvbridge.service.ports import ControlMode, Load, NodeHeartbeat, PeerAddress
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FakeDaemons, half, node
 
 pytestmark = pytest.mark.asyncio

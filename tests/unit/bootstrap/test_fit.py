@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbridge.api.directory import ControlMode, Load, PairRequest
+from kvbridge.api.rooms import PeerAddress
+from kvbridge.bootstrap.fit import Ranking, demand, free_share
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, NotReadyError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
-from kvbridge.service.fit import Ranking, demand, free_share
-from kvbridge.service.ports import ControlMode, Load, PairRequest, PeerAddress
 from tests.unit.bootstrap.fleet import half, instances_of, node
 
 HOST = (ComponentKind.C4_KV,)

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvbridge.api.directory import PairRequest
+from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.bootstrap.stores.base import Claim, PairingState
 from kvbridge.core.errors import (
     CapacityError,
     ClientLimitError,
@@ -18,8 +21,7 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.ids import Role
-from kvbridge.service.ports import AdmissionRequest, PairRequest, RoomState
-from kvbridge.service.stores.base import Claim, PairingState
+from kvbridge.core.session.states import RoomState
 from tests.unit.bootstrap.fleet import FLEET, TIMES, FakeDaemons, half, node
 
 pytestmark = pytest.mark.asyncio

@@ -7,11 +7,13 @@ import random
 
 import pytest
 
+from kvbridge.api.directory import PairRequest, Ticket
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.bootstrap.directory import Directory
+from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.core.errors import CapacityError, ConflictError, StaleError, UnknownRoomError
 from kvbridge.core.ids import Role
-from kvbridge.service.directory import Directory
-from kvbridge.service.pairing import PairingService
-from kvbridge.service.ports import AdmissionRequest, PairRequest, RoomReport, RoomState, Ticket
+from kvbridge.core.session.states import RoomState
 from tests.unit.bootstrap.fleet import LIMITS, FakeDaemons, node
 
 pytestmark = pytest.mark.asyncio

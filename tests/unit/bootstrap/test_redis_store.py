@@ -8,13 +8,13 @@ import time
 
 import pytest
 
+from kvbridge.api.directory import NodeHeartbeat, PairRequest
+from kvbridge.bootstrap.directory import Directory
+from kvbridge.bootstrap.pairing import PairingService
+from kvbridge.bootstrap.stores.base import Claim, RoomInUse
+from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.service.directory import Directory
-from kvbridge.service.pairing import PairingService
-from kvbridge.service.ports import NodeHeartbeat, PairRequest
-from kvbridge.service.stores.base import Claim, RoomInUse
-from kvbridge.service.stores.redis import RedisSettings, RedisStore
 from tests.helpers.redis_server import redis_server
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FLEET, LIMITS, TIMES, FakeDaemons, RedisWorld, half, node
 

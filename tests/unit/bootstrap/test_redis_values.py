@@ -8,11 +8,11 @@ import json
 
 import pytest
 
+from kvbridge.api.directory import Load, NodeHeartbeat, PairRequest
+from kvbridge.bootstrap.directory import Directory
+from kvbridge.bootstrap.stores.base import Claim
 from kvbridge.core.errors import ConflictError, NotFoundError
 from kvbridge.core.ids import Role
-from kvbridge.service.directory import Directory
-from kvbridge.service.ports import Load, NodeHeartbeat, PairRequest
-from kvbridge.service.stores.base import Claim
 from tests.unit.bootstrap.fleet import FLEET, FakeDaemons, node
 
 pytestmark = pytest.mark.asyncio

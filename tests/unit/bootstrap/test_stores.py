@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvbridge.api.directory import Load, NodeHeartbeat, Ticket, TicketEnd
+from kvbridge.bootstrap.stores.base import Claim, PairingState, RoomInUse
 from kvbridge.core.ids import MAX_ROOM, Role
-from kvbridge.service.ports import Load, NodeHeartbeat, Ticket, TicketEnd
-from kvbridge.service.stores.base import Claim, PairingState, RoomInUse
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, TIMES, entry_of, half, node
 
 pytestmark = pytest.mark.asyncio

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.daemon.admission import admission_limits
-from kvbridge.service.admission import AdmissionLimits, ClientCaps
+from kvbridge.node.admission.controller import AdmissionLimits, ClientCaps
 
 
 def test_the_defaults_of_both_agree():

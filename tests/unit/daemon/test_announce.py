@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvbridge.api.directory import Load, NodeRegistration
+from kvbridge.api.rooms import PeerAddress
 from kvbridge.config import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import (
     BridgeError,
@@ -23,7 +25,6 @@ from kvbridge.daemon.announce import Announcer, is_news
 from kvbridge.daemon.decode import DecodeNode
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.daemon.prefill import PrefillNode
-from kvbridge.service.ports import Load, NodeRegistration, PeerAddress
 
 INTERVAL_S = 0.005
 WAIT_S = 10.0

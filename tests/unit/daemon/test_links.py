@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError
 from kvbridge.core.wire.messages import Hello, PeerMessage, Rejected, Welcome
 from kvbridge.daemon.decode import DecodeNode
-from kvbridge.service.ports import PeerAddress
-from kvbridge.service.receiver_room import MetNode
+from kvbridge.node.receiver.room import MetNode
 
 pytestmark = pytest.mark.asyncio
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvbridge.core.ids import Role
+from kvbridge.core.session.states import RoomState
 from kvbridge.daemon.observe import MetricsObserver
-from kvbridge.service.ports import RoomState
 from kvbridge.telemetry.metrics import Metrics
 
 

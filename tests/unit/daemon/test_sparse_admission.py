@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.config import DecodeConfig, load_config
 from kvbridge.core.errors import CapacityError, ConfigError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.daemon.memory import plan_memory
 from kvbridge.daemon.model import load_geometry
-from kvbridge.service.ports import AdmissionRequest
 from tests.helpers.rooms import ADDRESS, PAGE, ReceiverBench
 
 

@@ -11,10 +11,10 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import RoomClosed, WorkerFailed, WorkerHello, WorkerReady
 from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
-from kvbridge.service.workers import WorkerState
+from kvbridge.node.workers import WorkerState
 from kvbridge.telemetry.metrics import Metrics
 from tests.helpers.rooms import R0, R1, manifest
-from tests.unit.service.test_workers import setup
+from tests.unit.node.test_workers import setup
 
 
 class Listener:

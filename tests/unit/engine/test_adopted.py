@@ -16,8 +16,8 @@ from kvbridge.core.wire.worker_messages import NodeToWorker, Shutdown, WorkerClo
 from kvbridge.engine import adopted
 from kvbridge.engine.adopted import AdoptedWorker
 from kvbridge.engine.attachment import Attachment
-from kvbridge.service import worker_life
-from kvbridge.service.worker_life import serve_rank
+from kvbridge.worker import lifecycle as worker_life
+from kvbridge.worker.lifecycle import serve_rank
 
 RANK = Rank(pp=0, tp=0)
 

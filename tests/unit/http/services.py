@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.status import Readiness
 from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.ids import Role
+from kvbridge.core.session.states import RoomState
 from kvbridge.http import AppSettings
-from kvbridge.service.ports import AdmissionRequest, Readiness, RoomReport, RoomState
 
 
 class FakeRooms:

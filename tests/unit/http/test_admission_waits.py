@@ -10,9 +10,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.errors import CapacityError, ClientLimitError
 from kvbridge.http import DaemonClient, HttpServer, create_daemon_app
-from kvbridge.service.ports import AdmissionRequest, RoomReport
 from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
 
 pytestmark = pytest.mark.asyncio

@@ -6,6 +6,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from kvbridge.api.directory import Load, NodeHeartbeat, PairRequest
+from kvbridge.bootstrap.directory import Directory
+from kvbridge.bootstrap.pairing import PairingService
+from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import (
     CapacityError,
@@ -17,11 +21,8 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.ids import Role
+from kvbridge.core.session.states import RoomState
 from kvbridge.http import DirectoryClient, create_bootstrap_app
-from kvbridge.service.directory import Directory
-from kvbridge.service.pairing import PairingService
-from kvbridge.service.ports import Load, NodeHeartbeat, PairRequest, RoomState
-from kvbridge.service.stores.memory import MemoryStore
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, TIMES, FakeDaemons, half, node
 from tests.unit.http.services import FakeStatus, metrics, settings
 from tests.unit.http.test_daemon_app import check_description

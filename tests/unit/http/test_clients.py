@@ -9,6 +9,9 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from kvbridge.api.directory import PairRequest
+from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.api.status import Readiness
 from kvbridge.core.errors import (
     CapacityError,
     DeadlineError,
@@ -17,9 +20,9 @@ from kvbridge.core.errors import (
     UnauthorizedError,
     error_codes,
 )
+from kvbridge.core.session.states import RoomState
 from kvbridge.http import DaemonClient, DirectoryClient, create_daemon_app
 from kvbridge.http.problems import error_of, problem_of
-from kvbridge.service.ports import AdmissionRequest, PairRequest, Readiness, RoomState
 from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
 
 pytestmark = pytest.mark.asyncio

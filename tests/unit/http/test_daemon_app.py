@@ -8,10 +8,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from kvbridge.api.rooms import RoomReport
+from kvbridge.api.status import Readiness
 from kvbridge.core.errors import CapacityError, error_codes
 from kvbridge.core.ids import MAX_ROOM
+from kvbridge.core.session.states import RoomState
 from kvbridge.http import create_daemon_app
-from kvbridge.service.ports import Readiness, RoomReport, RoomState
 from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
 
 pytestmark = pytest.mark.asyncio

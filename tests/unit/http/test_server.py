@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import ConfigError, PeerError
 from kvbridge.http import DaemonClient, HttpServer, TlsFiles, connections, create_daemon_app
 from kvbridge.http.connections import ConnectionLimits
-from kvbridge.service.ports import AdmissionRequest
 from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
 
 pytestmark = pytest.mark.asyncio

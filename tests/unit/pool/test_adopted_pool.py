@@ -10,10 +10,10 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import FileOrigin
-from kvbridge.pool.adopted_pool import AdoptedPool, cut_regions
-from kvbridge.pool.device_pool import DevicePool
-from kvbridge.pool.layout import RankPart, device_placement
-from kvbridge.pool.sharing import Holder
+from kvbridge.pool.memory.adopted_pool import AdoptedPool, cut_regions
+from kvbridge.pool.memory.device_pool import DevicePool
+from kvbridge.pool.memory.layout import RankPart, device_placement
+from kvbridge.pool.memory.sharing import Holder
 
 TINY = preset("tiny-v4")
 GQA = preset("tiny-gqa")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError, PageOutOfBoundsError
-from kvbridge.pool.allocator import RunAllocator
+from kvbridge.pool.accounts.allocator import RunAllocator
 
 
 def runs(ids: np.ndarray) -> int:

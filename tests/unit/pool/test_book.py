@@ -12,7 +12,7 @@ from kvbridge.core.errors import (
     PageOutOfBoundsError,
 )
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.book import Owner, PageBook, PageState
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 
 FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
 FREE, HELD, LEASED, QUARANTINED = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED

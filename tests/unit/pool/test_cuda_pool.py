@@ -12,13 +12,13 @@ from kvbridge.core.geometry.manifest import RankManifest, fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin, SharedRegion
-from kvbridge.pool import device_memory
-from kvbridge.pool.cuda_pool import SHARED_ALIGNMENT_BYTES, CudaPool
-from kvbridge.pool.device_memory import OpenedAllocation
-from kvbridge.pool.host_pool import HostPool
-from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.placement import Placement
-from kvbridge.pool.sharing import MappedRegions
+from kvbridge.pool.memory import device_memory
+from kvbridge.pool.memory.cuda_pool import SHARED_ALIGNMENT_BYTES, CudaPool
+from kvbridge.pool.memory.device_memory import OpenedAllocation
+from kvbridge.pool.memory.host_pool import HostPool
+from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
+from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.sharing import MappedRegions
 from tests.helpers.fake_cuda import FakeCuda
 
 TINY = preset("tiny-v4")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvbridge.pool.holding import HeldThings
+from kvbridge.pool.memory.holding import HeldThings
 
 WAIT_S = 10.0
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvbridge.core.errors import ConflictError, RegistrationError, UnsupportedError
-from kvbridge.pool.host_registration import HostRegistration, registered_ranges
-from kvbridge.pool.shared_mapping import SharedMapping
+from kvbridge.pool.memory.host_registration import HostRegistration, registered_ranges
+from kvbridge.pool.memory.shared_mapping import SharedMapping
 from tests.helpers.fake_cuda import FakeCuda
 
 PAGE = 4096

@@ -10,9 +10,9 @@ from kvbridge.core.geometry.manifest import RankManifest, fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import FileOrigin
-from kvbridge.pool.extent import pages_per_extent
-from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement, stage_layers
-from kvbridge.pool.placement import Placement
+from kvbridge.pool.memory.extent import pages_per_extent
+from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement, stage_layers
+from kvbridge.pool.memory.placement import Placement
 
 FLASH = preset("deepseek-v4-flash")
 GQA = preset("tiny-gqa")

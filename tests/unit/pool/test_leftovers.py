@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.pool import leftovers
-from kvbridge.pool.leftovers import Leftover, Verdict, sweep
-from kvbridge.pool.shared_mapping import SharedMapping
-from kvbridge.transport.local_host import Gates, Proof
+from kvbridge.pool.memory import leftovers
+from kvbridge.pool.memory.leftovers import Leftover, Verdict, sweep
+from kvbridge.pool.memory.shared_mapping import SharedMapping
+from kvbridge.transport.local.host import Gates, Proof
 
 POOL = "kvbridge-0123456789ab-0123456789abcdef.host.host"
 PROOF = ".kvbridge-0123456789abcdef"

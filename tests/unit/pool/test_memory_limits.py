@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbridge.pool import memory_limits
-from kvbridge.pool.memory_limits import control_group_limits, tightest_limit
+from kvbridge.pool.memory import memory_limits
+from kvbridge.pool.memory.memory_limits import control_group_limits, tightest_limit
 
 
 def group(path: Path, **files: str) -> None:

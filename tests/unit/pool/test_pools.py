@@ -17,11 +17,11 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
-from kvbridge.pool.device_pool import DevicePool
-from kvbridge.pool.host_pool import HostPool
-from kvbridge.pool.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.mapped_pool import mapping_paths
-from kvbridge.pool.sharing import MappedRegions
+from kvbridge.pool.memory.device_pool import DevicePool
+from kvbridge.pool.memory.host_pool import HostPool
+from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
+from kvbridge.pool.memory.mapped_pool import mapping_paths
+from kvbridge.pool.memory.sharing import MappedRegions
 
 TINY = preset("tiny-v4")
 C4 = ComponentKind.C4_KV

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvbridge.core.errors import ConflictError, InvalidInputError, RegistrationError
-from kvbridge.pool import shared_mapping
-from kvbridge.pool.memory_limits import MemoryLimit
-from kvbridge.pool.shared_mapping import SharedMapping, close_all
+from kvbridge.pool.memory import shared_mapping
+from kvbridge.pool.memory.memory_limits import MemoryLimit
+from kvbridge.pool.memory.shared_mapping import SharedMapping, close_all
 
 MIB = 1 << 20
 

@@ -4,8 +4,8 @@ import pytest
 
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.pool import stream_points
-from kvbridge.pool.stream_points import FEWEST_EVENTS, EventRing, StreamPoints
+from kvbridge.pool.memory import stream_points
+from kvbridge.pool.memory.stream_points import FEWEST_EVENTS, EventRing, StreamPoints
 from tests.helpers.fake_cuda import FakeEvent
 
 UUID = "ab" * 16

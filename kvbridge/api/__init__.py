@@ -1,0 +1,1 @@
+"""The requests and answers of every HTTP API; field names are its JSON names."""

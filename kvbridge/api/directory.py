@@ -1,0 +1,124 @@
+"""What bootstrap is told and asked: nodes, their load, pairs of instances, tickets.
+
+Owns: these requests and answers. Must not know: HTTP, how a pair is chosen, where records are kept.
+Field names here are the JSON names of the API.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from kvbridge.api.rooms import PeerAddress
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+HttpUrl = Annotated[str, Field(pattern=r"^https?://", max_length=500)]
+
+
+class Load(FrozenModel):
+    """How full a node is, sent with each heartbeat."""
+
+    rooms: NonNegative = 0
+    free_pages: dict[str, NonNegative] = Field(default_factory=dict)
+    """Free pages by index space."""
+    total_pages: dict[str, NonNegative] = Field(default_factory=dict)
+
+
+class ControlMode(StrEnum):
+    """How a decode node meets a prefill node."""
+
+    CURVE = "curve"
+    """Encrypted, and both show their keys."""
+    PLAIN = "plain"
+    LOCAL = "local"
+    """In the clear, but both are on one machine."""
+
+
+Reasons = Annotated[tuple[Annotated[str, Field(max_length=2_000)], ...], Field(max_length=32)]
+
+
+class NodeRegistration(FrozenModel):
+    """One daemon's entry in the directory."""
+
+    instance: Name
+    node: Name
+    role: Role
+    incarnation: Name
+    http_url: HttpUrl
+    control: PeerAddress | None = None
+    """Where decode nodes meet it; decode nodes themselves listen to nobody and have none."""
+    meets_by: Annotated[tuple[ControlMode, ...], Field(min_length=1)] = (ControlMode.PLAIN,)
+    """How nodes of the other role can be met: the one way in which a prefill node listens, all that a decode node may use."""
+    pp_size: Positive
+    tp_size: Positive
+    stage_boundaries: tuple[Positive, ...] = ()
+    """The first layers of the instance's pipeline stages but the first."""
+    ranks: tuple[Rank, ...]
+    """The ranks that live on this node."""
+    fingerprint: Name
+    geometry: ModelGeometry
+    host: tuple[ComponentKind, ...] = ()
+    """The components that live in the node's host pool, so that their pages are counted there."""
+    ready: bool = True
+    reasons: Reasons = ()
+    """Why it is not ready."""
+    load: Load = Load()
+
+    @property
+    def heartbeat(self) -> NodeHeartbeat:
+        """The part of it that changes."""
+        return NodeHeartbeat(incarnation=self.incarnation, ready=self.ready, reasons=self.reasons, load=self.load)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.role is Role.PREFILL and self.control is None:
+            raise ValueError("a prefill node needs `control`, or no decode node could meet it")
+        return self
+
+
+class NodeHeartbeat(FrozenModel):
+    """Sent every heartbeat interval; a node that the directory does not know (any more) is told to register again."""
+
+    incarnation: Name
+    ready: bool
+    reasons: Reasons = ()
+    load: Load = Load()
+
+
+class PairRequest(FrozenModel):
+    """Ask bootstrap for a pair of instances for one request."""
+
+    room: RoomId | None = None
+    prompt_tokens: Positive
+    max_new_tokens: NonNegative = 0
+    fingerprint: str = ""
+    """Only instances of this fingerprint, when several models share a directory."""
+    client: Annotated[str, Field(max_length=200)] = ""
+
+
+class TicketEnd(FrozenModel):
+    """One side of a ticket: where to send the request."""
+
+    instance: Name
+    http_urls: tuple[HttpUrl, ...]
+
+
+class Ticket(FrozenModel):
+    """A paired and, on both ends, reserved request. Both ends give it up unless it is used in time."""
+
+    room: RoomId
+    generation: Positive
+    prefill: TicketEnd
+    decode: TicketEnd
+    expires_in_s: float
+    """A prefill engine has to begin the room within so many seconds from now."""
+
+    def after(self, seconds: float) -> Self:
+        """Return the ticket as it is so much later."""
+        return self.model_copy(update={"expires_in_s": max(0.0, self.expires_in_s - seconds)})

@@ -1,0 +1,81 @@
+"""What a daemon is asked about rooms, and what it answers.
+
+Owns: the requests, the answers and the protocol between `http` and a node. Must not know: HTTP, sockets, either side of a room.
+Field names here are the JSON names of the API.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Protocol
+
+from pydantic import Field
+
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Role, RoomId
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.session.states import RoomState
+
+
+class PeerAddress(FrozenModel):
+    """How to reach the control door of one prefill node."""
+
+    endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://", max_length=500)]
+    public_key: Annotated[str, Field(max_length=40)] = ""
+    """CURVE public key in Z85 (40 characters), or empty when the cluster runs without keys."""
+
+
+class AdmissionRequest(FrozenModel):
+    """Admit one request. On decode, `prefill` names the nodes that will write; on prefill it is left out."""
+
+    room: RoomId | None = None
+    """None lets the daemon draw one."""
+    generation: Positive = 1
+    prompt_tokens: Positive
+    max_new_tokens: NonNegative = 0
+    prefill: tuple[PeerAddress, ...] = ()
+    client: Annotated[str, Field(max_length=200)] = ""
+    wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Wait so long for pages when they are not free; 0: be told at once. At most `admission.max_wait_s`."""
+    begin_within_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """A prefill engine begins the room within so many seconds of its admission, or it ends: what is left of its ticket.
+    Null: `timeouts.begin_s` of the prefill daemon."""
+
+
+class RoomReport(FrozenModel):
+    """One room, as its daemon sees it now. For a final room this is its receipt."""
+
+    room: RoomId
+    generation: Positive
+    role: Role
+    state: RoomState
+    prompt_tokens: NonNegative
+    prefix_tokens: NonNegative = 0
+    """How much of the prompt the decode engine held already, by its own word."""
+    reason_code: str = ""
+    reason: str = ""
+    """Why it failed or was aborted; the first cause."""
+    amounts: Amounts = Field(default_factory=dict)
+    phases_s: dict[str, float] = Field(default_factory=dict)
+    age_s: float = 0.0
+    expires_in_s: float | None = None
+    """When the present wait ends the room, unless what it waits for happens; null when nothing limits it now."""
+    limit: str = ""
+    """The configuration key of that limit, or the field of the request that set it."""
+
+
+class RoomsPort(Protocol):
+    """Admission on one daemon (prefill or decode)."""
+
+    async def admit(self, request: AdmissionRequest) -> RoomReport:
+        """Reserve for a request, at once or within its `wait_s`; nothing is kept of one that is refused or cancelled.
+
+        Raises CapacityError when it does not fit (in time), ClientLimitError, InvalidInputError, ConflictError.
+        """
+
+    def report(self, room: int) -> RoomReport:
+        """Raises UnknownRoomError."""
+
+    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
+        """Return when the room is in one of the states or final, or with its present state after `timeout_s`."""
+
+    async def cancel(self, room: int, reason: str) -> RoomReport:
+        """Abort a room; harmless on a final one. Raises UnknownRoomError."""

@@ -1,0 +1,1 @@
+"""The directory of instances, and the pairing of requests."""

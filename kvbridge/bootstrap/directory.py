@@ -1,0 +1,175 @@
+"""Who is there: the nodes that announced themselves, and the instances that they make up.
+
+Owns: registration, succession of incarnations, the agreement of an instance's nodes, what the log says of them.
+Must not know: HTTP, how a pair is chosen, how and where records are kept.
+
+Every decision is made on what the store just said and takes effect only if that is still so. The worst that an old answer leads
+to is a refused reservation: the daemons decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import structlog
+
+from kvbridge.api.directory import NodeHeartbeat, NodeRegistration
+from kvbridge.bootstrap.nodes import (
+    Instance,
+    InstanceView,
+    NodeKey,
+    NodeRecord,
+    NodeView,
+    by_instance,
+    check_agreement,
+    check_registration,
+    node_view,
+    strangers,
+    succeed,
+)
+from kvbridge.bootstrap.stores.base import NodeStore
+from kvbridge.core.errors import BridgeError, ConflictError, NotFoundError, NotReadyError, StaleError
+from kvbridge.core.ids import Role
+
+log = structlog.get_logger(__name__)
+
+REGISTER_ATTEMPTS = 16
+"""Registrations of one instance that may come in between, one after another, before a node is told to come again."""
+
+
+class DaemonsPort(Protocol):
+    """The doors of all daemons, by URL."""
+
+    async def incarnation(self, url: str) -> str:
+        """Return the incarnation of the daemon that answers there, empty when nobody listens.
+
+        Raises BridgeError when that stays open.
+        """
+
+
+class Directory:
+    """The nodes that are alive, by instance. Every method raises NotReadyError when the store cannot be asked now."""
+
+    def __init__(self, store: NodeStore, daemons: DaemonsPort, *, probe_s: float = 1.0) -> None:
+        """`probe_s` is `timeouts.probe_s`."""
+        self._store = store
+        self._daemons = daemons
+        self._probe_s = probe_s
+
+    async def register(self, registration: NodeRegistration) -> NodeView:
+        """Add a node, or replace its former incarnation if that is gone.
+
+        Raises InvalidInputError for a registration that contradicts itself, FingerprintMismatchError or ConflictError
+        for one that contradicts the other nodes of its instance, ConflictError for a name that another process has,
+        StaleError for an incarnation already replaced.
+        """
+        check_registration(registration)
+        for _ in range(REGISTER_ATTEMPTS):
+            found = await self._store.of_instance(registration.instance)
+            others = {record.key: record for record in found.records}
+            known = others.pop((registration.instance, registration.node), None)
+            for record in others.values():
+                check_agreement(registration, record.registration)
+            entry = succeed(known.entry if known else None, registration)
+            if known is not None and known.incarnation != registration.incarnation:
+                await self._require_gone(known)
+            if await self._store.put(entry, version=found.version):
+                if known is None or entry.epoch != known.entry.epoch:
+                    log.info(
+                        "node registered",
+                        instance=registration.instance,
+                        node=registration.node,
+                        role=registration.role.value,
+                        incarnation=registration.incarnation,
+                        epoch=entry.epoch,
+                        url=registration.http_url,
+                    )
+                return node_view(NodeRecord(entry, entry.beat, silent_s=0.0))
+        raise NotReadyError(
+            f"node '{registration.node}' of instance '{registration.instance}' could not be registered: other nodes of "
+            f"the instance came in between {REGISTER_ATTEMPTS} times; register again"
+        )
+
+    async def _require_gone(self, known: NodeRecord) -> None:
+        """Raise ConflictError unless it is proved that the holder of a name, whose heartbeats are fresh, is not there.
+
+        The proof is at its address: nobody answers, or another life does. So a daemon that was killed is replaced at once,
+        and a second process of the same name is kept out.
+        """
+        holder = known.registration
+        where = f"node '{holder.node}' of instance '{holder.instance}' is incarnation {holder.incarnation} at {holder.http_url}"
+        heard = f"which was heard of {known.silent_s:.1f} s ago"
+        try:
+            async with asyncio.timeout(self._probe_s):
+                if await self._daemons.incarnation(holder.http_url) != holder.incarnation:
+                    return
+        except (TimeoutError, BridgeError) as error:
+            raise ConflictError(
+                f"{where}, {heard} and could not be asked whether it still is "
+                f"({str(error) or 'limit: timeouts.probe_s'}): its name is free after directory.expire_after_s of silence"
+            ) from error
+        raise ConflictError(
+            f"{where}, {heard} and answers: two processes use one name; end one of them or give it another `node`"
+        )
+
+    async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:
+        """Note that a node lives, and how full it is.
+
+        Raises NotFoundError when the node must register (again), StaleError when another incarnation took its place.
+        """
+        record = await self._store.beat((instance, node), heartbeat)
+        return node_view(_owned(record, instance, node, heartbeat.incarnation))
+
+    async def deregister(self, instance: str, node: str, incarnation: str) -> None:
+        """Take a node off at its own wish. Raises NotFoundError and StaleError as `heartbeat` does."""
+        _owned(await self._store.remove((instance, node), incarnation), instance, node, incarnation)
+        log.info("node left", instance=instance, node=node, incarnation=incarnation)
+
+    async def expire(self) -> tuple[NodeKey, ...]:
+        """Forget silent nodes, say so in the log, and return their keys. Nobody sees them before that either."""
+        gone = await self._store.expire()
+        for instance, node in gone:
+            log.warning("node lost: no heartbeat", instance=instance, node=node, limit="directory.expire_after_s")
+        return gone
+
+    async def instances(self) -> tuple[Instance, ...]:
+        """Return every instance with a live node, ordered by name, its nodes too."""
+        return by_instance(await self._store.nodes())
+
+    async def listing(self) -> tuple[InstanceView, ...]:
+        """Return what operators see."""
+        instances = await self.instances()
+        found = strangers(instances)
+        return tuple(instance.view(found.get(instance.name, "")) for instance in instances)
+
+    async def charge(self, instance: Instance, pages: Mapping[str, int]) -> None:
+        """Count a room against an instance's nodes until their next heartbeats tell the truth.
+
+        Without it every request between two heartbeats would go to the same, least busy instance.
+        """
+        await self._store.charge(instance.keys, pages)
+
+
+def absences(listing: Iterable[InstanceView]) -> tuple[str, ...]:
+    """Return why no pair can be made, judged by who is there; empty when one can."""
+    reasons = []
+    for role in Role:
+        of_role = [instance for instance in listing if instance.role is role]
+        if not any(instance.ready for instance in of_role):
+            first = "".join(f"; '{each.instance}': {', '.join(each.reasons)}" for each in of_role[:1])
+            reasons.append(f"no {role} instance is ready ({len(of_role)} known{first})")
+    return tuple(reasons)
+
+
+def _owned(record: NodeRecord | None, instance: str, node: str, incarnation: str) -> NodeRecord:
+    if record is None:
+        raise NotFoundError(f"node '{node}' of instance '{instance}' is not registered (any more): register again")
+    if record.incarnation != incarnation:
+        raise StaleError(
+            f"node '{node}' of instance '{instance}' is now incarnation {record.incarnation} at "
+            f"{record.registration.http_url}, not {incarnation}: "
+            "two processes use one name, or this one was replaced"
+        )
+    return record

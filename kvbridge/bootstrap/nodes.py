@@ -1,0 +1,330 @@
+"""What the directory knows of a node and of an instance, and when a registration contradicts itself or its neighbours.
+
+Owns: records, views and those checks; all of it is pure. Must not know: where records are kept, time, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvbridge.api.directory import ControlMode, Load, Name, NodeHeartbeat, NodeRegistration
+from kvbridge.core.errors import ConflictError, FingerprintMismatchError, InvalidInputError, StaleError
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.manifest import fingerprint, first_difference
+from kvbridge.core.ids import FrozenModel, Positive, Rank, Role
+from kvbridge.pool.memory.layout import stage_layers
+
+REPLACED_KEPT = 16
+"""Former incarnations of a node that are remembered, so that they are refused when they come back."""
+
+NodeKey = tuple[str, str]
+"""(instance, node)."""
+
+
+class NodeEntry(FrozenModel):
+    """The large part of a record, which changes only when the node registers."""
+
+    registration: NodeRegistration
+    epoch: Positive = 1
+    """Counts the incarnations seen under this name."""
+    replaced: tuple[Name, ...] = ()
+    """Former incarnations, oldest first."""
+
+    @property
+    def key(self) -> NodeKey:
+        """What the entry is stored under."""
+        return self.registration.instance, self.registration.node
+
+    @property
+    def beat(self) -> NodeHeartbeat:
+        """What the node said of itself when it registered."""
+        return self.registration.heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """One node as a store knows it at the moment of the call."""
+
+    entry: NodeEntry
+    beat: NodeHeartbeat
+    """What it last said of itself."""
+    silent_s: float
+    """Seconds since then, on the store's clock."""
+    charged_pages: Mapping[str, int] = field(default_factory=dict)
+    """Pages by index space that were given to rooms since then."""
+    charged_rooms: int = 0
+
+    @property
+    def key(self) -> NodeKey:
+        """(instance, node)."""
+        return self.entry.key
+
+    @property
+    def registration(self) -> NodeRegistration:
+        """What the node registered; its `ready` and `load` are old, the record's own are not."""
+        return self.entry.registration
+
+    @property
+    def load(self) -> Load:
+        """As it last said, less what was charged since."""
+        load = self.beat.load
+        if not self.charged_rooms:
+            return load
+        free = {space: max(0, count - self.charged_pages.get(space, 0)) for space, count in load.free_pages.items()}
+        return load.model_copy(update={"free_pages": free, "rooms": load.rooms + self.charged_rooms})
+
+    @property
+    def incarnation(self) -> str:
+        """The life of the node that holds the name."""
+        return self.entry.registration.incarnation
+
+
+class NodeView(FrozenModel):
+    """One node in a listing."""
+
+    node: str
+    http_url: str
+    control_endpoint: str
+    incarnation: str
+    epoch: Positive
+    ranks: tuple[Rank, ...]
+    ready: bool
+    load: Load
+    silent_s: float
+    """Seconds since it was last heard of."""
+
+
+class InstanceView(FrozenModel):
+    """One instance in a listing."""
+
+    instance: str
+    role: Role
+    model: str
+    fingerprint: str
+    pp_size: Positive
+    tp_size: Positive
+    meets_by: tuple[ControlMode, ...]
+    """How its nodes and those of the other role can meet."""
+    complete: bool
+    """Whether all pp x tp ranks are there."""
+    ready: bool
+    """Whether it is complete, every node is ready, and somebody could be paired with it."""
+    reasons: tuple[str, ...] = ()
+    """Why it is not ready."""
+    nodes: tuple[NodeView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """The live nodes of one instance, at least one, ordered by name; they agree on role, sizes and geometry."""
+
+    name: str
+    nodes: tuple[NodeRecord, ...]
+    first: NodeRegistration
+    """A node that speaks for all in what all agree on."""
+
+    @property
+    def role(self) -> Role:
+        """What the instance does."""
+        return self.first.role
+
+    @property
+    def fingerprint(self) -> str:
+        """What must be equal on both sides of a pair."""
+        return self.first.fingerprint
+
+    @property
+    def meets_by(self) -> frozenset[ControlMode]:
+        """How its nodes and those of the other role can meet."""
+        return frozenset(self.first.meets_by)
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """The model's geometry."""
+        return self.first.geometry
+
+    @property
+    def keys(self) -> tuple[NodeKey, ...]:
+        """The keys of all nodes, in the order of their names."""
+        return tuple(record.key for record in self.nodes)
+
+    @property
+    def rooms(self) -> int:
+        """Rooms on the busiest node."""
+        return max(record.beat.load.rooms + record.charged_rooms for record in self.nodes)
+
+    @property
+    def http_urls(self) -> tuple[str, ...]:
+        """The doors of all nodes, in the order of their names."""
+        return tuple(record.registration.http_url for record in self.nodes)
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests may be sent here now. All of a large fleet is asked for each request, so this is quick."""
+        ranks = sum(len(record.registration.ranks) for record in self.nodes)  # no two nodes have the same one
+        return ranks == self.first.pp_size * self.first.tp_size and all(record.beat.ready for record in self.nodes)
+
+    def _here(self) -> set[tuple[int, int]]:
+        return {(rank.pp, rank.tp) for record in self.nodes for rank in record.registration.ranks}
+
+    @property
+    def missing(self) -> int:
+        """How many ranks no live node has."""
+        return self.first.pp_size * self.first.tp_size - len(self._here())
+
+    def reasons(self) -> tuple[str, ...]:
+        """Return why no request may be sent here now; empty when it is ready."""
+        found = []
+        if missing := self.missing:
+            # One by one: how many there are is a registration's word.
+            here, tp_size = self._here(), self.first.tp_size
+            first = next(place for place in (divmod(number, tp_size) for number in count()) if place not in here)
+            found.append(f"{missing} of its ranks are missing, first {Rank(pp=first[0], tp=first[1])}")
+        for record in self.nodes:
+            if not record.beat.ready:
+                why = f": {'; '.join(record.beat.reasons)}" if record.beat.reasons else ""
+                found.append(f"node '{record.registration.node}' is not ready{why}")
+        return tuple(found)
+
+    def view(self, stranger: str = "") -> InstanceView:
+        """Return what operators see; `stranger` says why nobody can be paired with it, see `strangers`."""
+        return InstanceView(
+            instance=self.name,
+            role=self.role,
+            model=self.geometry.name,
+            fingerprint=self.fingerprint,
+            pp_size=self.first.pp_size,
+            tp_size=self.first.tp_size,
+            meets_by=tuple(sorted(self.meets_by)),
+            complete=not self.missing,
+            ready=self.ready and not stranger,
+            reasons=(*self.reasons(), stranger) if stranger else self.reasons(),
+            nodes=tuple(node_view(record) for record in self.nodes),
+        )
+
+
+MODES_REMEDY = "give all of them keys (control.curve.secret_key_file), or none (and `insecure`, beyond one machine)"
+
+
+def modes_text(of: Instance | NodeRegistration) -> str:
+    """Return how an instance or a node meets others, in words."""
+    return " or ".join(sorted(of.meets_by))
+
+
+def strangers(instances: Iterable[Instance]) -> dict[str, str]:
+    """Return the instances that can meet none of the other role, though some hold the same model; and why, by name."""
+    sides: dict[tuple[str, Role], list[Instance]] = {}
+    for instance in instances:
+        sides.setdefault((instance.fingerprint, instance.role), []).append(instance)
+    found = {}
+    for (model, role), ours in sides.items():
+        others = [one for side in Role if side is not role for one in sides.get((model, side), [])]
+        modes = {mode for one in others for mode in one.meets_by}
+        for instance in ours:
+            if others and not instance.meets_by & modes:
+                found[instance.name] = (
+                    f"it meets others by {modes_text(instance)}, {others[0].role} instances of its model by "
+                    f"{' or '.join(sorted(modes))}: {MODES_REMEDY}"
+                )
+    return found
+
+
+def by_instance(records: Iterable[NodeRecord]) -> tuple[Instance, ...]:
+    """Return the instances that the records make up, ordered by name, their nodes too."""
+    grouped: dict[str, list[NodeRecord]] = {}
+    for record in sorted(records, key=lambda record: record.key):
+        grouped.setdefault(record.registration.instance, []).append(record)
+    return tuple(Instance(name, tuple(nodes), nodes[0].registration) for name, nodes in grouped.items())
+
+
+def node_view(record: NodeRecord) -> NodeView:
+    """Return what operators, and the node itself, see of a node."""
+    registration = record.registration
+    return NodeView(
+        node=registration.node,
+        http_url=registration.http_url,
+        control_endpoint=registration.control.endpoint if registration.control else "",
+        incarnation=registration.incarnation,
+        epoch=record.entry.epoch,
+        ranks=registration.ranks,
+        ready=record.beat.ready,
+        load=record.load,
+        silent_s=record.silent_s,
+    )
+
+
+def succeed(known: NodeEntry | None, registration: NodeRegistration) -> NodeEntry:
+    """Return the entry once `registration` stands in the place of `known`. Raises StaleError for a former incarnation."""
+    if known is None:
+        return NodeEntry(registration=registration)
+    present = known.registration.incarnation
+    if registration.incarnation == present:
+        return known.model_copy(update={"registration": registration})
+    if registration.incarnation in known.replaced:
+        raise StaleError(
+            f"incarnation {registration.incarnation} of node '{registration.node}' was replaced by {present} at "
+            f"{known.registration.http_url}: two processes use one name, or this one should have ended"
+        )
+    replaced = (*known.replaced, present)[-REPLACED_KEPT:]
+    return NodeEntry(registration=registration, epoch=known.epoch + 1, replaced=replaced)
+
+
+def check_registration(registration: NodeRegistration) -> None:
+    """Raise InvalidInputError for a registration that contradicts itself."""
+    who = f"node '{registration.node}' of instance '{registration.instance}'"
+    expected = fingerprint(registration.geometry)
+    if registration.fingerprint != expected:
+        raise InvalidInputError(
+            f"{who}: the fingerprint {registration.fingerprint} is not that of its geometry ({expected}): "
+            "the node runs another version of kvbridge"
+        )
+    for kind in registration.host:
+        if not registration.geometry.component(kind).host_capable:
+            raise InvalidInputError(f"{who}: component '{kind}' cannot live in its host pool")
+    modes, control = set(registration.meets_by), registration.control
+    if registration.role is Role.PREFILL and control and (modes == {ControlMode.CURVE}) != bool(control.public_key):
+        raise InvalidInputError(
+            f"{who} meets others by {modes_text(registration)}, which its control address contradicts"
+        )
+    try:
+        stage_layers(registration.geometry.layer_count, registration.pp_size, 0, registration.stage_boundaries)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{who}: {error}") from error
+    if not registration.ranks:
+        raise InvalidInputError(f"{who} has no rank")
+    seen: set[tuple[int, int]] = set()
+    for rank in registration.ranks:
+        if rank.pp >= registration.pp_size or rank.tp >= registration.tp_size:
+            raise InvalidInputError(
+                f"{who}: rank {rank} does not exist in {registration.pp_size} stages x {registration.tp_size}"
+            )
+        if (rank.pp, rank.tp) in seen:
+            raise InvalidInputError(f"{who}: rank {rank} is listed twice")
+        seen.add((rank.pp, rank.tp))
+
+
+def check_agreement(new: NodeRegistration, other: NodeRegistration) -> None:
+    """Refuse a node that cannot belong to the same copy of a model as another one.
+
+    Raises ConflictError, FingerprintMismatchError.
+    """
+    where = f"node '{new.node}' cannot join instance '{new.instance}'"
+    for name in ("role", "pp_size", "tp_size", "stage_boundaries"):
+        ours, theirs = getattr(new, name), getattr(other, name)
+        if ours != theirs:
+            raise ConflictError(f"{where}: its {name} is {ours}, that of node '{other.node}' is {theirs}")
+    if set(new.meets_by) != set(other.meets_by):
+        raise ConflictError(
+            f"{where}: it meets others by {modes_text(new)}, node '{other.node}' by {modes_text(other)}: {MODES_REMEDY}"
+        )
+    if difference := first_difference(new.geometry, other.geometry):
+        raise FingerprintMismatchError(
+            f"{where}: {difference} (here: node '{new.node}', peer: node '{other.node}'); "
+            "give both the same model and encoding"
+        )
+    taken = {(rank.pp, rank.tp) for rank in other.ranks}
+    for rank in new.ranks:
+        if (rank.pp, rank.tp) in taken:
+            raise ConflictError(f"{where}: rank {rank} already lives on node '{other.node}' at {other.http_url}")

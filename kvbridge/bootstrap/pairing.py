@@ -1,0 +1,399 @@
+"""From a request to a ticket: reserve both ends of the best pair, or leave nothing behind.
+
+Owns: the order of reservations, their undoing, what a ticket says. Must not know: HTTP, how pairs are ranked, where rooms are kept.
+
+Prefill is reserved first. Until decode admits a room nobody has offered anything: giving a prefill reservation back is
+one local step, and an offer never arrives before its room. The other way round decode grants a lease on its pages and
+sends offers at once, so that taking it back needs the prefill side to answer Drained. What stays behind when bootstrap
+dies half-way is a prefill room that ends with its ticket (`timeouts.ticket_s`), and a claim on the room's id that another replica
+may take over when pairing cannot be under way any more.
+
+Each attempt at a room has its own generation, so that a late answer to an earlier one is recognised as stale. The store hands
+generations out, so that they only rise whichever replica pairs the room. A ticket counts once it is in the store: a pairing that
+cannot keep its ticket gives both ends back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from kvbridge.api.directory import PairRequest, Ticket, TicketEnd
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.bootstrap.directory import Directory
+from kvbridge.bootstrap.fit import Candidate, Ranking
+from kvbridge.bootstrap.nodes import Instance
+from kvbridge.bootstrap.stores.base import Claim, RoomStore
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import (
+    BridgeError,
+    CapacityError,
+    ClientLimitError,
+    ConflictError,
+    DeadlineError,
+    IntegrityError,
+    NotReadyError,
+    PeerError,
+    StaleError,
+    UnknownRoomError,
+)
+from kvbridge.core.ids import ROOM_BITS, FrozenModel, Positive, Role, RoomId
+from kvbridge.core.session.states import RoomState
+
+log = structlog.get_logger(__name__)
+
+RESERVATION_ORDER = (Role.PREFILL, Role.DECODE)
+TRY_ANOTHER = (CapacityError, PeerError, DeadlineError)
+"""Refusals that say something about one pair only; every other one is the request's own and ends the pairing."""
+
+DRAWS = 8
+"""Random room ids that may be in use, one after another, before something is wrong."""
+
+NOTHING_TO_CANCEL = frozenset({"", UnknownRoomError.code, StaleError.code})
+
+
+class ReservePort(Protocol):
+    """The doors of all daemons, by URL."""
+
+    async def admit(self, url: str, request: AdmissionRequest) -> RoomReport:
+        """Reserve one end. Raises what the daemon raised, or PeerError when it cannot be reached."""
+
+    async def report(self, url: str, room: int) -> RoomReport:
+        """Return one end's report. Raises UnknownRoomError."""
+
+    async def cancel(self, url: str, room: int, reason: str, *, generation: int) -> RoomReport:
+        """Give one end back. Raises UnknownRoomError, and StaleError when the room is there in another generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairingLimits:
+    """Deadlines in seconds, named as in the configuration, and bounds."""
+
+    reserve_s: float
+    cancel_s: float
+    report_s: float
+    pair_s: float
+    ticket_s: float
+    room_keep_s: float
+    retry_after_s: float = 1.0
+    attempts: int = 3
+    max_under_way: int = 128
+
+
+class EndReport(FrozenModel):
+    """What one daemon says of a room, or why it could not be asked."""
+
+    url: str
+    report: RoomReport | None = None
+    error_code: str = ""
+    error: str = ""
+
+
+class PairReport(FrozenModel):
+    """A paired room, as its daemons see it now."""
+
+    room: RoomId
+    generation: Positive
+    state: RoomState
+    """The decode side's state, or the prefill side's when no decode daemon answers."""
+    ticket: Ticket
+    prefill: tuple[EndReport, ...]
+    decode: tuple[EndReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Which instance could not take a room, and what it said."""
+
+    instance: str
+    error: BridgeError
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One pairing under way."""
+
+    claim: Claim
+    request: PairRequest
+    generation: int
+    """The last one that was used; the claim's base before the first attempt."""
+    begun_s: float = 0.0
+    """When it was begun: all limits of the ticket count from there."""
+    ticket: Ticket | None = None
+
+    @property
+    def room(self) -> int:
+        return self.claim.room
+
+
+class PairingService:
+    """Pairs requests, and finds paired rooms again. Holds nothing itself but what it is doing just now."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        rooms: RoomStore,
+        port: ReservePort,
+        *,
+        limits: PairingLimits,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._clock = clock
+        self._directory = directory
+        self._rooms = rooms
+        self._port = port
+        self._limits = limits
+        self._under_way = 0
+
+    async def pair(self, request: PairRequest) -> Ticket:
+        """Return a ticket for a request that is now reserved on both ends, or raise with nothing reserved.
+
+        Raises ConflictError when the room is in use, CapacityError (NotReadyError, ClientLimitError) when nobody can take
+        it now or the store is away, FingerprintMismatchError, InvalidInputError, DeadlineError when `timeouts.pair_s`
+        is over. CapacityError at once while `max_under_way` others are being paired: asked for more than this process can do,
+        all of them would take longer and longer, and in the end none would be paired in time.
+        """
+        if self._under_way >= self._limits.max_under_way:
+            raise CapacityError(
+                f"{self._under_way} requests are being paired already (pairing.max_under_way)",
+                retry_after_s=self._limits.retry_after_s,
+            )
+        self._under_way += 1
+        try:
+            return await self._pair(request)
+        finally:
+            self._under_way -= 1
+
+    async def _pair(self, request: PairRequest) -> Ticket:
+        claim = await self._claim(request.room)
+        attempt = _Attempt(claim, request, claim.base)
+        try:
+            async with asyncio.timeout(self._limits.pair_s):
+                attempt.ticket = await self._try_candidates(attempt)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"room {attempt.room}: no pair was reserved within {self._limits.pair_s:g} s (timeouts.pair_s)"
+            ) from error
+        finally:
+            if attempt.ticket is None:
+                await _finish(self._give_up(attempt))
+        return attempt.ticket
+
+    async def report(self, room: int) -> PairReport:
+        """Ask both ends. Raises UnknownRoomError for a room that was not paired or is forgotten."""
+        ticket = await self._ticket(room)
+        prefill, decode = await asyncio.gather(
+            self._ask(ticket, ticket.prefill.http_urls), self._ask(ticket, ticket.decode.http_urls)
+        )
+        return _pair_report(ticket, prefill, decode)
+
+    async def cancel(self, room: int, reason: str) -> PairReport:
+        """Abort a room on both ends, decode first: it holds the lease. Raises UnknownRoomError as `report` does."""
+        ticket = await self._ticket(room)
+        decode = await self._tell(ticket, ticket.decode.http_urls, reason)
+        prefill = await self._tell(ticket, ticket.prefill.http_urls, reason)
+        if all(end.error_code in NOTHING_TO_CANCEL for end in (*prefill, *decode)):
+            await self._rooms.cancelled(room, ticket.generation)
+        return _pair_report(ticket, prefill, decode)
+
+    # ------------------------------------------------------------------------------------- rooms
+
+    async def _claim(self, wanted: int | None) -> Claim:
+        for _ in range(DRAWS):
+            room = secrets.randbits(ROOM_BITS) if wanted is None else wanted
+            claim = await self._rooms.claim(room, generations=self._limits.attempts)
+            if isinstance(claim, Claim):
+                return claim
+            if wanted is not None:
+                raise ConflictError(
+                    f"room {room} is in use (paired {claim.age_s:.0f} s ago): draw another id, or cancel it first"
+                )
+        raise IntegrityError(f"{DRAWS} random room ids in a row were in use")
+
+    async def _give_up(self, attempt: _Attempt) -> None:
+        try:
+            await self._rooms.give_up(attempt.claim, attempt.generation)
+        except BridgeError as error:
+            # The caller is told why there is no ticket, which matters more; the claim ends by its age.
+            log.warning("room stays claimed for a while", room=attempt.room, code=error.code, reason=str(error))
+
+    async def _ticket(self, room: int) -> Ticket:
+        entry = await self._rooms.room(room)
+        if entry is None or entry.ticket is None:
+            raise UnknownRoomError(
+                f"room {room} was not paired here, or is forgotten: rooms are remembered for "
+                f"{self._limits.room_keep_s:g} s (timeouts.room_keep_s)"
+            )
+        return entry.ticket
+
+    # ------------------------------------------------------------------------------- reservations
+
+    async def _try_candidates(self, attempt: _Attempt) -> Ticket:
+        """Try the best pair, then the best without those who refused; of pairs that look full, only one."""
+        instances = await self._directory.instances()
+        ranking = Ranking(instances, attempt.request, retry_after_s=self._limits.retry_after_s)
+        refusals: list[_Refusal] = []
+        looks_full = False
+        while len(refusals) < self._limits.attempts and not looks_full:
+            candidate = ranking.best(without={refusal.instance for refusal in refusals})
+            if candidate is None:
+                break
+            outcome = await self._reserve(attempt, candidate)
+            if isinstance(outcome, Ticket):
+                return outcome
+            log.warning("reservation refused", room=attempt.room, instance=outcome.instance, error=str(outcome.error))
+            refusals.append(outcome)
+            looks_full = candidate.looks_full
+        raise self._nobody(attempt.room, refusals)
+
+    def _nobody(self, room: int, refusals: list[_Refusal]) -> CapacityError:
+        """Full beats a client's limit beats unreachable: the caller is told to come back, and every cause is named."""
+        limits = [refusal.error for refusal in refusals if isinstance(refusal.error, CapacityError)]
+        kinds = {type(error) for error in limits}
+        kind = next((kind for kind in (CapacityError, ClientLimitError) if kind in kinds), NotReadyError)
+        causes = "; ".join(f"'{refusal.instance}': {refusal.error}" for refusal in refusals)
+        return kind(
+            f"room {room}: no pair could be reserved: {causes}",
+            retry_after_s=max((error.retry_after_s for error in limits), default=self._limits.retry_after_s),
+        )
+
+    async def _reserve(self, attempt: _Attempt, candidate: Candidate) -> Ticket | _Refusal:
+        """Admit on every node of both instances, or on none; return who refused for reasons of its own.
+
+        Each end is told what is left of the ticket, and enforces that itself.
+        """
+        attempt.generation += 1
+        attempt.begun_s = self._clock()
+        generation = attempt.generation
+        # Before anybody is asked: others who are pairing meanwhile should see it, and the nodes' own news comes after it.
+        for instance in (candidate.prefill, candidate.decode):
+            await self._directory.charge(instance, candidate.demands[instance.name])
+        asked: list[str] = []
+        kept = False
+        try:
+            for role in RESERVATION_ORDER:
+                instance = candidate.prefill if role is Role.PREFILL else candidate.decode
+                for url in instance.http_urls:
+                    # Noted before the answer: a daemon that answers too late may have admitted all the same.
+                    asked.append(url)
+                    try:
+                        await self._admit(url, _admission(attempt, candidate, role, self._ticket_left_s(attempt)))
+                    except TRY_ANOTHER as error:
+                        return _Refusal(instance.name, error)
+            ticket = self._ticket_for(attempt, candidate)
+            kept = await self._rooms.settle(attempt.claim, ticket)
+        finally:
+            if not kept:
+                await self._give_back(attempt.room, generation, asked)
+        if not kept:
+            raise NotReadyError(
+                f"room {attempt.room}: another pairing has taken the room, or the store has lost it; nothing is reserved"
+            )
+        return ticket
+
+    async def _admit(self, url: str, admission: AdmissionRequest) -> None:
+        try:
+            async with asyncio.timeout(self._limits.reserve_s):
+                report = await self._port.admit(url, admission)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{url} did not answer within {self._limits.reserve_s:g} s (timeouts.reserve_s)"
+            ) from error
+        wanted = (admission.room, admission.generation, Role.DECODE if admission.prefill else Role.PREFILL)
+        if (report.room, report.generation, report.role) != wanted:
+            raise PeerError(
+                f"{url} has admitted room {report.room} generation {report.generation} as {report.role}, asked for "
+                f"{wanted[0]} generation {wanted[1]} as {wanted[2]}: is http.advertise_url another daemon's?"
+            )
+
+    async def _give_back(self, room: int, generation: int, urls: list[str]) -> None:
+        """Cancel what may have been reserved, even while this task itself is being cancelled."""
+        reason = "the other end could not be reserved"
+        await _finish(asyncio.gather(*(self._cancel(url, room, generation, reason) for url in urls)))
+
+    async def _cancel(self, url: str, room: int, generation: int, reason: str) -> EndReport:
+        """Cancel this generation on one daemon; that it has no such room, or a later one, is as good."""
+        call = partial(self._port.cancel, url, room, reason, generation=generation)
+        end = await _end(url, call, self._limits.cancel_s, "timeouts.cancel_s")
+        if end.error_code not in NOTHING_TO_CANCEL:
+            log.warning("reservation could not be given back", room=room, url=url, error=end.error)
+        return end
+
+    def _ticket_for(self, attempt: _Attempt, candidate: Candidate) -> Ticket:
+        return Ticket(
+            room=attempt.room,
+            generation=attempt.generation,
+            prefill=_end_of(candidate.prefill),
+            decode=_end_of(candidate.decode),
+            expires_in_s=self._ticket_left_s(attempt),
+        )
+
+    def _ticket_left_s(self, attempt: _Attempt) -> float:
+        """How long the ticket can still be used: one clock for both ends and the ticket. Raises DeadlineError."""
+        left_s = attempt.begun_s + self._limits.ticket_s - self._clock()
+        if left_s <= 0:
+            raise DeadlineError("its ticket had run out before both ends were reserved (timeouts.ticket_s)")
+        return left_s
+
+    async def _ask(self, ticket: Ticket, urls: tuple[str, ...]) -> tuple[EndReport, ...]:
+        limit_s = self._limits.report_s
+        calls = (_end(url, partial(self._port.report, url, ticket.room), limit_s, "timeouts.report_s") for url in urls)
+        return tuple(await asyncio.gather(*calls))
+
+    async def _tell(self, ticket: Ticket, urls: tuple[str, ...], reason: str) -> tuple[EndReport, ...]:
+        calls = (self._cancel(url, ticket.room, ticket.generation, reason) for url in urls)
+        return tuple(await asyncio.gather(*calls))
+
+
+async def _end(url: str, call: Callable[[], Awaitable[RoomReport]], limit_s: float, limit: str) -> EndReport:
+    """Make one call within its limit; what goes wrong becomes part of the report."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return EndReport(url=url, report=await call())
+    except TimeoutError:
+        text = f"{url} did not answer within {limit_s:g} s ({limit})"
+        return EndReport(url=url, error_code=DeadlineError.code, error=text)
+    except BridgeError as error:
+        return EndReport(url=url, error_code=error.code, error=str(error))
+
+
+async def _finish(work: Awaitable[object]) -> None:
+    """Wait for what must not stay undone, even while this task itself is being cancelled; `work` is bounded."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
+
+
+def _admission(attempt: _Attempt, candidate: Candidate, role: Role, begin_within_s: float) -> AdmissionRequest:
+    """Return what one side is asked to reserve; only decode learns of the writers."""
+    decode, request = role is Role.DECODE, attempt.request
+    return AdmissionRequest(
+        room=attempt.room,
+        generation=attempt.generation,
+        prompt_tokens=request.prompt_tokens,
+        max_new_tokens=request.max_new_tokens if decode else 0,
+        prefill=candidate.controls if decode else (),
+        client=request.client,
+        begin_within_s=begin_within_s,
+    )
+
+
+def _end_of(instance: Instance) -> TicketEnd:
+    return TicketEnd(instance=instance.name, http_urls=instance.http_urls)
+
+
+def _pair_report(ticket: Ticket, prefill: tuple[EndReport, ...], decode: tuple[EndReport, ...]) -> PairReport:
+    answered = [end.report for end in (*decode, *prefill) if end.report is not None]
+    state = answered[0].state if answered else RoomState.ADMITTED
+    return PairReport(
+        room=ticket.room, generation=ticket.generation, state=state, ticket=ticket, prefill=prefill, decode=decode
+    )

@@ -1,0 +1,139 @@
+"""What a store promises: nodes and rooms, each change a compare-and-set, time the store's own.
+
+Owns: the protocols and what passes through them. Must not know: how anything is kept, what a good registration is.
+
+Replicas share a store and nothing else, no clock either. Every method is one atomic step, so that a caller never has to hold
+anything between two of them; every method of a shared store raises NotReadyError when the store cannot be asked now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kvbridge.api.directory import NodeHeartbeat, Ticket
+from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord
+from kvbridge.core.ids import FrozenModel, NonNegative
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceNodes:
+    """The nodes of one instance, and the version to give with a change that was decided on them."""
+
+    version: str
+    records: tuple[NodeRecord, ...]
+
+
+class NodeStore(Protocol):
+    """The nodes that are alive. A node that is silent for longer than the store was told is not there any more."""
+
+    async def close(self) -> None:
+        """Let go of what the store holds open."""
+
+    async def nodes(self) -> tuple[NodeRecord, ...]:
+        """Return all nodes, in any order."""
+
+    async def of_instance(self, instance: str) -> InstanceNodes:
+        """Return the nodes of one instance."""
+
+    async def put(self, entry: NodeEntry, *, version: str) -> bool:
+        """Add or replace a node, unless its instance has changed since `version`; return whether that was done."""
+
+    async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
+        """Note that a node lives, if it is of the heartbeat's incarnation; return who holds the name now, if anybody."""
+
+    async def remove(self, key: NodeKey, incarnation: str) -> NodeRecord | None:
+        """Take a node off if it is of this incarnation; return who held the name before, if anybody."""
+
+    async def charge(self, keys: Sequence[NodeKey], pages: Mapping[str, int]) -> None:
+        """Count one room of `pages` (by index space) against nodes until their next heartbeats."""
+
+    async def expire(self) -> tuple[NodeKey, ...]:
+        """Forget silent nodes and return their keys; each is returned once, to one caller."""
+
+
+class PairingState(StrEnum):
+    """What became of a room at bootstrap."""
+
+    PAIRING = "pairing"
+    PAIRED = "paired"
+    CANCELLED = "cancelled"
+    """Its id may be used again, in a later generation."""
+
+
+class RoomEntry(FrozenModel):
+    """A room that is remembered."""
+
+    state: PairingState
+    generation: NonNegative
+    """The highest that was, or may have been, used."""
+    ticket: Ticket | None = None
+    """As it is now: its time goes on in the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to pair one room now, with generations of its own that nobody else uses."""
+
+    room: int
+    owner: str
+    """Drawn for this claim."""
+    base: int
+    """The generations base + 1 to base + `generations` are the claim's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoomInUse:
+    """Why a room cannot be claimed."""
+
+    age_s: float
+    """How long ago it was claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoomTimes:
+    """How long rooms are remembered, and how many."""
+
+    claim_s: float
+    """A claim that has not ended after this belongs to a replica that died: the room may be claimed again."""
+    keep_s: float
+    """A room is forgotten so long after it was last claimed."""
+    max_rooms: int
+    """The oldest are forgotten first; a room that is being paired is not."""
+
+
+class RoomStore(Protocol):
+    """The rooms that were paired, or are being paired."""
+
+    async def claim(self, room: int, *, generations: int) -> Claim | RoomInUse:
+        """Begin to pair a room that nobody uses, with so many generations above all that were used before."""
+
+    async def settle(self, claim: Claim, ticket: Ticket) -> bool:
+        """Keep the ticket of a claimed room; False, and nothing kept, when another claim has taken the room."""
+
+    async def give_up(self, claim: Claim, generation: int) -> None:
+        """End a claim without a ticket: the id may be used again, above `generation`. Harmless when another claim has it."""
+
+    async def room(self, room: int) -> RoomEntry | None:
+        """Return what is remembered of a room."""
+
+    async def cancelled(self, room: int, generation: int) -> None:
+        """Free the id of a room that was paired in this generation; harmless when it is in another one."""
+
+    async def room_counts(self) -> dict[PairingState, int]:
+        """Return how many rooms are remembered, by what became of them."""
+
+    async def forget_rooms(self) -> int:
+        """Forget rooms older than they are kept; return how many went."""
+
+
+class StoreObserver(Protocol):
+    """Hears what an operator wants counted."""
+
+    def store_value_refused(self, reason: str) -> None:
+        """A stored value was malformed and is treated as absent; `reason` is `node` or `room`."""
+
+    def store_failed(self, reason: str) -> None:
+        """The store could not be asked; `reason` is `timeout`, `connection` or `refused`."""

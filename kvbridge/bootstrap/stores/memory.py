@@ -1,0 +1,188 @@
+"""Nodes and rooms of one bootstrap process; gone with it, and the nodes back after one heartbeat of each.
+
+Owns: two dictionaries and the clock that they age by. Must not know: what is decided on their contents.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvbridge.api.directory import NodeHeartbeat, Ticket
+from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord
+from kvbridge.bootstrap.stores.base import Claim, InstanceNodes, PairingState, RoomEntry, RoomInUse, RoomTimes
+from kvbridge.core.clock import Clock, monotonic
+
+
+@dataclass(slots=True)
+class _Node:
+    """One node; `pages` and `rooms` were charged since its last heartbeat."""
+
+    entry: NodeEntry
+    heartbeat: NodeHeartbeat
+    seen_s: float
+    pages: Counter[str] = field(default_factory=Counter)
+    rooms: int = 0
+
+
+@dataclass(slots=True)
+class _Room:
+    """One room; `owner` names the claim that made it."""
+
+    owner: str
+    generation: int
+    claimed_s: float
+    state: PairingState = PairingState.PAIRING
+    ticket: Ticket | None = None
+    settled_s: float = 0.0
+    """When the ticket was kept."""
+
+
+class MemoryStore:
+    """A NodeStore and a RoomStore. Nothing in it waits, so every method is one step of the loop."""
+
+    def __init__(self, *, expire_after_s: float, rooms: RoomTimes, clock: Clock = monotonic) -> None:
+        """`expire_after_s` is `directory.expire_after_s`."""
+        self._expire_after_s = expire_after_s
+        self._times = rooms
+        self._clock = clock
+        self._nodes: dict[NodeKey, _Node] = {}
+        self._versions = 0
+        self._rooms: OrderedDict[int, _Room] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"MemoryStore({len(self._nodes)} nodes, {len(self._rooms)} rooms)"
+
+    async def close(self) -> None:
+        """See NodeStore."""
+
+    # ------------------------------------------------------------------------------------- nodes
+
+    async def nodes(self) -> tuple[NodeRecord, ...]:
+        """See NodeStore."""
+        return tuple(self._record(node) for node in self._nodes.values() if self._lives(node))
+
+    async def of_instance(self, instance: str) -> InstanceNodes:
+        """See NodeStore."""
+        records = tuple(record for record in await self.nodes() if record.key[0] == instance)
+        return InstanceNodes(str(self._versions), records)
+
+    async def put(self, entry: NodeEntry, *, version: str) -> bool:
+        """See NodeStore."""
+        if version != str(self._versions):
+            return False
+        self._versions += 1
+        self._nodes[entry.key] = _Node(entry, entry.beat, self._clock())
+        return True
+
+    async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
+        """See NodeStore."""
+        node = self._live(key)
+        if node is not None and node.heartbeat.incarnation == heartbeat.incarnation:
+            node = self._nodes[key] = _Node(node.entry, heartbeat, self._clock())
+        return None if node is None else self._record(node)
+
+    async def remove(self, key: NodeKey, incarnation: str) -> NodeRecord | None:
+        """See NodeStore."""
+        node = self._live(key)
+        if node is None:
+            return None
+        if node.heartbeat.incarnation == incarnation:
+            self._versions += 1
+            del self._nodes[key]
+        return self._record(node)
+
+    async def charge(self, keys: Sequence[NodeKey], pages: Mapping[str, int]) -> None:
+        """See NodeStore."""
+        for key in keys:
+            if (node := self._live(key)) is not None:
+                node.pages = node.pages + Counter(pages)  # records that were given out keep what they said
+                node.rooms += 1
+
+    async def expire(self) -> tuple[NodeKey, ...]:
+        """See NodeStore."""
+        gone = tuple(key for key, node in self._nodes.items() if not self._lives(node))
+        for key in gone:
+            del self._nodes[key]
+        return gone
+
+    def _lives(self, node: _Node) -> bool:
+        return self._clock() - node.seen_s <= self._expire_after_s
+
+    def _live(self, key: NodeKey) -> _Node | None:
+        node = self._nodes.get(key)
+        return node if node is not None and self._lives(node) else None
+
+    def _record(self, node: _Node) -> NodeRecord:
+        return NodeRecord(node.entry, node.heartbeat, self._clock() - node.seen_s, node.pages, node.rooms)
+
+    # ------------------------------------------------------------------------------------- rooms
+
+    async def claim(self, room: int, *, generations: int) -> Claim | RoomInUse:
+        """See RoomStore."""
+        self._forget_old()
+        known = self._rooms.get(room)
+        age_s = self._clock() - known.claimed_s if known else 0.0
+        if known is not None and (
+            known.state is PairingState.PAIRED or (known.state is PairingState.PAIRING and age_s < self._times.claim_s)
+        ):
+            return RoomInUse(age_s)
+        claim = Claim(room, secrets.token_hex(8), known.generation if known else 0)
+        self._rooms[room] = _Room(claim.owner, claim.base + generations, self._clock())
+        self._rooms.move_to_end(room)
+        if len(self._rooms) > self._times.max_rooms:
+            self._forget_oldest()
+        return claim
+
+    async def settle(self, claim: Claim, ticket: Ticket) -> bool:
+        """See RoomStore."""
+        found = self._rooms.get(claim.room)
+        if found is None or found.owner != claim.owner:
+            return False
+        found.state, found.ticket, found.generation = PairingState.PAIRED, ticket, ticket.generation
+        found.settled_s = self._clock()
+        return True
+
+    async def give_up(self, claim: Claim, generation: int) -> None:
+        """See RoomStore."""
+        found = self._rooms.get(claim.room)
+        if found is not None and found.owner == claim.owner:
+            found.state, found.generation = PairingState.CANCELLED, generation
+
+    async def room(self, room: int) -> RoomEntry | None:
+        """See RoomStore."""
+        self._forget_old()
+        found = self._rooms.get(room)
+        if found is None:
+            return None
+        ticket = found.ticket.after(self._clock() - found.settled_s) if found.ticket else None
+        return RoomEntry(state=found.state, generation=found.generation, ticket=ticket)
+
+    async def cancelled(self, room: int, generation: int) -> None:
+        """See RoomStore."""
+        found = self._rooms.get(room)
+        if found is not None and found.state is PairingState.PAIRED and found.generation == generation:
+            found.state = PairingState.CANCELLED
+
+    async def room_counts(self) -> dict[PairingState, int]:
+        """See RoomStore."""
+        counted = Counter(found.state for found in self._rooms.values())
+        return {state: counted[state] for state in PairingState}
+
+    async def forget_rooms(self) -> int:
+        """See RoomStore."""
+        return self._forget_old()
+
+    def _forget_old(self) -> int:
+        now_s, before = self._clock(), len(self._rooms)
+        while self._rooms and next(iter(self._rooms.values())).claimed_s + self._times.keep_s <= now_s:
+            self._rooms.popitem(last=False)
+        return before - len(self._rooms)
+
+    def _forget_oldest(self) -> None:
+        """Rooms that are being paired are few and lie at the young end, so this looks at few."""
+        oldest = (room for room, found in self._rooms.items() if found.state is not PairingState.PAIRING)
+        if (room := next(oldest, None)) is not None:
+            del self._rooms[room]

@@ -1,0 +1,397 @@
+"""Nodes and rooms that several bootstraps share, in Redis.
+
+Owns: the connection, the way from Redis's answers to records, and what is said when Redis does not answer. The only
+module that knows the library. Must not know: what is decided on the records, what the scripts do inside.
+
+Redis does the expiry by its own clock. What it returns is input from outside: a malformed value is counted, logged once
+and treated as absent, so that the node it belongs to registers again, or the room's id is free again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import msgpack
+import structlog
+from pydantic import TypeAdapter, ValidationError
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from kvbridge.api.directory import Name, NodeHeartbeat, Ticket
+from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_registration
+from kvbridge.bootstrap.stores import scripts
+from kvbridge.bootstrap.stores.base import (
+    Claim,
+    InstanceNodes,
+    PairingState,
+    RoomEntry,
+    RoomInUse,
+    RoomTimes,
+    StoreObserver,
+)
+from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError, NotReadyError
+from kvbridge.core.ids import NonNegative
+
+log = structlog.get_logger(__name__)
+
+CONNECTIONS: Final = 32
+"""Open connections at most; further calls wait for one, within `timeouts.store_s`."""
+ENTRIES_KEPT: Final = 4096
+"""Parsed entries that are kept, by member and digest; and refusals that were logged."""
+VERSION_KEEP_MS: Final = 3_600_000
+"""A version outlives every registration that is being decided on it."""
+
+_KEY = TypeAdapter(tuple[Name, Name])
+_CHARGES = TypeAdapter(dict[str, NonNegative])
+_ROOM_STATES: Final = (PairingState.PAIRING, PairingState.PAIRED, PairingState.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSettings:
+    """How Redis is reached. `url` may hold a password, so it is never shown; `password` is used when it holds none."""
+
+    url: str
+    password: str
+    namespace: str
+    timeout_s: float
+    """`timeouts.store_s`."""
+
+    def __repr__(self) -> str:
+        return f"RedisSettings(namespace={self.namespace!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What changes often of a node, parsed, and what it was parsed from: of a large fleet few change between two looks."""
+
+    raw: tuple[bytes, list[bytes]]
+    beat: NodeHeartbeat
+    pages: dict[str, int]
+    rooms: int
+
+
+class RedisStore:
+    """A NodeStore and a RoomStore. Close it."""
+
+    def __init__(
+        self, settings: RedisSettings, *, expire_after_s: float, rooms: RoomTimes, observer: StoreObserver
+    ) -> None:
+        """Connect to nothing yet: every call does when it has to. Raises ConfigError for a URL that cannot be read."""
+        self._settings = settings
+        self._prefix = f"{settings.namespace}:"
+        self._expire_ms = _ms(expire_after_s)
+        self._times = rooms
+        self._observer = observer
+        self._entries: OrderedDict[tuple[bytes, bytes], NodeEntry | None] = OrderedDict()
+        self._states: dict[bytes, _State] = {}
+        self._told: OrderedDict[bytes, None] = OrderedDict()
+        self._redis = _client(settings)
+        self._where = _where(self._redis)
+        names = (
+            "NODES",
+            "PUT",
+            "BEAT",
+            "REMOVE",
+            "CHARGE",
+            "EXPIRE",
+            "ROOM",
+            "CLAIM",
+            "SETTLE",
+            "GIVE_UP",
+            "CANCELLED",
+            "COUNTS",
+        )
+        self._scripts = {name: self._redis.register_script(getattr(scripts, name)) for name in names}
+
+    def __repr__(self) -> str:
+        return f"RedisStore({self._where}, namespace '{self._settings.namespace}')"
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._redis.aclose()
+
+    # ------------------------------------------------------------------------------------- nodes
+
+    async def nodes(self) -> tuple[NodeRecord, ...]:
+        """See NodeStore."""
+        packed = await self._run("NODES", [self._key("nodes")], self._prefix)
+        now_ms, rows = _unpacked(packed)
+        unknown = [member for member, row in rows if (member, row[1]) not in self._entries]
+        if unknown:
+            texts = await self._ask(self._redis.mget([self._key("entry", member) for member in unknown]))
+            for member, text in zip(unknown, texts, strict=True):
+                if text is not None:
+                    self._entry(text, member)
+        self._states = {member: self._states[member] for member, _ in rows if member in self._states}
+        found = (self._record(member, row, now_ms) for member, row in rows)
+        return tuple(record for record in found if record is not None)
+
+    async def of_instance(self, instance: str) -> InstanceNodes:
+        """See NodeStore."""
+        # First the version: what changes while the nodes are read makes it an old one.
+        version = await self._get(self._key("version", instance))
+        records = tuple(record for record in await self.nodes() if record.key[0] == instance)
+        return InstanceNodes(_text(version or b""), records)
+
+    async def put(self, entry: NodeEntry, *, version: str) -> bool:
+        """See NodeStore."""
+        member, text = _member(entry.key), entry.model_dump_json().encode()
+        keys = [*self._node_keys(member), self._key("version", entry.key[0])]
+        drawn, beat = secrets.token_hex(8), entry.beat.model_dump_json()
+        facts = (member, entry.registration.incarnation, _digest(text), beat, text)
+        done = await self._run("PUT", keys, version, drawn, *facts, self._expire_ms, VERSION_KEEP_MS)
+        return bool(done)
+
+    async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
+        """See NodeStore."""
+        member = _member(key)
+        facts = (member, heartbeat.incarnation, heartbeat.model_dump_json(), self._expire_ms)
+        packed = await self._run("BEAT", self._node_keys(member), *facts)
+        if packed is None:
+            return None
+        now_ms, row = _unpacked(packed)
+        if (member, row[1]) not in self._entries:
+            text = await self._get(self._key("entry", member))
+            if text is not None:
+                self._entry(text, member)
+        return self._record(member, row, now_ms)
+
+    async def remove(self, key: NodeKey, incarnation: str) -> NodeRecord | None:
+        """See NodeStore."""
+        member = _member(key)
+        packed = await self._run("REMOVE", self._node_keys(member), member, incarnation)
+        if packed is None:
+            return None
+        now_ms, row, text = _unpacked(packed)
+        self._entry(text, member)
+        return self._record(member, row, now_ms)
+
+    async def charge(self, keys: Sequence[NodeKey], pages: Mapping[str, int]) -> None:
+        """See NodeStore."""
+        touched = [self._key(kind, _member(key)) for key in keys for kind in ("node", "charge")]
+        fields = [part for space, count in pages.items() for part in (space, count)]
+        await self._run("CHARGE", touched, "rooms", 1, *fields)
+
+    async def expire(self) -> tuple[NodeKey, ...]:
+        """See NodeStore."""
+        gone = await self._run("EXPIRE", [self._key("nodes")])
+        keys = (self._parsed_key(member) for member in gone)
+        return tuple(key for key in keys if key is not None)
+
+    def _record(self, member: bytes, row: Sequence[Any], now_ms: int) -> NodeRecord | None:
+        """Return the record of one row, or None when a part of it is missing or malformed."""
+        holder, digest, raw_beat, seen_ms, charges = row
+        entry = self._entries.get((member, digest))
+        if entry is None and digest:
+            return None  # replaced just now, or refused when it was parsed
+        try:
+            if entry is None or not (holder and raw_beat and seen_ms):
+                raise ValueError("one of its fields is missing")  # noqa: TRY301 - told below
+            self._entries.move_to_end((member, digest))
+            state = self._states.get(member)
+            if state is None or state.raw != (raw_beat, charges):
+                state = self._states[member] = _state(raw_beat, charges)
+            if {holder, state.beat.incarnation.encode()} != {entry.registration.incarnation.encode()}:
+                raise ValueError("its fields are of several incarnations")  # noqa: TRY301
+            silent_s = max(0, now_ms - int(seen_ms)) / 1e3
+            return NodeRecord(entry, state.beat, silent_s, state.pages, state.rooms)
+        except (ValueError, TypeError) as error:
+            self._refused("node", member, error)
+            return None
+
+    def _entry(self, text: bytes, member: bytes) -> None:
+        """Parse an entry and remember it, or that it is malformed."""
+        name = member, _digest(text)
+        if name in self._entries:
+            return
+        entry: NodeEntry | None = None
+        try:
+            entry = NodeEntry.model_validate_json(text)
+            check_registration(entry.registration)
+            if _member(entry.key) != member:
+                raise InvalidInputError(f"it is the entry of {entry.key}")
+        except (ValidationError, BridgeError) as error:
+            entry = None
+            self._refused("node", member, error)
+        self._entries[name] = entry
+        while len(self._entries) > ENTRIES_KEPT:
+            self._entries.popitem(last=False)
+
+    def _parsed_key(self, member: bytes) -> NodeKey | None:
+        try:
+            return _KEY.validate_json(member)
+        except ValidationError as error:
+            self._refused("node", member, error)
+            return None
+
+    # ------------------------------------------------------------------------------------- rooms
+
+    async def claim(self, room: int, *, generations: int) -> Claim | RoomInUse:
+        """See RoomStore."""
+        owner, times = secrets.token_hex(8), self._times
+        limits = (generations, _ms(times.claim_s), _ms(times.keep_s), times.max_rooms)
+        claimed, figure, malformed = await self._run("CLAIM", self._room_keys(room), self._prefix, room, owner, *limits)
+        if malformed:
+            self._refused("room", str(room).encode(), ValueError("its state or generation was malformed"))
+        return Claim(room, owner, int(figure)) if claimed else RoomInUse(int(figure) / 1e3)
+
+    async def settle(self, claim: Claim, ticket: Ticket) -> bool:
+        """See RoomStore."""
+        facts = (claim.room, claim.owner, ticket.generation, ticket.model_dump_json())
+        return bool(await self._run("SETTLE", self._room_keys(claim.room), *facts))
+
+    async def give_up(self, claim: Claim, generation: int) -> None:
+        """See RoomStore."""
+        await self._run("GIVE_UP", self._room_keys(claim.room), claim.room, claim.owner, generation)
+
+    async def room(self, room: int) -> RoomEntry | None:
+        """See RoomStore."""
+        key = self._key("room", room)
+        try:
+            fields = await self._run("ROOM", [key])
+            now_ms, state, generation, raw_ticket, settled_ms = fields
+            if state is None:
+                return None
+            ticket = None
+            if raw_ticket is not None:
+                ticket = Ticket.model_validate_json(raw_ticket).after(max(0, now_ms - int(settled_ms)) / 1e3)
+            entry = RoomEntry(state=PairingState(_text(state)), generation=int(generation), ticket=ticket)
+            if entry.ticket is not None and entry.ticket.room != room:
+                raise ValueError(f"the ticket is that of room {entry.ticket.room}")  # noqa: TRY301 - told below
+        except (ValueError, TypeError) as error:
+            self._refused("room", str(room).encode(), error)
+            return None
+        return entry
+
+    async def cancelled(self, room: int, generation: int) -> None:
+        """See RoomStore."""
+        await self._run("CANCELLED", self._room_keys(room), room, generation)
+
+    async def room_counts(self) -> dict[PairingState, int]:
+        """See RoomStore."""
+        counts = await self._run("COUNTS", self._room_keys()[1:])
+        return dict(zip(_ROOM_STATES, counts, strict=False))
+
+    async def forget_rooms(self) -> int:
+        """See RoomStore."""
+        return int((await self._run("COUNTS", self._room_keys()[1:]))[-1])
+
+    # ------------------------------------------------------------------------------------- Redis
+
+    def _key(self, kind: str, name: str | bytes | int = "") -> bytes:
+        tail = name if isinstance(name, bytes) else str(name).encode()
+        return f"{self._prefix}{kind}".encode() + (b":" + tail if tail else b"")
+
+    def _node_keys(self, member: bytes) -> list[bytes]:
+        return [self._key("nodes"), *(self._key(kind, member) for kind in ("node", "entry", "charge"))]
+
+    def _room_keys(self, room: int | None = None) -> list[bytes]:
+        return [self._key("room", "" if room is None else room), *(self._key(state.value) for state in _ROOM_STATES)]
+
+    async def _get(self, key: bytes) -> bytes | None:
+        """Return a text; None also for a key of another type, which GET would fail on."""
+        (text,) = await self._ask(self._redis.mget([key]))
+        return cast("bytes | None", text)
+
+    async def _run(self, name: str, keys: Sequence[bytes], *arguments: bytes | str | int) -> Any:  # noqa: ANN401 - as Redis answers
+        script = self._scripts[name]
+        return await self._ask(script(keys=list(keys), args=arguments))
+
+    async def _ask(self, call: Any) -> Any:  # noqa: ANN401 - awaitables of the library, and as Redis answers
+        """Await one call within `timeouts.store_s`. Raises NotReadyError, with what an operator has to look at."""
+        timeout_s = self._settings.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call
+        except (TimeoutError, RedisTimeoutError) as error:
+            raise self._away("timeout", f"did not answer within {timeout_s:g} s (timeouts.store_s)") from error
+        except (RedisConnectionError, OSError) as error:
+            raise self._away("connection", f"cannot be reached: {error}") from error
+        except RedisError as error:
+            raise self._away("refused", f"refused a call: {error}") from error
+
+    def _away(self, reason: str, what: str) -> NotReadyError:
+        self._observer.store_failed(reason)
+        return NotReadyError(f"the directory's Redis at {self._where} {what} (directory.redis_url)")
+
+    def _refused(self, reason: str, name: bytes, error: Exception) -> None:
+        """Count a malformed value, and log it unless that was done: it may be read again before it is replaced."""
+        self._observer.store_value_refused(reason)
+        told = _digest(b"\0".join((name, str(error).encode(errors="replace"))))
+        if told in self._told:
+            return
+        self._told[told] = None
+        while len(self._told) > ENTRIES_KEPT:
+            self._told.popitem(last=False)
+        log.warning(
+            "stored_value_refused", kind=reason, name=_text(name), namespace=self._settings.namespace, reason=str(error)
+        )
+
+
+def _state(raw_beat: bytes, charges: list[bytes]) -> _State:
+    """Parse what changes often. Raises ValueError (of pydantic too) and TypeError for what nobody of ours has written."""
+    pages = _CHARGES.validate_python(dict(zip(charges[::2], charges[1::2], strict=True)))
+    rooms = pages.pop("rooms", 0)
+    return _State((raw_beat, charges), NodeHeartbeat.model_validate_json(raw_beat), pages, rooms)
+
+
+def _client(settings: RedisSettings) -> Redis:
+    """Make a client whose calls are bounded by `_ask` alone, and not tried again behind our back.
+
+    A script that was run must not be run twice. The library's own limit on sockets is `asyncio.wait_for`, which in
+    Python 3.11 loses a cancellation that meets the end of the wait: a caller's deadline would never come.
+    """
+    options: dict[str, Any] = {} if not settings.password else {"password": settings.password}
+    try:
+        pool = BlockingConnectionPool.from_url(
+            settings.url,
+            max_connections=CONNECTIONS,
+            timeout=settings.timeout_s,
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            **options,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError("directory.redis_url: cannot be read; expected redis://, rediss:// or unix://") from error
+    return Redis.from_pool(pool)
+
+
+def _where(client: Redis) -> str:
+    """Return where Redis is, without any secret."""
+    options = client.connection_pool.connection_kwargs
+    if path := options.get("path"):
+        return str(path)
+    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+
+
+def _unpacked(packed: bytes) -> list[Any]:
+    return cast("list[Any]", msgpack.unpackb(packed, raw=True, strict_map_key=False))
+
+
+def _member(key: NodeKey) -> bytes:
+    return json.dumps(key, separators=(",", ":")).encode()
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode()
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace")
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1e3))

@@ -1,0 +1,27 @@
+"""Where a room stands, as users see it.
+
+Owns: one vocabulary for both sides; the tables have finer states of their own. Must not know: either table.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class RoomState(StrEnum):
+    """Where a room stands, as users see it; one vocabulary for both sides."""
+
+    ADMITTED = "admitted"
+    OFFERED = "offered"
+    TRANSFERRING = "transferring"
+    COMMITTED = "committed"
+    CLAIMED = "claimed"
+    COMPLETED = "completed"
+    ABORTING = "aborting"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing more will happen to the room."""
+        return self in {RoomState.COMPLETED, RoomState.ABORTED, RoomState.FAILED}

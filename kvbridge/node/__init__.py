@@ -1,0 +1,1 @@
+"""What a node decides: rooms, admission, handshakes with peers, the engine API."""

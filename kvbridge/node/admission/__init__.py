@@ -1,0 +1,1 @@
+"""Admission: caps, the queue for pages, and when to try again."""

@@ -1,0 +1,403 @@
+"""The desk at which every request for a room is handed in, by HTTP or by an engine.
+
+Owns: caps of clients, the wait for pages, what a refused caller is told of when to come back. Must not know: what a
+room is on either side, HTTP, who comes next (`admission_queue`), how release is estimated (`pressure`).
+
+A request is admitted at once, refused at once, or waits (`wait_s`) and is looked at again whenever pages have become
+free. While somebody waits, one that does not wait gets only pages that nobody who waits needs. Rooms that are there
+already come before all: an engine that extends one takes pages past the queue, since it has to go on to end.
+
+A client's rooms count until their pages are back, its waiting requests count with them: one that was let into the queue
+is never over its cap when its turn comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
+from kvbridge.core.ids import IndexSpace
+from kvbridge.core.session.states import RoomState
+from kvbridge.node.admission.pressure import ReleaseRates, Reservation, RetryAfter, first_end
+from kvbridge.node.admission.queue import AdmissionQueue, Waiting
+from kvbridge.node.admission.starvation import Starvation
+from kvbridge.node.observer import Observer
+from kvbridge.pool.accounts.book import Owner, PageBook
+
+log = structlog.get_logger(__name__)
+
+SHOWN_CLIENTS = 20
+QUEUE_FULL, WAIT_TIMEOUT = "queue_full", "wait_timeout"
+"""Kinds of `capacity`, for those who count refusals."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCaps:
+    """What one client may have here at once; 0: as much as there is."""
+
+    max_rooms: int = 0
+    """Rooms and waiting requests together."""
+    max_waiting: int = 0
+
+
+@dataclass(frozen=True)
+class AdmissionLimits:
+    """Bounds of the desk; each is the configuration key `admission.<name>`."""
+
+    max_rooms: int = 10_000
+    max_wait_s: float = 30.0
+    max_waiting: int = 1_000
+    max_overtakes: int = 16
+    retry_after_min_s: float = 0.1
+    retry_after_max_s: float = 30.0
+    unready_after_s: float = 30.0
+    client: ClientCaps = ClientCaps()
+    """`admission.client_max_rooms` and `admission.client_max_waiting`."""
+    clients: Mapping[str, ClientCaps] = field(default_factory=dict)
+    """`admission.clients`: those that have caps of their own."""
+
+    def of(self, client: str) -> ClientCaps:
+        """Return the caps of a client."""
+        return self.clients.get(client, self.client)
+
+
+class ReservingRooms(Protocol):
+    """The rooms of one side, behind the desk."""
+
+    def missing(self) -> str:
+        """Why no room can be admitted now whatever is free, or an empty text."""
+
+    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
+        """Pages that a request takes of the spaces that this node gives out.
+
+        Raises all that `admit_now` does, but CapacityError for pages that are not free.
+        """
+
+    def admit_now(self, request: AdmissionRequest) -> RoomReport:
+        """Reserve all or nothing. Raises CapacityError, NotReadyError, ConflictError, InvalidInputError."""
+
+    def in_use(self) -> Mapping[str, int]:
+        """Rooms that have not given everything back, by client."""
+
+    def report(self, room: int) -> RoomReport:
+        """See RoomsPort."""
+
+    def not_begun(self) -> Sequence[Reservation]:
+        """What rooms have that end unless a prefill engine begins them, those that end first in front."""
+
+    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
+        """See RoomsPort."""
+
+    async def cancel(self, room: int, reason: str) -> RoomReport:
+        """See RoomsPort."""
+
+
+@dataclass(eq=False)
+class _Seat(Waiting):
+    """A waiting request, and where its answer goes."""
+
+    request: AdmissionRequest
+    outcome: asyncio.Future[RoomReport]
+
+
+class AdmissionDesk:
+    """Implements RoomsPort, and PageWatcher for its book. Called from the event loop's thread only."""
+
+    def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
+        self,
+        rooms: ReservingRooms,
+        book: PageBook,
+        *,
+        limits: AdmissionLimits,
+        observer: Observer,
+        on_readiness: Callable[[], None] = lambda: None,
+        clock: Clock = monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """`on_readiness` is called when `problem` begins or ends to say something; `draw` spreads Retry-After."""
+        self._rooms = rooms
+        self._book = book
+        self._limits = limits
+        self._observer = observer
+        self._clock = clock
+        self._queue: AdmissionQueue[_Seat] = AdmissionQueue(
+            max_waiting=limits.max_waiting, max_overtakes=limits.max_overtakes
+        )
+        self._rates = ReleaseRates(clock)
+        self._told = RetryAfter(limits.retry_after_min_s, limits.retry_after_max_s, draw)
+        self._starvation = Starvation(
+            book, unready_after_s=limits.unready_after_s, clock=clock, on_changed=on_readiness
+        )
+        self._serving_soon = False
+        book.watch(self)
+
+    # ------------------------------------------------------------------ admission
+
+    async def admit(self, request: AdmissionRequest) -> RoomReport:
+        """Admit at once or within `request.wait_s`. A caller that is cancelled meanwhile leaves nothing behind."""
+        if not request.wait_s:
+            return self.admit_now(request)
+        try:
+            seat = self._admit_or_seat(request)
+        except BridgeError as error:
+            self._refused(error, QUEUE_FULL if error.code == CapacityError.code else "")
+            raise
+        if isinstance(seat, RoomReport):
+            return seat
+        try:
+            self._serve()
+            await asyncio.wait({seat.outcome}, timeout=request.wait_s)
+        except asyncio.CancelledError:
+            await self._abandon(seat)
+            raise
+        if not seat.outcome.done():
+            self._leave(seat, "timeout")
+            late = self._not_in_time(seat)
+            self._refused(late, WAIT_TIMEOUT)
+            raise late
+        return seat.outcome.result()
+
+    def admit_now(self, request: AdmissionRequest) -> RoomReport:
+        """Admit or refuse at once, and past nobody who waits for the same pages. Raises as RoomsPort.admit does."""
+        try:
+            self._check_caps(request.client)
+            if self._queue:
+                self._check_unclaimed(request)
+            return self._admitted(request)
+        except BridgeError as error:
+            self._refused(error)
+            raise
+
+    def _admit_or_seat(self, request: AdmissionRequest) -> RoomReport | _Seat:
+        if request.wait_s > self._limits.max_wait_s:
+            raise InvalidInputError(
+                f"wait_s is {request.wait_s:g} s, at most {self._limits.max_wait_s:g} s are served (admission.max_wait_s)"
+            )
+        self._check_caps(request.client)
+        if not self._queue:
+            try:
+                return self._admitted(request)
+            except CapacityError:  # `_seat` says what no wait would change
+                log.debug("admission_waits", client=request.client, wait_s=request.wait_s)
+        return self._seat(request)
+
+    def _seat(self, request: AdmissionRequest) -> _Seat:
+        most = self._limits.of(request.client).max_waiting
+        waiting = self._queue.waiting_of(request.client)
+        if most and waiting >= most:
+            raise self._over_cap(request.client, f"{waiting} waiting requests", "max_waiting")
+        demand = self._rooms.demand(request)
+        outcome: asyncio.Future[RoomReport] = asyncio.get_running_loop().create_future()
+        seat = _Seat(request.client, demand, self._clock(), request, outcome)
+        self._queue.join(seat, self._book.free_pages())
+        return seat
+
+    def _admitted(self, request: AdmissionRequest) -> RoomReport:
+        rooms = sum(self._rooms.in_use().values())
+        if rooms >= self._limits.max_rooms:
+            raise CapacityError(
+                f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms); a room counts until its pages are back",
+                retry_after_s=self._told(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
+            )
+        report = self._rooms.admit_now(request)
+        if self._starvation.starving:
+            self._starvation.over()
+        return report
+
+    def _serve(self) -> None:
+        """Admit whoever's turn it is, as long as somebody fits."""
+        self._serving_soon = False
+        while not self._rooms.missing():
+            seat = self._queue.next(self._book.free_pages(), self._rooms.in_use())
+            if seat is None:
+                return
+            self._queue.granted(seat)
+            waited_s = self._clock() - seat.since_s
+            try:
+                seat.outcome.set_result(self._admitted(seat.request))
+                self._observer.waited("admitted", waited_s)
+            except BridgeError as error:  # such as its room id, which somebody else has used meanwhile
+                self._refused(error)
+                seat.outcome.set_exception(error)
+                self._observer.waited("refused", waited_s)
+
+    def _leave(self, seat: _Seat, outcome: str) -> None:
+        self._queue.leave(seat)
+        self._observer.waited(outcome, self._clock() - seat.since_s)
+        self._serve()  # it may have held pages back from those behind it
+
+    async def _abandon(self, seat: _Seat) -> None:
+        """Nobody is there any more to be told: whatever was reserved goes back."""
+        if not seat.outcome.done():
+            self._leave(seat, "left")
+        elif seat.outcome.exception() is None:
+            await self._rooms.cancel(seat.outcome.result().room, "its client left before it was told")
+
+    # ------------------------------------------------------------------ refusals
+
+    def _check_caps(self, client: str) -> None:
+        most = self._limits.of(client).max_rooms
+        if not most:
+            return
+        rooms, waiting = self._rooms.in_use().get(client, 0), self._queue.waiting_of(client)
+        if rooms + waiting >= most:
+            raise self._over_cap(client, f"{rooms} rooms and {waiting} waiting requests", "max_rooms")
+
+    def _over_cap(self, client: str, having: str, cap: str) -> ClientLimitError:
+        in_use = self._rooms.in_use()
+        key = f"admission.clients.{client}.{cap}" if client in self._limits.clients else f"admission.client_{cap}"
+        own = [reservation for reservation in self._rooms.not_begun() if reservation.client == client]
+        seconds = self._rates.seconds_until_a_room_ends(
+            of=in_use.get(client, 0), rooms=sum(in_use.values()), reserved=own
+        )
+        return ClientLimitError(
+            f"client '{client}' has {having} on this daemon, as many as it may ({key} is "
+            f"{getattr(self._limits.of(client), cap)}); a room counts until its pages are back{first_end(own)}",
+            retry_after_s=self._told(seconds),
+        )
+
+    def _check_unclaimed(self, request: AdmissionRequest) -> None:
+        lacking = self._queue.lacking(self._rooms.demand(request), self._book.free_pages())
+        if lacking:
+            raise CapacityError(
+                f"{len(self._queue)} requests wait for pages of {', '.join(map(repr, map(str, lacking)))} before this "
+                f"one; send it with wait_s to wait too",
+                lacking=lacking,
+            )
+
+    def _not_in_time(self, seat: _Seat) -> CapacityError:
+        free = self._book.free_pages()
+        wanted = ", ".join(f"{count} of '{space}' ({free.get(space, 0)} free)" for space, count in seat.demand.items())
+        return CapacityError(
+            f"the pages for {seat.request.prompt_tokens} prompt tokens were not there within {seat.request.wait_s:g} s "
+            f"(limit: the request's wait_s, at most admission.max_wait_s): {wanted}",
+            lacking=self._queue.lacking(seat.demand, free),
+        )
+
+    def _refused(self, error: BridgeError, kind: str = "") -> None:
+        """Count a refusal, and put into it what will be free when, and when to come back."""
+        if isinstance(error, CapacityError):
+            error.retry_after_s = self.retry_after_s(error)
+            having = [one for one in self._rooms.not_begun() if error.lacking.keys() & one.pages.keys()]
+            error.args = (f"{error}{first_end(having)}",)
+        self._observer.refused(kind or error.code)
+
+    def retry_after_s(self, error: CapacityError) -> float:
+        """When to try again what was refused: from the pages that lack, else what the error says already."""
+        if not error.lacking:
+            return error.retry_after_s
+        soon = self._book.pages_being_released()
+        return self._told(self._rates.seconds_until(error.lacking, soon, self._rooms.not_begun()))
+
+    # ------------------------------------------------------------------ what becomes of pages
+
+    def ending(self, owner: Owner) -> None:
+        """See PageWatcher."""
+        self._rates.ending(owner)
+
+    def quarantined(self, owner: Owner) -> None:
+        """See PageWatcher."""
+        self._rates.quarantined(owner)
+
+    def freed(self, pages: Mapping[IndexSpace, int]) -> None:
+        """See PageWatcher. Those who wait are served after the call that freed the pages, not inside it."""
+        self._rates.freed(pages)
+        if self._starvation.starving:
+            self._starvation.look()
+        if self._queue and not self._serving_soon:
+            self._serving_soon = True
+            asyncio.get_running_loop().call_soon(self._serve)
+
+    def gone(self, owner: Owner) -> None:
+        """See PageWatcher."""
+        self._rates.gone(owner)
+
+    # ------------------------------------------------------------------ time and the end
+
+    def tick(self) -> None:
+        """Look at what no event told: workers that are back, and how long nothing fits."""
+        if self._queue:
+            self._serve()
+        self._starvation.look()
+
+    def close(self, reason: str) -> None:
+        """Refuse everybody who waits. New requests are the rooms' to refuse (`ReservingRooms.missing`)."""
+        for seat in self._queue:
+            self._queue.leave(seat)
+            self._observer.waited("refused", self._clock() - seat.since_s)
+            seat.outcome.set_exception(NotReadyError(f"this daemon admits nothing more: {reason}"))
+
+    # ------------------------------------------------------------------ rooms, as they are behind the desk
+
+    def report(self, room: int) -> RoomReport:
+        """See RoomsPort."""
+        return self._rooms.report(room)
+
+    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
+        """See RoomsPort."""
+        return await self._rooms.wait(room, timeout_s, until)
+
+    async def cancel(self, room: int, reason: str) -> RoomReport:
+        """See RoomsPort."""
+        return await self._rooms.cancel(room, reason)
+
+    # ------------------------------------------------------------------ for operators
+
+    def problem(self) -> str:
+        """Why this node is not ready although it works; empty when it is."""
+        return self._starvation.problem()
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._queue)
+
+    def oldest_wait_s(self) -> float:
+        """How long the request waits that has waited longest; 0 when none does."""
+        since_s = self._queue.oldest_since_s()
+        return 0.0 if since_s is None else self._clock() - since_s
+
+    def starved_s(self) -> float:
+        """For how long nothing could be admitted."""
+        return self._starvation.seconds()
+
+    def status(self) -> dict[str, Any]:
+        """For `/status`: the queue, the clients with the most in it or in use, and what Retry-After is made of."""
+        return {
+            "waiting": self.waiting,
+            "oldest_wait_s": round(self.oldest_wait_s(), 3),
+            "starved_s": round(self.starved_s(), 3),
+            "clients": self._clients(),
+            "released_pages_per_s": {space: round(rate, 3) for space, rate in self._rates.pages_per_s().items()},
+            "usual_release_s": self._rates.usual_release_s,
+        }
+
+    def _clients(self) -> list[dict[str, Any]]:
+        in_use, waiting = self._rooms.in_use(), self._queue.by_client()
+        shown = sorted(
+            in_use.keys() | waiting.keys(),
+            key=lambda client: (-waiting.get(client, (0, 0.0))[0], -in_use.get(client, 0), client),
+        )
+        now_s = self._clock()
+        return [
+            {
+                "client": client,
+                "rooms": in_use.get(client, 0),
+                "waiting": waiting[client][0] if client in waiting else 0,
+                "head_waits_s": round(now_s - waiting[client][1], 3) if client in waiting else 0.0,
+                "max_rooms": self._limits.of(client).max_rooms,
+                "max_waiting": self._limits.of(client).max_waiting,
+            }
+            for client in shown[:SHOWN_CLIENTS]
+        ]
+
+    def __repr__(self) -> str:
+        return f"<AdmissionDesk {self._queue!r}, starved for {self.starved_s():.1f} s>"

@@ -1,0 +1,81 @@
+"""How long nothing at all could be admitted, and what has the pages.
+
+Owns: since when, and the sentence for `/ready`. Must not know: who asked, who waits.
+
+"Nothing at all": not even the smallest request would fit, one page of each space that this node gives out. What is
+admitted in between ends that, however soon the pools are full again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.ids import IndexSpace
+from kvbridge.pool.accounts.book import PageBook, PageState
+
+SHOWN_REASONS = 3
+
+
+class Starvation:
+    """Watches a page book. `look` is called now and then and whenever pages became free."""
+
+    def __init__(self, book: PageBook, *, unready_after_s: float, clock: Clock, on_changed: Callable[[], None]) -> None:
+        """`on_changed` is called when `problem` begins or ends to say something."""
+        self._book = book
+        self._spaces = book.owned_spaces()
+        self._unready_after_s = unready_after_s
+        self._clock = clock
+        self._on_changed = on_changed
+        self._since_s: float | None = None
+        self._unready = False
+
+    def look(self) -> None:
+        """Take note of what is free now."""
+        free = self._book.free_pages()
+        if all(free[space] for space in self._spaces):
+            self.over()
+            return
+        if self._since_s is None:
+            self._since_s = self._clock()
+        if not self._unready and self.seconds() >= self._unready_after_s:
+            self._unready = True
+            self._on_changed()
+
+    def over(self) -> None:
+        """Something fits, or was admitted."""
+        self._since_s = None
+        if self._unready:
+            self._unready = False
+            self._on_changed()
+
+    @property
+    def starving(self) -> bool:
+        """Whether nothing fitted at the last look."""
+        return self._since_s is not None
+
+    def seconds(self) -> float:
+        """For how long nothing could be admitted; 0 while something can."""
+        return 0.0 if self._since_s is None else self._clock() - self._since_s
+
+    def problem(self) -> str:
+        """Why this node is not ready; empty unless it has lasted for `admission.unready_after_s`."""
+        if not self._unready:
+            return ""
+        full = [self._describe_space(space) for space in self._spaces if not self._book.free_pages()[space]]
+        return (
+            f"nothing could be admitted for {self.seconds():.0f} s (limit: admission.unready_after_s): "
+            f"{'; '.join(full)}{self._describe_quarantine()}"
+        )
+
+    def _describe_space(self, space: IndexSpace) -> str:
+        states = self._book.counts()[space]
+        used = ", ".join(f"{pages} {state}" for state, pages in states.items() if pages and state is not PageState.FREE)
+        return f"space '{space}' has no free page of {sum(states.values())} ({used})"
+
+    def _describe_quarantine(self) -> str:
+        reasons = list(self._book.quarantine_reasons())
+        if not reasons:
+            return ""
+        more = f" and {len(reasons) - SHOWN_REASONS} more" if len(reasons) > SHOWN_REASONS else ""
+        return f"; quarantined for: {'; '.join(reasons[:SHOWN_REASONS])}{more}"

@@ -1,0 +1,1 @@
+"""How nodes get to know each other before the first room."""

@@ -1,0 +1,1 @@
+"""Rooms of a decode node: offers to writers, accounting, verification, fencing, claims."""

@@ -1,0 +1,95 @@
+"""What a decode node does with digests: takes what writers and its own ranks say, and decides whether a room may commit.
+
+Owns: that decision. Must not know: memory, how digests are computed, what a transition leads to (`receiver_driver`).
+"""
+
+from __future__ import annotations
+
+from kvbridge.core.errors import BridgeError, DigestMismatchError, ProtocolError
+from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
+from kvbridge.core.wire.messages import Digests, Done
+from kvbridge.core.wire.worker_messages import Digested, Verified
+from kvbridge.node.observer import Observer
+from kvbridge.node.receiver.driver import ReceiverDriver
+from kvbridge.node.receiver.room import ReceiverRoom
+from kvbridge.node.receiver.verification import Verification
+from kvbridge.node.rooms import RoomBook
+
+
+class ReceiverDigests:
+    """The digests of all rooms of a decode node. Called from the event loop's thread only."""
+
+    def __init__(self, rooms: RoomBook[ReceiverRoom], driver: ReceiverDriver, observer: Observer) -> None:
+        self._rooms = rooms
+        self._driver = driver
+        self._observer = observer
+
+    def expect(self, peer: str, message: Digests) -> None:
+        """A writer says what it has sent. What cannot be right fails the room: nobody could say later what arrived."""
+        room = self._rooms.find(message.room, message.generation)
+        writer = None if room is None else room.writers.get(peer)
+        if room is None or room.over:
+            self._observer.refused("stale_digests")
+            return
+        if writer is None or message.writer not in writer.node.ranks or room.verification is None:
+            self._observer.refused("foreign_digests")
+            return
+        if room.state is not ReceiverState.OFFERED or message.writer not in writer.missing:
+            return
+        try:
+            room.verification.expect(message)
+        except BridgeError as error:
+            self._driver.raise_event(
+                room, ReceiverEvent.FAULT, ProtocolError.code, f"prefill node {writer.node.name}: {error}"
+            )
+
+    def complete(self, room: ReceiverRoom, done: Done) -> bool:
+        """Whether all that a writer says it has said about digests has come; if not, the room has failed."""
+        if room.verification is None:
+            return True
+        try:
+            room.verification.require_all(done)
+        except ProtocolError as error:
+            self._driver.raise_event(room, ReceiverEvent.FAULT, error.code, str(error))
+            return False
+        return True
+
+    def find(self, message: Digested) -> None:
+        """A rank of this node has found this in its memory."""
+        room, verification = self._verifying(message)
+        if room is None or verification is None:
+            return
+        try:
+            verification.find(message)
+        except BridgeError as error:
+            why = f"rank worker {message.rank} reports what the room does not have: {error}"
+            self._driver.raise_event(room, ReceiverEvent.FAULT, error.code, why)
+
+    def verified(self, message: Verified) -> None:
+        """A rank of this node has looked at everything, or could not. When all have, the room commits or fails."""
+        room, verification = self._verifying(message)
+        if room is None or verification is None:
+            return
+        if message.error_code:
+            why = f"rank worker {message.rank} could not verify what has arrived: {message.error}"
+            self._driver.raise_event(room, ReceiverEvent.FAULT, message.error_code, why)
+            return
+        for phase, seconds in message.seconds.items():
+            room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
+        if not verification.answered(message.rank):
+            return
+        difference = verification.difference()
+        if difference is None:
+            self._driver.commit(room, ReceiverEvent.VERIFIED)
+            return
+        for kind, pages in difference.pages.items():
+            self._observer.mismatched(kind, pages)
+        why = difference.describe(room.tables)
+        self._driver.raise_event(room, ReceiverEvent.FAULT, DigestMismatchError.code, why)
+
+    def _verifying(self, message: Digested | Verified) -> tuple[ReceiverRoom | None, Verification | None]:
+        """The room that a rank speaks of, unless it has ended meanwhile."""
+        room = self._rooms.find(message.room, message.generation)
+        if room is None or room.state is not ReceiverState.VERIFYING:
+            return None, None
+        return room, room.verification

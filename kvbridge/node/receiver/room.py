@@ -1,0 +1,229 @@
+"""A room on a decode node, and what the receiving service asks of its surroundings.
+
+Owns: the facts about one room on this side, who writes it, who reads it, the deadlines' names, the ports. Must not
+know: what is done with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvbridge.api.rooms import PeerAddress
+from kvbridge.core.geometry.manifest import RankManifest
+from kvbridge.core.ids import Rank
+from kvbridge.core.plan.accounting import Share
+from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverState
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.messages import PeerMessage
+from kvbridge.core.wire.worker_messages import NodeToWorker
+from kvbridge.node.observer import Observer
+from kvbridge.node.receiver.verification import Verification
+from kvbridge.node.rooms import Room
+from kvbridge.pool.accounts.book import Owner, PageBook
+
+
+@dataclass(frozen=True)
+class MetNode:
+    """A prefill node that has welcomed us."""
+
+    peer: str
+    """Its incarnation."""
+    instance: str
+    node: str
+    pp_size: int
+    tp_size: int
+    stage_boundaries: tuple[int, ...]
+    """The first layers of the instance's stages but the first."""
+    ranks: tuple[Rank, ...]
+    """Those of the instance's ranks that live there."""
+
+    @property
+    def name(self) -> str:
+        """Instance and node, for people."""
+        return f"{self.instance}/{self.node}"
+
+    @property
+    def parallelism(self) -> tuple[object, ...]:
+        """What all nodes of an instance have in common: its name, its sizes, its stages."""
+        return self.instance, self.pp_size, self.tp_size, self.stage_boundaries
+
+    def __str__(self) -> str:
+        stages = f", stages from layers {self.stage_boundaries}" if self.stage_boundaries else ""
+        ranks = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"{self.name} (ranks {ranks or 'none'} of pp_size {self.pp_size} x tp_size {self.tp_size}{stages})"
+
+
+class PrefillNodes(Protocol):
+    """The prefill nodes that this decode node knows."""
+
+    def met(self, address: PeerAddress) -> MetNode | None:
+        """Return the node behind an address if it has welcomed us, else say hello (once) and return None.
+
+        Raises PeerError or FingerprintMismatchError when it has rejected us since the last attempt.
+        """
+
+    def send(self, peer: str, message: PeerMessage) -> None:
+        """Queue a reliable message. Never raises."""
+
+
+class DecodeRanks(Protocol):
+    """The rank workers of this node."""
+
+    def missing(self) -> str:
+        """Why not every rank can receive now, or an empty text."""
+
+    def manifests(self) -> tuple[RankManifest, ...]:
+        """Of every rank, in the order in which they are introduced to peers."""
+
+    def send(self, rank: Rank, message: NodeToWorker) -> None:
+        """Queue an order; dropped when the worker is gone (its end is reported separately). Never raises."""
+
+
+class EngineEvents(Protocol):
+    """The engines attached to this node."""
+
+    def push(self, event: RoomEvent) -> None:
+        """Tell every attached engine. Never raises."""
+
+    def serving(self) -> frozenset[str]:
+        """Names of the engines attached now."""
+
+
+class WriterFence(Protocol):
+    """What shuts writers out that give no proof themselves. See `fence`."""
+
+    def ask(self, owner: Owner) -> None:
+        """Shut every way by which the writers of a room could reach this node; `ReceiverService.shut` hears when."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverPorts:
+    """Everything that a room on this side touches."""
+
+    book: PageBook
+    ranks: DecodeRanks
+    nodes: PrefillNodes
+    fence: WriterFence
+    engines: EngineEvents
+    observer: Observer
+
+
+@dataclass(frozen=True)
+class ReceiverLimits:
+    """The deadlines of the receiving side, in seconds; each is the configuration key `timeouts.<name>`."""
+
+    pages_s: float
+    """Adopted pools: the engine names its pages within this time."""
+    meet_s: float
+    """Every prefill node has welcomed us within this time."""
+    room_s: float
+    """From the offer to the commit."""
+    claim_s: float
+    """A committed room is claimed within this time, else its pages are given back."""
+    verify_s: float
+    """The digests of a room that has arrived are computed within this time."""
+    drain_s: float
+    """A room that is being stopped is let go of within this time, else its pages are quarantined until it is."""
+
+
+@dataclass(eq=False)
+class WriterNode:
+    """One prefill node of one room."""
+
+    node: MetNode
+    shares: dict[Rank, Share]
+    """What each of its ranks has to send."""
+    missing: set[Rank]
+    """Ranks that have not reported Done."""
+    drained: bool = False
+    in_transit: bool = False
+    """It has sent something that may still arrive."""
+    gone: str = ""
+    """Why the node is taken for gone, when it is: it sends us no proof any more."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether this node sends nothing any more: it said so, or has finished everything."""
+        return self.drained or not self.missing
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing of this node can arrive any more by its own account."""
+        return self.quiet and not self.in_transit
+
+
+@dataclass(eq=False)
+class ReceiverRoom(Room[ReceiverState]):
+    """A room on the decode side."""
+
+    addresses: tuple[PeerAddress, ...] = ()
+    writers: dict[str, WriterNode] = field(default_factory=dict)
+    """By incarnation; empty before every node has been met."""
+    metadata: dict[str, bytes] = field(default_factory=dict)
+    expected_by: set[str] = field(default_factory=set)
+    """Engines that were attached when the room was first claimed and are expected to claim it too."""
+    claimed_by: set[str] = field(default_factory=set)
+    released_by: set[str] = field(default_factory=set)
+    """Engines that do not read the room any more, though they had claimed it."""
+    shut: bool = False
+    """Every way by which its writers could still reach its pages has been shut."""
+    verification: Verification | None = None
+    """From the offer on, when digests are wanted."""
+    offered_s: float = 0.0
+    committed_s: float = 0.0
+    reserved_tokens: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the table has ended."""
+        return self.state in RECEIVER_TABLE.final
+
+    @property
+    def awaits_writers(self) -> bool:
+        """Whether it is being stopped and waits until no prefill node writes."""
+        return self.state in {ReceiverState.ABORTING, ReceiverState.FAILING}
+
+    @property
+    def awaits_readers(self) -> bool:
+        """Whether it is being stopped and waits until no engine reads."""
+        return self.state in {ReceiverState.ABORTING_CLAIMED, ReceiverState.FAILING_CLAIMED}
+
+    @property
+    def readers(self) -> set[str]:
+        """Engines that may read the pages."""
+        return self.claimed_by - self.released_by
+
+    @property
+    def released(self) -> bool:
+        """Whether a claimed room has no reader left, nor one to come."""
+        if self.state is ReceiverState.CLAIMED:
+            return self.claimed_by | self.expected_by <= self.released_by
+        return self.awaits_readers and not self.readers
+
+    @property
+    def loud(self) -> list[WriterNode]:
+        """Prefill nodes that may still send, and may say that they do not."""
+        return [writer for writer in self.writers.values() if not writer.quiet and not writer.gone]
+
+    def forget_details(self) -> None:
+        """Keep what a receipt needs."""
+        self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
+
+
+_USER_STATE = {
+    ReceiverState.AWAITING_PAGES: RoomState.ADMITTED,
+    ReceiverState.RESERVED: RoomState.ADMITTED,
+    ReceiverState.VERIFYING: RoomState.TRANSFERRING,
+    ReceiverState.FAILING: RoomState.FAILED,
+    ReceiverState.FAILING_CLAIMED: RoomState.FAILED,
+    ReceiverState.ABORTING_CLAIMED: RoomState.ABORTING,
+}
+
+
+def user_state(room: ReceiverRoom) -> RoomState:
+    """What users see: a room that is failing has failed for them, whatever is still to be cleaned up."""
+    if room.state is ReceiverState.OFFERED and room.amounts:
+        return RoomState.TRANSFERRING
+    return _USER_STATE.get(room.state) or RoomState(room.state.value)

@@ -1,0 +1,436 @@
+"""The decode side at work: rooms whose pages prefill nodes write and an engine then reads.
+
+Owns: what users, engines, peers and workers may say about the rooms of a decode node, and in which order it makes
+sense. Must not know: sockets, HTTP, addresses, what a transition leads to (`receiver_driver`).
+
+An engine names a room without its generation. It means the attempt that it has claimed and not released, else the
+newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import structlog
+
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import (
+    ConflictError,
+    DeadlineError,
+    InvalidInputError,
+    PeerError,
+    ProtocolError,
+    RoomFailedError,
+)
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.pages import pages_needed, tables_cover
+from kvbridge.core.geometry.tables import check_demand, joined_tables, request_tables
+from kvbridge.core.ids import IndexSpace, Rank, Role, Tables
+from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.plan.operations import add_amounts
+from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverEvent, ReceiverState
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Done, Drained, Failed
+from kvbridge.node.admission.pressure import Reservation
+from kvbridge.node.observer import Observer
+from kvbridge.node.receiver.digests import ReceiverDigests
+from kvbridge.node.receiver.driver import ReceiverDriver
+from kvbridge.node.receiver.room import (
+    DecodeRanks,
+    EngineEvents,
+    MetNode,
+    PrefillNodes,
+    ReceiverLimits,
+    ReceiverPorts,
+    ReceiverRoom,
+    WriterFence,
+    user_state,
+)
+from kvbridge.node.rooms import RoomBook, await_process, require_ready
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+
+__all__ = [
+    "DecodeRanks",
+    "EngineEvents",
+    "MetNode",
+    "PrefillNodes",
+    "ReceiverLimits",
+    "ReceiverRoom",
+    "ReceiverService",
+    "WriterFence",
+    "user_state",
+]
+
+log = structlog.get_logger(__name__)
+
+ABORTED = "aborted"
+WORKER_GONE = "worker_gone"
+
+_BEFORE_COMMIT = frozenset(
+    {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}
+)
+_ARRIVED = frozenset({ReceiverState.COMMITTED, ReceiverState.CLAIMED})
+
+
+class ReceiverService:
+    """All rooms of a decode node. Implements ReservingRooms; called from the event loop's thread only."""
+
+    def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
+        self,
+        *,
+        geometry: ModelGeometry,
+        host: frozenset[ComponentKind],
+        book: PageBook,
+        ranks: DecodeRanks,
+        nodes: PrefillNodes,
+        fence: WriterFence,
+        engines: EngineEvents,
+        observer: Observer,
+        limits: ReceiverLimits,
+        keep_s: float,
+        adopted: bool = False,
+        digest: DigestKind = DigestKind.NONE,
+        clock: Clock = monotonic,
+    ) -> None:
+        """`host`: the components that live in the host pool. `adopted`: device pages are named by the engine.
+
+        `digest`: what is compared before a room commits.
+        """
+        self._geometry = geometry
+        self._host = host
+        self._ports = ReceiverPorts(book, ranks, nodes, fence, engines, observer)
+        self._limits = limits
+        self._adopted = adopted
+        self._clock = clock
+        self.rooms: RoomBook[ReceiverRoom] = RoomBook(Role.DECODE, user_state, clock=clock, keep_s=keep_s)
+        self._driver = ReceiverDriver(self._ports, self.rooms, limits, geometry=geometry, digest=digest, clock=clock)
+        self.digests = ReceiverDigests(self.rooms, self._driver, observer)
+        """What writers and our own ranks say about digests goes there."""
+
+    # ------------------------------------------------------------------ admission
+
+    def missing(self) -> str:
+        """See ReservingRooms."""
+        return self._ports.ranks.missing()
+
+    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
+        """See ReservingRooms."""
+        require_ready(Role.DECODE, self.missing())
+        if not request.prefill:
+            raise InvalidInputError(
+                "a decode daemon needs `prefill`: the control addresses of the prefill nodes that will write"
+            )
+        if request.room is not None:
+            self.rooms.check_free(request.room, request.generation)
+        return self._needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
+
+    def admit_now(self, request: AdmissionRequest) -> RoomReport:
+        """Reserve all that a request can need, or nothing. See ReservingRooms."""
+        demand = self.demand(request)
+        room = ReceiverRoom(
+            room=self.rooms.draw() if request.room is None else request.room,
+            generation=request.generation,
+            prompt_tokens=request.prompt_tokens,
+            prefix_tokens=0,
+            max_new_tokens=request.max_new_tokens,
+            client=request.client,
+            state=RECEIVER_TABLE.start,
+            created_s=self._clock(),
+            addresses=request.prefill,
+            reserved_tokens=request.prompt_tokens + request.max_new_tokens,
+        )
+        room.begin_within(request.begin_within_s)
+        ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
+        room.tables = request_tables(self._geometry, ids, prompt_tokens=room.prompt_tokens)
+        self.rooms.add(room)
+        self._driver.show(room)
+        if self._adopted:
+            room.wait_until(room.created_s + self._limits.pages_s, "timeouts.pages_s")
+            self._driver.tell_engine(room)
+        else:
+            self._driver.raise_event(room, ReceiverEvent.PAGES)
+        return self.rooms.report(room)
+
+    def _needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
+        needed = pages_needed(self._geometry, tokens=tokens, prompt_tokens=prompt_tokens, host=self._host)
+        check_demand(needed)
+        self._ports.book.require_possible(needed)
+        if self._adopted:
+            return {space: count for space, count in needed.items() if space is IndexSpace.HOST}
+        if IndexSpace.REQUEST in self._ports.book.owned_spaces():
+            needed.setdefault(IndexSpace.REQUEST, 1)  # of the hot buffer, where the model's own state needs none
+        return needed
+
+    def in_use(self) -> Mapping[str, int]:
+        """See ReservingRooms."""
+        return self.rooms.in_use
+
+    def not_begun(self) -> list[Reservation]:
+        """See ReservingRooms."""
+        return self.rooms.not_begun()
+
+    def report(self, room: int) -> RoomReport:
+        """Raises UnknownRoomError."""
+        return self.rooms.report(self.rooms.get(room))
+
+    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
+        """See RoomsPort."""
+        return await self.rooms.wait(room, timeout_s, until)
+
+    async def cancel(self, room: int, reason: str) -> RoomReport:
+        """See RoomsPort."""
+        found = self.rooms.get(room)
+        self._driver.raise_event(found, ReceiverEvent.ABORT, ABORTED, reason)
+        return self.rooms.report(found)
+
+    # ------------------------------------------------------------------ the engine's verbs
+
+    def provide(self, room_id: int, tables: Tables, *, prefix_tokens: int = 0) -> None:
+        """Adopted pools: the engine names the device pages of a room that wanted them, and what they hold already."""
+        room = self.rooms.get(room_id)
+        if not self._adopted:
+            raise ConflictError("this node owns its pools: pages are not provided by the engine")
+        if room.state is not ReceiverState.AWAITING_PAGES:
+            raise ConflictError(f"room {room_id} does not wait for pages (state '{room.state}')")
+        if IndexSpace.HOST in tables:
+            raise InvalidInputError("host pages belong to the daemon; provide device spaces only")
+        self._check_prefix(prefix_tokens, room.prompt_tokens)
+        together = room.tables | tables
+        tables_cover(together, self._geometry, tokens=room.prompt_tokens, host=self._host)
+        self._ports.book.adopt(room.owner, {space: table.ids for space, table in tables.items()})
+        room.tables, room.prefix_tokens = together, prefix_tokens
+        self._driver.raise_event(room, ReceiverEvent.PAGES)
+
+    def _check_prefix(self, prefix_tokens: int, prompt_tokens: int) -> None:
+        page = self._geometry.tokens_per_page
+        if prefix_tokens > prompt_tokens or prefix_tokens % page:
+            raise InvalidInputError(
+                f"prefix_tokens must be a multiple of {page} and at most prompt_tokens ({prompt_tokens}), "
+                f"got {prefix_tokens}"
+            )
+        if prefix_tokens and self._host:
+            raise InvalidInputError(
+                f"{', '.join(sorted(self._host))} of the room lies in this node's host pool, in pages that hold nothing of "
+                f"the prompt yet: prefix_tokens must be 0 here, got {prefix_tokens}"
+            )
+
+    def claim(self, engine: str, room_id: int) -> ReceiverRoom:
+        """An engine takes a committed room. Raises RoomFailedError with the first cause when it will never be."""
+        room = self.rooms.get(room_id)
+        if any(engine in earlier.readers for earlier in self.rooms.attempts(room_id)[:-1]):
+            raise ConflictError(
+                f"an earlier attempt at room {room_id} is still claimed by this engine; release it first"
+            )
+        if room.state not in {ReceiverState.COMMITTED, ReceiverState.CLAIMED}:
+            if room.state in _BEFORE_COMMIT:
+                raise ConflictError(f"room {room_id} is not committed yet (state '{room.state}')")
+            raise RoomFailedError(f"room {room_id} is over ({user_state(room)}): {room.reason or 'released'}")
+        if engine in room.claimed_by:
+            raise ConflictError(f"room {room_id} was already claimed by this engine")
+        if room.state is ReceiverState.COMMITTED:
+            room.expected_by = set(self._ports.engines.serving())
+            room.phases_s["commit_to_claim"] = self._clock() - room.committed_s
+        room.claimed_by.add(engine)
+        self._driver.raise_event(room, ReceiverEvent.CLAIM)
+        if room.expected_by <= room.claimed_by:
+            room.wait_until(None)  # nobody is waited for any more: the engines use it
+        return room
+
+    def held(self, engine: str, room_id: int) -> ReceiverRoom:
+        """Return the room that an engine has claimed and not released. Raises ConflictError when it has not."""
+        room = self.rooms.choose(room_id, lambda attempt: engine in attempt.readers)
+        if engine not in room.readers:
+            raise ConflictError(f"room {room_id} is not claimed by this engine (state '{room.state}')")
+        return room
+
+    def extend(self, engine: str, room_id: int, tokens: int) -> Tables:
+        """Make room for `tokens` tokens in all and return the tables for that length. Raises CapacityError."""
+        room = self.held(engine, room_id)
+        if room.state is not ReceiverState.CLAIMED:
+            raise ConflictError(f"room {room_id} is to end and cannot grow: {room.reason}; release it")
+        if tokens < room.prompt_tokens:
+            raise InvalidInputError(
+                f"room {room_id} cannot shrink to {tokens} tokens, its prompt has {room.prompt_tokens}"
+            )
+        if tokens > room.reserved_tokens:
+            more = self._ports.book.grow(room.owner, self._missing_pages(room, tokens))
+            room.tables = joined_tables(
+                room.tables, request_tables(self._geometry, more, prompt_tokens=room.prompt_tokens)
+            )
+            room.reserved_tokens = tokens
+        return room.tables
+
+    def _missing_pages(self, room: ReceiverRoom, tokens: int) -> dict[IndexSpace, int]:
+        demand = self._needed(tokens, room.prompt_tokens)
+        held = {space: len(table) for space, table in room.tables.items()}
+        return {space: count - held.get(space, 0) for space, count in demand.items() if count > held.get(space, 0)}
+
+    def release(self, engine: str, room_id: int) -> None:
+        """An engine is through with a room. The pages are free once every engine that claimed it, or is to, is."""
+        room = self.held(engine, room_id)
+        room.released_by.add(engine)
+        self._driver.follow(room)
+
+    def abort(self, engine: str, room_id: int, reason: str) -> None:
+        """An engine gives a room up, claimed or not. Harmless on an ended room."""
+        room = self.rooms.choose(room_id, lambda attempt: engine in attempt.readers)
+        if engine in room.readers:
+            room.released_by.add(engine)
+        self._driver.raise_event(room, ReceiverEvent.ABORT, ABORTED, f"by the decode engine: {reason}")
+
+    def open_events(self) -> list[RoomEvent]:
+        """What waits for an engine: rooms that want pages (adopted pools), rooms that can be claimed."""
+        waiting = {ReceiverState.COMMITTED} | ({ReceiverState.AWAITING_PAGES} if self._adopted else set())
+        return [self._driver.event(room) for room in self.rooms if room.state in waiting]
+
+    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
+        """An engine's connection has ended: what it had claimed fails, and ends when every engine has let go of it.
+
+        Returns whether pages wait for `engine_ended`; `followed`: whether that will come.
+        """
+        waits = False
+        for room in self.rooms:
+            room.expected_by.discard(engine)
+            if engine in room.readers:
+                waits = True
+                why = f"the decode engine {engine} is gone: {reason}"
+                self._driver.raise_event(room, ReceiverEvent.FAULT, PeerError.code, why)
+                await_process(self._ports.book, room, engine, followed=followed)
+            self._driver.follow(room)
+        return waits
+
+    def engine_ended(self, engine: str) -> None:
+        """Nothing of an engine that is gone uses pages any more: its process has ended, or it said so before it left."""
+        for room in self.rooms:
+            if engine in room.departed:
+                room.departed.discard(engine)
+                room.released_by.add(engine)
+                self._driver.follow(room)
+
+    # ------------------------------------------------------------------ peers
+
+    def nodes_changed(self) -> None:
+        """A prefill node welcomed or rejected us, or vanished: look at every room that still waits for one."""
+        for room in self.rooms:
+            self._driver.follow(room)
+
+    def open_offers(self) -> set[Owner]:
+        """Rooms that are being written to."""
+        return {room.owner for room in self.rooms if room.state is ReceiverState.OFFERED}
+
+    def shut(self, owners: Collection[Owner]) -> None:
+        """Whoever wrote to these rooms cannot reach this node any more, nor can anything arrive that was on its way."""
+        for owner in owners:
+            room = self.rooms.find(owner.room, owner.generation)
+            if room is not None and room.awaits_writers:
+                room.shut = True
+                self._driver.follow(room)
+
+    def done(self, peer: str, message: Done) -> None:
+        """A writer has sent everything that was its to send."""
+        room = self.rooms.find(message.room, message.generation)
+        writer = None if room is None else room.writers.get(peer)
+        if room is None or room.over:
+            self._ports.observer.refused("stale_done")
+            return
+        if writer is None or message.writer not in writer.node.ranks:
+            self._ports.observer.refused("foreign_done")
+            log.error("done_from_stranger", room=room.room, peer=peer, rank=str(message.writer))
+            return
+        if message.writer not in writer.missing:
+            return  # sent again
+        writer.missing.discard(message.writer)
+        if room.state is not ReceiverState.OFFERED:
+            self._driver.follow(room)  # it crossed our abort; that the writer is quiet counts all the same
+            return
+        room.begin_by_s = None
+        room.amounts = add_amounts(room.amounts, message.amounts)
+        room.metadata[str(message.writer)] = message.metadata
+        metadata_bytes = sum(map(len, room.metadata.values()))
+        if metadata_bytes > MAX_ROOM_METADATA_BYTES:
+            why = (
+                f"the prefill engines have given {metadata_bytes} bytes of metadata to `finish` on {len(room.metadata)} ranks, a "
+                f"room carries at most {MAX_ROOM_METADATA_BYTES}; give it on fewer ranks, or less of it"
+            )
+            self._driver.raise_event(room, ReceiverEvent.FAULT, InvalidInputError.code, why)
+            return
+        for phase, seconds in message.phases_s.items():
+            room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
+        self._driver.show(room)
+        if self.digests.complete(room, message):
+            self._driver.account(room, writer, message)
+
+    def failed(self, peer: str, message: Failed) -> None:
+        """A prefill node will not complete a room. Means nothing once the room is committed."""
+        room = self.rooms.find(message.room, message.generation)
+        if room is not None and room.state is ReceiverState.OFFERED and peer in room.writers:
+            why = f"prefill node {room.writers[peer].node.name}: {message.message}"
+            self._driver.raise_event(room, ReceiverEvent.FAULT, message.code, why)
+
+    def drained(self, peer: str, message: Drained) -> None:
+        """A prefill node proved that it does not write to a room."""
+        room = self.rooms.find(message.room, message.generation)
+        writer = None if room is None else room.writers.get(peer)
+        if room is None or writer is None:
+            return
+        writer.drained = True
+        writer.in_transit = writer.in_transit or message.in_transit
+        if room.state is ReceiverState.OFFERED and writer.missing:
+            why = f"prefill node {writer.node.name} stopped without having sent everything"
+            self._driver.raise_event(room, ReceiverEvent.FAULT, ProtocolError.code, why)
+        self._driver.follow(room)
+
+    def peer_gone(self, peer: str, reason: str) -> None:
+        """A prefill node vanished. Whether its process has ended or not, it may have sent what has not arrived yet."""
+        for room in self.rooms:
+            writer = room.writers.get(peer)
+            if writer is None:
+                continue
+            writer.gone = reason
+            if room.state is ReceiverState.OFFERED and writer.missing:
+                why = f"prefill node {writer.node.name} is gone: {reason}"
+                self._driver.raise_event(room, ReceiverEvent.FAULT, PeerError.code, why)
+            self._driver.follow(room)
+
+    def worker_gone(self, rank: Rank, reason: str, *, memory_lost: bool = False) -> None:
+        """A rank worker of this node died: nothing can arrive through it, so rooms under way fail.
+
+        `memory_lost`: the device memory was its own, so rooms that have arrived fail as well.
+        """
+        failing = _BEFORE_COMMIT | _ARRIVED if memory_lost else _BEFORE_COMMIT
+        for room in self.rooms:
+            if room.state in failing:
+                why = f"rank worker {rank} of the decode node died: {reason}"
+                self._driver.raise_event(room, ReceiverEvent.FAULT, WORKER_GONE, why)
+
+    # ------------------------------------------------------------------ time
+
+    def tick(self) -> None:
+        """Fail what has waited too long, forget what has been kept long enough."""
+        now_s = self._clock()
+        for room in self.rooms:
+            limit = room.late(now_s)
+            if not limit:
+                continue
+            if room.awaits_writers or room.awaits_readers:
+                self._driver.overdue(room, limit)
+            elif room.state is ReceiverState.CLAIMED:
+                self._stop_expecting(room, limit)
+            elif limit == room.begin_limit and room.state is ReceiverState.OFFERED:
+                pass  # The prefill nodes know whether an engine has begun, and say Failed if none has.
+            else:
+                self._driver.raise_event(room, ReceiverEvent.FAULT, DeadlineError.code, room.why_late(limit))
+        self.rooms.sweep()
+
+    def _stop_expecting(self, room: ReceiverRoom, limit: str) -> None:
+        """Engines that never claimed a room do not read it: it need not wait for them."""
+        absent = room.expected_by - room.claimed_by
+        if absent:
+            log.warning("room_not_claimed_by_all", room=room.room, engines=sorted(absent), limit=limit)
+        room.expected_by.clear()
+        self._driver.follow(room)
+
+    def __repr__(self) -> str:
+        return f"<ReceiverService {self.rooms.states()}>"

@@ -1,0 +1,1 @@
+"""Rooms of a prefill node: offers, orders to rank workers, Done."""

@@ -1,0 +1,148 @@
+"""A room on a prefill node, and what the sending service asks of its surroundings.
+
+Owns: the facts about one room on this side, the deadlines' names, the ports. Must not know: what is done with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvbridge.core.ids import Rank
+from kvbridge.core.plan.digest_sums import DigestSums
+from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.session.progress import RankProgress
+from kvbridge.core.session.sender import SENDER_TABLE, SenderState
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.messages import PeerMessage, WireTable
+from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.worker_messages import NodeToWorker
+from kvbridge.node.observer import Observer
+from kvbridge.node.rooms import Room
+from kvbridge.pool.accounts.book import PageBook
+
+
+class SenderWorkers(Protocol):
+    """The rank workers of the node."""
+
+    @property
+    def layers(self) -> dict[Rank, tuple[int, ...]]:
+        """The global layer ids of every rank of the node."""
+
+    def missing(self) -> str:
+        """Why not every rank can work now, or an empty text."""
+
+    def send(self, rank: Rank, message: NodeToWorker) -> None:
+        """Queue an order; dropped when the worker is gone (its end is reported separately). Never raises."""
+
+
+class PeerChannel(Protocol):
+    """Reliable messages to peer nodes."""
+
+    def send(self, peer: str, message: PeerMessage) -> None:
+        """Queue a message; what cannot be delivered in time is reported as the loss of the peer. Never raises."""
+
+
+class EngineEvents(Protocol):
+    """The engines attached to this node."""
+
+    def push(self, event: RoomEvent) -> None:
+        """Tell every attached engine. Never raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderPorts:
+    """Everything that a room on this side touches."""
+
+    book: PageBook
+    workers: SenderWorkers
+    peers: PeerChannel
+    engines: EngineEvents
+    observer: Observer
+
+
+@dataclass(frozen=True)
+class SenderLimits:
+    """The deadlines of the sending side, in seconds; each is the configuration key `timeouts.<name>`."""
+
+    begin_s: float
+    """An engine begins a room within this, unless its admission says otherwise (`begin_within_s`)."""
+    offer_s: float
+    """An admitted room waits so long for the decode side."""
+    room_s: float
+    """An offered room is sent completely within this time."""
+    early_offer_s: float
+    """An offer waits so long for its room to be admitted."""
+    drain_s: float
+    """A room that is being stopped is quiet within this time, else its pages are quarantined until it is."""
+
+
+@dataclass(eq=False)
+class RankWork:
+    """What one rank has done for one room."""
+
+    progress: RankProgress
+    engine: str = ""
+    """The engine that began the room on this rank; empty before."""
+    finished: bool = False
+    metadata: bytes = b""
+    after: dict[StreamPoint, None] = field(default_factory=dict)
+    """Where in the work of the engine's GPU all that is published and not ordered yet is final; a set in order."""
+    outstanding: set[int] = field(default_factory=set)
+    amounts: Amounts = field(default_factory=dict)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    digests: DigestSums | None = None
+    """Of what has been sent so far, once a worker has reported any."""
+    done: bool = False
+    open: bool = False
+    """The worker has the room, and has not yet proved that it let it go."""
+
+
+@dataclass(eq=False)
+class SenderRoom(Room[SenderState]):
+    """A room on the prefill side."""
+
+    ranks: dict[Rank, RankWork] = field(default_factory=dict)
+    """Empty once the room has been concluded."""
+    peer: str = ""
+    """The decode node whose offer was taken; empty before."""
+    destination: tuple[WireTable, ...] = ()
+    digest: DigestKind = DigestKind.NONE
+    """What the decode node asks for."""
+    offered_s: float = 0.0
+    writing: set[str] = field(default_factory=set)
+    """Engines that may still write source pages of ours."""
+    in_transit: bool = False
+    """Something was sent whose arrival was never confirmed, so the receiver has to shut it out."""
+    free_wanted: bool = False
+    concluded: bool = False
+    """Pages are given back; only the receipt is left."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it waits until nothing is in flight."""
+        return self.state in {SenderState.ABORTING, SenderState.FAILING}
+
+    @property
+    def over(self) -> bool:
+        """Whether the table has ended."""
+        return self.state in SENDER_TABLE.final
+
+    @property
+    def open_ranks(self) -> list[Rank]:
+        """Ranks whose worker has not proved that it let the room go."""
+        return [rank for rank, work in self.ranks.items() if work.open]
+
+    def forget_details(self) -> None:
+        """Keep what a receipt needs."""
+        self.tables, self.ranks, self.destination = {}, {}, ()
+
+
+_USER_STATE = {SenderState.SENDING: RoomState.TRANSFERRING, SenderState.FAILING: RoomState.FAILED}
+
+
+def user_state(room: SenderRoom) -> RoomState:
+    """What users see: a room that is failing has failed for them, whatever is still to be cleaned up."""
+    return _USER_STATE.get(room.state) or RoomState(room.state.value)

@@ -1,0 +1,501 @@
+"""The prefill side at work: rooms whose pages an engine fills and rank workers send.
+
+Owns: what users, engines, peers and workers may say about the rooms of a prefill node, and in which order it makes
+sense. Must not know: sockets, HTTP, addresses, how bytes move, what a transition leads to (`sender_driver`).
+
+An engine names a room without its generation. It means the attempt that it has begun and not let go of, else the
+newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import (
+    BridgeError,
+    ConflictError,
+    DeadlineError,
+    InvalidInputError,
+    PeerError,
+    StaleError,
+    TransportError,
+    UnknownRoomError,
+)
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.pages import pages_needed, tables_cover
+from kvbridge.core.geometry.tables import check_demand, request_tables, same_tables
+from kvbridge.core.ids import IndexSpace, Rank, Role, Tables
+from kvbridge.core.plan.digest_sums import DigestSums
+from kvbridge.core.plan.operations import add_amounts
+from kvbridge.core.session.progress import RankProgress
+from kvbridge.core.session.sender import SENDER_TABLE, SenderEvent, SenderState
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Offer
+from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.worker_messages import MAX_POINTS, Digested, RoomClosed, Sent
+from kvbridge.node.admission.pressure import Reservation
+from kvbridge.node.observer import Observer
+from kvbridge.node.rooms import RoomBook, await_process, require_ready
+from kvbridge.node.sender.driver import SenderDriver
+from kvbridge.node.sender.offers import EarlyOffers, check_offer
+from kvbridge.node.sender.room import (
+    EngineEvents,
+    PeerChannel,
+    RankWork,
+    SenderLimits,
+    SenderPorts,
+    SenderRoom,
+    SenderWorkers,
+    user_state,
+)
+from kvbridge.pool.accounts.book import PageBook, PageState
+
+__all__ = ["EngineEvents", "PeerChannel", "SenderLimits", "SenderRoom", "SenderService", "SenderWorkers", "user_state"]
+
+ABORTED = "aborted"
+WORKER_GONE = "worker_gone"
+
+
+class SenderService:
+    """All rooms of a prefill node. Implements ReservingRooms; called from the event loop's thread only."""
+
+    def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
+        self,
+        *,
+        geometry: ModelGeometry,
+        book: PageBook,
+        workers: SenderWorkers,
+        peers: PeerChannel,
+        engines: EngineEvents,
+        observer: Observer,
+        limits: SenderLimits,
+        keep_s: float,
+        adopted: bool = False,
+        clock: Clock = monotonic,
+    ) -> None:
+        """`adopted`: the engine names its own pages in `begin`; otherwise pages are reserved at admission."""
+        self._geometry = geometry
+        self._ports = SenderPorts(book, workers, peers, engines, observer)
+        self._limits = limits
+        self._adopted = adopted
+        self._clock = clock
+        self._early = EarlyOffers(wait_s=limits.early_offer_s, clock=clock)
+        self.rooms: RoomBook[SenderRoom] = RoomBook(Role.PREFILL, user_state, clock=clock, keep_s=keep_s)
+        self._driver = SenderDriver(self._ports, self.rooms, limits, clock=clock)
+
+    # ------------------------------------------------------------------ admission
+
+    def missing(self) -> str:
+        """See ReservingRooms."""
+        return self._ports.workers.missing()
+
+    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
+        """See ReservingRooms."""
+        require_ready(Role.PREFILL, self.missing())
+        if request.room is not None:
+            self.rooms.check_free(request.room, request.generation)
+        if request.prefill:
+            raise InvalidInputError("`prefill` is for the decode daemon; a prefill daemon sends to whoever offers it")
+        needed = pages_needed(self._geometry, tokens=request.prompt_tokens, prompt_tokens=request.prompt_tokens)
+        check_demand(needed)
+        self._ports.book.require_possible(needed)
+        return {} if self._adopted else needed
+
+    def admit_now(self, request: AdmissionRequest) -> RoomReport:
+        """Reserve source pages for a request. See ReservingRooms."""
+        demand = self.demand(request)
+        room = SenderRoom(
+            room=self.rooms.draw() if request.room is None else request.room,
+            generation=request.generation,
+            prompt_tokens=request.prompt_tokens,
+            prefix_tokens=0,
+            max_new_tokens=request.max_new_tokens,
+            client=request.client,
+            state=SENDER_TABLE.start,
+            created_s=self._clock(),
+            ranks={
+                rank: RankWork(RankProgress(layers, prompt_tokens=request.prompt_tokens))
+                for rank, layers in self._ports.workers.layers.items()
+            },
+        )
+        if not self._adopted:
+            ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
+            room.tables = request_tables(self._geometry, ids, prompt_tokens=room.prompt_tokens)
+        room.wait_until(room.created_s + self._limits.offer_s, "timeouts.offer_s")
+        room.begin_within(request.begin_within_s, or_else=(self._limits.begin_s, "timeouts.begin_s"))
+        self.rooms.add(room)
+        self._driver.show(room)
+        early = self._early.take(room.room, room.generation)
+        if early is not None:
+            self._take_offer(room, early.peer, early.offer)
+        return self.rooms.report(room)
+
+    def in_use(self) -> Mapping[str, int]:
+        """See ReservingRooms."""
+        return self.rooms.in_use
+
+    def not_begun(self) -> list[Reservation]:
+        """See ReservingRooms."""
+        return self.rooms.not_begun()
+
+    def report(self, room: int) -> RoomReport:
+        """Raises UnknownRoomError."""
+        return self.rooms.report(self.rooms.get(room))
+
+    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
+        """See RoomsPort."""
+        return await self.rooms.wait(room, timeout_s, until)
+
+    async def cancel(self, room: int, reason: str) -> RoomReport:
+        """See RoomsPort."""
+        found = self.rooms.get(room)
+        self._driver.raise_event(found, SenderEvent.ABORT, ABORTED, reason)
+        return self.rooms.report(found)
+
+    # ------------------------------------------------------------------ the engine's verbs
+
+    def begin(
+        self,
+        engine: str,
+        ranks: tuple[Rank, ...],
+        room_id: int,
+        *,
+        prompt_tokens: int,
+        tables: Tables,
+        by_gpu: bool = False,
+    ) -> SenderRoom:
+        """An engine starts to compute a room on its ranks. Raises ConflictError on a second begin.
+
+        With that it has let go of every earlier attempt at the room, unless a GPU writes for it (`by_gpu`): then it is refused
+        with a ConflictError until it has aborted that.
+        """
+        room = self.rooms.get(room_id)
+        self._require_alive(room)
+        if prompt_tokens != room.prompt_tokens:
+            raise InvalidInputError(
+                f"room {room_id} was admitted with {room.prompt_tokens} prompt tokens, "
+                f"the engine begins it with {prompt_tokens}"
+            )
+        for rank in ranks:
+            if room.ranks[rank].engine:
+                raise ConflictError(
+                    f"room {room_id} was already begun on rank {rank} by engine {room.ranks[rank].engine}"
+                )
+        earlier = [attempt for attempt in self.rooms.attempts(room_id)[:-1] if engine in attempt.writing]
+        if earlier and by_gpu:
+            raise ConflictError(
+                f"an earlier attempt at room {room_id} (generation {earlier[0].generation}) may still be written by this engine's "
+                "GPU; abort it first"
+            )
+        self._take_tables(room, tables)
+        for attempt in earlier:
+            self._let_go(attempt, engine)
+        for rank in ranks:
+            room.ranks[rank].engine = engine
+        if not self._adopted:
+            room.writing.add(engine)
+        room.phases_s.setdefault("admit_to_begin", self._clock() - room.created_s)
+        room.begin_by_s = None
+        self._driver.open(room)
+        return room
+
+    def _take_tables(self, room: SenderRoom, tables: Tables) -> None:
+        if not self._adopted:
+            if tables:
+                raise InvalidInputError("this node owns its pools: `begin` takes no page tables, it returns them")
+            return
+        if room.tables:
+            if not same_tables(room.tables, tables):
+                raise ConflictError(
+                    f"room {room.room} was begun with other page tables on another rank; all ranks name the same pages"
+                )
+            return
+        tables_cover(tables, self._geometry, tokens=room.prompt_tokens)
+        self._ports.book.adopt(room.owner, {space: table.ids for space, table in tables.items()})
+        room.tables = tables
+
+    def publish(
+        self,
+        engine: str,
+        ranks: tuple[Rank, ...],
+        room_id: int,
+        *,
+        upto_token: int,
+        layers: tuple[int, ...] | None,
+        after: Mapping[str, StreamPoint] | None = None,
+    ) -> None:
+        """An engine has made tokens final on its ranks. See RankProgress.publish for what is refused.
+
+        `after`: the point at which they are, for each rank (by name) whose pages a GPU writes.
+        """
+        room = self._room_of(engine, room_id)
+        self._require_alive(room)
+        self._require_begun(room, engine, ranks)
+        chosen = {rank: _own_layers(room.ranks[rank], layers) for rank in ranks}
+        unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen.values())))
+        if unknown:
+            raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
+        for rank in ranks:
+            room.ranks[rank].progress.check(upto_token, chosen[rank])
+        for rank in ranks:
+            room.ranks[rank].progress.publish(upto_token, chosen[rank])
+            _note_point(room, rank, (after or {}).get(str(rank)))
+        self._driver.flush(room)
+
+    def finish(
+        self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, metadata: bytes, by_gpu: bool = False
+    ) -> None:
+        """An engine has published everything; it does not write the room's pages any more.
+
+        `by_gpu`: its GPU may still, until everything that was published has been sent, or until `release`.
+        Raises ConflictError when it has not published everything, or when the room is over (the pages are let go of
+        all the same).
+        """
+        room = self._room_of(engine, room_id)
+        if room.over or room.stopping:
+            if not by_gpu:
+                self._let_go(room, engine)
+            self._require_alive(room)
+        self._require_begun(room, engine, ranks)
+        for rank in ranks:
+            work = room.ranks[rank]
+            if work.finished:
+                raise ConflictError(f"room {room_id} was already finished on rank {rank}")
+            if not work.progress.complete:
+                raise ConflictError(
+                    f"room {room_id} cannot finish: rank {rank} has published {work.progress.published_tokens} "
+                    f"of {room.prompt_tokens} tokens"
+                )
+        for rank in ranks:
+            room.ranks[rank].finished = True
+            room.ranks[rank].metadata = metadata
+        if not by_gpu:
+            self._let_go(room, engine)
+        self._driver.settle(room)
+
+    def release(self, engine: str, room_id: int, generation: int) -> None:
+        """The GPU of an engine is through with an attempt that it has finished. Harmless when that is over and forgotten.
+
+        Raises ConflictError for one that it has yet to finish.
+        """
+        room = self.rooms.find(room_id, generation)
+        if room is None:
+            return
+        unfinished = any(work.engine == engine and not work.finished for work in room.ranks.values())
+        if unfinished and not (room.over or room.stopping):
+            raise ConflictError(f"room {room_id} is not finished by this engine; finish or abort it")
+        self._let_go(room, engine)
+
+    def abort(self, engine: str, room_id: int, reason: str) -> None:
+        """An engine gives a room up; it does not write the room's pages any more. Harmless on an ended room."""
+        room = self._room_of(engine, room_id)
+        self._driver.raise_event(room, SenderEvent.ABORT, ABORTED, f"by the prefill engine: {reason}")
+        self._let_go(room, engine)
+
+    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
+        """An engine's connection has ended: what it had begun and not finished fails.
+
+        Returns whether pages wait for `engine_ended`; `followed`: whether that will come.
+        """
+        waits = False
+        for room in self.rooms:
+            writes = engine in room.writing
+            if writes or any(work.engine == engine and not work.finished for work in room.ranks.values()):
+                why = f"the prefill engine {engine} is gone: {reason}"
+                self._driver.raise_event(room, SenderEvent.FAULT, PeerError.code, why)
+            if writes:
+                await_process(self._ports.book, room, engine, followed=followed)
+            waits = waits or writes
+        return waits
+
+    def engine_ended(self, engine: str) -> None:
+        """Nothing of an engine that is gone writes any more: its process has ended, or it said so before it left."""
+        for room in self.rooms:
+            room.departed.discard(engine)
+            self._let_go(room, engine)
+
+    def _room_of(self, engine: str, room_id: int) -> SenderRoom:
+        return self.rooms.choose(room_id, lambda room: engine in room.writing)
+
+    @staticmethod
+    def _require_alive(room: SenderRoom) -> None:
+        if room.over or room.stopping:
+            raise ConflictError(f"room {room.room} is over: {room.reason or room.state}")
+
+    @staticmethod
+    def _require_begun(room: SenderRoom, engine: str, ranks: tuple[Rank, ...]) -> None:
+        for rank in ranks:
+            if room.ranks[rank].engine != engine:
+                raise ConflictError(f"room {room.room} was not begun on rank {rank} by this engine")
+
+    def _let_go(self, room: SenderRoom, engine: str) -> None:
+        room.writing.discard(engine)
+        self._driver.conclude_if_unused(room)
+
+    # ------------------------------------------------------------------ peers
+
+    def offer(self, peer: str, offer: Offer) -> None:
+        """A decode node names the destination of a room, perhaps before the room is admitted here."""
+        room = self.rooms.find(offer.room, offer.generation)
+        if room is not None:
+            self._take_offer(room, peer, offer)
+            return
+        newest = self.rooms.newest_generation(offer.room)
+        if offer.generation < newest:
+            stale = f"generation {offer.generation} of the room is older than {newest}, which prefill works on"
+            self._refuse_offer(peer, offer, StaleError.code, stale)
+            return
+        turned_away = self._early.put(peer, offer)
+        if turned_away is not None:
+            self._refuse_offer(
+                turned_away.peer,
+                turned_away.offer,
+                UnknownRoomError.code,
+                "the room is not admitted on the prefill side, and another offer has taken this one's place",
+            )
+
+    def _take_offer(self, room: SenderRoom, peer: str, offer: Offer) -> None:
+        if room.peer == peer:
+            # Sent again, or a second thought: neither may end what the first offer began.
+            self._ports.observer.refused("duplicate_offer")
+            return
+        if room.state is not SenderState.ADMITTED:
+            why = room.reason or f"the room is already {room.state} on the prefill side"
+            self._refuse_offer(peer, offer, room.reason_code or ConflictError.code, why)
+            return
+        try:
+            check_offer(offer, self._geometry, prompt_tokens=room.prompt_tokens)
+        except BridgeError as error:
+            self._refuse_offer(peer, offer, error.code, str(error))
+            self._driver.raise_event(room, SenderEvent.FAULT, error.code, str(error))
+            return
+        room.peer, room.destination, room.offered_s = peer, offer.tables, self._clock()
+        room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
+        room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
+        self._driver.raise_event(room, SenderEvent.OFFER)
+        self._driver.settle(room)
+
+    def _refuse_offer(self, peer: str, offer: Offer, code: str, message: str) -> None:
+        """Nothing was ever written for this offer, nor will be: saying so at once is the truth."""
+        self._ports.observer.refused(code)
+        text = message[:REASON_CHARS]
+        self._ports.peers.send(peer, Failed(room=offer.room, generation=offer.generation, code=code, message=text))
+        self._ports.peers.send(peer, Drained(room=offer.room, generation=offer.generation))
+
+    def peer_abort(self, peer: str, message: Abort) -> None:
+        """The decode side wants a room stopped. Always answered with Drained, at once or when it is quiet."""
+        self._early.withdraw(peer, message.room, message.generation)
+        room = self.rooms.find(message.room, message.generation)
+        if room is None or room.peer != peer:
+            # We do not write to this peer's pages of the room, and its offer, if any, is withdrawn. An Abort follows
+            # its Offer on one ordered link, so a room that has taken no offer of this peer is not its to end.
+            self._ports.peers.send(peer, Drained(room=message.room, generation=message.generation))
+            return
+        self._driver.raise_event(room, SenderEvent.ABORT, message.code, f"by the decode side: {message.message}")
+
+    def peer_failed(self, peer: str, message: Failed) -> None:
+        """Everything of a room was sent, and the decode side could not use it: too late to fail, not to say why."""
+        room = self.rooms.find(message.room, message.generation)
+        if room is not None and room.peer == peer and room.state is SenderState.COMPLETED:
+            self._driver.rejected(room, message.code, f"by the decode side: {message.message}")
+
+    def peer_gone(self, peer: str, reason: str) -> None:
+        """A decode node's life ended or it is silent: its rooms fail."""
+        self._early.forget_peer(peer)
+        for room in self.rooms:
+            if room.peer == peer:
+                why = f"the decode node is gone: {reason}"
+                self._driver.raise_event(room, SenderEvent.FAULT, PeerError.code, why)
+
+    # ------------------------------------------------------------------ workers
+
+    def digested(self, message: Digested) -> None:
+        """A worker has computed digests over what an order sends."""
+        room = self.rooms.find(message.room, message.generation)
+        work = None if room is None else room.ranks.get(message.rank)
+        if room is None or work is None or message.order not in work.outstanding:
+            return
+        if work.digests is None:
+            prompt, prefix = room.prompt_tokens, room.prefix_tokens
+            work.digests = DigestSums.of_room(self._geometry, prompt_tokens=prompt, prefix_tokens=prefix)
+        try:
+            work.digests.merge(message.digests)
+        except BridgeError as error:
+            self._driver.raise_event(room, SenderEvent.FAULT, error.code, f"rank {message.rank}: {error}")
+
+    def sent(self, message: Sent) -> None:
+        """A worker ended an order."""
+        room = self.rooms.find(message.room, message.generation)
+        work = None if room is None else room.ranks.get(message.rank)
+        if room is None or work is None or message.order not in work.outstanding:
+            return
+        work.outstanding.discard(message.order)
+        room.in_transit = room.in_transit or message.in_transit
+        if message.error_code or not message.quiet:
+            code = message.error_code or TransportError.code
+            self._driver.raise_event(room, SenderEvent.FAULT, code, f"rank {message.rank}: {message.error}")
+            return
+        work.amounts = add_amounts(work.amounts, message.amounts)
+        for phase, seconds in message.seconds.items():
+            work.phases_s[phase] = work.phases_s.get(phase, 0.0) + seconds
+        self._driver.settle(room)
+
+    def room_closed(self, message: RoomClosed) -> None:
+        """A worker proved that nothing of a room is in flight."""
+        room = self.rooms.find(message.room, message.generation)
+        work = None if room is None else room.ranks.get(message.rank)
+        if room is None or work is None:
+            return
+        if not message.quiet:
+            self._driver.not_quiet(room, message.rank, message.reason)
+            return
+        work.open = False
+        self._driver.end_if_quiet(room)
+
+    def worker_gone(self, rank: Rank, reason: str) -> None:
+        """A rank worker's process ended, and with it everything that it had in flight."""
+        for room in self.rooms:
+            work = room.ranks.get(rank)
+            if work is None:
+                continue
+            room.in_transit = room.in_transit or bool(work.outstanding)
+            work.outstanding.clear()
+            work.open = False
+            why = f"rank worker {rank} of the prefill node died: {reason}"
+            self._driver.raise_event(room, SenderEvent.FAULT, WORKER_GONE, why)
+
+    # ------------------------------------------------------------------ time
+
+    def tick(self) -> None:
+        """Fail what has waited too long, forget what has been kept long enough."""
+        now_s = self._clock()
+        for room in self.rooms:
+            limit = room.late(now_s)
+            if limit and (room.stopping or room.over):
+                self._driver.overdue(room, limit)
+            elif limit:
+                self._driver.raise_event(room, SenderEvent.FAULT, DeadlineError.code, room.why_late(limit))
+        for late in self._early.expired():
+            why = "the room was never admitted on the prefill side (limit: timeouts.early_offer_s)"
+            self._refuse_offer(late.peer, late.offer, UnknownRoomError.code, why)
+        self.rooms.sweep()
+
+    def __repr__(self) -> str:
+        return f"<SenderService {self.rooms.states()} early offers: {len(self._early)}>"
+
+
+def _own_layers(work: RankWork, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The layers of a publication that a rank holds; None stays all of them."""
+    return None if layers is None else tuple(layer for layer in layers if layer in work.progress.layers)
+
+
+def _note_point(room: SenderRoom, rank: Rank, point: StreamPoint | None) -> None:
+    """Keep where a publication is final. The oldest goes when there are too many: later ones of a GPU cover it."""
+    if point is None:
+        return
+    points = room.ranks[rank].after
+    points[point] = None
+    if len(points) > MAX_POINTS:
+        del points[next(iter(points))]

@@ -1,0 +1,1 @@
+"""Which page belongs to whom: states, allocators, the page book."""

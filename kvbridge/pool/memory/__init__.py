@@ -1,0 +1,1 @@
+"""The memory that pages lie in: mappings, device allocations, registration, layouts."""

@@ -1,0 +1,109 @@
+"""The pool of one rank's device, when that device is a GPU: allocations that the rank worker makes and exports.
+
+Owns: those allocations. Must not know: which pages are free, layouts, transports, engines.
+
+Freeing memory that another process still has open is undefined, so a pool is closed only when nobody else can have it open
+any more. A rank worker leaves that to the end of its process, which the driver survives: it keeps such memory until the last
+process that opened it has closed it, and nothing can be allocated in its place before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Self
+
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.wire.shared_memory import CudaOrigin, SharedRegion
+from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.memory.device_memory import ExportedAllocation, export
+from kvbridge.pool.memory.extent import Progress, align_up, ignore_progress
+from kvbridge.pool.memory.memory_pool import MemoryPool
+from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.sharing import Holder, registered_extents
+
+SHARED_ALIGNMENT_BYTES = 2 << 20
+"""Shorter allocations share a block of the driver's, and CUDA IPC would give all of that block away."""
+
+
+class CudaPool(MemoryPool):
+    """Components on the GPU of one rank. Made by `create`; other processes open it by `shared_regions`."""
+
+    def __init__(self, placement: Placement, addresses: Sequence[int], stack: ExitStack) -> None:
+        """Export the allocations of a placement. `stack` frees them."""
+        self.placement = placement
+        self._exported = [export(placement.device, address) for address in addresses]
+        for exported in self._exported:
+            stack.callback(exported.forget)
+        regions = placement.regions_at(addresses)
+        super().__init__(regions, registered_extents(regions, [held(exported) for exported in self._exported]))
+        self._stack = stack
+
+    @classmethod
+    def create(cls, placement: Placement, *, on_progress: Progress = ignore_progress) -> Self:
+        """Allocate every mapping of a placement in VRAM, zeroed.
+
+        Raises RegistrationError with what is free when it does not fit, UnsupportedError without CUDA or without that
+        device; then nothing is left.
+        """
+        if placement.memory is not MemoryKind.VRAM:
+            raise InvalidInputError(f"a CUDA pool is made of VRAM, the placement asks for {placement.memory}")
+        with ExitStack() as stack:
+            addresses, device, done_bytes = [], placement.device, 0
+            for mapping in placement.mappings:
+                address = runtime.allocate(device, align_up(mapping.length_bytes, SHARED_ALIGNMENT_BYTES))
+                stack.callback(runtime.free, device, address)
+                runtime.fill(device, address, mapping.length_bytes)
+                addresses.append(address)
+                done_bytes += mapping.length_bytes
+                on_progress(done_bytes, placement.total_bytes)
+            runtime.synchronize(device)
+            pool = cls(placement, addresses, stack)
+            pool._stack = stack.pop_all()
+            return pool
+
+    def shared_regions(self) -> tuple[SharedRegion, ...]:
+        """The regions as other processes of the host open them (`sharing.MappedRegions`)."""
+        return self.placement.shared_regions([origin_of(exported) for exported in self._exported])
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all allocations."""
+        return self.placement.total_bytes
+
+    def close(self) -> None:
+        """Free it. Nobody else has it open, nothing on any device uses it. Harmless when closed."""
+        self._stack.close()
+
+    def __repr__(self) -> str:
+        pages = ", ".join(f"{count} {space}" for space, count in self.page_counts().items())
+        return (
+            f"<CudaPool on cuda:{self.placement.device}: {len(self.regions())} regions, pages {pages}, "
+            f"{self.total_bytes} bytes in {len(self._exported)} allocations>"
+        )
+
+    def _view(self, address: int, length_bytes: int, memory: MemoryKind) -> memoryview:
+        del address, length_bytes
+        raise UnsupportedError(f"the CPU cannot view memory of kind {memory}; copy the page by the device's means")
+
+
+def origin_of(exported: ExportedAllocation) -> CudaOrigin:
+    """Name an exported allocation to other processes."""
+    return CudaOrigin(
+        handle=exported.handle,
+        device_uuid=exported.device_uuid,
+        length_bytes=exported.allocation.length_bytes,
+    )
+
+
+def held(exported: ExportedAllocation) -> Holder:
+    """Describe an exported allocation of this process as memory that others reach."""
+    allocation = exported.allocation
+    return Holder(
+        allocation.address,
+        allocation.length_bytes,
+        origin_of(exported),
+        label=f"cuda:{exported.device}",
+        device=exported.device,
+    )

@@ -1,0 +1,101 @@
+"""Device memory that processes of one host share by CUDA IPC: each allocation is opened once a process.
+
+Owns: which allocations this process has exported, which it has opened and for how many holders. Must not know: regions, what
+lies in the memory, who needs it.
+
+CUDA cannot open an allocation in the process that made it. So what is exported here is remembered, and opening it gives
+its own address: an engine that brings its memory, its rank worker and a peer in the same process all find it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.cuda.allocations import Allocation, allocation_of, device_by_uuid, export_allocation
+from kvbridge.pool.memory.holding import HeldThings
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessAllocations:
+    """The allocations that one process shares. There is one of it in each process, since CUDA counts by process."""
+
+    exported: dict[bytes, int] = field(default_factory=dict)
+    """Handle to address, of the process's own."""
+    exported_lock: threading.Lock = field(default_factory=threading.Lock)
+    opened: HeldThings[tuple[bytes, int], int] = field(default_factory=HeldThings)
+    """Handle and the device that it was opened from, to the address here."""
+
+
+_here = ProcessAllocations()
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedAllocation:
+    """An allocation of this process as others open it."""
+
+    allocation: Allocation
+    device: int
+    device_uuid: str
+    handle: bytes
+    """64 bytes."""
+
+    def forget(self) -> None:
+        """The allocation is about to be freed: CUDA may give its handle to another one. Harmless when forgotten."""
+        with _here.exported_lock:
+            _here.exported.pop(self.handle, None)
+
+
+def export(device: int, address: int) -> ExportedAllocation:
+    """Say how other processes open the allocation in which `address` lies. Raises RegistrationError.
+
+    Whoever frees the allocation calls `forget` first.
+    """
+    allocation = allocation_of(device, address)
+    handle = export_allocation(device, allocation)
+    with _here.exported_lock:
+        _here.exported[handle] = allocation.address
+    return ExportedAllocation(allocation, device, runtime.device_facts(device).uuid, handle)
+
+
+class OpenedAllocation:
+    """An exported allocation, usable in this process until `close`. `address` is where it begins here.
+
+    Any thread may open and close it; every holder has one of its own.
+    """
+
+    def __init__(self, handle: bytes, *, device_uuid: str, device: int | None = None) -> None:
+        """Open it for use from `device`; none: from the device that holds it, by its UUID.
+
+        From another device than that, peer access to it is switched on. Raises RegistrationError when its process is gone
+        or cannot be reached, UnsupportedError when this process does not see the device.
+        """
+        self._close: Callable[[], None] | None = None
+        with _here.exported_lock:
+            own = _here.exported.get(handle)
+        if own is not None:
+            self.device = device_by_uuid(device_uuid) if device is None else device
+            self.address = own
+            return
+        self.device = chosen = device_by_uuid(device_uuid) if device is None else device
+        key, opened = (handle, chosen), _here.opened
+        self.address = opened.hold(key, lambda: runtime.open_memory(chosen, handle))
+        self._close = lambda: opened.let_go(key, lambda address: runtime.close_memory(chosen, address))
+
+    def close(self) -> None:
+        """Give it up; nothing on any device uses it through this holder any more. Harmless when closed."""
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,272 @@
+"""How the components of a rank or of a node's host pool are laid out in memory.
+
+Owns: the decision which region begins where. Pure: the same input gives the same `Placement` in every process.
+Must not know: addresses, files, devices.
+
+A *block* is what is laid out as one: in the `layer_first` form one layer of one component, page after page; in the
+`page_first` forms (which place the same bytes, and differ in what copies them) all layers of one component, and page
+`p` of every layer before page `p + 1` of any. The layouts differ in which regions share a block, and so in strides;
+nothing after this module asks which one it was.
+
+Blocks begin at multiples of 4 KiB and never touch, so that two addresses of different blocks are never neighbours. A
+block that is longer than an extent is cut between pages; the parts touch unless a new mapping begins, so that within
+one mapping a region is one strided array. Short blocks share extents, since every registration costs the network card
+an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
+
+from pydantic import Field
+
+from kvbridge.config.pools import HostLayout
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
+from kvbridge.core.geometry.manifest import lane_interval
+from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
+from kvbridge.pool.memory.extent import EXTENT_ALIGNMENT_BYTES, align_up, pages_per_extent
+from kvbridge.pool.memory.placement import Place, PlacedMapping, PlacedRegion, Placement
+
+DEFAULT_EXTENT_BYTES = 1 << 30
+
+
+class Chunking(FrozenModel):
+    """The largest pieces that memory may be created and registered in."""
+
+    extent_bytes: Positive = DEFAULT_EXTENT_BYTES
+    mapping_bytes: int | None = Field(default=None, ge=EXTENT_ALIGNMENT_BYTES)
+    """Longest mapping, rounded down to whole memory pages; None puts a pool into one."""
+
+
+class RankPart(FrozenModel):
+    """What part of a model one rank holds, and on which device."""
+
+    rank: Rank
+    pp_size: Positive
+    tp_size: Positive
+    layers: tuple[NonNegative, ...] = Field(min_length=1)
+    """Global layer ids of its pipeline stage, ascending."""
+    memory: MemoryKind = MemoryKind.DRAM
+    device: NonNegative = 0
+    """CUDA ordinal of VRAM; 0 for DRAM."""
+
+    @classmethod
+    def of(
+        cls,
+        geometry: ModelGeometry,
+        rank: Rank,
+        *,
+        pp_size: int,
+        tp_size: int,
+        boundaries: tuple[int, ...] | None = None,
+    ) -> Self:
+        """The part of `rank` in an instance of pp_size x tp_size ranks, in DRAM; `boundaries` as for `stage_layers`."""
+        if rank.tp >= tp_size:
+            raise InvalidInputError(f"rank {rank} does not exist with tp_size {tp_size}")
+        layers = stage_layers(geometry.layer_count, pp_size, rank.pp, boundaries)
+        return cls(rank=rank, pp_size=pp_size, tp_size=tp_size, layers=layers)
+
+    def components(
+        self, geometry: ModelGeometry, exclude: Collection[ComponentKind]
+    ) -> list[tuple[Component, tuple[int, ...]]]:
+        """Every component that this rank holds on its device, with the layers of it, both in the geometry's order."""
+        mine = set(self.layers)
+        held = [
+            (component, tuple(layer for layer in component.layers if layer in mine))
+            for component in geometry.components
+            if component.kind not in exclude
+        ]
+        return [(component, layers) for component, layers in held if layers]
+
+    def lanes(self, component: Component) -> tuple[int, int]:
+        """The lanes [start, stop) of `component` that this rank holds. Raises UnsupportedError on an uneven split."""
+        return lane_interval(component, self.rank.tp, self.tp_size)
+
+
+def stage_layers(layer_count: int, pp_size: int, pp: int, boundaries: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Return the global layer ids of pipeline stage `pp`, ascending.
+
+    `boundaries` are the first layers of the stages 1 to pp_size - 1. Without any, stages are equally long and the
+    first ones hold one layer more where the division leaves a rest; engines differ there, so name them when it does.
+    """
+    if pp_size < 1 or not 0 <= pp < pp_size or pp_size > layer_count:
+        raise InvalidInputError(f"stage {pp} of {pp_size} does not exist in a model of {layer_count} layers")
+    boundaries = boundaries or even_boundaries(layer_count, pp_size)
+    edges = (0, *boundaries, layer_count)
+    if len(edges) != pp_size + 1 or any(left >= right for left, right in pairwise(edges)):
+        raise InvalidInputError(
+            f"boundaries of {pp_size} stages are {pp_size - 1} ascending layer ids from 1 to {layer_count - 1}, "
+            f"got {boundaries}"
+        )
+    return tuple(range(edges[pp], edges[pp + 1]))
+
+
+def even_boundaries(layer_count: int, pp_size: int) -> tuple[int, ...]:
+    """Return the first layers of the stages 1 to pp_size - 1 when nobody has named them."""
+    each, rest = divmod(layer_count, pp_size)
+    return tuple(stage * each + min(stage, rest) for stage in range(1, pp_size))
+
+
+def device_placement(
+    geometry: ModelGeometry,
+    part: RankPart,
+    *,
+    page_counts: Mapping[IndexSpace, int],
+    exclude: Collection[ComponentKind] = frozenset(),
+    chunking: Chunking | None = None,
+) -> Placement:
+    """Lay out the device pool of one rank: every component but `exclude` (on decode: those in the host pool).
+
+    Raises InvalidInputError when a space that is needed has no page count, a page is longer than an extent, or heads do
+    not divide.
+    """
+    blocks = []
+    for component, layers in part.components(geometry, exclude):
+        page_count = page_counts.get(component.space, 0)
+        if page_count < 1:
+            raise InvalidInputError(
+                f"{component.kind} on rank {part.rank} needs at least one page of space '{component.space}'"
+            )
+        start, stop = part.lanes(component)
+        pages = _Pages(component.kind, component.space, page_count, (start, stop), component.page_bytes(stop - start))
+        blocks += [_Block(pages, (layer,)) for layer in layers]
+    if not blocks:
+        raise InvalidInputError(
+            f"rank {part.rank} with layers {part.layers} would hold no component of '{geometry.name}' on its device"
+        )
+    return _pack(blocks, f"device-{part.rank}", chunking or Chunking(), memory=part.memory, device=part.device)
+
+
+def host_placement(
+    geometry: ModelGeometry,
+    kinds: Collection[ComponentKind],
+    *,
+    page_count: int,
+    layers: Collection[int] | None = None,
+    layout: HostLayout = HostLayout.LAYER_FIRST,
+    chunking: Chunking | None = None,
+) -> Placement:
+    """Lay out a node's host pool, which all ranks share: pages of `kinds` for `layers` (default: all of the model).
+
+    Raises InvalidInputError for a kind that cannot live on the host or that no layer has, UnsupportedError for one that
+    is split by heads.
+    """
+    blocks = []
+    for component in (geometry.component(kind) for kind in sorted(set(kinds))):
+        if not component.host_capable:
+            raise InvalidInputError(f"{component.kind} of '{geometry.name}' cannot live in the host pool")
+        if component.lanes > 1:
+            raise UnsupportedError(
+                f"{component.kind} of '{geometry.name}' is split by heads over ranks; the host pool holds pages "
+                f"that all ranks of a node share"
+            )
+        held = tuple(layer for layer in component.layers if layers is None or layer in layers)
+        if not held:
+            raise InvalidInputError(f"no layer of this node has {component.kind}, so its host pool cannot hold it")
+        pages = _Pages(component.kind, IndexSpace.HOST, page_count, (0, 1), component.page_bytes())
+        blocks += (
+            [_Block(pages, (layer,)) for layer in held] if layout is HostLayout.LAYER_FIRST else [_Block(pages, held)]
+        )
+    if not blocks or page_count < 1:
+        raise InvalidInputError(f"a host pool needs a component and a page, got {sorted(kinds)} and {page_count} pages")
+    return _pack(blocks, "host", chunking or Chunking())
+
+
+# ------------------------------------------------------------------------------------------- inside
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    kind: ComponentKind
+    space: IndexSpace
+    count: int
+    lanes: tuple[int, int]
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Pages of some layers of one component, interleaved: page 0 of every layer, page 1 of every layer, ..."""
+
+    pages: _Pages
+    layers: tuple[int, ...]
+
+    @property
+    def stride_bytes(self) -> int:
+        return len(self.layers) * self.pages.page_bytes
+
+    def regions(self, starts: list[Place], pages_per_extent: int) -> list[PlacedRegion]:
+        lane_start, lane_stop = self.pages.lanes
+        return [
+            PlacedRegion(
+                component=self.pages.kind,
+                layer=layer,
+                space=self.pages.space,
+                starts=tuple(
+                    Place(mapping=start.mapping, offset_bytes=start.offset_bytes + index * self.pages.page_bytes)
+                    for start in starts
+                ),
+                pages_per_extent=pages_per_extent,
+                page_count=self.pages.count,
+                page_bytes=self.pages.page_bytes,
+                page_stride_bytes=self.stride_bytes,
+                lane_start=lane_start,
+                lane_stop=lane_stop,
+            )
+            for index, layer in enumerate(self.layers)
+        ]
+
+
+class _Packer:
+    """Puts pieces one after another into mappings."""
+
+    def __init__(self, mapping_bytes: int | None) -> None:
+        self._mapping_bytes = mapping_bytes
+        self._ends = [0]
+
+    def put(self, length: int, *, first: bool) -> Place:
+        """Find a place for a piece: apart from the piece before when it is the first of its block, else behind it."""
+        start = self._ends[-1]
+        if first and start:
+            start = align_up(start + 1, EXTENT_ALIGNMENT_BYTES)
+        if self._mapping_bytes is not None and start and start + length > self._mapping_bytes:
+            self._ends.append(0)
+            start = 0
+        self._ends[-1] = start + length
+        return Place(mapping=len(self._ends) - 1, offset_bytes=start)
+
+    def mappings(self, name: str) -> tuple[PlacedMapping, ...]:
+        """The mappings that hold everything that was put."""
+        return tuple(
+            PlacedMapping(
+                name=name if len(self._ends) == 1 else f"{name}-{index}",
+                length_bytes=align_up(end, EXTENT_ALIGNMENT_BYTES),
+            )
+            for index, end in enumerate(self._ends)
+        )
+
+
+def _pack(
+    blocks: list[_Block], name: str, chunking: Chunking, *, memory: MemoryKind = MemoryKind.DRAM, device: int = 0
+) -> Placement:
+    mapping_bytes = chunking.mapping_bytes
+    if mapping_bytes is not None:
+        mapping_bytes = mapping_bytes // EXTENT_ALIGNMENT_BYTES * EXTENT_ALIGNMENT_BYTES
+    longest = min(chunking.extent_bytes, mapping_bytes or chunking.extent_bytes)
+    packer = _Packer(mapping_bytes)
+    regions: list[PlacedRegion] = []
+    for block in blocks:
+        try:
+            per_extent = pages_per_extent(block.pages.count, block.stride_bytes, longest)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{block.pages.kind}, {len(block.layers)} layers together: {error}") from error
+        starts = [
+            packer.put(min(per_extent, block.pages.count - first) * block.stride_bytes, first=first == 0)
+            for first in range(0, block.pages.count, per_extent)
+        ]
+        regions += block.regions(starts, per_extent)
+    return Placement(memory=memory, device=device, mappings=packer.mappings(name), regions=tuple(regions))

@@ -1,0 +1,294 @@
+"""A file in shared memory, mapped: memory that several processes of one host address as their own.
+
+Owns: creating, sizing, mapping and closing such files. Must not know: what lies in them.
+
+Who creates a file owns it. The owner holds an advisory lock on it for as long as it lives, and the kernel drops the
+lock when the owner ends, however it ends. So a file that can be locked belongs to nobody, and the sweep of
+`leftovers.py` removes it.
+
+A new file has no name (O_TMPFILE) until it is locked and all of its memory is there, and then gets one that nobody
+else has. So a sweep never meets an unlocked file that somebody is still creating, nobody opens a half-made one, and a
+creation that fails, or is killed, leaves nothing.
+
+The descriptor that holds the lock is the one that Python's mmap object keeps for itself; it is closed with the
+mapping, even when nobody calls `close`. Memory is handed out as memoryviews only: Python counts them, so a mapping
+cannot be closed under one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvbridge.core.errors import ConflictError, InvalidInputError, RegistrationError
+from kvbridge.pool.memory.extent import Progress, ignore_progress
+from kvbridge.pool.memory.memory_limits import tightest_limit
+
+DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, with files of mode 0600 made by O_EXCL
+DEFAULT_CHUNK_BYTES = 64 << 20
+"""How much is brought into memory between two reports of progress, which are where a creation can be stopped."""
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class SharedMapping:
+    """One mapped file. `create` makes it and owns it; `open` maps one that another process owns.
+
+    Not thread-safe; the memory itself is, as memory goes.
+    """
+
+    def __init__(self, path: Path, mapped: mmap.mmap, *, owner: bool) -> None:
+        self.path = path
+        self.owner = owner
+        self.length_bytes = len(mapped)
+        first = ctypes.c_char.from_buffer(mapped)
+        self._address = ctypes.addressof(first)
+        del first  # it pins the mapping, as every view does
+        self._mapped = mapped
+        self._linked = False
+
+    @classmethod
+    def create(
+        cls,
+        directory: Path | str,
+        name: str,
+        length_bytes: int,
+        *,
+        on_progress: Progress = ignore_progress,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        threads: int = 4,
+    ) -> Self:
+        """Create `directory/name` of `length_bytes` zero bytes (mode 0600), with every page of it in memory.
+
+        Takes about a second for each 1 to 8 GiB; `on_progress` is called after each chunk. Raises RegistrationError,
+        and leaves no file, when it exists, when memory does not suffice or when the directory cannot be used.
+        """
+        path = _checked_path(Path(directory), name)
+        if length_bytes < 1 or chunk_bytes < mmap.PAGESIZE or threads < 1:
+            raise InvalidInputError(
+                f"{path}: need length_bytes >= 1, chunk_bytes >= {mmap.PAGESIZE} and threads >= 1, "
+                f"got {length_bytes}, {chunk_bytes} and {threads}"
+            )
+        require_memory(path, length_bytes)
+        with _nameless_file(path, length_bytes) as descriptor:
+            mapping = cls(path, mmap.mmap(descriptor, length_bytes), owner=True)
+            try:
+                mapping._populate(descriptor, on_progress, chunk_bytes // mmap.PAGESIZE * mmap.PAGESIZE, threads)
+                _give_name(descriptor, path)
+            except BaseException:
+                mapping.close()
+                raise
+            mapping._linked = True
+            return mapping
+
+    @classmethod
+    def open(cls, path: Path | str, *, length_bytes: int | None = None) -> Self:
+        """Map a file that another process has created, for reading and writing.
+
+        Raises RegistrationError when it is not there, is not ours to open, or is not `length_bytes` long.
+        """
+        path = Path(path)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise RegistrationError(
+                f"cannot open shared memory {path}: {error.strerror}; the process that owns it must be running "
+                f"on this host, as the same user and with the same {path.parent} (containers: share it)"
+            ) from error
+        try:
+            facts = os.fstat(descriptor)
+            if facts.st_uid != os.geteuid():
+                raise RegistrationError(
+                    f"shared memory {path} belongs to user {facts.st_uid}, not to user {os.geteuid()} of this process, which "
+                    "would write into it"
+                )
+            found = facts.st_size
+            if found < 1 or (length_bytes is not None and found != length_bytes):
+                raise RegistrationError(
+                    f"shared memory {path} is {found} bytes long, expected {length_bytes or 'at least 1'}; "
+                    f"its owner runs with another configuration or has not finished creating it"
+                )
+            return cls(path, mmap.mmap(descriptor, found), owner=False)
+        except OSError as error:
+            raise RegistrationError(f"cannot map shared memory {path} of {found} bytes: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+
+    @property
+    def address(self) -> int:
+        """Virtual address of the first byte in this process, valid until `close`. Raises ConflictError afterwards."""
+        self._require_open()
+        return self._address
+
+    @property
+    def buffer(self) -> memoryview:
+        """A new writable view of all bytes. The mapping cannot be closed before it and its slices are gone."""
+        self._require_open()
+        return memoryview(self._mapped)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the mapping is gone."""
+        return self._mapped.closed
+
+    def unlink(self) -> None:
+        """As the owner, remove the file's name, so that nobody new can open it; mappings go on. Harmless when done."""
+        if not self._linked:
+            return
+        self._linked = False
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+    def close(self) -> None:
+        """Unmap, and as the owner remove the file first. Harmless when closed.
+
+        Raises ConflictError while views are in use; the file is then gone, the memory stays mapped, and `close` can be
+        called again. An address that was passed on by number is not counted: its user must have stopped before.
+        """
+        self.unlink()
+        try:
+            self._mapped.close()
+        except BufferError:
+            raise ConflictError(
+                f"shared memory {self.path} cannot be unmapped while views of it are in use; "
+                f"release them and close it again"
+            ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "owner" if self.owner else "open"
+        return f"<shared mapping {self.path}: {self.length_bytes} bytes, {state}>"
+
+    def _require_open(self) -> None:
+        if self._mapped.closed:
+            raise ConflictError(f"shared memory {self.path} is closed")
+
+    def _populate(self, descriptor: int, on_progress: Progress, chunk_bytes: int, threads: int) -> None:
+        """Bring every page into memory, in parallel. Without this, the first write after memory ran out is a SIGBUS."""
+        _libc.madvise(self._address, self.length_bytes, _MADV_HUGEPAGE)  # a wish: kernels may refuse it
+        chunks = [
+            (start, min(chunk_bytes, self.length_bytes - start)) for start in range(0, self.length_bytes, chunk_bytes)
+        ]
+        done = 0
+        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="populate") as pool:
+            futures = {pool.submit(self._populate_chunk, descriptor, start, length): length for start, length in chunks}
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    done += futures[future]
+                    on_progress(done, self.length_bytes)
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def _populate_chunk(self, descriptor: int, start: int, length: int) -> None:
+        # ctypes lets other threads run during the call; mmap.madvise would not.
+        if _libc.madvise(self._address + start, length, _MADV_POPULATE_WRITE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code == errno.EINVAL:  # Linux before 5.14
+            code = _allocate_chunk(descriptor, start, length)
+        if code:
+            limit = tightest_limit(self.path.parent)
+            raise RegistrationError(
+                f"no memory for {self.path} ({self.length_bytes} bytes) at byte {start}: {os.strerror(code)}; "
+                f"{limit.name} has {limit.available_bytes} bytes left; {limit.cure}, or configure fewer pages"
+            )
+
+
+def close_all(mappings: Iterable[SharedMapping]) -> None:
+    """Close every mapping, also those behind one that is still in use; ConflictError for the first such one then."""
+    busy: list[ConflictError] = []
+    for mapping in mappings:
+        try:
+            mapping.close()
+        except ConflictError as error:
+            busy.append(error)
+    if busy:
+        raise busy[0]
+
+
+def _checked_path(directory: Path, name: str) -> Path:
+    if not name or "/" in name or name.startswith("."):
+        raise InvalidInputError(f"a shared file needs a plain name, got '{name}'")
+    return directory / name
+
+
+def require_memory(path: Path | str, length_bytes: int) -> None:
+    """Raise RegistrationError, with cause and cure, when a new file `path` of that length would not find memory."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise RegistrationError(
+            f"directory {path.parent} for shared memory does not exist; create it or configure another"
+        )
+    limit = tightest_limit(path.parent)
+    if length_bytes > limit.available_bytes:
+        raise RegistrationError(
+            f"shared memory {path} needs {length_bytes} bytes, but {limit.name} has {limit.available_bytes} left; "
+            f"{limit.cure}, or configure fewer pages"
+        )
+
+
+@contextlib.contextmanager
+def _nameless_file(path: Path, length_bytes: int) -> Iterator[int]:
+    """A locked file of that length in the directory of `path`, without a name. A mapping made of it keeps the lock."""
+    if path.exists():
+        raise _exists(path)
+    try:
+        descriptor = os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, length_bytes)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RegistrationError(
+            f"cannot create shared memory {path} of {length_bytes} bytes: {error.strerror}; "
+            f"{path.parent} must be a writable tmpfs such as /dev/shm, and limits on file size and address space "
+            f"must allow it"
+        ) from error
+
+
+def _give_name(descriptor: int, path: Path) -> None:
+    try:
+        # Only with a directory descriptor does os.link follow the link in /proc, as linkat(2) has it for O_TMPFILE.
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+    except FileExistsError:
+        raise _exists(path) from None
+
+
+def _exists(path: Path) -> RegistrationError:
+    return RegistrationError(
+        f"shared memory {path} exists: another process uses the same name, or one has died and was not swept up; "
+        f"end it, remove the file, or configure another name"
+    )
+
+
+def _allocate_chunk(descriptor: int, start: int, length: int) -> int:
+    """Reserve memory through the file system; returns an errno, 0 when it is there."""
+    try:
+        os.posix_fallocate(descriptor, start, length)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0

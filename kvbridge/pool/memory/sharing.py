@@ -1,0 +1,182 @@
+"""Regions as other processes of the node see them: origins and offsets, turned into addresses here.
+
+Owns: that translation, what it opens for it, and the extents that hold a set of regions. Must not know: who the
+other process is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin, Origin, SharedRegion
+from kvbridge.pool.memory.device_memory import OpenedAllocation
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.shared_mapping import SharedMapping, close_all
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A stretch of memory of this process that other processes of the host can reach, too."""
+
+    address: int
+    length_bytes: int
+    origin: Origin
+    label: str
+    device: int | None = None
+    """CUDA ordinal in this process; None for host memory."""
+
+    @classmethod
+    def of(cls, mapping: SharedMapping) -> Self:
+        """A mapped file."""
+        origin = FileOrigin(path=str(mapping.path))
+        return cls(mapping.address, mapping.length_bytes, origin, label=mapping.path.name)
+
+    def holds(self, start: int, stop: int, kind: MemoryKind) -> bool:
+        """Whether it holds all of [start, stop) of that kind of memory."""
+        same_kind = (kind is MemoryKind.DRAM) == (self.device is None)
+        return same_kind and self.address <= start and stop <= self.address + self.length_bytes
+
+
+class MappedRegions:
+    """The regions of a node, in this process. Each file and each allocation is opened once; `close` closes them all.
+
+    `regions` are valid until `close`, in the order in which they were given; the `device` of those in VRAM is this
+    process's ordinal.
+    """
+
+    def __init__(self, shared: Iterable[SharedRegion]) -> None:
+        """Raises RegistrationError for memory that is gone or not ours, InvalidInputError for a region beyond it.
+
+        UnsupportedError for VRAM in a process without CUDA, or that does not see its device.
+        """
+        self._files: dict[str, SharedMapping] = {}
+        self._allocations: dict[bytes, OpenedAllocation] = {}
+        self._holders: dict[Origin, Holder] = {}
+        try:
+            self.regions: tuple[Region, ...] = tuple(self._place(region) for region in shared)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, shared: SharedRegion) -> Region:
+        region, extents = shared.region, region_extents(shared.region)
+        if len(shared.origins) != len(extents):
+            raise InvalidInputError(f"{region.label} has {len(extents)} extents, but {len(shared.origins)} origins")
+        holders = [self._holder(origin) for origin in shared.origins]
+        if any((holder.device is None) != (region.memory is MemoryKind.DRAM) for holder in holders):
+            raise InvalidInputError(f"{region.label} is {region.memory}, which is not what its origins hold")
+        for holder, (offset, pages) in zip(holders, extents, strict=True):
+            _check_within(region, holder, offset, pages)
+        addresses = tuple(
+            holder.address + offset for holder, offset in zip(holders, region.extent_addresses, strict=True)
+        )
+        return region.model_copy(update={"extent_addresses": addresses, "device": holders[0].device or 0})
+
+    def _holder(self, origin: Origin) -> Holder:
+        if origin not in self._holders:
+            self._holders[origin] = self._open_file(origin) if origin.kind == "file" else self._open_cuda(origin)
+        return self._holders[origin]
+
+    def _open_file(self, origin: FileOrigin) -> Holder:
+        mapping = self._files[origin.path] = SharedMapping.open(origin.path)
+        return Holder.of(mapping)
+
+    def _open_cuda(self, origin: CudaOrigin) -> Holder:
+        opened = OpenedAllocation(origin.handle, device_uuid=origin.device_uuid)
+        self._allocations[origin.handle] = opened
+        return Holder(opened.address, origin.length_bytes, origin, label=f"cuda:{opened.device}", device=opened.device)
+
+    @property
+    def mappings(self) -> tuple[SharedMapping, ...]:
+        """Every file that is mapped."""
+        return tuple(self._files.values())
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """Everything that is open."""
+        return tuple(self._holders.values())
+
+    def close(self) -> None:
+        """Unmap everything. Harmless when closed. Nothing on any device uses any of it any more."""
+        self._holders.clear()
+        with ExitStack() as stack:
+            stack.callback(self._close_files)
+            for opened in self._allocations.values():
+                stack.callback(opened.close)
+            self._allocations.clear()
+
+    def _close_files(self) -> None:
+        close_all(self.mappings)
+        self._files.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_within(region: Region, holder: Holder, offset: int, pages: int) -> None:
+    """A region that reaches beyond its memory would only show as a crash, in whoever touches it."""
+    end = offset + (pages - 1) * region.page_stride_bytes + region.page_bytes
+    if end > holder.length_bytes:
+        where = holder.origin.path if isinstance(holder.origin, FileOrigin) else holder.label
+        raise InvalidInputError(f"{region.label} ends at byte {end} of {where}, which has {holder.length_bytes}")
+
+
+def registered_extents(regions: Iterable[Region], holders: Sequence[Holder] = ()) -> list[Extent]:
+    """Return the stretches of memory that hold `regions`, in address order: what is to be registered, each once.
+
+    Regions whose pages interleave (`page_first`) share an extent; regions that merely touch do not. An extent inside
+    one of `holders` carries its origin.
+    """
+    spans = sorted(
+        (
+            address,
+            address + (pages - 1) * region.page_stride_bytes + region.page_bytes,
+            str(region.memory),
+            region.device,
+        )
+        for region in regions
+        for address, pages in region_extents(region)
+    )
+    merged: list[tuple[int, int, str, int]] = []
+    for start, stop, kind, device in spans:
+        if merged and start < merged[-1][1] and merged[-1][2:] == (kind, device):
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop), kind, device)
+        else:
+            merged.append((start, stop, kind, device))
+    return [_extent(start, stop, MemoryKind(kind), device, holders) for start, stop, kind, device in merged]
+
+
+def region_extents(region: Region) -> list[tuple[int, int]]:
+    """Return (address, pages) of each extent of a region."""
+    full, rest = divmod(region.page_count, region.pages_per_extent)
+    counts = [region.pages_per_extent] * full + ([rest] if rest else [])
+    return list(zip(region.extent_addresses, counts, strict=True))
+
+
+def _extent(start: int, stop: int, kind: MemoryKind, device: int, holders: Sequence[Holder]) -> Extent:
+    length = stop - start
+    for holder in holders:
+        if holder.holds(start, stop, kind):
+            offset = start - holder.address
+            return Extent(
+                address=start,
+                length_bytes=length,
+                memory=kind,
+                device=device,
+                origin=holder.origin,
+                offset_bytes=offset,
+                label=f"{holder.label} at {offset}",
+            )
+    return Extent(address=start, length_bytes=length, memory=kind, device=device, label=f"{kind} at {start:#x}")

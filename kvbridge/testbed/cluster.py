@@ -1,0 +1,289 @@
+"""Bootstrap, a prefill and a decode daemon as child processes on loopback: for the demo, tests and benchmarks.
+
+Owns: their folders, configurations and processes, and the order in which they start and end. Must not know: engines, the
+cache, what is asked of the daemons.
+
+Every port is chosen by the system and every wait has a deadline. `Cluster.stop` leaves nothing: no process, no shared
+memory, even of a daemon that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from pydantic import Field
+
+from kvbridge.api.directory import PairRequest, Ticket
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.status import Readiness
+from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, RoomFailedError
+from kvbridge.core.ids import FrozenModel, Positive, Role
+from kvbridge.daemon.announce import ENDPOINT_FILE, DaemonEndpoint, read_endpoint
+from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
+from kvbridge.http.problems import error_of
+from kvbridge.pool.memory.leftovers import sweep
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+
+START_S = 60.0
+CALL_S = 20.0
+
+Section = dict[str, Any]
+"""A section of a configuration file."""
+
+
+class DaemonProcess(ChildProcess):
+    """One daemon and its folder: configuration, log, sockets."""
+
+    def __init__(
+        self, role: str, name: str, folder: Path, config: Section | None = None, *, ends_with_us: bool = False
+    ) -> None:
+        super().__init__(name, folder / "log.jsonl", ends_with_us=ends_with_us)
+        self.role = role
+        self.folder = folder
+        self.config: Section = config or {}
+        self.arguments: tuple[str, ...] = ()
+        self._last_answer = ""
+
+    @property
+    def runtime_dir(self) -> Path:
+        """Where its sockets and its endpoint file are."""
+        return self.folder / "run"
+
+    def start(self) -> None:
+        """Write the configuration and start the process, for the first time or again."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.runtime_dir / ENDPOINT_FILE).unlink(missing_ok=True)
+        file = self.folder / "config.yaml"
+        file.write_text(json.dumps(self.config, indent=2) + "\n")  # every JSON document is YAML
+        self.launch([sys.executable, "-m", "kvbridge", self.role, "--config", str(file), *self.arguments])
+
+    def endpoint(self, timeout_s: float = START_S) -> DaemonEndpoint:
+        """Wait for its doors. Raises PeerError when it ends, DeadlineError."""
+        return wait_for(
+            f"doors of {self.name}", lambda: read_endpoint(self.runtime_dir), timeout_s=timeout_s, watched=[self]
+        )
+
+    @property
+    def url(self) -> str:
+        """Its HTTP door."""
+        return self.endpoint().http_url
+
+    def get(self, path: str) -> Any:  # noqa: ANN401 - any JSON document
+        """Return the JSON document at a path of its HTTP door."""
+        return ask("GET", f"{self.url}{path}").json()
+
+    def wait_ready(self, timeout_s: float = START_S) -> None:
+        """Wait until it can admit rooms. Raises PeerError when it ends, DeadlineError with its reasons and its log."""
+        self.endpoint()
+        try:
+            wait_for(f"{self.name} ready", self.is_ready, timeout_s=timeout_s, watched=[self])
+        except DeadlineError as error:
+            raise DeadlineError(f"{error}; last answer {self._last_answer}; its log ends:\n{self.log()}") from error
+
+    def is_ready(self) -> bool:
+        """Whether its doors are open and it can admit rooms now."""
+        endpoint = read_endpoint(self.runtime_dir)
+        if endpoint is None:
+            return False
+        try:
+            response = _client().get(f"{endpoint.http_url}/ready")
+        except httpx.HTTPError as error:
+            self._last_answer = str(error) or type(error).__name__
+            return False
+        self._last_answer = response.text
+        # Bootstrap always lets nodes come; it has something to pair once it gives no reason why not.
+        return response.is_success and not Readiness.model_validate_json(response.content).reasons
+
+    def worker_errors(self) -> list[str]:
+        """Why its rank workers do not work, of those that said so or ended. Raises PeerError, DeadlineError."""
+        return [str(rank["error"]) for rank in self.get("/status")["ranks"] if rank["error"]]
+
+
+@dataclass
+class Cluster:
+    """One bootstrap, prefill and decode daemon, and what else a test adds."""
+
+    folder: Path
+    bootstrap: DaemonProcess
+    prefill: DaemonProcess
+    decode: DaemonProcess
+    others: list[DaemonProcess] = field(default_factory=list)
+
+    def all(self) -> list[DaemonProcess]:
+        """Every daemon."""
+        return [self.bootstrap, self.prefill, self.decode, *self.others]
+
+    def start(self) -> None:
+        """Start every process. Returns when bootstrap's door is open; the others start meanwhile."""
+        self.bootstrap.start()
+        url = self.bootstrap.url
+        for daemon in self.all()[1:]:
+            daemon.config = {"bootstrap": {"url": url, "heartbeat_interval_s": 0.5}, **daemon.config}
+            daemon.start()
+
+    def wait_ready(self) -> None:
+        """Wait until requests can be paired."""
+        for daemon in (*self.all()[1:], self.bootstrap):  # bootstrap is ready when the others have told it
+            daemon.wait_ready()
+
+    def check_running(self) -> None:
+        """Raise PeerError when a daemon has ended."""
+        for daemon in self.all():
+            daemon.check_running()
+
+    def ticket(self, request: PairRequest) -> Ticket:
+        """Ask bootstrap for a pair. Raises CapacityError when there is none now."""
+        answer = ask("POST", f"{self.bootstrap.url}/v1/requests", body=request)
+        return Ticket.model_validate_json(answer.content)
+
+    def cancel(self, room: int, reason: str) -> None:
+        """Give a paired room back on both ends and wait until its pages are free there."""
+        ask("DELETE", f"{self.bootstrap.url}/v1/requests/{room}", params={"reason": reason})
+        for daemon in (self.prefill, self.decode):
+            wait_ended(daemon, room)
+
+    def stop(self, *, timeout_s: float = 20.0, hurry_after_s: float | None = None) -> None:
+        """End every process, nodes first, then bootstrap, and remove what killed ones left. Harmless when stopped.
+
+        Open rooms keep daemons draining; `hurry_after_s` cuts that short, and ends all of them together.
+        """
+        nodes = self.all()[1:]
+        if hurry_after_s is None:
+            stop_all(nodes, timeout_s=timeout_s)
+        stop_all(self.all(), timeout_s=timeout_s, hurry_after_s=hurry_after_s)
+        sweep([DEFAULT_DIRECTORY])
+
+
+class NodeSpec(FrozenModel):
+    """What is special about one daemon."""
+
+    instance: str
+    pp: Positive = 1
+    tp: Positive = 1
+    pools: Section = Field(default_factory=dict)
+    more: Section = Field(default_factory=dict)
+    """Further top-level keys of its configuration; they replace what is chosen here."""
+
+
+class ClusterSpec(FrozenModel):
+    """A cluster that does not run yet."""
+
+    model: Section
+    """The `model` section of both daemons."""
+    transport: str
+    """The only transport that both may use."""
+    prefill: NodeSpec
+    decode: NodeSpec
+    bootstrap: Section = Field(default_factory=dict)
+    """Further top-level keys of bootstrap's configuration."""
+    ends_with_us: bool = False
+    """Daemons get SIGTERM when the thread that starts them ends, however it ends."""
+
+
+LOG_JSON: Final[Section] = {"telemetry": {"log_format": "json"}}
+
+
+def plan_cluster(folder: Path, spec: ClusterSpec) -> Cluster:
+    """Return a cluster in `folder`, not started. Socket paths are long: keep the folder's path short."""
+    bootstrap = DaemonProcess("bootstrap", "bootstrap", folder / "b", ends_with_us=spec.ends_with_us)
+    bootstrap.config = {"http": {"port": 0}, **LOG_JSON, **spec.bootstrap}
+    bootstrap.arguments = ("--endpoint-dir", str(bootstrap.runtime_dir))
+    prefill = DaemonProcess(Role.PREFILL, "the prefill daemon", folder / "p", ends_with_us=spec.ends_with_us)
+    decode = DaemonProcess(Role.DECODE, "the decode daemon", folder / "d", ends_with_us=spec.ends_with_us)
+    for daemon, node in ((prefill, spec.prefill), (decode, spec.decode)):
+        daemon.config = daemon_config(
+            spec.model,
+            instance=node.instance,
+            runtime_dir=daemon.runtime_dir,
+            transport=spec.transport,
+            pp=node.pp,
+            tp=node.tp,
+            pools=node.pools,
+        )
+        daemon.config |= node.more
+    return Cluster(folder, bootstrap, prefill, decode)
+
+
+def daemon_config(
+    model: Mapping[str, Any],
+    *,
+    instance: str,
+    runtime_dir: Path,
+    transport: str,
+    pp: int = 1,
+    tp: int = 1,
+    **more: Any,  # noqa: ANN401 - sections of the file
+) -> Section:
+    """Return a node daemon's configuration on loopback with free ports."""
+    return {
+        "instance": instance,
+        "model": dict(model),
+        "parallelism": {"pp_size": pp, "tp_size": tp},
+        "transports": transport_section(transport),
+        "http": {"port": 0},
+        "control": {"bind": "tcp://127.0.0.1:0"},
+        "runtime_dir": str(runtime_dir),
+        **LOG_JSON,
+        **more,
+    }
+
+
+def transport_section(transport: str) -> Section:
+    """Return the `transports` section that allows one backend, on loopback."""
+    section: Section = {"order": [transport]}
+    if transport == "nixl":
+        # Left alone, UCX reads the peer's memory directly on one host, which needs rights that containers lack.
+        section["nixl"] = {"ucx_tls": "tcp", "ucx_net_devices": "lo"}
+    return section
+
+
+@cache
+def _client() -> httpx.Client:
+    """One client for all daemons of this process: to make one costs tens of milliseconds, for certificates."""
+    return httpx.Client(timeout=CALL_S, trust_env=False)
+
+
+def ask(
+    method: str, url: str, *, body: AdmissionRequest | PairRequest | None = None, params: dict[str, Any] | None = None
+) -> httpx.Response:
+    """Call a door. Raises the error that it answered with, DeadlineError, or PeerError when nobody is there."""
+    content = None if body is None else body.model_dump_json()
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    try:
+        response = _client().request(method, url, content=content, headers=headers, params=params)
+    except httpx.TimeoutException as error:
+        raise DeadlineError(f"{method} {url} was not answered within {CALL_S:g} s") from error
+    except httpx.HTTPError as error:
+        raise PeerError(f"{method} {url} failed: {error or type(error).__name__}") from error
+    if response.is_success:
+        return response
+    raise error_of(response.status_code, response.content, source=url)
+
+
+def wait_ended(daemon: DaemonProcess, room: int) -> None:
+    """Wait until a room is over on a daemon. Raises RoomFailedError when it is not in time."""
+    answer = ask("GET", f"{daemon.url}/v1/requests/{room}", params={"wait": CALL_S / 2})
+    report = RoomReport.model_validate_json(answer.content)
+    if not report.state.final:
+        raise RoomFailedError(f"room {room} is still '{report.state}' on {daemon.name} after {CALL_S / 2:g} s")
+
+
+def first_worker_error(daemons: Iterable[DaemonProcess]) -> str:
+    """Return why a rank worker of a daemon does not work, or an empty text; a daemon that is not there yet has none."""
+    for daemon in daemons:
+        if read_endpoint(daemon.runtime_dir) is None:
+            continue
+        try:
+            errors = daemon.worker_errors()
+        except BridgeError:
+            continue  # its end is noticed by whoever watches its process
+        if errors:
+            return f"{daemon.name}: {errors[0]}"
+    return ""

@@ -1,0 +1,138 @@
+"""The decode engine of the demo: claims requests as they arrive and generates for all of them in turn.
+
+Owns: one engine process, and which requests it is generating for. Must not know: who computed the prompts, or when.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from kvbridge.core.errors import ConflictError
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.testbed.demo.generation import Generation, Generations, generations
+from kvbridge.testbed.demo.job import (
+    Attached,
+    Claimed,
+    Decoded,
+    DemoChannel,
+    FirstToken,
+    Job,
+    RoomEnded,
+    Stepped,
+    page_ids,
+)
+from kvbridge.testbed.demo.model import DemoModel, load_and_tell, save_logits
+from kvbridge.testbed.demo.trace import Trace
+from kvbridge.testbed.demo.watch import CacheWatch
+
+IDLE_WAIT_S = 0.2
+
+
+@dataclass
+class _Request:
+    """One request that tokens are being generated for."""
+
+    number: int
+    room: int
+    generation: Generation
+    tokens: list[int]
+    """Fed so far, and the next one to feed."""
+    logits: list[torch.Tensor] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+
+    def step(self, watch: CacheWatch) -> None:
+        self.logits.append(self.generation.step(self.tokens[-1]))
+        self.traces.append(watch.take())
+        self.tokens.append(int(self.logits[-1].argmax()))
+
+
+def serve(job: Job, channel: DemoChannel) -> None:
+    """Serve the job's requests, whichever room they come in, then wait for the end."""
+    loaded = load_and_tell(job, channel)
+    if channel.next_order() is None:
+        return
+    with DecodeEngine.attach(job.decode_runtime_dir) as engine, generations(job, loaded, engine) as begun:
+        channel.tell(Attached())
+        _Decoding(job, channel, loaded, engine, begun).run()
+        engine.events(IDLE_WAIT_S)  # on a GPU, releases are sent once it is through with the pages
+        while channel.next_order() is not None:
+            pass
+
+
+class _Decoding:
+    """The engine's loop: claim what has arrived, take a step for every request, release what is through."""
+
+    def __init__(
+        self, job: Job, channel: DemoChannel, loaded: DemoModel, engine: DecodeEngine, begun: Generations
+    ) -> None:
+        self._job = job
+        self._channel = channel
+        self._loaded = loaded
+        self._engine = engine
+        self._generations = begun
+        self._watch = CacheWatch(loaded.model)
+        self._missing = {prompt.number for prompt in job.prompts}
+        self._active: list[_Request] = []
+
+    def run(self) -> None:
+        """Until every request of the job is through."""
+        while self._missing:
+            for event in self._engine.events(0.0 if self._active else IDLE_WAIT_S):
+                self._on_event(event)
+            for request in self._active:
+                request.step(self._watch)
+            if self._active:
+                self._channel.tell(Stepped(steps=len(self._active)))
+            for request in [request for request in self._active if len(request.logits) == self._job.steps]:
+                self._release(request)
+
+    def _on_event(self, event: RoomEvent) -> None:
+        if event.kind == "committed":
+            self._active.append(self._claim(event.room))
+        elif event.kind in {"aborted", "failed"}:
+            self._channel.tell(RoomEnded(room=event.room, kind=event.kind, reason=event.reason))
+
+    def _claim(self, room: int) -> _Request:
+        """Claim a committed room and take its cache out of the pages."""
+        claimed = self._engine.claim(room)
+        claimed_s = time.monotonic()
+        first = _first_token(claimed)
+        if first.weights != self._loaded.weights:
+            raise ConflictError(
+                f"request {first.number} was computed by a model with weights {first.weights}, this process has "
+                f"{self._loaded.weights}; two releases of torch or transformers?"
+            )
+        generation = self._generations.begin(claimed)
+        self._channel.tell(
+            Claimed(
+                number=first.number,
+                room=room,
+                pages=page_ids(claimed.tables),
+                amounts=claimed.amounts,
+                phases_s=claimed.phases_s,
+                claimed_s=claimed_s,
+            )
+        )
+        return _Request(first.number, room, generation, [first.first_token])
+
+    def _release(self, request: _Request) -> None:
+        self._active.remove(request)
+        self._missing.discard(request.number)
+        save_logits(self._job.logits_file("decode", request.number), torch.stack(request.logits))
+        Trace.joined(request.traces).write(self._job.trace_file("decode", request.number))
+        figures = request.generation.end()
+        self._engine.release(request.room)
+        tokens = tuple(request.tokens[: self._job.steps])
+        self._channel.tell(Decoded(number=request.number, tokens=tokens, sparse=figures))
+
+
+def _first_token(room: DecodeRoom) -> FirstToken:
+    """Return what the prefill engine sent along: the same from each pipeline stage, since one engine serves them all."""
+    distinct = set(room.metadata.values())
+    if len(distinct) != 1:
+        raise ConflictError(f"room {room.room}: prefill ranks {sorted(room.metadata)} sent different first tokens")
+    return FirstToken.model_validate_json(distinct.pop())

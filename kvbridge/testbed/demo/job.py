@@ -1,0 +1,221 @@
+"""What the demo and its engine processes say to one another.
+
+Owns: the job that all of them read, the orders that they take, the events that they report. Must not know: how these
+travel, what an engine does with them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, TypeAdapter
+
+from kvbridge.core.geometry.components import Encoding
+from kvbridge.core.geometry.hot_buffer import SparseSettings
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, RoomId, Tables
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.testbed.engines.channel import Channel, Failed
+
+Pages = dict[str, tuple[int, ...]]
+"""Page ids by index space."""
+
+
+class Prompt(FrozenModel):
+    """One request of the demo."""
+
+    number: Positive
+    tokens: Positive
+    offset: NonNegative
+    """Where it begins in the text that comes with kvbridge."""
+
+
+def page_ids(tables: Tables) -> Pages:
+    """Return the page ids of a request by the name of their space."""
+    return {space.value: tuple(table.ids.tolist()) for space, table in tables.items()}
+
+
+class Job(FrozenModel):
+    """The same for every process, so that they compute the same."""
+
+    hf_config: Path
+    encoding: Encoding
+    prompts: tuple[Prompt, ...]
+    steps: Positive
+    chunk_tokens: Positive
+    seed: int = 0
+    device: str = "cpu"
+    """Where the models compute, as torch names it."""
+    sparse: SparseSettings | None = None
+    """The hot buffer that decode uses; None: decode keeps whole caches."""
+    prefill_runtime_dir: Path
+    decode_runtime_dir: Path
+    logits_dir: Path
+
+    def logits_file(self, who: str, number: int) -> Path:
+        """Where a process puts a request's logits: float32 [positions, vocabulary] as .npy."""
+        return logits_file(self.logits_dir, who, number)
+
+    def trace_file(self, who: str, number: int) -> Path:
+        """Where a process puts the trace of a request's decode steps: .npz."""
+        return trace_file(self.logits_dir, who, number)
+
+
+def logits_file(folder: Path, who: str, number: int) -> Path:
+    """Where logits are in a job's folder."""
+    return folder / f"{number:04d}-{who}.npy"
+
+
+def trace_file(folder: Path, who: str, number: int) -> Path:
+    """Where traces are in a job's folder."""
+    return folder / f"{number:04d}-{who}-trace.npz"
+
+
+class SparseFigures(FrozenModel):
+    """What sparse decode did for one request, all C4 layers together. A selected row is one row of one layer in one step."""
+
+    selected: NonNegative
+    in_ring: NonNegative
+    """Selected rows that were in the ring of new rows."""
+    in_hot_slots: NonNegative
+    """Selected rows that were in hot slots already."""
+    loaded: NonNegative
+    """Selected rows that came from the host pool."""
+    evicted: NonNegative
+    """Rows that gave way to these."""
+    backed_up: NonNegative
+    """New rows that went to the host pool, by whole pages."""
+    rows: NonNegative
+    """Of the context in the end, in one layer."""
+
+
+class FirstToken(FrozenModel):
+    """What the prefill engine gives to `finish`, and the decode engine gets with the claim."""
+
+    number: Positive
+    first_token: NonNegative
+    weights: str
+    """Digest of the model that computed the prompt; decode refuses another one's cache."""
+
+
+# ---------------------------------------------------------------------------------------------- orders
+
+
+class Attach(FrozenModel):
+    """The daemons are ready: attach to yours."""
+
+    type: Literal["attach"] = "attach"
+
+
+class Serve(FrozenModel):
+    """Compute a prompt into this room."""
+
+    type: Literal["serve"] = "serve"
+    number: Positive
+    room: RoomId
+
+
+Order = Annotated[Attach | Serve, Field(discriminator="type")]
+
+
+# ---------------------------------------------------------------------------------------------- events
+
+
+class Loaded(FrozenModel):
+    """The model is in memory."""
+
+    type: Literal["loaded"] = "loaded"
+    weights: str
+    versions: dict[str, str]
+
+
+class Attached(FrozenModel):
+    """The engine has attached to its daemon."""
+
+    type: Literal["attached"] = "attached"
+
+
+class Began(FrozenModel):
+    """Prefill: a room has begun, with these pages."""
+
+    type: Literal["began"] = "began"
+    number: Positive
+    pages: Pages
+
+
+class Computed(FrozenModel):
+    """Prefill or the model alone: one more chunk."""
+
+    type: Literal["computed"] = "computed"
+    number: Positive
+    tokens: Positive
+    """Of this chunk."""
+
+
+class Finished(FrozenModel):
+    """Prefill: the whole prompt is computed and published."""
+
+    type: Literal["finished"] = "finished"
+    number: Positive
+    finished_s: float
+    """On the machine's monotonic clock, just before `finish`."""
+
+
+class Claimed(FrozenModel):
+    """Decode: a request has arrived."""
+
+    type: Literal["claimed"] = "claimed"
+    number: Positive
+    room: RoomId
+    pages: Pages
+    amounts: Amounts
+    phases_s: dict[str, float]
+    claimed_s: float
+    """On the machine's monotonic clock."""
+
+
+class Stepped(FrozenModel):
+    """Decode or the model alone: so many tokens were generated since the last time."""
+
+    type: Literal["stepped"] = "stepped"
+    steps: Positive
+
+
+class Decoded(FrozenModel):
+    """Decode or the model alone: a request is through, its logits are written."""
+
+    type: Literal["decoded"] = "decoded"
+    number: Positive
+    tokens: tuple[int, ...]
+    """The tokens that were fed, the first of them the prompt's."""
+    sparse: SparseFigures | None = None
+    """Decode, when it was sparse."""
+    mean_kl: float | None = None
+    """The model alone, when rows are quantised or decode is sparse: divergence from the model as it is, in nats a step."""
+    top1_agreement: float | None = None
+    share_of_rounding: float | None = None
+    """The model alone, when decode is sparse: see `reference`."""
+
+
+class RoomEnded(FrozenModel):
+    """The daemon says that a room ended before its time."""
+
+    type: Literal["room_ended"] = "room_ended"
+    room: RoomId
+    kind: str
+    reason: str
+
+
+Event = (
+    Loaded | Attached | Began | Computed | Finished | Claimed | Stepped | Decoded | RoomEnded | Failed
+)  # fmt: skip
+ORDERS: TypeAdapter[Attach | Serve] = TypeAdapter(Order)
+EVENTS: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
+
+
+DemoChannel: TypeAlias = Channel[Attach | Serve]
+
+
+def open_channel() -> DemoChannel:
+    """Take this process's standard input and output for orders and events."""
+    return Channel(ORDERS)

@@ -1,0 +1,265 @@
+"""What a demo will run, decided before anything runs.
+
+Owns: the options, the model's facts, the prompts, the sizes of the pools, the configuration of the daemons. Must not know:
+processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Self
+
+from kvbridge.core.errors import ConfigError, InvalidInputError
+from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
+from kvbridge.core.geometry.hot_buffer import SparseSettings, sparse_request_bytes
+from kvbridge.core.geometry.huggingface import geometry_from_config
+from kvbridge.core.geometry.pages import NO_HOST, pages_needed
+from kvbridge.core.ids import IndexSpace
+from kvbridge.daemon.model import native_dtype_bytes, read_hf_config
+from kvbridge.pool.memory.layout import stage_layers
+from kvbridge.testbed.cluster import ClusterSpec, NodeSpec
+from kvbridge.testbed.demo.job import Job, Prompt
+from kvbridge.testbed.demo.lengths import prompt_lengths, sparse_prompt_lengths
+from kvbridge.testbed.demo.report import HotBuffer
+
+MODEL_TYPE = "deepseek_v4"
+TEXT_STRIDE = 97
+"""Prompts begin at different places of the text."""
+LONG_S = 3600.0
+DEFAULT_HOT_ROWS = 128
+RING_PAGES = 2
+LIBRARY_TOP_K = 512
+"""What transformers takes when a config.json does not say."""
+RESERVED_STEPS = 64
+"""Sparse decode reserves pages for so many steps, and asks for more as it goes on."""
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the user chose."""
+
+    transport: str
+    prefill_pp: int
+    hf_config: Path | None
+    encoding: Encoding
+    prompts: int
+    steps: int
+    chunk_tokens: int
+    patience_s: float
+    keep_logs: Path | None
+    in_flight: int = 4
+    sparse: bool = False
+    hot_rows: int = DEFAULT_HOT_ROWS
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class DemoPlan:
+    """Everything that follows from the options."""
+
+    options: DemoOptions
+    model_name: str
+    model_facts: dict[str, Any]
+    geometry: ModelGeometry
+    lengths: tuple[int, ...]
+    stages: tuple[tuple[int, ...], ...]
+    sparse: SparseSettings | None
+
+    @classmethod
+    def of(cls, options: DemoOptions) -> Self:
+        """Decide. Raises ConfigError or InvalidInputError for a model or a split that cannot be run."""
+        facts, name = _model(options.hf_config)
+        geometry = geometry_from_config(
+            facts, encoding=options.encoding, native_dtype_bytes=native_dtype_bytes(facts), name=name
+        )
+        most_tokens = int(facts.get("max_position_embeddings", 1 << 20)) - options.steps
+        if most_tokens < 1:
+            raise InvalidInputError(f"{name}: max_position_embeddings leaves no room for {options.steps} steps")
+        if options.prefill_pp > geometry.layer_count:
+            raise InvalidInputError(f"--prefill-pp {options.prefill_pp}: {name} has only {geometry.layer_count} layers")
+        stages = tuple(
+            stage_layers(geometry.layer_count, options.prefill_pp, stage) for stage in range(options.prefill_pp)
+        )
+        lengths = (sparse_prompt_lengths if options.sparse else prompt_lengths)(
+            options.prompts, most_tokens=most_tokens
+        )
+        sparse = _sparse_settings(options, facts, geometry, most_tokens=max(lengths)) if options.sparse else None
+        return cls(options, name, facts, geometry, lengths, stages, sparse)
+
+    def hot_buffer(self) -> HotBuffer | None:
+        """Return what decode keeps on its device of the C4 cache, for the report; None when it keeps whole caches."""
+        if self.sparse is None:
+            return None
+        component = self.geometry.component(ComponentKind.C4_KV)
+        layers = len(component.layers)
+        return HotBuffer(
+            hot_rows=self.sparse.hot_rows,
+            ring_rows=self.sparse.ring_pages * component.slots_per_page,
+            top_k=self.sparse.top_k,
+            layers=layers,
+            request_bytes=sparse_request_bytes(self.sparse, component, layers).total,
+            row_bytes=component.row_bytes,
+        )
+
+    @property
+    def reserved_steps(self) -> int:
+        """Steps that a request has pages for when it is admitted."""
+        return min(self.options.steps, RESERVED_STEPS) if self.sparse else self.options.steps
+
+    @property
+    def reference(self) -> str:
+        """What the requests are compared with, in words."""
+        rows = "" if self.options.encoding is Encoding.NATIVE else f" with {self.options.encoding} rows"
+        return f"the model alone{rows}{', attending to the selected ones' if self.sparse else ''}"
+
+    @property
+    def prefill_only_tokens(self) -> int:
+        """Length of the room that only prefill knows: as long as all of decode's pages, so that no full id can be the same."""
+        return self._decode_pages(self._host_kinds())[IndexSpace.FULL.value] * self.geometry.tokens_per_page
+
+    @property
+    def hole_tokens(self) -> tuple[int, ...]:
+        """Lengths of the rooms that are paired first: the long ones are given back, the short ones between them stay.
+
+        They leave holes of half the pages that the longest prompt needs, and together they fill the pools of full pages: so
+        the pools look as if they had been in use for a while, and long prompts get scattered pages.
+        """
+        page = self.geometry.tokens_per_page
+        longest_pages = -(-max(self._largest()) // page)
+        wanted_pages = sum(-(-tokens // page) for tokens in self._largest())
+        hole_pages = -(-longest_pages // 2)
+        holes = -(-wanted_pages // hole_pages)
+        return (*([hole_pages * page, 1] * (holes - 1)), hole_pages * page)
+
+    def job(self, model_file: Path, prefill_runtime_dir: Path, decode_runtime_dir: Path, *, logits_dir: Path) -> Job:
+        """Return what the engine processes are told."""
+        return Job(
+            hf_config=model_file,
+            encoding=self.options.encoding,
+            prompts=tuple(
+                Prompt(number=number, tokens=tokens, offset=number * TEXT_STRIDE)
+                for number, tokens in enumerate(self.lengths, start=1)
+            ),
+            steps=self.options.steps,
+            chunk_tokens=self.options.chunk_tokens,
+            device=_device(self.options.device),
+            sparse=self.sparse,
+            prefill_runtime_dir=prefill_runtime_dir,
+            decode_runtime_dir=decode_runtime_dir,
+            logits_dir=logits_dir,
+        )
+
+    def cluster_spec(self, instance: str, model_file: Path) -> ClusterSpec:
+        """Return the daemons to start. Rooms are held for as long as the demo takes, so those limits are long."""
+        timeouts = {"offer_s": LONG_S, "room_s": LONG_S, "shutdown_rooms_s": 3.0, "shutdown_close_s": 3.0}
+        host = self._host_kinds()
+        decode_pages = self._decode_pages(host)
+        # As many as full ones: bootstrap counts with that, since it does not know what lives on the host.
+        host_pool = {"components": sorted(host), "pages": decode_pages["full"] if host else 0}
+        decode_pages.pop(IndexSpace.HOST.value, None)
+        return ClusterSpec(
+            model={"hf_config": str(model_file), "encoding": self.options.encoding.value},
+            transport=self.options.transport,
+            prefill=NodeSpec(
+                instance=f"{instance}-prefill",
+                pp=self.options.prefill_pp,
+                pools={"device": self._prefill_pages()},
+                more={"timeouts": timeouts, **self._ranks(self.options.prefill_pp)},
+            ),
+            decode=NodeSpec(
+                instance=f"{instance}-decode",
+                pools={"device": decode_pages, "host": host_pool},
+                more={"timeouts": timeouts, **self._ranks(1)},
+            ),
+            bootstrap={"timeouts": {"ticket_s": LONG_S, "room_keep_s": LONG_S}},
+            ends_with_us=True,
+        )
+
+    def _ranks(self, stages: int) -> dict[str, Any]:
+        """Where the ranks of a node are, unless on the CPU: all of them on one device, with the models."""
+        if self.options.device == "cpu":
+            return {}
+        ranks = [{"pp": stage, "tp": 0, "device": _device(self.options.device)} for stage in range(stages)]
+        return {"parallelism": {"pp_size": stages, "tp_size": 1, "ranks": ranks}}
+
+    def _host_kinds(self) -> frozenset[ComponentKind]:
+        kinds = {component.kind for component in self.geometry.components}
+        return frozenset({ComponentKind.C4_KV} & kinds)
+
+    def _prefill_pages(self) -> dict[str, int]:
+        return self._pool_sizes(
+            [(tokens, tokens) for tokens in self._largest()], NO_HOST, always=self.prefill_only_tokens
+        )
+
+    def _decode_pages(self, host: frozenset[ComponentKind]) -> dict[str, int]:
+        return self._pool_sizes([(tokens, tokens + self.options.steps) for tokens in self._largest()], host)
+
+    def _pool_sizes(
+        self, served: list[tuple[int, int]], host: frozenset[ComponentKind], *, always: int = 0
+    ) -> dict[str, int]:
+        """Return the pages for what is there at once: first the rooms that make holes, then half of them and the served."""
+        holes = [(tokens, tokens) for tokens in self.hole_tokens]
+        before, after = self._demand(holes, host), self._demand([*holes[1::2], *served], host)
+        held = self._demand([(always, always)] if always else [], host)
+        spaces = sorted(before | after | held)
+        return {space.value: max(1, max(before[space], after[space]) + held[space]) for space in spaces}
+
+    def _demand(self, rooms: list[tuple[int, int]], host: frozenset[ComponentKind]) -> Counter[IndexSpace]:
+        total: Counter[IndexSpace] = Counter()
+        for begin, end in rooms:
+            total.update(pages_needed(self.geometry, tokens=end, prompt_tokens=begin, host=host))
+        return total
+
+    def _largest(self) -> list[int]:
+        """The longest prompts that can be in flight at once, and one more, whose pages may still be on their way back."""
+        return sorted(self.lengths)[-self.options.in_flight - 1 :]
+
+
+def _device(kind: str) -> str:
+    return "cpu" if kind == "cpu" else f"{kind}:0"
+
+
+def _sparse_settings(
+    options: DemoOptions, facts: dict[str, Any], geometry: ModelGeometry, *, most_tokens: int
+) -> SparseSettings:
+    """Return the hot buffer. Raises InvalidInputError for options or a model that it does not suit."""
+    dtype = facts.get("dtype") or facts.get("torch_dtype") or "float32"
+    if dtype != "float32":
+        raise InvalidInputError(
+            f"--sparse: the model computes in {dtype}; the bound on rounding between sparse and dense sums takes float32"
+        )
+    if not any(component.kind is ComponentKind.C4_KV for component in geometry.components):
+        raise InvalidInputError("--sparse: the model has no compressed_sparse_attention layer")
+    component = geometry.component(ComponentKind.C4_KV)
+    top_k = int(facts.get("index_topk", LIBRARY_TOP_K))
+    least_rows = -(-top_k // component.slots_per_page) * component.slots_per_page
+    if options.hot_rows < least_rows or options.hot_rows % component.slots_per_page:
+        raise InvalidInputError(
+            f"--hot-rows {options.hot_rows}: need a multiple of {component.slots_per_page} of at least {least_rows}, for the "
+            f"{top_k} rows that the model selects in a step"
+        )
+    settings = SparseSettings(
+        max_requests=options.in_flight,
+        hot_rows=options.hot_rows,
+        ring_pages=RING_PAGES,
+        top_k=top_k,
+        max_tokens=most_tokens + options.steps,
+    )
+    settings.check_component(component)
+    return settings
+
+
+def _model(hf_config: Path | None) -> tuple[dict[str, Any], str]:
+    if hf_config is None:
+        with resources.as_file(resources.files("kvbridge").joinpath("engine/adapters/tiny_deepseek_v4.json")) as file:
+            return read_hf_config(file), file.stem
+    try:
+        facts = read_hf_config(hf_config)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.hf_config", "--hf-config")) from error
+    if facts.get("model_type") != MODEL_TYPE:
+        raise ConfigError(f"{hf_config}: the demo runs model_type '{MODEL_TYPE}', got {facts.get('model_type')!r}")
+    return facts, hf_config.stem

@@ -1,0 +1,365 @@
+"""What a demo found out, as data, as a table and as JSON.
+
+Owns: the report and its forms. Must not know: how it came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import reduce
+
+from pydantic import computed_field
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.plan.operations import Amount, Amounts, add_amounts
+from kvbridge.testbed.demo.job import Pages, SparseFigures
+from kvbridge.testbed.demo.verdict import Comparison
+
+WIDE = 108
+"""From so many columns on, every component has its own."""
+STATES = (ComponentKind.C4_STATE, ComponentKind.C4_INDEXER_STATE, ComponentKind.C128_STATE)
+MIB = 1 << 20
+TEXT_WIDTH = 100
+_LEGEND = (
+    "Bytes that arrived, by component, with K and M for KiB and MiB. Move: plan, submit and wait until arrived, all chunks "
+    "of the busiest prefill rank added; MiB/s is bytes by that. Tail: from the end of the prompt's computation until decode "
+    "could claim it (last line: the median)."
+)
+
+_SPARSE_LEGEND = (
+    "Rows: the C4 context of one layer at the end. Selected, all layers and steps: in the ring of new rows, in hot slots, or "
+    "loaded from the host pool, where others then gave way. To host: new rows, by whole pages."
+)
+
+
+class RequestReport(FrozenModel):
+    """One request that went over the bridge."""
+
+    number: Positive
+    prompt_tokens: Positive
+    steps: Positive
+    amounts: Amounts
+    """What arrived, by component."""
+    moving_s: float | None
+    """Plan, submit and wait until arrived, all chunks of the busiest prefill rank added; None if it did not say."""
+    after_prefill_s: float
+    """From the end of the prompt's computation until the request could be claimed: what the bridge added."""
+    source_pages: Pages
+    destination_pages: Pages
+    comparison: Comparison
+    mean_kl: float | None = None
+    top1_agreement: float | None = None
+    share_of_rounding: float | None = None
+    sparse: SparseFigures | None = None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def equal(self) -> bool:
+        """Whether every logit is the model's own."""
+        return self.comparison.equal
+
+    @property
+    def total(self) -> Amount:
+        """All components together."""
+        return reduce(Amount.__add__, self.amounts.values(), Amount())
+
+
+class PageIds(FrozenModel):
+    """Whether the two ends of the requests really were different places."""
+
+    compared: NonNegative
+    different: NonNegative
+
+
+class Divergence(FrozenModel):
+    """How far quantised rows and sums in another order took the model from itself."""
+
+    mean_kl: float
+    """In nats a step, over all requests."""
+    top1_agreement: float
+
+
+class HotBuffer(FrozenModel):
+    """What sparse decode kept on the device of a request's C4 cache."""
+
+    hot_rows: Positive
+    """Of a request, in each layer."""
+    ring_rows: Positive
+    """Of a request, in each layer: the newest rows."""
+    top_k: Positive
+    """Rows that attention reads in a step and layer."""
+    layers: Positive
+    request_bytes: Positive
+    """Device memory of a request: rows and tables of all layers."""
+    row_bytes: Positive
+
+
+class DemoReport(FrozenModel):
+    """A whole demo."""
+
+    verdict: str
+    transport: str
+    device: str = "cpu"
+    """Where the models compute and where device pools are."""
+    encoding: str
+    prefill_stages: tuple[tuple[int, ...], ...]
+    """The layers of each."""
+    model: str
+    weights: str
+    versions: dict[str, str]
+    requests: tuple[RequestReport, ...]
+    page_ids: dict[str, PageIds]
+    """Source against destination, by index space of the destination."""
+    scattered_requests: NonNegative
+    """Whose pages are not consecutive on at least one side."""
+    most_in_flight: NonNegative
+    divergence: Divergence | None = None
+    hot_buffer: HotBuffer | None = None
+    """None: decode kept whole caches."""
+    pages_left: NonNegative = 0
+    """Pages that were not free again at the end; 0 unless there is a defect."""
+    seconds: dict[str, float]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def equal(self) -> bool:
+        """Whether every request gave the very logits."""
+        return bool(self.requests) and all(request.equal for request in self.requests)
+
+    @property
+    def good(self) -> bool:
+        """Whether the demo has shown what it is there to show."""
+        return self.equal and not self.pages_left
+
+
+def compare_page_ids(requests: Iterable[RequestReport]) -> dict[str, PageIds]:
+    """Compare each request's ids on the two sides; pages in host memory come from prefill's `full` ones."""
+    found: dict[str, PageIds] = {}
+    for request in requests:
+        for space, destination in request.destination_pages.items():
+            source = request.source_pages["full" if space == "host" else space][: len(destination)]
+            if destination:
+                so_far = found.get(space, PageIds(compared=0, different=0))
+                different = so_far.different + (source != destination[: len(source)])
+                found[space] = PageIds(compared=so_far.compared + 1, different=different)
+    return found
+
+
+def is_scattered(request: RequestReport) -> bool:
+    """Whether a request's pages are not consecutive in some space on some side."""
+    tables = (*request.source_pages.values(), *request.destination_pages.values())
+    return any(list(ids) != list(range(ids[0], ids[0] + len(ids))) for ids in tables if ids)
+
+
+# ---------------------------------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    cell: Callable[[RequestReport], str]
+    total: Callable[[DemoReport], str]
+
+
+def print_report(report: DemoReport, console: Console) -> None:
+    """Print the table and what it adds up to, in the width that the console has; the last line is the verdict."""
+    _print_table(report, _columns(report, wide=console.width >= WIDE), console)
+    if report.hot_buffer is not None:
+        _print_table(report, _sparse_columns(), console)
+    for line in _notes(report):
+        console.print(Text(line), width=min(console.width, TEXT_WIDTH))
+    console.print()
+    console.print(Text(report.verdict, style="bold green" if report.good else "bold red"), soft_wrap=True)
+
+
+def _print_table(report: DemoReport, columns: list[_Column], console: Console) -> None:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    for request in report.requests:
+        table.add_row(*(column.cell(request) for column in columns), style="" if request.equal else "bold red")
+    table.add_row()
+    table.add_row(*(column.total(report) for column in columns), style="bold")
+    console.print(table)
+    console.print()
+
+
+def _sparse_columns() -> list[_Column]:
+    def count(title: str, of: Callable[[SparseFigures], int]) -> _Column:
+        return _Column(title, _if_sparse(lambda each: f"{of(each):,}"), lambda r: f"{sum(map(of, _figures(r))):,}")
+
+    def share(title: str, of: Callable[[SparseFigures], int]) -> _Column:
+        return _Column(
+            title,
+            _if_sparse(lambda each: _percent(of(each), each.selected)),
+            lambda r: _percent(sum(map(of, _figures(r))), sum(each.selected for each in _figures(r))),
+        )
+
+    return [
+        _Column("#", lambda request: str(request.number), lambda _: ""),
+        _Column("rows", _if_sparse(lambda each: f"{each.rows:,}"), lambda _: ""),
+        count("selected", lambda each: each.selected),
+        share("in ring", lambda each: each.in_ring),
+        share("in slots", lambda each: each.in_hot_slots),
+        count("loaded", lambda each: each.loaded),
+        count("evicted", lambda each: each.evicted),
+        count("to host", lambda each: each.backed_up),
+        _Column("equal", lambda request: "yes" if request.equal else "NO", lambda r: "yes" if r.equal else "NO"),
+    ]
+
+
+def _if_sparse(cell: Callable[[SparseFigures], str]) -> Callable[[RequestReport], str]:
+    return lambda request: "-" if request.sparse is None else cell(request.sparse)
+
+
+def _figures(report: DemoReport) -> list[SparseFigures]:
+    return [request.sparse for request in report.requests if request.sparse is not None]
+
+
+def _columns(report: DemoReport, *, wide: bool) -> list[_Column]:
+    together = add_all(report.requests)
+
+    def component(title: str, *kinds: ComponentKind) -> _Column:
+        return _Column(
+            title,
+            lambda request: format_bytes(_bytes(request.amounts, kinds)),
+            lambda _: format_bytes(_bytes(together, kinds)),
+        )
+
+    states = (
+        [
+            component("c4 state", ComponentKind.C4_STATE),
+            component("idx state", ComponentKind.C4_INDEXER_STATE),
+            component("c128 state", ComponentKind.C128_STATE),
+        ]
+        if wide
+        else [component("state", *STATES)]
+    )
+    return [
+        _Column("#", lambda request: str(request.number), lambda _: ""),
+        _Column("tokens", lambda request: f"{request.prompt_tokens:,}", lambda r: f"{_prompt_tokens(r):,}"),
+        component("c4", ComponentKind.C4_KV),
+        component("c4 idx" if wide else "idx", ComponentKind.C4_INDEXER),
+        component("c128", ComponentKind.C128_KV),
+        component("window" if wide else "swa", ComponentKind.SWA_KV),
+        *states,
+        _Column("all", lambda request: format_bytes(request.total.bytes), lambda _: format_bytes(_bytes(together))),
+        _Column("ops", lambda request: f"{request.total.operations:,}", lambda r: f"{_operations(r):,}"),
+        _Column("move ms", lambda request: _milliseconds(request.moving_s), lambda r: _milliseconds(_moving_s(r))),
+        _Column("MiB/s", lambda request: _rate(request.total.bytes, request.moving_s), _rate_of_all),
+        _Column("tail ms", lambda request: _milliseconds(request.after_prefill_s), _median_after),
+        _Column("equal", lambda request: "yes" if request.equal else "NO", lambda r: "yes" if r.equal else "NO"),
+    ]
+
+
+def _notes(report: DemoReport) -> list[str]:
+    ids = ", ".join(f"{space} {found.different}/{found.compared}" for space, found in sorted(report.page_ids.items()))
+    stages = " + ".join(f"{len(layers)}" for layers in report.prefill_stages)
+    lines = [
+        _LEGEND,
+        (
+            f"Model {report.model}, random weights, {report.encoding} rows; prefill in {len(report.prefill_stages)} stage(s) "
+            f"of {stages} layers; transport {report.transport}; device {report.device}; up to {report.most_in_flight} requests in "
+            "flight at once."
+        ),
+        f"Page ids differed between the two sides in: {ids} requests; scattered pages in {report.scattered_requests}.",
+    ]
+    if report.hot_buffer is not None:
+        lines += _sparse_notes(report, report.hot_buffer)
+    if report.divergence is not None:
+        lines.append(
+            "Against the model with whole caches and unquantised rows: mean KL divergence "
+            f"{report.divergence.mean_kl:.2e} nats a step, same most likely token in {report.divergence.top1_agreement:.1%} of the "
+            "steps."
+        )
+    if report.pages_left:
+        lines.append(
+            f"{report.pages_left} pages were not given back in the end: a defect of kvbridge, please report it."
+        )
+    spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.seconds.items())
+    lines.append(f"Time: {spent}.")
+    return lines
+
+
+def _sparse_notes(report: DemoReport, buffer: HotBuffer) -> list[str]:
+    figures = _figures(report)
+    loaded, selected = sum(each.loaded for each in figures), sum(each.selected for each in figures)
+    longest = max(each.rows for each in figures)
+    whole_bytes = longest * buffer.layers * buffer.row_bytes
+    steps = sum(request.steps for request in report.requests)
+    share = max((request.share_of_rounding or 0.0 for request in report.requests), default=0.0)
+    return [
+        _SPARSE_LEGEND,
+        (
+            f"Sparse decode: {steps:,} steps, {steps * buffer.layers:,} swap-ins of up to {buffer.top_k} rows, in "
+            f"{buffer.layers} C4 layers; {_percent(selected - loaded, selected)} of the selected rows were on the device already."
+        ),
+        (
+            "In every step and C4 layer the sum over the selected rows is the dense model's over all rows, with at most "
+            f"{share:.1e} of the difference that rounding explains."
+        ),
+        (
+            f"Hot buffer: {buffer.hot_rows} rows and a ring of {buffer.ring_rows} a layer, {format_bytes(buffer.request_bytes)} a "
+            f"request with its tables; the longest C4 cache has {longest:,} rows a layer, {format_bytes(whole_bytes)} on the host."
+        ),
+    ]
+
+
+def add_all(requests: Iterable[RequestReport]) -> Amounts:
+    """Sum what arrived, component by component."""
+    return reduce(add_amounts, (request.amounts for request in requests), {})
+
+
+def format_bytes(count: int) -> str:
+    """Return a byte count in at most five characters: '-', '512', '37.5K', '1.2M'."""
+    if not count:
+        return "-"
+    amount = float(count)
+    for unit in ("", "K", "M", "G"):
+        if amount < 999.5 or unit == "G":
+            return f"{amount:.0f}{unit}" if not unit or amount >= 99.95 else f"{amount:.1f}{unit}"
+        amount /= 1024
+    return ""
+
+
+def _bytes(amounts: Amounts, kinds: Iterable[ComponentKind] = tuple(ComponentKind)) -> int:
+    return sum(amounts.get(kind, Amount()).bytes for kind in kinds)
+
+
+def _prompt_tokens(report: DemoReport) -> int:
+    return sum(request.prompt_tokens for request in report.requests)
+
+
+def _operations(report: DemoReport) -> int:
+    return sum(request.total.operations for request in report.requests)
+
+
+def _moving_s(report: DemoReport) -> float:
+    return sum(request.moving_s or 0.0 for request in report.requests)
+
+
+def _rate_of_all(report: DemoReport) -> str:
+    timed = [request for request in report.requests if request.moving_s is not None]
+    return _rate(sum(request.total.bytes for request in timed), _moving_s(report))
+
+
+def _median_after(report: DemoReport) -> str:
+    times = sorted(request.after_prefill_s for request in report.requests)
+    return _milliseconds(times[len(times) // 2] if times else None)
+
+
+def _percent(count: int, whole: int) -> str:
+    return f"{count / whole:.1%}" if whole else "-"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f}"
+
+
+def _rate(count: int, seconds: float | None) -> str:
+    return f"{count / MIB / seconds:,.0f}" if seconds else "-"

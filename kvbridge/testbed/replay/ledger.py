@@ -1,0 +1,272 @@
+"""What is known of every request of a replay, and what it adds up to.
+
+Owns: each request's stage and times, the counts, the samples of the pools, which request is to be asked for next. Must not
+know: processes, HTTP, the clock (it is told the seconds since the replay began).
+
+At most `max_in_flight` requests are in play: asked for, or admitted and not ended. A request that was sent away keeps its
+place there, as in a router's queue, so that a long one is not overtaken for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+from kvbridge import __version__
+from kvbridge.core.plan.operations import Amounts, add_amounts
+from kvbridge.testbed.replay.job import MOST_WRONG_ROWS, Arrived, WrongRow
+from kvbridge.testbed.replay.plan import ReplayPlan
+from kvbridge.testbed.replay.report import Ending, PhaseSummary, ReplayReport, Sample, Unserved
+from kvbridge.testbed.replay.trace import TraceRequest
+
+MOST_SAMPLES = 600
+"""A longer replay is sampled less often."""
+MOST_UNSERVED = 50
+LIBRARIES = ("numpy", "torch", "pyzmq", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "nixl-cu12")
+
+
+class Stage(StrEnum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    IN_FLIGHT = "in_flight"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    REFUSED = "refused"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self in {Stage.COMPLETED, Stage.FAILED, Stage.REFUSED}
+
+
+@dataclass
+class Request:
+    """One request of the trace. Times are seconds since the replay began."""
+
+    number: int
+    facts: TraceRequest
+    due_s: float
+    ask_s: float
+    """When to ask (again)."""
+    stage: Stage = Stage.WAITING
+    room: int = 0
+    refused_s: float | None = None
+    """When it was sent away for the first time."""
+    admitted_s: float = 0.0
+    reason: str = ""
+    phases_s: dict[str, float] = field(default_factory=dict)
+
+
+class Ledger:
+    """All requests of one replay."""
+
+    def __init__(self, plan: ReplayPlan) -> None:
+        self._plan = plan
+        self._requests = [
+            Request(number, facts, due_s=plan.due_s(number - 1), ask_s=plan.due_s(number - 1))
+            for number, facts in enumerate(plan.requests, start=1)
+        ]
+        self._by_room: dict[int, Request] = {}
+        self._in_play: dict[int, Request] = {}
+        self._next = 0
+        """Index of the first request that has not come into play."""
+        self._stages: Counter[Stage] = Counter({Stage.WAITING: len(self._requests)})
+        self._refusals: Counter[str] = Counter()
+        self._amounts: Amounts = {}
+        self._checked_bytes = 0
+        self._wrong_bytes = 0
+        self._wrong_rows: list[WrongRow] = []
+        self._prompt_tokens = 0
+        self._most_in_flight = 0
+        self._phases: dict[str, list[float]] = defaultdict(list)
+        self._samples: list[Sample] = []
+        self._sample_every_s = plan.options.sample_s
+        self._next_sample_s = 0.0
+
+    # ------------------------------------------------------------------ what is to be done
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether nothing more will come of any request."""
+        return self._next == len(self._requests) and not self._in_play
+
+    @property
+    def in_flight(self) -> int:
+        """Admitted and not ended."""
+        return self._stages[Stage.IN_FLIGHT]
+
+    def due(self, now_s: float) -> list[Request]:
+        """Return the requests to ask for now."""
+        while (
+            self._next < len(self._requests)
+            and len(self._in_play) < self._plan.options.max_in_flight
+            and self._requests[self._next].due_s <= now_s
+        ):
+            request = self._requests[self._next]
+            if not self._plan.options.speed:
+                request.due_s = now_s
+            self._in_play[request.number] = request
+            self._next += 1
+        return [each for each in self._in_play.values() if each.stage is Stage.WAITING and each.ask_s <= now_s]
+
+    def next_due_s(self) -> float:
+        """When there is something to do again, if nothing is reported before; infinite when only reports can help."""
+        times = [each.ask_s for each in self._in_play.values() if each.stage is Stage.WAITING]
+        if self._next < len(self._requests) and len(self._in_play) < self._plan.options.max_in_flight:
+            times.append(self._requests[self._next].due_s)
+        return min([*times, self._next_sample_s])
+
+    def sample_due(self, now_s: float) -> bool:
+        """Whether the pools are to be looked at now."""
+        return now_s >= self._next_sample_s
+
+    # ------------------------------------------------------------------ what has happened
+
+    def sent_away(self, request: Request, code: str, reason: str, *, now_s: float, retry_s: float) -> None:
+        """It does not fit now; it is given up when that has lasted too long."""
+        self._refusals[code] += 1
+        request.refused_s = now_s if request.refused_s is None else request.refused_s
+        request.ask_s = now_s + retry_s
+        if now_s - request.refused_s > self._plan.options.retry_for_s:
+            limit_s = self._plan.options.retry_for_s
+            self._end(request, Stage.REFUSED, f"refused for more than {limit_s:g} s (--retry-for): {reason}")
+
+    def turned_down(self, request: Request, reason: str) -> None:
+        """It will never be let in."""
+        self._end(request, Stage.REFUSED, reason)
+
+    def admitted(self, request: Request, room: int, *, asked_s: float, now_s: float) -> None:
+        """Both ends are reserved; `asked_s` is when the granted call began."""
+        request.room, request.admitted_s = room, now_s
+        request.phases_s |= {"ticket": now_s - asked_s, "admission": now_s - request.due_s}
+        self._by_room[room] = request
+        self._move(request, Stage.IN_FLIGHT)
+        self._most_in_flight = max(self._most_in_flight, self.in_flight)
+
+    def finished(self, number: int, *, begun_s: float, finished_s: float) -> None:
+        """The prefill engine is through with a request."""
+        request = self._requests[number - 1]
+        request.phases_s |= {"engine_queue": begun_s - request.admitted_s, "prefill": finished_s - begun_s}
+
+    def arrived(self, event: Arrived) -> None:
+        """The decode engine has compared every byte."""
+        request = self._requests[event.number - 1]
+        request.phases_s |= {**event.phases_s, "after_prefill": event.after_prefill_s, "check": event.check_s}
+        self._amounts = add_amounts(self._amounts, event.amounts)
+        self._checked_bytes += event.checked_bytes
+        self._wrong_bytes += event.wrong_bytes
+        self._wrong_rows += event.wrong_rows[: MOST_WRONG_ROWS - len(self._wrong_rows)]
+
+    def released(self, number: int, now_s: float) -> None:
+        """The decode engine has given a request back."""
+        request = self._requests[number - 1]
+        request.phases_s["total"] = now_s - request.due_s
+        for phase, seconds in request.phases_s.items():
+            self._phases[phase].append(seconds)
+        self._prompt_tokens += request.facts.input_length
+        self._end(request, Stage.COMPLETED, "")
+
+    def failed(self, room: int, reason: str) -> None:
+        """A room ended before its time; of rooms that have ended already, and of foreign ones, nothing is noted."""
+        request = self._by_room.get(room)
+        if request is not None and not request.stage.ended:
+            self._end(request, Stage.FAILED, reason)
+
+    def sample(self, sample: Sample) -> None:
+        """Keep how full the pools are."""
+        self._samples.append(sample)
+        if len(self._samples) > MOST_SAMPLES:
+            self._samples = self._samples[::2]
+            self._sample_every_s *= 2
+        self._next_sample_s = sample.at_s + self._sample_every_s
+
+    def _end(self, request: Request, stage: Stage, reason: str) -> None:
+        request.reason = reason
+        self._move(request, stage)
+        self._in_play.pop(request.number, None)
+        request.phases_s = {}  # summed up, or of no use
+
+    def _move(self, request: Request, stage: Stage) -> None:
+        self._stages[request.stage] -= 1
+        self._stages[stage] += 1
+        request.stage = stage
+
+    # ------------------------------------------------------------------ what it adds up to
+
+    def in_words(self) -> str:
+        """Say how far it is."""
+        moved_gb = sum(amount.bytes for amount in self._amounts.values()) / 1e9
+        return (
+            f"{self._stages[Stage.COMPLETED]} of {len(self._requests)} served, {self.in_flight} in flight, "
+            f"{self._stages[Stage.FAILED]} failed, {self._refusals.total()} times sent away, {moved_gb:.2f} GB, "
+            f"{self._wrong_bytes} wrong bytes"
+        )
+
+    def report(
+        self, ending: Ending, problem: str, *, pool_bytes: int, pages_left: int, seconds: dict[str, float]
+    ) -> ReplayReport:
+        """Return the report of what has happened so far."""
+        unserved = [each for each in self._requests if each.stage in {Stage.FAILED, Stage.REFUSED}]
+        return ReplayReport(
+            ending=ending,
+            problem=problem,
+            trace=self._plan.options.trace.name,
+            settings=self._settings(),
+            environment=environment(),
+            requests=len(self._requests),
+            completed=self._stages[Stage.COMPLETED],
+            failed=self._stages[Stage.FAILED],
+            refused=self._stages[Stage.REFUSED],
+            refusals=dict(self._refusals),
+            amounts=self._amounts,
+            checked_bytes=self._checked_bytes,
+            mismatched_bytes=self._wrong_bytes,
+            wrong_rows=tuple(self._wrong_rows),
+            prompt_tokens=self._prompt_tokens,
+            pool_bytes=pool_bytes,
+            pool_pages={"prefill": self._plan.prefill_pages(), "decode": self._plan.decode_pages()},
+            most_in_flight=self._most_in_flight,
+            phases={phase: PhaseSummary.of(values) for phase, values in self._phases.items()},
+            occupancy=tuple(self._samples),
+            unserved=tuple(
+                Unserved(number=each.number, room=each.room, reason=each.reason) for each in unserved[:MOST_UNSERVED]
+            ),
+            pages_left=pages_left,
+            seconds=seconds,
+        )
+
+    def _settings(self) -> dict[str, object]:
+        """The options that the figures depend on, without paths of this machine."""
+        options = self._plan.options
+        left_out = {"trace", "keep_logs", "patience_s"}
+        return {name: value for name, value in vars(options).items() if name not in left_out}
+
+
+def environment() -> dict[str, object]:
+    """What the figures were measured on."""
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
+    versions = {name: found for name in LIBRARIES if (found := _version(name))}
+    return {
+        "kvbridge": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "libraries": versions,
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,193 @@
+"""What a replay will run, decided before anything runs.
+
+Owns: the options, the requests and when they are due, the sizes of the pools, the configuration of the daemons, whether the
+pools fit the machine. Must not know: processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.core.errors import CapacityError, InvalidInputError
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.pages import NO_HOST, pages_needed
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace
+from kvbridge.daemon.memory import plan_memory
+from kvbridge.pool.memory.memory_limits import tightest_limit
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.testbed.cluster import Cluster, ClusterSpec, NodeSpec
+from kvbridge.testbed.replay.job import Job
+from kvbridge.testbed.replay.trace import TraceRequest, read_trace
+
+SPARE = 2
+"""Pools hold so many times the requests in flight: bootstrap's knowledge of free pages is a heartbeat old."""
+BY_LENGTH = frozenset({IndexSpace.FULL, IndexSpace.HOST})
+"""Spaces of which a long request needs more than a short one."""
+SPARE_BYTES = 1 << 30
+"""What the processes themselves need beside the pools."""
+LONGEST_WAIT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What the user chose."""
+
+    trace: Path
+    start: int = 0
+    count: int = 0
+    """0: all."""
+    speed: float = 1.0
+    """Trace time over real time; 0: every request is due at once."""
+    model: str = "deepseek-v4-flash"
+    transport: str = "mooncake"
+    prefill_pp: int = 1
+    prefill_tp: int = 1
+    decode_pp: int = 1
+    decode_tp: int = 1
+    chunk_tokens: int = 4096
+    max_in_flight: int = 4
+    pool_tokens: int = 0
+    """0: as the longest requests need."""
+    decode_ms_per_token: float = 0.0
+    retry_for_s: float = 60.0
+    digest: str = ""
+    """`integrity.digest` of the decode daemon; empty: its default."""
+    patience_s: float = 60.0
+    sample_s: float = 1.0
+    keep_logs: Path | None = None
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """Everything that follows from the options."""
+
+    options: ReplayOptions
+    geometry: ModelGeometry
+    requests: tuple[TraceRequest, ...]
+
+    @classmethod
+    def of(cls, options: ReplayOptions) -> Self:
+        """Decide. Raises InvalidInputError for a trace or a model that cannot be replayed."""
+        geometry = preset(options.model)
+        for name, stages in (("--prefill-pp", options.prefill_pp), ("--decode-pp", options.decode_pp)):
+            if stages > geometry.layer_count:
+                raise InvalidInputError(f"{name} {stages}: {geometry.name} has only {geometry.layer_count} layers")
+        plan = cls(options, geometry, read_trace(options.trace, start=options.start, count=options.count))
+        plan.check_pool_tokens()
+        return plan
+
+    def due_s(self, index: int) -> float:
+        """When a request is due, in seconds since the replay began; at speed 0 it is due once it may be asked for."""
+        if not self.options.speed:
+            return 0.0
+        return (self.requests[index].timestamp - self.requests[0].timestamp) / 1000 / self.options.speed
+
+    def job(self, cluster: Cluster) -> Job:
+        """Return what the engine processes are told. Decode's own time passes at the speed of the trace."""
+        options = self.options
+        return Job(
+            prefill_runtime_dir=cluster.prefill.runtime_dir,
+            decode_runtime_dir=cluster.decode.runtime_dir,
+            chunk_tokens=options.chunk_tokens,
+            hold_s_per_token=options.decode_ms_per_token / 1000 / (options.speed or 1.0),
+        )
+
+    # ------------------------------------------------------------------ pools
+
+    def check_pool_tokens(self) -> None:
+        """Raise InvalidInputError when a request of the trace could never fit."""
+        longest = max(request.input_length + request.output_length for request in self.requests)
+        if self.options.pool_tokens and self.options.pool_tokens < longest:
+            raise InvalidInputError(
+                f"--pool-tokens {self.options.pool_tokens}: the longest request has {longest} tokens with its output"
+            )
+
+    def prefill_pages(self) -> dict[str, int]:
+        """Pages of each space on prefill."""
+        return self._pages([(request.input_length, request.input_length) for request in self.requests], NO_HOST)
+
+    def decode_pages(self) -> dict[str, int]:
+        """Pages of each space on decode, the host pool's too."""
+        rooms = [(request.input_length, request.input_length + request.output_length) for request in self.requests]
+        return self._pages(rooms, self.host_kinds)
+
+    @property
+    def host_kinds(self) -> frozenset[ComponentKind]:
+        """The components that live in decode's host memory."""
+        return frozenset({ComponentKind.C4_KV} & {component.kind for component in self.geometry.components})
+
+    def _pages(self, rooms: list[tuple[int, int]], host: frozenset[ComponentKind]) -> dict[str, int]:
+        """Return pages for rooms of (prompt, prompt and output) tokens: the longest of those that can be there at once.
+
+        What every request needs about as much of, long or short, is counted generously, so that it is `full` pages that run out.
+        """
+        demands = [pages_needed(self.geometry, tokens=end, prompt_tokens=begin, host=host) for begin, end in set(rooms)]
+        found: dict[str, int] = {}
+        for space in demands[0]:
+            each = sorted(demand[space] for demand in demands)
+            if space not in BY_LENGTH:
+                pages = SPARE * SPARE * self.options.max_in_flight * each[-1]
+            elif self.options.pool_tokens:
+                pages = -(-self.options.pool_tokens // self.geometry.tokens_per_page)
+            else:
+                pages = sum(each[-SPARE * self.options.max_in_flight :])
+            found[space.value] = max(1, pages)
+        return found
+
+    # ------------------------------------------------------------------ daemons
+
+    def cluster_spec(self, instance: str) -> ClusterSpec:
+        """Return the daemons to start."""
+        options = self.options
+        # Rooms wait for one prefill engine, and are held as long as the trace says: neither is a fault here.
+        timeouts = dict.fromkeys(("offer_s", "room_s", "claim_s"), LONGEST_WAIT_S)
+        timeouts |= {"shutdown_rooms_s": 3.0, "shutdown_close_s": 3.0}
+        decode_pages = self.decode_pages()
+        host_pages = decode_pages.pop(IndexSpace.HOST.value, 0)
+        host_pool = {"components": sorted(self.host_kinds), "pages": host_pages}
+        integrity = {"integrity": {"digest": options.digest}} if options.digest else {}
+        return ClusterSpec(
+            model={"preset": options.model},
+            transport=options.transport,
+            prefill=NodeSpec(
+                instance=f"{instance}-prefill",
+                pp=options.prefill_pp,
+                tp=options.prefill_tp,
+                pools={"device": self.prefill_pages()},
+                more={"timeouts": timeouts},
+            ),
+            decode=NodeSpec(
+                instance=f"{instance}-decode",
+                pp=options.decode_pp,
+                tp=options.decode_tp,
+                pools={"device": decode_pages, "host": host_pool},
+                more={"timeouts": timeouts, **integrity},
+            ),
+            bootstrap={"timeouts": {"ticket_s": LONGEST_WAIT_S, "room_keep_s": LONGEST_WAIT_S}},
+            ends_with_us=True,
+        )
+
+    def check_memory(self, cluster: Cluster) -> int:
+        """Return the bytes of all pools. Raises CapacityError when they do not fit into shared memory now."""
+        total = sum(
+            plan_memory(config, self.geometry).total_bytes
+            for config in (
+                _validated(PrefillConfig, cluster.prefill.config),
+                _validated(DecodeConfig, cluster.decode.config),
+            )
+        )
+        limit = tightest_limit(DEFAULT_DIRECTORY)
+        if total + SPARE_BYTES > limit.available_bytes:
+            raise CapacityError(
+                f"the pools need {total / 1e9:.1f} GB and the processes {SPARE_BYTES / 1e9:.1f} GB, the {limit.name} has "
+                f"{limit.available_bytes / 1e9:.1f} GB left: lower --max-in-flight or --pool-tokens, or {limit.cure}"
+            )
+        return total
+
+
+def _validated(kind: Any, config: dict[str, Any]) -> Any:  # noqa: ANN401 - either daemon's configuration
+    return kind.model_validate(config)

@@ -1,0 +1,111 @@
+"""Lanes: streams on which one device copies, each in one way.
+
+Owns: a lane's stream, its events, how slices are given to the device. Must not know: transfers, peers, why a slice
+has the size that it has.
+
+Four lanes a device (engines and kernel, over the host link and between devices), so that what goes over NVLink does
+not wait for what goes over PCIe. How much may be on a lane is bounded, which bounds how long an aborted transfer takes
+to become quiet, how long a short transfer waits behind long ones, and what still arrives from a process that was killed.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvbridge.core.plan.operations import Operations
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.stretch_copies import StretchCopier
+from kvbridge.transport.local.ways import Route, Way
+
+LANE_SLICES = 4
+"""Slices on a lane at a time, over all transfers: half a GiB at the default size, 10 ms over a PCIe 5 link."""
+
+SLICE_OPERATIONS = {Way.ENGINES: 128, Way.KERNEL: 8192}
+"""The engines' queue holds about a thousand copies, and a call waits when it is full."""
+
+
+class Mark(Protocol):
+    """A point in a lane."""
+
+    def reached(self) -> bool:
+        """Whether all that was started before it is done. Never waits. Raises TransportError for what failed."""
+
+
+class Lane(Protocol):
+    """Copies slices one after another, without the caller's waiting for them."""
+
+    slice_operations: int
+    """The most that one slice may hold, so that starting it takes a fraction of a millisecond."""
+    slices: int
+    """On their way. Counted by the transfers that start them."""
+    transfers: int
+    """That have something to copy on it."""
+
+    def start(self, operations: Operations) -> None:
+        """Give operations to the device. After an error some of them may be on their way."""
+
+    def mark(self) -> Mark:
+        """Mark the present end of the lane."""
+
+    def release(self, mark: Mark) -> None:
+        """Return a mark that was reached."""
+
+    def close(self) -> None:
+        """Give everything up. Nothing is on its way."""
+
+
+class CudaLane:
+    """A lane on a real device."""
+
+    def __init__(self, route: Route, *, kernel_blocks: int) -> None:
+        """`kernel_blocks`: for copies to and from the host; between devices every multiprocessor works.
+
+        Raises UnsupportedError or KernelBuildError when the device cannot copy this way.
+        """
+        self.slice_operations = SLICE_OPERATIONS[route.way]
+        self.slices = 0
+        self.transfers = 0
+        self._route = route
+        self._stream = runtime.Stream.create(route.device)
+        self._free: list[runtime.Event] = []
+        self._kernel: StretchCopier | None = None
+        if route.way is Way.KERNEL:
+            all_blocks = runtime.device_facts(route.device).multiprocessors
+            self._kernel = StretchCopier(route.device, blocks=kernel_blocks if route.over_host_link else all_blocks)
+            self._kernel.reserve(self.slice_operations, LANE_SLICES)  # later it would stop an engine of this process
+
+    def __repr__(self) -> str:
+        return f"<CudaLane cuda:{self._route.device} by {self._route.way.value}: {self.slices} slices>"
+
+    def start(self, operations: Operations) -> None:
+        """See `Lane.start`."""
+        if self._kernel is not None:
+            self._kernel.submit(operations, stream=self._stream.handle)
+            return
+        runtime.copy_batch(
+            operations.destination.tolist(),
+            operations.source.tolist(),
+            operations.length.tolist(),
+            device=self._route.device,
+            stream=self._stream.handle,
+        )
+
+    def mark(self) -> runtime.Event:
+        """See `Lane.mark`."""
+        event = self._free.pop() if self._free else runtime.Event.create(self._route.device)
+        event.record(self._stream.handle)
+        return event
+
+    def release(self, mark: Mark) -> None:
+        """See `Lane.release`."""
+        if isinstance(mark, runtime.Event):
+            self._free.append(mark)
+
+    def close(self) -> None:
+        """See `Lane.close`."""
+        for event in self._free:
+            event.close()
+        self._free.clear()
+        if self._kernel is not None:
+            self._kernel.close()
+        self._stream.close()

@@ -1,0 +1,69 @@
+"""Where memory is, as the local transport needs it: on the host or on a device, and at what address in this process.
+
+Owns: `Stretch`, and looking up many addresses at once. Must not know: how memory got here, who copies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.plan.operations import AddressArray
+from kvbridge.transport.local.access import DeviceAccess
+
+HOST = -1
+"""In arrays of devices: no device, but the host."""
+
+IndexArray = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """`length_bytes` that its owner knows by `address`, and this process by `here`."""
+
+    address: int
+    length_bytes: int
+    here: int
+    device: int = HOST
+    """The device of this process by which it is reached, for device memory."""
+    access: Callable[[int], DeviceAccess] | None = None
+    """Makes host memory usable by a device; None for device memory."""
+
+
+class Stretches:
+    """Stretches that do not overlap, looked up by their owner's addresses, each of which lies in one."""
+
+    def __init__(self, stretches: Iterable[Stretch]) -> None:
+        self._all = sorted(stretches, key=lambda stretch: stretch.address)
+        self._starts = np.array([stretch.address for stretch in self._all], dtype=np.uint64)
+        here = np.array([stretch.here for stretch in self._all], dtype=np.uint64)
+        self._shift = here - self._starts  # wraps where memory lies below its owner's address; the sum wraps back
+        self._devices = np.array([stretch.device for stretch in self._all], dtype=np.int32)
+
+    def __getitem__(self, index: int) -> Stretch:
+        return self._all[index]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def devices(self) -> set[int]:
+        """Devices with memory among the stretches."""
+        return {stretch.device for stretch in self._all} - {HOST}
+
+    def find(self, addresses: AddressArray) -> IndexArray:
+        """The stretch of each address."""
+        return np.searchsorted(self._starts, addresses, side="right") - 1
+
+    def here(self, addresses: AddressArray, found: IndexArray) -> AddressArray:
+        """Addresses in this process; `found` as `find` gave it for them."""
+        if not len(addresses):
+            return addresses
+        return addresses + self._shift[found]
+
+    def device(self, found: IndexArray) -> npt.NDArray[np.int32]:
+        """The device of each, or HOST."""
+        return self._devices[found] if len(found) else np.empty(0, dtype=np.int32)

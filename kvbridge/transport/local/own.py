@@ -1,0 +1,190 @@
+"""The memory of this process that the local transport has registered, and what peers are told of it.
+
+Owns: registrations, the endpoint's content, the files whose locks show who can write here. Must not know: peers,
+transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from kvbridge.core.errors import RegistrationError
+from kvbridge.core.ids import FrozenModel, MemoryKind
+from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.memory.extent import Progress
+from kvbridge.pool.memory.holding import HeldThings
+from kvbridge.pool.memory.host_registration import registered_ranges
+from kvbridge.transport import extents
+from kvbridge.transport.base import Memory, SharedAllocation, SharedFile
+from kvbridge.transport.local.access import DeviceAccess, Undo
+from kvbridge.transport.local.allocations import AllocatedExtent, NamedAllocation
+from kvbridge.transport.local.host import PROCESS_GATES, FileIdentity, HostClaim, SharedExtent, identify
+from kvbridge.transport.local.memory import HOST, Stretch, Stretches
+
+_registered: HeldThings[tuple[int, int], None] = HeldThings()
+"""Private memory, by (address, bytes), that transports of this process have registered with CUDA."""
+
+
+class LocalEndpoint(FrozenModel):
+    """What a peer needs to know, as JSON in `Endpoint.data`."""
+
+    claim: HostClaim | None
+    """None as long as no shared memory is registered."""
+    files: tuple[FileIdentity, ...]
+    extents: tuple[SharedExtent, ...]
+    allocations: tuple[NamedAllocation, ...] = ()
+    device_extents: tuple[AllocatedExtent, ...] = ()
+    gate: FileIdentity | None = None
+    """Stands for the device memory where writers take their locks."""
+    epoch: Annotated[int, Field(ge=0, lt=1 << 60)]
+    private: tuple[Annotated[str, Field(max_length=200)], ...]
+    """Labels of registered memory that is not shared."""
+
+
+class _Part:
+    """One registration. Host memory becomes usable by a device when that is first asked for."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.identity = identify(memory)
+        self._access: DeviceAccess | None = None
+
+    def stretch(self) -> Stretch:
+        """Where it is."""
+        memory = self.memory
+        if memory.kind is MemoryKind.VRAM:
+            return Stretch(memory.address, memory.length_bytes, memory.address, device=memory.device)
+        return Stretch(memory.address, memory.length_bytes, memory.address, access=self.access)
+
+    def access(self, device: int) -> DeviceAccess:
+        """Make it usable by a device: nothing is to be done for a pool that its owner has registered with CUDA."""
+        if self._access is None or self._access.error:
+            start, length_bytes = self.memory.address, self.memory.length_bytes
+            for base, span in registered_ranges():
+                if base <= start and start + length_bytes <= base + span:
+                    self._access = DeviceAccess(base, span, lambda _: lambda: None, label=self._label)
+                    return self._access
+            self._access = DeviceAccess(
+                start, length_bytes, lambda report: self._register(device, report), label=self._label
+            )
+        return self._access
+
+    def close(self) -> None:
+        """Undo what `access` has done. No device uses it any more."""
+        if self._access is not None:
+            self._access.close()
+            self._access = None
+
+    @property
+    def _label(self) -> str:
+        return self.memory.label or f"memory at {self.memory.address:#x}"
+
+    def _register(self, device: int, on_progress: Progress) -> Undo:
+        address, length_bytes = self.memory.address, self.memory.length_bytes
+        span = address, length_bytes
+
+        def register() -> None:
+            runtime.register_host(address, length_bytes, device=device, on_progress=on_progress, label=self._label)
+
+        _registered.hold(span, register)
+        return lambda: _registered.let_go(span, lambda _: runtime.unregister_host(address, length_bytes))
+
+
+class OwnMemory:
+    """All registrations of one transport, on the host and on at most one device."""
+
+    def __init__(self) -> None:
+        self.extents = extents.Extents("this process")
+        self.stretches = Stretches(())
+        self._parts: dict[int, _Part] = {}
+
+    def __repr__(self) -> str:
+        return repr(self.extents)
+
+    @property
+    def device(self) -> int | None:
+        """The device with registered memory, if there is one."""
+        return next(iter(self.stretches.devices), None)
+
+    def add(self, memory: Sequence[Memory]) -> None:
+        """Take in all or none. Raises RegistrationError, InvalidInputError for an overlap."""
+        found = {part.address: _Part(part) for part in memory}
+        devices = {part.device for part in memory if part.kind is MemoryKind.VRAM} | self.stretches.devices
+        if len(devices) > 1:
+            raise RegistrationError(
+                f"device memory of {', '.join(f'cuda:{device}' for device in sorted(devices))} cannot be registered with one "
+                "local transport: it copies by one device; make a transport for each"
+            )
+        self.extents.add(extents.of(memory))
+        self._parts |= found
+        self._look_up_anew()
+
+    def remove(self, memory: Sequence[Memory]) -> None:
+        """Forget exactly these registrations. Raises InvalidInputError for an unknown one, and forgets none then."""
+        self.extents.remove(extents.of(memory))
+        for part in memory:
+            self._parts.pop(part.address).close()
+        self._look_up_anew()
+
+    def close(self) -> None:
+        """Undo every registration with CUDA. No device uses the memory any more."""
+        for part in self._parts.values():
+            part.close()
+
+    def proof_directory(self, otherwise: str) -> Path | None:
+        """Where the proof is to lie: beside the first shared file, or `otherwise`; None with nothing to share."""
+        for part in self._parts.values():
+            if part.identity is not None:
+                return Path(part.identity.path).parent
+        return Path(otherwise) if any(part.memory.shared is not None for part in self._parts.values()) else None
+
+    def describe(self, claim: HostClaim | None, epoch: int) -> LocalEndpoint:
+        """Say what is registered. Makes the gate of device memory, beside the proof."""
+        files: dict[FileIdentity, int] = {}
+        allocations: dict[NamedAllocation, int] = {}
+        on_host: list[SharedExtent] = []
+        on_device: list[AllocatedExtent] = []
+        private: list[str] = []
+        for part in self._parts.values():
+            facts = {"address": part.memory.address, "length_bytes": part.memory.length_bytes}
+            match part.memory.shared:
+                case SharedFile(offset_bytes=offset) if part.identity is not None:
+                    index = files.setdefault(part.identity, len(files))
+                    on_host.append(SharedExtent(**facts, file=index, offset_bytes=offset))
+                case SharedAllocation(offset_bytes=offset) as shared:
+                    index = allocations.setdefault(NamedAllocation.of(shared), len(allocations))
+                    on_device.append(AllocatedExtent(**facts, allocation=index, offset_bytes=offset))
+                case _:
+                    private.append((part.memory.label or "unnamed")[:200])
+        gate = self._gate(on_device, claim)
+        return LocalEndpoint(
+            claim=claim,
+            files=tuple(files),
+            extents=tuple(on_host),
+            allocations=tuple(allocations),
+            device_extents=tuple(on_device),
+            gate=gate,
+            epoch=epoch,
+            private=tuple(private),
+        )
+
+    def lock_paths(self) -> list[str]:
+        """Files whose locks show who may write to what is registered."""
+        files = {part.identity.path for part in self._parts.values() if part.identity is not None}
+        devices = (
+            (part.memory.device, address) for address, part in self._parts.items() if part.stretch().device != HOST
+        )
+        return sorted(files) + [gate.own_path for place in devices for gate in PROCESS_GATES.known(*place)]
+
+    def _gate(self, on_device: Sequence[AllocatedExtent], claim: HostClaim | None) -> FileIdentity | None:
+        if not on_device or claim is None:
+            return None
+        first = self._parts[on_device[0].address].memory
+        return PROCESS_GATES.to_name(first.device, first.address, Path(claim.file.path).parent).file
+
+    def _look_up_anew(self) -> None:
+        self.stretches = Stretches(part.stretch() for part in self._parts.values())

@@ -1,0 +1,284 @@
+"""The transport within one host: copies from this process's memory into memory that peers share.
+
+Owns: what is registered here, the peers within reach, and which way a submission goes. Must not know: rooms, pages.
+
+Host memory is reached as mapped files, device memory by CUDA IPC. Between host and host a thread of this process
+copies; wherever device memory is involved, the device does (`local_ways`). Writing needs nothing of the peer: a frozen
+or dying one is written to like any other, since its memory stays mapped here. A copy is there or not, never on its way,
+so every failure is quiet, but for a device that does not finish what it was given.
+
+A peer is refused as a whole when some of its memory is private or out of reach (another IPC namespace, no path
+between the devices), because a pair of ranks that could exchange half its pages is of no use. Two things to know: a
+peer that shrinks a mapped file ends this process with the next copy into it (SIGBUS), and so does, for device copies,
+a peer that frees device memory before its writers are gone (`local_allocations`).
+
+Several processes may write to one peer at a time, each GPU its stripe: each maps and registers the pool for itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.config.transports import LocalSettings
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import BridgeError, InvalidInputError, RegistrationError, TransportError
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.plan.operations import AddressArray, Operations
+from kvbridge.kernels.cuda import runtime
+from kvbridge.transport.background import Call, take_turn
+from kvbridge.transport.base import Capabilities, Connection, Endpoint, Memory, Peer, Steps, Transfer, Transport
+from kvbridge.transport.endpoints import read_endpoint
+from kvbridge.transport.local.accelerators import has_accelerator
+from kvbridge.transport.local.access import DeviceAccess
+from kvbridge.transport.local.copier import Copier, CopyTransfer
+from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob
+from kvbridge.transport.local.host import Proof, writers_before
+from kvbridge.transport.local.joint import JointTransfer
+from kvbridge.transport.local.lanes import CudaLane, Lane
+from kvbridge.transport.local.memory import HOST, IndexArray, Stretches
+from kvbridge.transport.local.own import LocalEndpoint, OwnMemory
+from kvbridge.transport.local.peer import LocalPeer, PeerMemory
+from kvbridge.transport.local.ways import HostEnds, Route, Way, split
+
+NAME = "local"
+
+
+class LocalTransport(Transport):
+    """Copies made by one thread of this process, which starts with the first connection, and by its device."""
+
+    name: ClassVar[str] = NAME
+
+    def __init__(self, settings: LocalSettings, *, epoch: int = 0, clock: Clock = monotonic) -> None:
+        """`epoch`: that of the endpoints which this transport gives out."""
+        self._settings = settings
+        self._epoch = epoch
+        self._clock = clock
+        self._own = OwnMemory()
+        self._peers: dict[LocalPeer, PeerMemory] = {}
+        self._proof: Proof | None = None
+        self._copier = Copier(slice_bytes=settings.slice_bytes)
+        limits = CopyLimits(settings.device_slice_bytes, settings.quiet_timeout_s)
+        self._devices = DeviceCopier(self._make_lane, limits)
+        self._alone_since_s: dict[int, float] = {}
+        """By epoch: since when no writer of an earlier one was seen."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<LocalTransport {os.getpid()}: {self._own!r}, {len(self._peers)} peers, {self._copier!r}, "
+            f"{self._devices!r}>"
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Memory of one host only; device memory where CUDA can be used."""
+        kinds = {MemoryKind.DRAM}
+        if has_accelerator() and not runtime.reason_without_device():
+            kinds.add(MemoryKind.VRAM)
+        return Capabilities(
+            memory_kinds=frozenset(kinds), max_operation_bytes=self._settings.slice_bytes, same_host_only=True
+        )
+
+    def register(self, memory: Sequence[Memory]) -> None:
+        """See `Transport.register`. Memory without a shared file or allocation can be a source only."""
+        self._copier.require_open()
+        for part in memory:
+            reason = runtime.reason_without_device() if part.kind is MemoryKind.VRAM else ""
+            if reason:
+                raise RegistrationError(
+                    f"cannot register {part.label or 'memory'} at {part.address:#x}: it is device memory, and this process "
+                    f"cannot use a GPU: {reason}"
+                )
+        self._own.add(memory)
+
+    def unregister(self, memory: Sequence[Memory]) -> None:
+        """See `Transport.unregister`. Peers that have it mapped keep their mapping until they disconnect."""
+        self._own.remove(memory)
+
+    def endpoint(self) -> Endpoint:
+        """See `Transport.endpoint`. The first call with shared memory registered writes the proof beside it."""
+        self._copier.require_open()
+        directory = self._own.proof_directory(self._settings.proof_directory)
+        if self._proof is None and directory is not None:
+            self._proof = Proof(directory)
+        content = self._own.describe(self._proof.claim if self._proof else None, self._epoch)
+        return Endpoint(transport=NAME, data=content.model_dump_json().encode())
+
+    def connect(self, endpoint: Endpoint) -> Connection:
+        """See `Transport.connect`. Refused as well when some of the peer's memory is not shared, or out of reach."""
+        return Connection(self._connect(endpoint))
+
+    def _connect(self, endpoint: Endpoint) -> Steps[LocalPeer]:
+        self._copier.require_open()
+        content = read_endpoint(endpoint, NAME, LocalEndpoint)
+        memory = yield from self._open(content)
+        yield from self._prepare_devices(memory)
+        self._copier.require_open()
+        peer = LocalPeer(memory.label)
+        self._peers[peer] = memory
+        for file in memory.files.fresh:
+            if file.resident and self._own.device is None:
+                self._copier.populate(file.address, file.length_bytes, memory)
+        return peer
+
+    def _open(self, content: LocalEndpoint) -> Steps[PeerMemory]:
+        """On a thread of its own, since the peer names the files, and a file system may not answer."""
+        timeout_s = self._settings.connect_timeout_s
+        name, until_s = "open the memory of a local peer", self._clock() + timeout_s
+        yield from take_turn(name, until_s=until_s, clock=self._clock)
+        opening = Call(partial(PeerMemory, content, device=self._own.device), name=name)
+        late = (
+            f"the files of a local peer could not be opened in {timeout_s:g} s (transports.local.connect_timeout_s); "
+            "look for a file system of this host that does not answer"
+        )
+        return (yield from opening.result(until_s=until_s, clock=self._clock, late=late))
+
+    def disconnect(self, peer: Peer) -> None:
+        """See `Transport.disconnect`; transfers that are active after all are aborted; poll them to their end."""
+        memory = self._peers.pop(self._known(peer))
+        self._copier.abort_to(memory, "the peer was disconnected")
+        self._devices.abort_to(memory, "the peer was disconnected")
+
+    def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
+        """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
+        self._copier.require_open()
+        memory = self._peers[self._known(peer)]
+        self._own.extents.require(operations.source, operations.length)
+        memory.extents.require(operations.destination, operations.length)
+        if len(operations) and int(operations.length.max()) > self._settings.slice_bytes:
+            raise InvalidInputError(
+                f"an operation of {int(operations.length.max())} bytes is longer than max_operation_bytes "
+                f"({self._settings.slice_bytes}); cut it first"
+            )
+        found = memory.stretches.find(operations.destination)
+        here = Operations(operations.source, memory.stretches.here(operations.destination, found), operations.length)
+        if self._own.device is None and not memory.stretches.devices:
+            return self._copy(here, memory, deadline_s)
+        return self._submit_by_ways(here, found, memory, deadline_s)
+
+    def close(self) -> None:
+        """See `Transport.close`; waits for the slices that are being copied. Harmless when closed already."""
+        timeout_s = self._settings.close_timeout_s
+        with ExitStack() as stack:  # in reverse: whatever fails, nothing new is copied
+            stack.callback(self._forget)
+            stack.callback(self._close_devices, timeout_s=timeout_s)
+            stack.callback(self._copier.close, timeout_s=timeout_s)
+
+    def revoked(self, before_epoch: int) -> bool:
+        """See `Transport.revoked`. Writers hold mappings of their own, so they have to let go of them or to end."""
+        if writers_before(self._own.lock_paths(), before_epoch):
+            self._alone_since_s.pop(before_epoch, None)
+            return False
+        if not has_accelerator():
+            return True
+        alone_since_s = self._alone_since_s.setdefault(before_epoch, self._clock())
+        return self._clock() - alone_since_s >= self._settings.settle_s
+
+    # ------------------------------------------------------------------------------------------- inside
+
+    def _submit_by_ways(self, here: Operations, found: IndexArray, memory: PeerMemory, deadline_s: float) -> Transfer:
+        found_source = self._own.stretches.find(here.source)
+        source_devices = self._own.stretches.device(found_source)
+        target_devices = memory.stretches.device(found)
+        by_device = (source_devices != HOST) | (target_devices != HOST)
+        device = max(self._own.stretches.devices | memory.stretches.devices)
+        accesses: list[DeviceAccess] = []
+        ends = HostEnds(
+            _bases(self._own.stretches, found_source, by_device & (source_devices == HOST), device, accesses),
+            _bases(memory.stretches, found, by_device & (target_devices == HOST), device, accesses),
+            runtime.REGISTER_CHUNK_BYTES,
+        )
+        routes = split(
+            here, source_devices, target_devices, ends, kernel_below_bytes=self._settings.copy_kernel_below_bytes
+        )
+        parts: list[Transfer] = []
+        for route, chosen in routes.items():
+            if route.way is not Way.PROCESSOR:
+                job = DeviceJob(
+                    operations=_chosen(here, chosen),
+                    peer=memory.label,
+                    deadline_s=deadline_s,
+                    accesses=accesses if route.over_host_link else (),
+                    keep_alive=memory,
+                )
+                parts.append(self._devices.begin(route, job, clock=self._clock))
+        processor = routes.get(Route(Way.PROCESSOR))
+        if processor is not None or not parts:
+            chosen = processor if processor is not None else np.empty(0, dtype=np.intp)
+            parts.append(self._copy(_chosen(here, chosen), memory, deadline_s))
+        transfer = parts[0] if len(parts) == 1 else JointTransfer(parts)
+        transfer.poll()  # starts the first slices
+        return transfer
+
+    def _copy(self, here: Operations, memory: PeerMemory, deadline_s: float) -> CopyTransfer:
+        transfer = CopyTransfer(here, peer=memory.label, deadline_s=deadline_s, keep_alive=memory, clock=self._clock)
+        self._copier.add(transfer)
+        return transfer
+
+    def _prepare_devices(self, memory: PeerMemory) -> Steps[None]:
+        """What would hold up the first transfer otherwise: registrations, streams, kernels."""
+        own = self._own.device
+        devices = memory.stretches.devices if own is None else {own}
+        if own is not None:
+            until_s = self._clock() + self._settings.registration_wait_s
+            yield from memory.register(own, until_s=until_s, clock=self._clock)
+        links = (True,) if own is None else (True, False)
+        try:
+            self._devices.prepare(
+                Route(way, device, over_host_link=link)
+                for device in devices
+                for way in (Way.ENGINES, Way.KERNEL)
+                for link in links
+            )
+        except BridgeError as error:
+            raise TransportError(f"this process's device cannot copy: {error}") from error
+
+    def _make_lane(self, route: Route) -> Lane:
+        return CudaLane(route, kernel_blocks=self._settings.copy_kernel_blocks)
+
+    def _close_devices(self, *, timeout_s: float) -> None:
+        self._devices.close(timeout_s=timeout_s)
+        self._own.close()  # not while a device may still read it
+
+    def _forget(self) -> None:
+        self._peers.clear()
+        if self._proof is not None:
+            self._proof.close()
+            self._proof = None
+
+    def _known(self, peer: Peer) -> LocalPeer:
+        if not isinstance(peer, LocalPeer) or peer not in self._peers:
+            raise InvalidInputError(f"{peer!r} is not connected to this local transport; connect it first")
+        return peer
+
+
+def _chosen(operations: Operations, indices: npt.NDArray[np.intp]) -> Operations:
+    if len(indices) == len(operations):
+        return operations
+    return Operations(operations.source[indices], operations.destination[indices], operations.length[indices])
+
+
+def _bases(
+    stretches: Stretches,
+    found: IndexArray,
+    on_host: npt.NDArray[np.bool_],
+    device: int,
+    accesses: list[DeviceAccess],
+) -> AddressArray:
+    """Where the registration of each host end begins, else 0; adds to `accesses` what has to be ready first."""
+    table = np.zeros(len(stretches), dtype=np.uint64)
+    for index in np.flatnonzero(np.bincount(found[on_host])).tolist():
+        make = stretches[index].access
+        assert make is not None, "host memory can be made usable by devices"
+        access = make(device)
+        table[index] = access.address
+        if access not in accesses:
+            accesses.append(access)
+    bases: AddressArray = np.where(on_host, table[found], np.uint64(0))
+    return bases

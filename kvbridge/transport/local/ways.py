@@ -1,0 +1,104 @@
+"""Which way each operation of a submission goes, decided by where its ends are and how long it is.
+
+Owns: the decision and the split, both pure. Must not know: streams, threads, peers.
+
+Between two host ends the processor copies. Everything else a device copies: its copy engines where operations are
+long, a kernel where they are short and many (37,440-byte pages to the host on one H200: engines 20 GB/s, kernel 49;
+786 KB rows: engines 51). The engines refuse a copy that crosses from one registration into the next, even where both
+are ours and adjoin, so such an operation goes to the kernel, whatever its length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.plan.operations import AddressArray, Operations
+from kvbridge.transport.local.memory import HOST
+
+
+class Way(Enum):
+    """Who copies."""
+
+    PROCESSOR = "processor"
+    ENGINES = "copy engines"
+    KERNEL = "copy kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What operations have in common that go together. Routes of one device run beside each other."""
+
+    way: Way
+    device: int = HOST
+    """The device that copies."""
+    over_host_link: bool = False
+    """Whether one end is host memory: such copies must not hold up those between devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostEnds:
+    """For each operation, where the registration of its host end begins; 0 where it has none."""
+
+    source: AddressArray
+    destination: AddressArray
+    chunk_bytes: int
+    """Registrations are made in pieces of this size."""
+
+
+def split(
+    operations: Operations,
+    source_devices: npt.NDArray[np.int32],
+    destination_devices: npt.NDArray[np.int32],
+    ends: HostEnds,
+    *,
+    kernel_below_bytes: int,
+) -> dict[Route, npt.NDArray[np.intp]]:
+    """Return the indices of the operations that take each route; every operation takes one."""
+    if not len(operations):
+        return {}
+    alone = _only_route(operations, source_devices, destination_devices, kernel_below_bytes)
+    if alone is not None:
+        return {alone: np.arange(len(operations))}
+    device = np.where(source_devices != HOST, source_devices, destination_devices)
+    host_link = (source_devices == HOST) | (destination_devices == HOST)
+    kernel = operations.length < np.uint64(kernel_below_bytes)
+    for addresses, bases in ((operations.source, ends.source), (operations.destination, ends.destination)):
+        long = np.flatnonzero(~kernel & (bases > 0))
+        kernel[long] = _crosses(addresses[long] - bases[long], operations.length[long], ends.chunk_bytes)
+    keys = (device + 1) * 4 + host_link * 2 + kernel
+    keys[device == HOST] = 0
+    present = np.flatnonzero(np.bincount(keys)).tolist()
+    return {_route(key): np.flatnonzero(keys == key) for key in present}
+
+
+def _only_route(
+    operations: Operations,
+    source_devices: npt.NDArray[np.int32],
+    destination_devices: npt.NDArray[np.int32],
+    kernel_below_bytes: int,
+) -> Route | None:
+    """The kernel's route when every operation is short and has its ends where the first one has them; else None."""
+    source, destination = int(source_devices[0]), int(destination_devices[0])
+    short = int(operations.length.max()) < kernel_below_bytes
+    alike = bool((source_devices == source).all() and (destination_devices == destination).all())
+    if not short or not alike or (source == HOST and destination == HOST):
+        return None
+    device = source if source != HOST else destination
+    return Route(Way.KERNEL, device, over_host_link=HOST in {source, destination})
+
+
+def _crosses(offsets: AddressArray, lengths: AddressArray, chunk_bytes: int) -> npt.NDArray[np.bool_]:
+    """Whether a stretch that begins so far into a registration ends in another chunk of it."""
+    crossing: npt.NDArray[np.bool_] = offsets % np.uint64(chunk_bytes) + lengths > np.uint64(chunk_bytes)
+    return crossing
+
+
+def _route(key: int) -> Route:
+    device, rest = divmod(key, 4)
+    if device == 0:
+        return Route(Way.PROCESSOR)
+    return Route(Way.KERNEL if rest & 1 else Way.ENGINES, device - 1, over_host_link=bool(rest & 2))

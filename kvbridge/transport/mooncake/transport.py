@@ -1,0 +1,345 @@
+"""The transport over mooncake-transfer-engine: RDMA in production, TCP on a laptop and in CI.
+
+Owns: one engine in peer-to-peer mode (no metadata server), its registrations, and what its answers mean. Must not
+know: rooms, pages.
+
+What the library does and does not do (0.3.13, measured), and what follows for this module:
+
+- `initialize` answers success for a protocol that it cannot provide and then uses TCP: RDMA without an adapter is
+  refused here.
+- A rejected remote address closes one of the peer's four lanes, and with the fourth the next valid write fails and
+  the one after waits a second. So an endpoint carries the peer's registered extents, and a write outside of them is
+  refused before submission.
+- On TCP an unregistered source is accepted; it is refused here.
+- A batch of more than about 2,050 operations fails in part, a batch's failure leaves the rest of it running, and the
+  calls that wait for a batch spin a core or block. So every operation is submitted by itself in a window and polled,
+  and a failed transfer waits until each one is terminal. Only the destruction of the engine stops an operation;
+  `close` does that, in about a second, during which the interpreter is held.
+- A frozen peer fails an operation after `progress_timeout_s`, a few at a time: windows of 8, 16 and 32 operations
+  were quiet after 3, 7 and 14 times that. Where `quiet_timeout_s` is shorter the transfer ends not quiet.
+- A call that asks a peer something waits for it for 60 s and more, if the peer is frozen or means to be silent. A probe does so
+  without disturbing anybody. The first write to a peer fetches what it has under a lock that every other write of the engine
+  needs. So `connect` probes, and then has it fetched by an empty write, both on a thread of their own and ended from outside
+  (`mooncake_peers`): the probe after `connect_timeout_s`, the other, which holds up transfers to other peers, after
+  `metadata_timeout_s`. Over RDMA nothing can be written before it is known; there the first operation fetches it, and nothing
+  bounds that.
+- A peer that died fails at once, and is not tried again by the library for a second. First contact takes 1 to 11 ms.
+- The library reads its environment once a process, listens on 0.0.0.0 whatever `host` says and authenticates nobody:
+  whoever reaches its ports (15000 to 17000 and an ephemeral data port) can write registered memory. Fence it by the
+  network.
+- A session is host:port. The library caches what it knows of one for good, so a peer that comes back must come back
+  on another port, which it does (they are drawn at random) but for an unlikely accident; the probe in `connect` does
+  not find that.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
+from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport import extents
+from kvbridge.transport.background import take_turn
+from kvbridge.transport.base import Capabilities, Connection, Endpoint, Memory, Peer, Steps, Transfer, Transport
+from kvbridge.transport.endpoints import read_endpoint
+from kvbridge.transport.mooncake.library import (
+    Library,
+    create_library,
+    memory_kinds,
+    why_no_device_memory,
+)
+from kvbridge.transport.mooncake.peers import PeerCall
+from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
+
+NAME = "mooncake"
+NO_BATCH = frozenset({-1, 0, 2**64 - 1})
+"""What `transfer_submit_write` answers instead of a batch id when it took nothing (its type differs between builds)."""
+
+
+class MooncakeEndpoint(FrozenModel):
+    """What a peer needs to know, as JSON in `Endpoint.data`."""
+
+    session: Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}$", max_length=300)]
+    protocol: MooncakeProtocol
+    extents: tuple[tuple[Positive, Positive], ...]
+    """(address, bytes) of each registration."""
+
+
+class _Engine:
+    """The one reference to the library's engine.
+
+    Destroying the engine is what ends all its operations, so nobody else keeps a reference.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self._library: Library | None = library
+
+    @property
+    def library(self) -> Library:
+        """Raises TransportError after `destroy`."""
+        if self._library is None:
+            raise TransportError("this mooncake transport has been closed; create another one")
+        return self._library
+
+    def destroy(self) -> None:
+        self._library = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MooncakePeer(Peer):
+    """A peer's session, its memory as announced, and what is in flight to it."""
+
+    transport_name: ClassVar[str] = NAME
+    session: str
+    memory: extents.Extents
+    window: Window
+    transfers: weakref.WeakSet[WindowedTransfer[int]]
+
+
+class _Writes:
+    """Submits the operations of one transfer, each by itself."""
+
+    def __init__(self, engine: _Engine, session: str, operations: Operations) -> None:
+        self._engine = engine
+        self._session = session
+        self._operations = operations
+
+    def start(self, first: int, stop: int) -> int:  # noqa: ARG002  one operation a call, as the window's limits say
+        operations = self._operations
+        batch = self._engine.library.transfer_submit_write(
+            self._session,
+            int(operations.source[first]),
+            int(operations.destination[first]),
+            int(operations.length[first]),
+        )
+        if batch in NO_BATCH:
+            raise TransportError(f"mooncake refused operation {first}: {self._what(first)}; {WHY_REFUSED}")
+        return int(batch)
+
+    def check(self, handle: int) -> Check:
+        answer = self._engine.library.transfer_check_status(handle)
+        if answer == 0:
+            return PENDING
+        if answer == 1:
+            return DONE
+        if answer == -1:
+            return Check(Progress.FAILED, f"mooncake answered -1 for an operation; {WHY_FAILED}")
+        return Check(
+            Progress.STALLED, f"mooncake answered {answer} (timed out, not ended) for an operation; {WHY_FAILED}"
+        )
+
+    def _what(self, index: int) -> str:
+        operations = self._operations
+        return f"{int(operations.length[index])} bytes to {int(operations.destination[index]):#x}"
+
+
+def _probe(engine: _Engine, session: str) -> int:
+    return engine.library.send_probe(session)
+
+
+WHY_REFUSED = "the peer cannot be reached, or its queue is full (lower transports.mooncake.window_operations)"
+WHY_FAILED = (
+    "the peer died, hangs (transports.mooncake.progress_timeout_s), has unregistered the memory, or cannot be reached; "
+    "see its log, and the library's with transports.mooncake.log_level INFO"
+)
+
+
+class MooncakeTransport(Transport):
+    """One engine. See the module for what it must not be trusted with."""
+
+    name: ClassVar[str] = NAME
+
+    def __init__(self, settings: MooncakeSettings, *, clock: Clock = monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._limits = WindowLimits(
+            operations=settings.window_operations, bytes=settings.window_bytes, quiet_timeout_s=settings.quiet_timeout_s
+        )
+        self._memory = extents.Extents("this process")
+        self._peers: set[MooncakePeer] = set()
+        self._calls: weakref.WeakSet[PeerCall] = weakref.WeakSet()
+        """Each may hold the engine until it has ended."""
+        self._orphans: weakref.WeakSet[WindowedTransfer[int]] = weakref.WeakSet()
+        self._engine = _Engine(create_library(settings))
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self._session = f"{host}:{self._engine.library.get_rpc_port()}"
+
+    def __repr__(self) -> str:
+        return (
+            f"<MooncakeTransport {self._session} {self._settings.protocol}: {self._memory}, {len(self._peers)} peers>"
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Device memory needs a CUDA build of the library, and RDMA (`why_no_device_memory`)."""
+        return Capabilities(
+            memory_kinds=memory_kinds(self._settings.protocol), max_operation_bytes=self._settings.max_operation_bytes
+        )
+
+    def register(self, memory: Sequence[Memory]) -> None:
+        """See `Transport.register`."""
+        library = self._engine.library
+        for part in memory:
+            reason = why_no_device_memory(self._settings.protocol) if part.kind is MemoryKind.VRAM else ""
+            if reason:
+                raise RegistrationError(f"cannot register {part.label or 'memory'} at {part.address:#x}: {reason}")
+        if not memory:
+            return
+        added = extents.of(memory)
+        self._memory.add(added)
+        answer = library.batch_register_memory([address for address, _ in added], [length for _, length in added])
+        if answer != 0:
+            library.batch_unregister_memory([address for address, _ in added])
+            self._memory.remove(added)
+            labels = ", ".join(sorted({part.label or "unnamed" for part in memory}))
+            raise RegistrationError(
+                f"mooncake could not register {sum(length for _, length in added)} bytes ({labels}): it answered "
+                f"{answer}. With rdma raise the locked-memory limit (ulimit -l unlimited) and check the adapter"
+            )
+
+    def unregister(self, memory: Sequence[Memory]) -> None:
+        """See `Transport.unregister`."""
+        library = self._engine.library
+        if not memory:
+            return
+        removed = extents.of(memory)
+        self._memory.remove(removed)
+        answer = library.batch_unregister_memory([address for address, _ in removed])
+        if answer != 0:
+            raise RegistrationError(f"mooncake could not unregister {len(removed)} extents: it answered {answer}")
+
+    def endpoint(self) -> Endpoint:
+        """See `Transport.endpoint`."""
+        _ = self._engine.library
+        content = MooncakeEndpoint(
+            session=self._session, protocol=self._settings.protocol, extents=self._memory.pairs()
+        )
+        return Endpoint(transport=NAME, data=content.model_dump_json().encode())
+
+    def connect(self, endpoint: Endpoint) -> Connection:
+        """See `Transport.connect`."""
+        return Connection(self._connect(endpoint))
+
+    def _connect(self, endpoint: Endpoint) -> Steps[MooncakePeer]:
+        content = read_endpoint(endpoint, NAME, MooncakeEndpoint)
+        if content.protocol is not self._settings.protocol:
+            raise TransportError(
+                f"peer {content.session} speaks mooncake over {content.protocol}, this process over "
+                f"{self._settings.protocol}; set transports.mooncake.protocol alike on both"
+            )
+        yield from self._probe(content.session)
+        if self._settings.protocol is MooncakeProtocol.TCP and content.extents:
+            yield from self._fetch(content)
+        _ = self._engine.library
+        whose = f"peer {content.session}"
+        peer = MooncakePeer(
+            content.session, extents.Extents(whose, content.extents), Window(self._limits), weakref.WeakSet()
+        )
+        self._peers.add(peer)
+        return peer
+
+    def _probe(self, session: str) -> Steps[None]:
+        """Go on only with a peer that answers."""
+        timeout_s = self._settings.connect_timeout_s
+        answer = yield from self._ask(
+            functools.partial(_probe, self._engine, session),
+            session,
+            timeout_s=timeout_s,
+            late=f"mooncake peer {session} gave no answer in {timeout_s} s (transports.mooncake.connect_timeout_s); its process "
+            "hangs or a firewall drops what is sent to it",
+        )
+        if answer != 0:
+            raise TransportError(
+                f"mooncake cannot reach peer {session} (probe answered {answer}); check that it runs, and that ports 15000 "
+                "to 17000 and the ephemeral ports of its host are open from here"
+            )
+
+    def _fetch(self, content: MooncakeEndpoint) -> Steps[None]:
+        """Have the library fetch what it has to know of a peer, by an empty write, so that no submission waits for that later."""
+        timeout_s = self._settings.metadata_timeout_s
+        address, _ = content.extents[0]
+        nothing = Operations(*(np.array([number], dtype=np.uint64) for number in (address, address, 0)))
+        writes = _Writes(self._engine, content.session, nothing)
+        handle = yield from self._ask(
+            functools.partial(writes.start, 0, 1),
+            content.session,
+            timeout_s=timeout_s,
+            late=f"mooncake peer {content.session} answers and does not say what it has; it was given {timeout_s:g} s "
+            "(transports.mooncake.metadata_timeout_s)",
+        )
+        ends_at_s = self._clock() + self._settings.connect_timeout_s
+        check = writes.check(handle)
+        while check.progress is Progress.PENDING and self._clock() < ends_at_s:
+            yield
+            check = writes.check(handle)
+        if check.progress is not Progress.DONE:
+            raise TransportError(
+                f"mooncake reached peer {content.session} but cannot write to it ({check.reason or 'no answer'}); "
+                "check that its ephemeral data port is open from here"
+            )
+
+    def _ask(self, ask: Callable[[], int], session: str, *, timeout_s: float, late: str) -> Steps[int]:
+        name = f"ask mooncake peer {session}"
+        yield from take_turn(name, until_s=self._clock() + timeout_s, clock=self._clock)
+        call = PeerCall(ask, session, timeout_s=timeout_s, name=name)
+        self._calls.add(call)
+        return (yield from call.answer(clock=self._clock, late=late))
+
+    def disconnect(self, peer: Peer) -> None:
+        """See `Transport.disconnect`; transfers that are active after all are aborted, and polled to their end."""
+        known = self._known(peer)
+        for transfer in list(known.transfers):
+            transfer.abort("the peer was disconnected")
+            self._orphans.add(transfer)
+        self._peers.discard(known)
+
+    def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
+        """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
+        _ = self._engine.library
+        known = self._known(peer)
+        self._memory.require(operations.source, operations.length)
+        known.memory.require(operations.destination, operations.length)
+        if len(operations) and int(operations.length.max()) > self._settings.max_operation_bytes:
+            raise InvalidInputError(
+                f"an operation of {int(operations.length.max())} bytes is longer than max_operation_bytes "
+                f"({self._settings.max_operation_bytes}); cut it first"
+            )
+        writes = _Writes(self._engine, known.session, operations)
+        transfer = WindowedTransfer(
+            operations, writes, known.window, peer=f"peer {known.session}", deadline_s=deadline_s, clock=self._clock
+        )
+        known.transfers.add(transfer)
+        return transfer
+
+    def close(self) -> None:
+        """See `Transport.close`; takes about a second. Harmless when closed already.
+
+        Raises TransportError when the library does not return from a call, so that the engine lives on.
+        """
+        timeout_s = self._settings.connect_timeout_s
+        returned = [call.end(timeout_s) for call in list(self._calls)]
+        self._engine.destroy()
+        if not all(returned):
+            raise TransportError(
+                f"the mooncake library did not return within {timeout_s} s (transports.mooncake.connect_timeout_s), so its engine "
+                "cannot be torn down; pages of its transfers must not be used again before this process has ended"
+            )
+        for transfers in [self._orphans, *(peer.transfers for peer in self._peers)]:
+            for transfer in list(transfers):
+                transfer.agent_gone()
+        self._peers.clear()
+
+    def _known(self, peer: Peer) -> MooncakePeer:
+        if not isinstance(peer, MooncakePeer) or peer not in self._peers:
+            raise InvalidInputError(f"{peer!r} is not connected to this mooncake transport; connect it first")
+        return peer

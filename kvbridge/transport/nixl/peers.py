@@ -1,0 +1,74 @@
+"""How a nixl peer is met: what it says of itself, and the first contact with it.
+
+Owns: the endpoint's content, and how an agent takes it in. Must not know: transfers, our registrations, the check before it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from pydantic import ConfigDict, Field
+
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import TransportError
+from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
+from kvbridge.transport.base import Steps
+from kvbridge.transport.nixl.agent import NixlAgent
+from kvbridge.transport.windowed import Progress
+
+
+class NixlExtent(FrozenModel):
+    """One registration, as a peer needs to know it."""
+
+    address: Positive
+    length_bytes: Positive
+    kind: MemoryKind = MemoryKind.DRAM
+    device: NonNegative = 0
+
+
+class NixlEndpoint(FrozenModel):
+    """What a peer needs to know, as JSON in `Endpoint.data`."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
+    metadata: bytes
+    """What the library itself wants to be told; read by the library only."""
+    extents: tuple[NixlExtent, ...]
+
+
+class ProbeTarget:
+    """A registered byte, into which a byte of a peer's memory is read."""
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._byte = np.zeros(1, dtype=np.uint8)
+        self.row = np.array([[self._byte.ctypes.data, 1, 0]], dtype=np.uint64)
+        agent.register(MemoryKind.DRAM, self.row)
+
+
+def introduce(
+    agent: NixlAgent, content: NixlEndpoint, target: ProbeTarget, *, timeout_s: float, clock: Clock = monotonic
+) -> Steps[None]:
+    """Have an agent take a peer's metadata in and read a byte of its memory, which opens the connection (1 to 20 ms).
+
+    A read that does not end stays behind; all it can ever touch is the byte of `target`. Raises TransportError.
+    """
+    name = agent.load_peer(content.metadata)
+    if name != content.agent:
+        raise TransportError(f"a peer calls itself {content.agent}, and its metadata names {name}; it was refused")
+    ordered = sorted(content.extents, key=lambda extent: extent.kind is not MemoryKind.DRAM)  # host memory, if any
+    for extent in ordered[:1]:
+        remote = np.array([[extent.address, 1, extent.device]], dtype=np.uint64)
+        request = agent.post_read(name, (MemoryKind.DRAM, target.row), (extent.kind, remote))
+        ends_at_s = clock() + timeout_s
+        while (answer := agent.check(request)).progress is Progress.PENDING:
+            if clock() >= ends_at_s:
+                agent.release(request)
+                raise TransportError(
+                    f"peer {name} did not answer within transports.nixl.connect_timeout_s ({timeout_s:g} s); it hangs, or its UCX "
+                    "ports are closed from here"
+                )
+            yield
+        if answer.progress is not Progress.DONE:
+            raise TransportError(f"peer {name} cannot be reached: {answer.reason}")

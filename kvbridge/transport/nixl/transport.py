@@ -1,0 +1,357 @@
+"""The transport over NIXL and UCX: RDMA in production, TCP on a laptop and in CI.
+
+Owns: one agent, its registrations, the peers whose metadata it has loaded. Must not know: rooms, pages.
+
+What the library does and does not do (1.5.1, measured), and what follows for this module:
+
+- It checks a destination against the metadata that was loaded, on this side only: a peer that has deregistered
+  memory is written to all the same, and one that has unmapped it crashes on TCP. The caller keeps memory mapped
+  while a manifest names it.
+- It never gives up: a write to a frozen peer stays in progress for ever, and neither releasing the request nor
+  forgetting the peer nor deregistering the memory stops it. So a deadline fails the transfer, `quiet_timeout_s`
+  later it ends not quiet, and only `close` (which destroys the agent, in milliseconds) ends it.
+- Posting blocks: 4 us an operation and up to 0.3 ms a MiB on TCP, since the first bytes are sent right there; one request over a
+  whole plan took up to 2 s. So a thread of this module posts and asks, in requests of up to 16 MiB with 64 MiB in flight, which
+  is about as fast as one request over everything; smaller ones are not (1 MiB with 8 MiB in flight: 0.7 of it). See `pump`.
+- Metadata of another life under a known name is refused and then drops the known one; names are drawn anew for each
+  agent.
+- A peer's death surfaces at once: at the next post or check, which raises.
+- Without a word in `ucx_tls`, two processes of one host talk by CMA: no network, `post` does the whole copy, and a
+  frozen peer is written to without noticing.
+- Device memory needs UCX's `cuda_copy` and `cuda_ipc`, which are added to `ucx_tls` where there is a GPU. Without them UCX takes
+  a device address for host memory. Each call is made with the memory's device as the thread's current one. The library's own
+  progress thread has none, and with `cuda_copy` it has been seen to crash in production (NIXL issue 2102, open at the time of
+  writing): on one host prefer `local`, which is also faster by far (VRAM to another process's DRAM: 0.5 GB/s here).
+- One request has one kind of memory on each side, so a batch becomes a request for each pair of kinds. Registrations and
+  descriptors carry the device.
+- It does not survive metadata that was made to break it, so a process apart reads it first (`nixl_check`). A read from a peer
+  that does not answer stays behind, with a descriptor, until the agent's end.
+- Nobody is authenticated: whoever has the metadata and reaches the port can read and write registered memory. Fence
+  it by the network.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.config.transports import NixlSettings
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.plan.operations import AddressArray, Operations
+from kvbridge.transport import extents
+from kvbridge.transport.base import (
+    Capabilities,
+    Connection,
+    Endpoint,
+    Memory,
+    Peer,
+    Steps,
+    Transfer,
+    TransferState,
+    Transport,
+)
+from kvbridge.transport.endpoints import read_endpoint
+from kvbridge.transport.nixl.agent import Descriptors, NixlAgent, Side, UnclearPostError
+from kvbridge.transport.nixl.check import check, check_again
+from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent, ProbeTarget, introduce
+from kvbridge.transport.nixl.pump import Pump, PumpedTransfer
+from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
+
+NAME = "nixl"
+KINDS = tuple(MemoryKind)
+
+
+class _Places:
+    """Of which kind and device the memory at an address is. Addresses have been checked against the extents before."""
+
+    def __init__(self, known: Sequence[NixlExtent]) -> None:
+        ordered = sorted(known, key=lambda extent: extent.address)
+        self._starts = np.array([extent.address for extent in ordered], dtype=np.uint64)
+        self._kinds = np.array([KINDS.index(extent.kind) for extent in ordered], dtype=np.uint8)
+        self._devices = np.array([extent.device for extent in ordered], dtype=np.uint64)
+
+    def of(self, addresses: AddressArray) -> tuple[npt.NDArray[np.uint8], AddressArray]:
+        """The kind (an index into `KINDS`) and the device of each address."""
+        found = np.searchsorted(self._starts, addresses, side="right") - 1
+        return self._kinds[found], self._devices[found]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NixlPeer(Peer):
+    """A remote agent whose metadata has been loaded and which has answered."""
+
+    transport_name: ClassVar[str] = NAME
+    agent: str
+    memory: extents.Extents
+    places: _Places
+    window: Window
+    transfers: weakref.WeakSet[PumpedTransfer]
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Requests of one call: one for each pair of memory kinds among its operations, without those that have ended."""
+
+    requests: list[int]
+    failure: str = ""
+    """The first thing that went wrong; the batch has ended once `requests` is empty."""
+    unclear: bool = False
+    """A further request may be under way, and there is nothing to ask after: the batch never ends."""
+    stalled: bool = False
+    """Has failed without having ended; no longer stands in the way of those behind it."""
+
+
+class _Writes:
+    """Submits the operations of one transfer. A batch's list shrinks with each request that has ended.
+
+    Only the oldest batch is asked after: they end in order on a connection, and each question takes the library's lock from
+    its progress thread.
+    """
+
+    def __init__(self, agent: NixlAgent, peer: NixlPeer, own: _Places, operations: Operations) -> None:
+        self._agent = agent
+        self._peer = peer
+        self._own = own
+        self._operations = operations
+        self._waiting: deque[_Batch] = deque()
+
+    def start(self, first: int, stop: int) -> _Batch:
+        batch = self._post(first, stop)
+        self._waiting.append(batch)
+        return batch
+
+    def check(self, handle: _Batch) -> Check:
+        if self._waiting and handle is not self._waiting[0] and not handle.stalled:
+            return PENDING
+        answer = self._check(handle)
+        if answer.progress is not Progress.PENDING and not handle.stalled:
+            self._waiting.popleft()
+            handle.stalled = answer.progress is Progress.STALLED
+        return answer
+
+    def _post(self, first: int, stop: int) -> _Batch:
+        part = self._operations[first:stop]
+        source_kinds, source_devices = self._own.of(part.source)
+        target_kinds, target_devices = self._peer.places.of(part.destination)
+        local = np.stack((part.source, part.length, source_devices), axis=1)
+        remote = np.stack((part.destination, part.length, target_devices), axis=1)
+        requests: list[int] = []
+        pairs = source_kinds * len(KINDS) + target_kinds
+        for pair in np.unique(pairs).tolist():
+            source, target = divmod(pair, len(KINDS))
+            rows = pairs == pair
+            sides: tuple[Side, Side] = ((KINDS[source], local[rows]), (KINDS[target], remote[rows]))
+            try:
+                requests.append(self._agent.post_write(self._peer.agent, *sides))
+            except UnclearPostError as error:
+                return _Batch(requests, str(error), unclear=True)
+            except TransportError as error:
+                if not requests:
+                    raise
+                return _Batch(requests, str(error))
+        return _Batch(requests)
+
+    def _check(self, handle: _Batch) -> Check:
+        for request in list(handle.requests):
+            progress, reason = self._agent.check(request)
+            if progress in {Progress.DONE, Progress.FAILED}:
+                handle.requests.remove(request)
+            if progress in {Progress.FAILED, Progress.STALLED}:
+                handle.failure = handle.failure or reason
+        if handle.unclear or (handle.failure and handle.requests):
+            return Check(Progress.STALLED, handle.failure)
+        if handle.failure:
+            return Check(Progress.FAILED, handle.failure)
+        return PENDING if handle.requests else DONE
+
+
+class NixlTransport(Transport):
+    """One agent. See the module for what it must not be trusted with."""
+
+    name: ClassVar[str] = NAME
+
+    def __init__(self, settings: NixlSettings, *, clock: Clock = monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._limits = WindowLimits(
+            operations=settings.window_operations,
+            bytes=settings.window_bytes,
+            quiet_timeout_s=settings.quiet_timeout_s,
+            batch_operations=settings.batch_operations,
+            batch_bytes=settings.batch_bytes,
+        )
+        self._memory = extents.Extents("this process")
+        self._registered: dict[int, NixlExtent] = {}
+        self._places = _Places(())
+        self._peers: set[NixlPeer] = set()
+        self._connecting: list[str] = []
+        """Agents that the library may know and that are not peers yet."""
+        self._pump = Pump(NAME)
+        self._agent = NixlAgent(settings)
+        self._probe_target = ProbeTarget(self._agent)
+
+    def __repr__(self) -> str:
+        return f"<NixlTransport {self._agent!r}: {self._memory}, {len(self._peers)} peers>"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Device memory depends on what UCX found."""
+        return Capabilities(
+            memory_kinds=self._agent.memory_kinds, max_operation_bytes=self._settings.max_operation_bytes
+        )
+
+    def register(self, memory: Sequence[Memory]) -> None:
+        """See `Transport.register`."""
+        self._agent.require_alive()
+        for part in memory:
+            if part.kind not in self._agent.memory_kinds:
+                raise RegistrationError(
+                    f"cannot register {part.label or 'memory'} at {part.address:#x}: UCX does not reach "
+                    f"'{part.kind}' memory here; "
+                    "install the nixl build for this host's CUDA release"
+                )
+        self._memory.add(extents.of(memory))
+        done: list[tuple[MemoryKind, Descriptors]] = []
+        try:
+            for kind, rows in _rows(memory):
+                self._agent.register(kind, rows)
+                done.append((kind, rows))
+        except TransportError as error:
+            self._memory.remove(extents.of(memory))
+            for kind, rows in done:
+                self._agent.deregister(kind, rows)
+            labels = ", ".join(sorted({part.label or "unnamed" for part in memory}))
+            raise RegistrationError(
+                f"{error} ({labels}); with InfiniBand raise the locked-memory limit (ulimit -l unlimited)"
+            ) from error
+        self._registered |= {part.address: _announced(part) for part in memory}
+        self._places = _Places(list(self._registered.values()))
+
+    def unregister(self, memory: Sequence[Memory]) -> None:
+        """See `Transport.unregister`. A peer that has this endpoint's older data can still write there."""
+        self._agent.require_alive()
+        self._memory.remove(extents.of(memory))
+        for part in memory:
+            del self._registered[part.address]
+        self._places = _Places(list(self._registered.values()))
+        for kind, rows in _rows(memory):
+            self._agent.deregister(kind, rows)
+
+    def endpoint(self) -> Endpoint:
+        """See `Transport.endpoint`."""
+        content = NixlEndpoint(
+            agent=self._agent.name,
+            metadata=self._agent.metadata(),
+            extents=tuple(self._registered.values()),
+        )
+        return Endpoint(transport=NAME, data=content.model_dump_json().encode())
+
+    def connect(self, endpoint: Endpoint) -> Connection:
+        """See `Transport.connect`. What a peer says of itself is read by a process apart first, once."""
+        return Connection(self._connect(endpoint))
+
+    def _connect(self, endpoint: Endpoint) -> Steps[NixlPeer]:
+        content = read_endpoint(endpoint, NAME, NixlEndpoint)
+        name = content.agent
+        if name == self._agent.name:
+            raise InvalidInputError("this is the transport's own endpoint; it cannot write to itself")
+        self._agent.require_alive()
+        yield from check(self._settings, content, self._agent.device, clock=self._clock)
+        timeout_s = self._settings.connect_timeout_s
+        self._connecting.append(name)
+        try:
+            yield from introduce(self._agent, content, self._probe_target, timeout_s=timeout_s, clock=self._clock)
+            known = self._connections(name)
+            peer = NixlPeer(
+                name,
+                extents.Extents(f"peer {name}", [(extent.address, extent.length_bytes) for extent in content.extents]),
+                _Places(content.extents),
+                known[0].window if known else Window(self._limits),
+                weakref.WeakSet(),
+            )
+            self._peers.add(peer)
+        except TransportError:
+            check_again(content)
+            raise
+        finally:
+            self._connecting.remove(name)
+            self._forget_unused(name)
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """See `Transport.disconnect`; transfers that are active after all are aborted; poll them to their end."""
+        known = self._known(peer)
+        for transfer in list(known.transfers):
+            transfer.abort("the peer was disconnected")
+        self._peers.discard(known)
+        self._forget_unused(known.agent)
+
+    def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
+        """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
+        self._agent.require_alive()
+        known = self._known(peer)
+        self._memory.require(operations.source, operations.length)
+        known.memory.require(operations.destination, operations.length)
+        if len(operations) and int(operations.length.max()) > self._settings.max_operation_bytes:
+            raise InvalidInputError(
+                f"an operation of {int(operations.length.max())} bytes is longer than max_operation_bytes "
+                f"({self._settings.max_operation_bytes}); cut it first"
+            )
+        writes = _Writes(self._agent, known, self._places, operations)
+        make = functools.partial(
+            WindowedTransfer,
+            operations,
+            writes,
+            known.window,
+            peer=f"peer {known.agent}",
+            deadline_s=deadline_s,
+            clock=self._clock,
+        )
+        transfer = PumpedTransfer(make, known.window)
+        self._pump.add(transfer)
+        known.transfers.add(transfer)
+        return transfer
+
+    def close(self) -> None:
+        """See `Transport.close`; takes milliseconds. Harmless when closed already."""
+        left = self._pump.close(timeout_s=self._settings.close_timeout_s)
+        self._agent.destroy()
+        for transfer in left:
+            transfer.end(TransferState.FAILED_QUIET, "the nixl transport was closed while this transfer was active")
+        self._peers.clear()
+
+    def _known(self, peer: Peer) -> NixlPeer:
+        if not isinstance(peer, NixlPeer) or peer not in self._peers:
+            raise InvalidInputError(f"{peer!r} is not connected to this nixl transport; connect it first")
+        return peer
+
+    def _connections(self, agent: str) -> list[NixlPeer]:
+        """More than one after a peer has registered more memory and was connected again."""
+        return [peer for peer in self._peers if peer.agent == agent]
+
+    def _forget_unused(self, agent: str) -> None:
+        if not self._connections(agent) and agent not in self._connecting:
+            self._agent.forget_peer(agent)
+
+
+def _announced(part: Memory) -> NixlExtent:
+    return NixlExtent(address=part.address, length_bytes=part.length_bytes, kind=part.kind, device=part.device)
+
+
+def _rows(memory: Sequence[Memory]) -> list[tuple[MemoryKind, Descriptors]]:
+    """Registrations, one list for each kind."""
+    found = []
+    for kind in KINDS:
+        rows = [(part.address, part.length_bytes, part.device) for part in memory if part.kind is kind]
+        if rows:
+            found.append((kind, np.array(rows, dtype=np.uint64)))
+    return found

@@ -1,0 +1,179 @@
+"""Digests that one rank computes: of what its orders send, and of what has arrived for a room.
+
+Owns: work that is under way, in slices so short that transfers in flight never wait long for the thread. Must not know:
+what anybody compares the digests with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.ids import MemoryKind, Tables
+from kvbridge.core.plan.crc32c import ChecksumArray, followed_by
+from kvbridge.core.plan.digest_sums import DigestSums
+from kvbridge.core.plan.digests import DigestPieces, digest_pieces, sent_groups
+from kvbridge.core.plan.operations import Section
+from kvbridge.core.plan.pairing import LayerGroup, Pairing, Stripe, held_groups
+from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.core.wire.worker_messages import Digested, Verified, Verify
+from kvbridge.kernels.digest import raw_checksums
+from kvbridge.worker.link import NodeLink
+from kvbridge.worker.transports import RankIdentity
+
+log = structlog.get_logger(__name__)
+
+SLICE_BYTES = 4 << 20
+"""Computed between two looks at the transfers: 0.3 ms on one core."""
+PIECE_BYTES = 2_048
+"""What a piece costs besides its bytes, as bytes."""
+COST_DIVISOR = {MemoryKind.DRAM: 1, MemoryKind.VRAM: 16}
+"""How much faster memory is read where it lies: a slice of device memory is one launch, and takes no longer."""
+
+
+class DigestWork:
+    """The digests of one section, computed slice by slice."""
+
+    def __init__(self, pieces: Iterator[DigestPieces], sums: DigestSums) -> None:
+        self.sums = sums
+        self._pieces = pieces
+        self._present: DigestPieces | None = None
+        self._checksums: list[ChecksumArray] = []
+        """Of the present pieces, as far as they have been read."""
+        self._read = 0
+
+    @classmethod
+    def of_order(
+        cls,
+        geometry: ModelGeometry,
+        pairings: list[Pairing],
+        section: Section,
+        source: Tables,
+        destination: Tables,
+    ) -> DigestWork:
+        """What a prefill rank sends of a section to all ranks of a peer."""
+        groups = sent_groups(pairings, section.layers)
+        return cls(digest_pieces(groups, section, source, destination), DigestSums.of_section(geometry, section))
+
+    @classmethod
+    def of_room(
+        cls, geometry: ModelGeometry, groups: tuple[LayerGroup, ...], section: Section, tables: Tables
+    ) -> DigestWork:
+        """What a decode rank has received; `section` is the whole request."""
+        return cls(digest_pieces(groups, section, tables, tables), DigestSums.of_section(geometry, section))
+
+    def step(self) -> bool:
+        """Compute one slice; whether that was the last. Raises UnsupportedError, and what `digest_pieces` raises."""
+        try:
+            return self._step()
+        except BridgeError:
+            raise
+        except Exception as error:  # one room's defect must not end the rank's other rooms
+            log.exception("digest_failed")
+            raise BridgeError(f"the digest failed with {type(error).__name__}: {error}; please report it") from error
+
+    def _step(self) -> bool:
+        left_bytes = SLICE_BYTES
+        while left_bytes > 0:
+            if self._present is None:
+                self._present = next(self._pieces, None)
+                if self._present is None:
+                    return True
+            left_bytes -= self._read_some(self._present, left_bytes)
+        return False
+
+    def _read_some(self, pieces: DigestPieces, most_bytes: int) -> int:
+        """Read present pieces, at least one, until `most_bytes` are used up; returns what was used."""
+        costs = np.cumsum(pieces.length[self._read :] + PIECE_BYTES) // COST_DIVISOR[pieces.memory]
+        count = max(1, int(np.searchsorted(costs, most_bytes, side="right")))
+        part = slice(self._read, self._read + count)
+        self._checksums.append(raw_checksums(pieces.address[part], pieces.length[part], pieces.memory, pieces.device))
+        self._read += count
+        if self._read == len(pieces):
+            values = followed_by(np.concatenate(self._checksums), pieces.behind)
+            self.sums.add(pieces.key, pieces.layer, pieces.page, values)
+            self._present, self._checksums, self._read = None, [], 0
+        return int(costs[count - 1])
+
+
+@dataclass(eq=False)
+class _Verification:
+    request: Verify
+    received_s: float
+    work: DigestWork | None = None
+    busy_s: float = 0.0
+
+
+class Verifications:
+    """The rooms of which this rank computes what has arrived, one after another."""
+
+    def __init__(self, identity: RankIdentity, link: NodeLink, *, clock: Clock) -> None:
+        self._identity = identity
+        self._link = link
+        self._clock = clock
+        self._waiting: deque[_Verification] = deque()
+        self._groups: dict[Stripe, tuple[LayerGroup, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take(self, request: Verify) -> None:
+        """Compute this when its turn comes."""
+        self._waiting.append(_Verification(request, self._clock()))
+
+    def step(self) -> bool:
+        """Compute one slice of the first; whether there was one. What a room's own data break is that room's failure."""
+        if not self._waiting:
+            return False
+        first = self._waiting[0]
+        begun_s = self._clock()
+        try:
+            if first.work is None:
+                first.work = self._begin(first.request)
+            done = first.work.step()
+        except BridgeError as error:
+            self._end(first, error)
+            return True
+        first.busy_s += self._clock() - begun_s
+        if done:
+            self._end(first)
+        return True
+
+    def _begin(self, request: Verify) -> DigestWork:
+        share = Stripe(request.host_index, request.host_count)
+        groups = self._groups.get(share)
+        if groups is None:
+            groups = held_groups(self._identity.geometry, self._identity.manifest, host_share=share)
+            self._groups = {share: groups}
+        whole = Section(
+            prompt_tokens=request.prompt_tokens,
+            prefix_tokens=request.prefix_tokens,
+            start_token=0,
+            stop_token=request.prompt_tokens,
+        )
+        return DigestWork.of_room(self._identity.geometry, groups, whole, tables_from_wire(request.tables))
+
+    def _end(self, ended: _Verification, error: BridgeError | None = None) -> None:
+        self._waiting.popleft()
+        room, generation, rank = ended.request.room, ended.request.generation, self._identity.rank
+        if error is None and ended.work is not None:
+            for part in ended.work.sums.parts():
+                self._link.send(Digested(room=room, generation=generation, rank=rank, digests=part))
+        self._link.send(
+            Verified(
+                room=room,
+                generation=generation,
+                rank=rank,
+                seconds={"verify": self._clock() - ended.received_s, "verify_busy": ended.busy_s},
+                error_code="" if error is None else error.code,
+                error="" if error is None else str(error)[:REASON_CHARS],
+            )
+        )

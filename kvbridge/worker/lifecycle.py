@@ -1,0 +1,150 @@
+"""How a rank worker comes to life, in a process of its own or in an engine's: hello, setup, memory, transports, service.
+
+Owns: that order, and the report of a failure on the way. Must not know: who started it, how its link is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from kvbridge.config.transports import TransportSettings
+from kvbridge.control.local import LocalClient
+from kvbridge.core.errors import BridgeError, DeadlineError
+from kvbridge.core.geometry.checks import check_manifest
+from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
+from kvbridge.core.ids import Rank
+from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
+from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat
+from kvbridge.core.wire.worker_messages import (
+    NodeToWorker,
+    Shutdown,
+    WorkerClosed,
+    WorkerFailed,
+    WorkerHello,
+    WorkerProgress,
+    WorkerSetup,
+    WorkerToNode,
+)
+from kvbridge.transport.base import Transport
+from kvbridge.transport.registry import create_transport
+from kvbridge.worker.loop import NodeLink, RankIdentity, RankWorker
+from kvbridge.worker.memory import WorkerMemory, bring_memory
+
+log = structlog.get_logger(__name__)
+
+CLOSE_ANSWER_S = 2.0
+"""A worker that has closed its transports waits so long for the node to have read that. Then it ends all the same, and the node
+waits for the end of its process."""
+
+
+def open_node_link(path: Path, name: str) -> LocalClient[NodeToWorker, WorkerToNode]:
+    """Connect to the node that listens for rank workers on `path`; used by the thread that serves the rank."""
+    client: LocalClient[NodeToWorker, WorkerToNode] = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
+    client.connect(path)
+    return client
+
+
+def serve_rank(
+    link: NodeLink,
+    rank: Rank,
+    *,
+    pid: int,
+    setup_timeout_s: float,
+    adopted: Sequence[Region] = (),
+    stopped: Callable[[], bool] = lambda: False,
+) -> None:
+    """Serve one rank until the node says Shutdown or `stopped()` is true. Returns then; raises what made it impossible.
+
+    `adopted` is the device memory that this process brings. A failure is reported to the node before it is raised.
+    """
+    link.send(WorkerHello(rank=rank, pid=pid, adopted=bool(adopted)))
+    worker: RankWorker | None = None
+    try:
+        setup = _setup(link, setup_timeout_s, stopped)
+        if setup is None:
+            return
+        with ExitStack() as stack:
+            memory = bring_memory(setup, adopted, stack, on_progress=partial(_report_progress, link, rank, stopped))
+            identity = _identity(setup, memory)
+            worker = RankWorker(identity, link, _factory(setup), transfer_timeout_s=setup.transfer_timeout_s, pid=pid)
+            worker.run(stopped)
+    except _StoppedError:
+        return
+    except Exception as error:
+        code = error.code if isinstance(error, BridgeError) else BridgeError.code
+        told = WorkerFailed(rank=rank, code=code, message=(str(error) or type(error).__name__)[:REASON_CHARS])
+        with suppress(BridgeError):  # the node may be what is gone
+            link.send(told)
+        raise
+    finally:
+        if adopted and (worker is None or worker.closed):
+            _say_closed(link, rank)
+
+
+def _say_closed(link: NodeLink, rank: Rank) -> None:
+    """Tell the node that nothing is left here that peers could write to, and wait until it has read that."""
+    try:
+        link.send(WorkerClosed(rank=rank))
+        deadline_s = time.monotonic() + CLOSE_ANSWER_S
+        while time.monotonic() < deadline_s:
+            if isinstance(link.receive(0.1), Shutdown):
+                return
+        log.warning("worker_end_unanswered", rank=str(rank), limit_s=CLOSE_ANSWER_S)
+    except BridgeError as error:  # the node is gone, or does not know us any more: nothing waits for this
+        log.info("worker_end_unheard", rank=str(rank), code=error.code, reason=str(error))
+
+
+def _setup(link: NodeLink, timeout_s: float, stopped: Callable[[], bool]) -> WorkerSetup | None:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s and not stopped():
+        match link.receive(0.1):
+            case WorkerSetup() as setup:
+                return setup
+            case Shutdown():
+                return None
+            case _:
+                link.send(Heartbeat())
+    if stopped():
+        return None
+    raise DeadlineError(f"the node did not answer the worker's hello within {timeout_s} s (timeouts.worker_start_s)")
+
+
+class _StoppedError(Exception):
+    """The worker was stopped while its memory was being registered, which takes minutes for a large pool."""
+
+
+def _report_progress(
+    link: NodeLink, rank: Rank, stopped: Callable[[], bool], done_bytes: int, total_bytes: int
+) -> None:
+    if stopped():
+        raise _StoppedError
+    link.send(WorkerProgress(rank=rank, done_bytes=done_bytes, total_bytes=total_bytes))
+
+
+def _identity(setup: WorkerSetup, memory: WorkerMemory) -> RankIdentity:
+    manifest = RankManifest(
+        fingerprint=fingerprint(setup.geometry),
+        rank=setup.rank,
+        pp_size=setup.pp_size,
+        tp_size=setup.tp_size,
+        regions=memory.regions,
+    )
+    check_manifest(manifest, setup.geometry)
+    settings = TransportSettings.model_validate_json(setup.transports)
+    order = tuple(str(name) for name in settings.order)
+    return RankIdentity(setup.geometry, manifest, memory.for_transports(), order, epoch=setup.epoch, made=memory.made)
+
+
+def _factory(setup: WorkerSetup) -> Callable[[str, int], Transport]:
+    settings = TransportSettings.model_validate_json(setup.transports)
+
+    def create(name: str, epoch: int) -> Transport:
+        return create_transport(name, settings, epoch=epoch)
+
+    return create

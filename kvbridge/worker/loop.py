@@ -1,0 +1,389 @@
+"""One rank at work: it owns a device's memory registrations and its transport agents, and executes orders.
+
+Owns: orders in flight, and when a connection or an agent may be given up. Decides nothing: which room, which tokens,
+whether and when is the node's business. Everything here runs on one thread, since one submitting thread an agent is
+what both libraries bear best.
+
+Life: hello, setup (map, register, report), then a loop that takes messages from the node and pushes transfers
+forward. When a transfer ends without being quiet, that is reported at once, and the transport that did it is replaced:
+what is new goes through its successor, what other peers have under way ends in peace, and then it is closed, which
+ends everything that it might still have been doing. Only then is a room of that transfer closed. An exception that is not
+an order's own ends the worker: its agents are torn down first, so its end is the proof that nothing moves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import structlog
+
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import BridgeError, ConflictError, NotReadyError, PeerError
+from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat, RankDescription
+from kvbridge.core.wire.worker_messages import (
+    CloseRoom,
+    ConnectPeer,
+    DisconnectPeer,
+    EndpointsRevoked,
+    NodeToWorker,
+    OpenRoom,
+    PeerConnected,
+    RenewEndpoints,
+    RevokeEndpoints,
+    RoomClosed,
+    Send,
+    Shutdown,
+    Verify,
+    WorkerProgress,
+    WorkerReady,
+)
+from kvbridge.pool.memory.stream_points import StreamPoints
+from kvbridge.transport.base import Transport
+from kvbridge.worker.digests import Verifications
+from kvbridge.worker.link import NodeLink
+from kvbridge.worker.orders import OpenedRoom, Order, RoomKey
+from kvbridge.worker.peers import ConnectedPeer, RankPeers
+from kvbridge.worker.transports import RankIdentity, RankTransports, TransportFactory
+
+__all__ = ["NodeLink", "RankIdentity", "RankWorker", "TransportFactory"]
+
+log = structlog.get_logger(__name__)
+
+IDLE_WAIT_S = 0.05
+"""How long the loop waits for a message while nothing is in flight."""
+CONNECTING_WAIT_S = 0.0005
+"""The same while peers are being connected or let go of."""
+BUSY_PAUSE_S = 0.0001
+"""How long it sleeps when transfers are in flight and none ended; sleeping beats spinning on few cores."""
+HEARTBEAT_INTERVAL_S = 1.0
+ACTIVE_ORDERS = 16
+"""Orders in flight to one peer; further ones wait, so that a burst of rooms cannot fill a library's queue."""
+MESSAGES_A_STEP = 64
+"""Messages that are taken before transfers are pushed forward again."""
+
+
+class RankWorker:
+    """Executes the node's orders for one rank. Not thread-safe; everything happens in `run` or `step`."""
+
+    def __init__(  # noqa: PLR0913 - the last two are for tests
+        self,
+        identity: RankIdentity,
+        link: NodeLink,
+        create_transport: TransportFactory,
+        *,
+        transfer_timeout_s: float,
+        pid: int,
+        clock: Clock = monotonic,
+        points: StreamPoints | None = None,
+    ) -> None:
+        self._identity = identity
+        self._link = link
+        self._transfer_timeout_s = transfer_timeout_s
+        self._pid = pid
+        self._clock = clock
+        self._transports = RankTransports(identity, create_transport, report=self._report_progress, clock=clock)
+        self._peers = RankPeers(identity, self._transports)
+        self._rooms: dict[RoomKey, OpenedRoom] = {}
+        self._closing: set[RoomKey] = set()
+        self._held: set[Transport] = set()
+        """Replaced agents whose endpoints still have to work, until RevokeEndpoints."""
+        self._revoking = 0
+        """The epoch before which nobody is to write any more, as long as that is not so; else 0."""
+        self._queued: list[Order] = []
+        self._active: list[Order] = []
+        self._verifications = Verifications(identity, link, clock=clock)
+        self._points = points or StreamPoints()
+        self._stopping = False
+        self._beaten_s = clock()
+        self.closed = False
+        """Whether every transport has been torn down."""
+
+    # ------------------------------------------------------------------ life
+
+    def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Build the transports, report ready and serve until told to shut down, or until `stopped()`."""
+        try:
+            for name in self._identity.transports:
+                self._transports.build(name)
+            self._report_ready()
+            while not self._stopping and not stopped():
+                self.step()
+        finally:
+            self.close()
+
+    def step(self) -> None:
+        """Take what the node sent, push every transfer forward once, and rest if nothing moved."""
+        self._beat()
+        busy = self._active or self._queued or self._verifications
+        self._receive(0.0 if busy else CONNECTING_WAIT_S if self._peers.busy else IDLE_WAIT_S)
+        if not self._advance() and (self._active or self._queued):
+            time.sleep(BUSY_PAUSE_S)
+
+    def _receive(self, wait_s: float) -> None:
+        for _ in range(MESSAGES_A_STEP):
+            message = self._link.receive(wait_s)
+            if message is None or self._stopping:
+                return
+            self._handle(message)
+            wait_s = 0.0
+
+    def _beat(self) -> None:
+        now_s = self._clock()
+        if now_s - self._beaten_s >= HEARTBEAT_INTERVAL_S:
+            self._beaten_s = now_s
+            self._link.send(Heartbeat())
+
+    def close(self) -> None:
+        """Tear every transport down; nothing of this worker moves a byte afterwards."""
+        with ExitStack() as stack:  # in reverse: whatever fails, the transports are closed
+            stack.callback(self._points.close)
+            stack.callback(self._transports.close)
+            self._peers.close()
+        self.closed = True
+
+    def __repr__(self) -> str:
+        return (
+            f"<RankWorker {self._identity.rank}: {len(self._peers)} peers, {len(self._rooms)} rooms, "
+            f"{len(self._active)} orders active, {len(self._queued)} queued>"
+        )
+
+    def _report_progress(self, done_bytes: int, total_bytes: int) -> None:
+        self._link.send(WorkerProgress(rank=self._identity.rank, done_bytes=done_bytes, total_bytes=total_bytes))
+
+    def _report_ready(self) -> None:
+        description = RankDescription(manifest=self._identity.manifest, endpoints=self._transports.endpoints())
+        self._link.send(
+            WorkerReady(
+                rank=self._identity.rank,
+                pid=self._pid,
+                description=description,
+                epoch=self._transports.epoch,
+                device=self._identity.made,
+            )
+        )
+
+    # ------------------------------------------------------------------ messages
+
+    def _handle(self, message: NodeToWorker) -> None:
+        match message:
+            case ConnectPeer():
+                self._connect(message)
+            case DisconnectPeer():
+                self._disconnect(message.peer)
+            case OpenRoom():
+                self._open_room(message)
+            case Send():
+                self._queued.append(Order(message, self._clock()))
+            case Verify():
+                self._verifications.take(message)
+            case CloseRoom():
+                self._close_room((message.room, message.generation))
+            case RenewEndpoints():
+                self._renew(message.epoch)
+            case RevokeEndpoints():
+                self._held.clear()
+                self._revoking = message.before_epoch
+            case Shutdown():
+                self._stopping = True
+            case _:
+                pass
+
+    def _open_room(self, message: OpenRoom) -> None:
+        key = message.room, message.generation
+        try:
+            source, destination = tables_from_wire(message.source), tables_from_wire(message.destination)
+        except BridgeError as error:  # which each of its orders will fail with
+            log.error("room_not_opened", room=message.room, code=error.code, reason=str(error))
+            self._rooms[key] = OpenedRoom(message, {}, {}, error)
+            return
+        self._rooms[key] = OpenedRoom(message, source, destination)
+
+    def _close_room(self, key: RoomKey) -> None:
+        self._closing.add(key)
+        for order in [*self._active, *self._queued]:
+            if order.key == key:
+                order.fail("aborted", "the room was closed")
+        self._confirm_closed(key)
+
+    def _confirm_closed(self, key: RoomKey) -> None:
+        """Answer RoomClosed once no order of a room that is being closed is left, or only such as are not quiet."""
+        left = [order for order in [*self._active, *self._queued] if order.key == key]
+        if key not in self._closing or not all(order.reported for order in left):
+            return
+        reason = ""
+        if left:
+            names = ", ".join(sorted({transport.name for order in left for transport in order.loud}))
+            reason = f"{names} would not become quiet; it is torn down when its other transfers have ended"
+        else:
+            self._closing.discard(key)
+            self._rooms.pop(key, None)
+        room, generation = key
+        rank = self._identity.rank
+        self._link.send(RoomClosed(room=room, generation=generation, rank=rank, quiet=not left, reason=reason))
+
+    # ------------------------------------------------------------------ peers
+
+    def _connect(self, message: ConnectPeer) -> None:
+        """Begin to connect. Every order is answered; what is under way to the peer as it was ends by itself."""
+        name = message.peer
+        if self._peers.cancel(name):
+            self._report_unconnected(name, PeerError("a later order has replaced this one"))
+        known = self._peers.get(name)
+        if known is not None and known.ranks == message.ranks:
+            self._report_connected(known)
+        else:
+            self._peers.begin(name, message.ranks)
+
+    def _disconnect(self, name: str) -> None:
+        """End the orders that go to a peer, and let go of it when they have ended."""
+        self._peers.cancel(name)
+        self._peers.retire(name)
+        for order in self._active:
+            if order.peer is not None and order.peer.name == name:
+                order.fail(PeerError.code, "the peer was disconnected")
+        for order in self._queued:
+            room = self._rooms.get(order.key)
+            if room is not None and room.opening.peer == name:
+                order.fail(PeerError.code, "the peer was disconnected")
+
+    def _tend_peers(self) -> None:
+        """Disconnect who is not used any more; go on connecting, and say who is connected."""
+        for name, found in self._peers.tend(lambda peer: any(order.peer is peer for order in self._active)):
+            if isinstance(found, ConnectedPeer):
+                self._report_connected(found)
+            else:
+                self._report_unconnected(name, found)
+
+    def _report_connected(self, peer: ConnectedPeer) -> None:
+        self._link.send(PeerConnected(rank=self._identity.rank, peer=peer.name, transports=peer.transports))
+
+    def _report_unconnected(self, name: str, error: BridgeError) -> None:
+        reason = str(error)[:REASON_CHARS]
+        self._link.send(PeerConnected(rank=self._identity.rank, peer=name, error_code=error.code, error=reason))
+
+    # ------------------------------------------------------------------ orders
+
+    def _advance(self) -> bool:
+        """Start queued orders, poll active ones, report what ended. Returns whether anything changed."""
+        self._tend_peers()
+        moved = self._start_queued()
+        for order in list(self._active):
+            if order.reported:
+                continue
+            ended = order.poll()
+            for transport in order.loud:
+                self._replace(transport)
+            if ended and order.digests is None:
+                self._report(order)
+                moved = True
+        self._tend_transports()
+        return self._digest_some() or moved
+
+    def _digest_some(self) -> bool:
+        """Compute one slice of digests for the oldest order that lacks some, and one of what has arrived."""
+        order = next((order for order in self._active if order.digests is not None), None)
+        if order is not None:
+            order.digest_some(self._clock)
+        return self._verifications.step() or order is not None
+
+    def _start_queued(self) -> bool:
+        """Start the orders whose peer is there and not too busy, in the order in which they came."""
+        waiting: list[Order] = []
+        orders, self._queued = self._queued, waiting
+        for order in orders:
+            if order.error_code or not self._must_wait(order):
+                self._start(order)
+            else:
+                waiting.append(order)
+        return len(waiting) < len(orders)
+
+    def _must_wait(self, order: Order) -> bool:
+        room = self._rooms.get(order.key)
+        if room is None:
+            return False
+        name = room.opening.peer
+        if self._peers.connecting(name) or not self._is_written(order):
+            return True
+        return sum(other.peer is not None and other.peer.name == name for other in self._active) >= ACTIVE_ORDERS
+
+    def _is_written(self, order: Order) -> bool:
+        """Whether the engine's GPU has written what the order reads. One that cannot be asked fails the order."""
+        try:
+            return self._points.reached(order.request.after)
+        except BridgeError as error:
+            order.fail(error.code, str(error))
+            return True
+
+    def _start(self, order: Order) -> None:
+        self._active.append(order)
+        if order.error_code:
+            return
+        room = self._rooms.get(order.key)
+        if room is None:
+            why = f"room {order.request.room} is not open on rank {self._identity.rank}"
+            order.fail(ConflictError.code, why)
+            return
+        if room.error is not None:
+            order.fail(room.error.code, f"the room cannot be opened: {room.error}")
+            return
+        peer = self._peers.get(room.opening.peer)
+        if peer is None:
+            why = f"rank {self._identity.rank} is not connected to peer {room.opening.peer}"
+            order.fail(NotReadyError.code, why)
+            return
+        order.start(room, peer, timeout_s=self._transfer_timeout_s, clock=self._clock)
+        order.begin_digests(self._identity.geometry, room)
+
+    def _report(self, order: Order) -> None:
+        """Say how an order ended. One that is not quiet stays active until its transport has been closed."""
+        order.reported = True
+        if not order.loud:
+            self._active.remove(order)
+        order.seconds["move"] = self._clock() - order.received_s - order.seconds.get("first_byte", 0.0)
+        for message in order.report(self._identity.rank):
+            self._link.send(message)
+        self._confirm_closed(order.key)
+
+    # ------------------------------------------------------------------ transports
+
+    def _replace(self, loud: Transport) -> None:
+        """Put another agent in the place of one that would not go quiet, and reach every peer by it."""
+        if not self._transports.current(loud):
+            return
+        name = loud.name
+        log.warning("transport_replaced", rank=str(self._identity.rank), transport=name, why="a transfer was not quiet")
+        self._transports.replace(name)
+        self._peers.replaced(loud)
+        self._report_ready()
+
+    def _renew(self, epoch: int) -> None:
+        """Give out endpoints of a later epoch. Peers that write by the earlier ones are not disturbed yet."""
+        if epoch <= self._transports.epoch:
+            return
+        log.info("endpoints_renewed", rank=str(self._identity.rank), epoch=epoch)
+        self._transports.renew(epoch)
+        self._peers.restart()
+        self._held.update(self._transports.retired)
+        self._report_ready()
+
+    def _tend_transports(self) -> None:
+        """Close replaced agents that have nothing left to do, and say when earlier endpoints are of no use any more."""
+        for transport in list(self._transports.retired):
+            if transport not in self._held and not any(order.uses(transport) for order in self._active):
+                self._close_retired(transport)
+        if self._revoking and self._transports.revoked(self._revoking):
+            self._link.send(EndpointsRevoked(rank=self._identity.rank, before_epoch=self._revoking))
+            self._revoking = 0
+
+    def _close_retired(self, transport: Transport) -> None:
+        log.info("transport_closed", rank=str(self._identity.rank), transport=transport.name)
+        self._transports.close_retired(transport)
+        self._peers.lose(transport)
+        for order in [order for order in self._active if transport in order.loud]:
+            order.lose(transport)
+            if order.reported and not order.loud:
+                self._active.remove(order)
+                self._confirm_closed(order.key)

@@ -1,0 +1,47 @@
+"""What a rank worker's process does from its start to its exit code. Loaded by `worker_process`, once that is safe from signals.
+
+Owns: logs, the connection to the node, what is left at the end. Must not know: what it serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+from pathlib import Path
+
+import structlog
+
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import Rank
+from kvbridge.telemetry.logs import LogFormat, configure_logs
+from kvbridge.transport.local.host import PROCESS_GATES
+from kvbridge.worker.lifecycle import open_node_link, serve_rank
+
+EXIT_FAILED = 3
+"""The worker could not serve; the reason was reported to the node."""
+
+log = structlog.get_logger(__name__)
+
+
+def serve(given: argparse.Namespace) -> int:
+    """Serve one rank until the node says Shutdown or is gone. Returns the exit code."""
+    configure_logs(role=f"worker pp{given.pp}.tp{given.tp}", level=given.log_level, form=_form(given.log_format))
+    rank = Rank(pp=given.pp, tp=given.tp)
+    link = open_node_link(Path(given.socket), f"worker-{rank}-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        serve_rank(link, rank, pid=os.getpid(), setup_timeout_s=given.setup_timeout_s)
+    except BridgeError as error:
+        log.error("worker_ends", rank=str(rank), code=error.code, reason=str(error))
+        return EXIT_FAILED
+    finally:
+        link.close()
+        PROCESS_GATES.remove_names()  # this process ends without the interpreter's exit handlers
+    return 0
+
+
+def _form(name: str) -> LogFormat:
+    if name == "auto":
+        return "console" if sys.stderr.isatty() else "json"
+    return "console" if name == "console" else "json"

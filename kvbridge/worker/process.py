@@ -1,0 +1,60 @@
+"""A rank worker as a process of its own: `python -m kvbridge.worker.process`. Started by its node's supervisor only.
+
+Owns: how long the process lives: as long as its node wants it, and no longer than its node. Must not know: what it does.
+
+It ends when the node says so, when the connection to the node ends, or with the node's process. Signals that end
+services are the node's: systemd sends SIGTERM to every process of a unit, a shell to a whole group, and rooms could
+not be drained if workers obeyed. So before anything is imported that takes time, they are ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+EXIT_ORPHANED = 4
+"""The node had ended before its worker could be bound to it."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve one rank until the node says Shutdown. Returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    given = _parse(arguments)
+    _die_with_parent(given.parent)
+    from kvbridge.worker.main import serve  # noqa: PLC0415 - takes a second, in which no signal may end us
+
+    return serve(given)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kvbridge rank worker")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--pp", type=int, required=True)
+    parser.add_argument("--tp", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--setup-timeout-s", type=float, required=True)
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="json")
+    return parser.parse_args(arguments)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill us when the node ends, however it ends: nobody may go on writing to its peers' memory.
+
+    The kernel means the thread that started us: the node's main thread, where its event loop runs.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(EXIT_ORPHANED)
+
+
+if __name__ == "__main__":
+    # Both transfer libraries run threads of their own that do not like the interpreter's orderly end.
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,540 @@
+"""The desk over a real page book: waiting, caps, hints, cancels, and what it looks like from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable
+
+import pytest
+import pytest_asyncio
+
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import (
+    BridgeError,
+    CapacityError,
+    ClientLimitError,
+    ConflictError,
+    InvalidInputError,
+    NotReadyError,
+)
+from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.session.states import RoomState
+from kvbridge.node.admission.controller import AdmissionDesk, AdmissionLimits, ClientCaps
+from kvbridge.node.admission.pressure import Reservation
+from kvbridge.pool.accounts.book import Owner, PageBook
+from tests.helpers.rooms import CountingObserver
+
+pytestmark = pytest.mark.asyncio
+
+FULL = IndexSpace.FULL
+PAGES = 8
+LONG_S = 20.0
+
+
+class Rooms:
+    """Rooms whose pages are their prompt tokens."""
+
+    def __init__(self, book: PageBook) -> None:
+        self.book = book
+        self.used: Counter[str] = Counter()
+        self.clients: dict[int, str] = {}
+        self.lacking = ""
+        self.admitted: list[int] = []
+        self.reserved: list[Reservation] = []
+
+    def missing(self) -> str:
+        return self.lacking
+
+    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
+        if self.lacking:
+            raise NotReadyError(self.lacking)
+        if request.room in self.clients:
+            raise ConflictError(f"room {request.room} is in flight")
+        demand = {FULL: request.prompt_tokens}
+        self.book.require_possible(demand)
+        return demand
+
+    def admit_now(self, request: AdmissionRequest) -> RoomReport:
+        demand = self.demand(request)
+        room = request.room or 1_000 + len(self.admitted)
+        self.book.reserve(Owner(room, 1), demand)
+        self.clients[room] = request.client
+        self.used[request.client] += 1
+        self.admitted.append(room)
+        return self.report(room)
+
+    def in_use(self) -> Counter[str]:
+        return self.used
+
+    def not_begun(self) -> list[Reservation]:
+        return self.reserved
+
+    def end(self, room: int) -> None:
+        self.used[self.clients.pop(room)] -= 1
+        self.book.free(Owner(room, 1))
+
+    def report(self, room: int) -> RoomReport:
+        return RoomReport(room=room, generation=1, role=Role.PREFILL, state=RoomState.ADMITTED, prompt_tokens=1)
+
+    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
+        return self.report(room)
+
+    async def cancel(self, room: int, reason: str) -> RoomReport:
+        self.end(room)
+        return self.report(room)
+
+
+class Bench:
+    def __init__(self, **limits: object) -> None:
+        self.clock = ManualClock(100.0)
+        self.book = PageBook({FULL: PAGES})
+        self.rooms = Rooms(self.book)
+        self.observer = CountingObserver()
+        self.ready_changes = 0
+        self.desk = AdmissionDesk(
+            self.rooms,
+            self.book,
+            limits=AdmissionLimits(**limits),  # type: ignore[arg-type]
+            observer=self.observer,
+            on_readiness=self.changed,
+            clock=self.clock,
+            draw=lambda: 0.0,
+        )
+        self.tasks: list[asyncio.Task[RoomReport]] = []
+
+    def changed(self) -> None:
+        self.ready_changes += 1
+
+    def now(self, room: int, pages: int = 1, client: str = "") -> RoomReport:
+        return self.desk.admit_now(AdmissionRequest(room=room, prompt_tokens=pages, client=client))
+
+    async def waits(
+        self, room: int, pages: int = 1, client: str = "", wait_s: float = LONG_S
+    ) -> asyncio.Task[RoomReport]:
+        """Hand a request in that waits, and let it come to wait (or to its answer)."""
+        request = AdmissionRequest(room=room, prompt_tokens=pages, client=client, wait_s=wait_s)
+        task = asyncio.ensure_future(self.desk.admit(request))
+        self.tasks.append(task)
+        await turn()
+        return task
+
+    @property
+    def free(self) -> int:
+        return self.book.free_pages()[FULL]
+
+
+async def turn() -> None:
+    """Let everything happen that is due."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def refused(code: str, call: Awaitable[object]) -> BridgeError:
+    with pytest.raises(BridgeError) as caught:
+        await asyncio.wait_for(call, 5)
+    assert caught.value.code == code
+    return caught.value
+
+
+@pytest_asyncio.fixture
+async def made():
+    benches: list[Bench] = []
+
+    def make(**limits: object) -> Bench:
+        benches.append(Bench(**limits))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        for task in bench.tasks:
+            task.cancel()
+        await asyncio.gather(*bench.tasks, return_exceptions=True)
+        assert bench.desk.waiting == 0
+        bench.book.check_integrity()
+
+
+# ------------------------------------------------------------------------------------------- waiting
+
+
+async def test_what_fits_is_admitted_at_once(made):
+    bench = made()
+    bench.now(1, 3)
+    assert (await bench.waits(2, 5)).done()
+    assert bench.rooms.admitted == [1, 2]
+    assert bench.observer.waits == []
+
+
+async def test_who_waits_is_admitted_when_pages_become_free(made):
+    bench = made()
+    bench.now(1, PAGES)
+    task = await bench.waits(2, 4)
+    assert not task.done()
+    bench.clock.advance(3)
+    bench.rooms.end(1)
+    assert (await asyncio.wait_for(task, 5)).room == 2
+    assert bench.observer.waits == [("admitted", 3.0)]
+    assert bench.free == 4
+
+
+async def test_pages_are_given_after_the_call_that_freed_them(made):
+    bench = made()
+    bench.now(1, PAGES)
+    await bench.waits(2)
+    bench.rooms.end(1)
+    assert bench.rooms.admitted == [1]
+    await turn()
+    assert bench.rooms.admitted == [1, 2]
+
+
+async def test_clients_are_admitted_in_fair_order(made):
+    bench = made()
+    for room in range(1, PAGES + 1):
+        bench.now(room, client="greedy")
+    for room in (11, 12, 13):
+        await bench.waits(room, client="greedy")
+    for room in (21, 22):
+        await bench.waits(room, client="modest")
+    for room in range(1, 6):
+        bench.rooms.end(room)
+        await turn()
+    assert bench.rooms.admitted[PAGES:] == [21, 22, 11, 12, 13]
+
+
+async def test_who_waits_too_long_is_refused_with_the_limit(made):
+    bench = made()
+    bench.now(1, 6)
+    error = await refused("capacity", await bench.waits(2, 4, wait_s=0.01))
+    assert "0.01 s (limit: the request's wait_s" in str(error)
+    assert "4 of 'full' (2 free)" in str(error)
+    assert error.lacking == {FULL: 2}
+    assert bench.observer.refusals == {"wait_timeout": 1}
+    assert bench.observer.waits[0][0] == "timeout"
+    assert bench.desk.waiting == 0
+
+
+async def test_a_request_that_does_not_wait_does_not_pass(made):
+    bench = made()
+    bench.now(1, 6)
+    await bench.waits(2, 4)
+    with pytest.raises(CapacityError, match="1 requests wait for pages of 'full' before this one"):
+        bench.now(3, 1)
+    await refused("capacity", bench.desk.admit(AdmissionRequest(room=3, prompt_tokens=1)))
+    bench.rooms.end(1)
+    await turn()
+    bench.now(3, 1)
+    assert bench.rooms.admitted == [1, 2, 3]
+
+
+async def test_a_small_one_that_waits_may_pass_only_so_often(made):
+    bench = made(max_overtakes=2)
+    bench.now(1, 4)
+    large = await bench.waits(2, PAGES, client="large")
+    small = [await bench.waits(room, client="small") for room in (3, 4, 5)]
+    assert [task.done() for task in small] == [True, True, False]
+    for room in (3, 4, 1):
+        bench.rooms.end(room)
+        await turn()
+    assert large.done()
+    assert not small[2].done()
+
+
+async def test_who_waited_and_leaves_makes_way(made):
+    bench = made(max_overtakes=0)
+    bench.now(1, 4)
+    large = await bench.waits(2, PAGES, client="large")
+    small = await bench.waits(3, client="small")
+    assert not small.done()
+    large.cancel()
+    assert (await asyncio.wait_for(small, 5)).room == 3
+    assert bench.observer.waits[0][0] == "left"
+
+
+async def test_a_caller_cancelled_after_its_admission_leaves_no_room(made):
+    bench = made()
+    bench.now(1, PAGES)
+    task = await bench.waits(2, 4)
+    bench.rooms.end(1)
+    bench.desk.tick()
+    assert bench.rooms.admitted == [1, 2]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.free == PAGES
+    assert not bench.rooms.clients
+
+
+async def test_a_room_id_taken_meanwhile_is_a_conflict_for_the_second(made):
+    bench = made()
+    bench.now(1, PAGES)
+    first, second, third = [await bench.waits(room) for room in (2, 2, 3)]
+    bench.rooms.end(1)
+    assert (await asyncio.wait_for(first, 5)).room == 2
+    await refused("conflict", second)
+    assert (await asyncio.wait_for(third, 5)).room == 3
+    assert bench.observer.refusals == {"conflict": 1}
+
+
+async def test_what_can_never_be_served_does_not_wait(made):
+    bench = made(max_wait_s=5)
+    bench.now(1, PAGES)
+    error = await refused("invalid_input", await bench.waits(2, wait_s=5.5))
+    assert "admission.max_wait_s" in str(error)
+    await bench.waits(3, wait_s=5)
+    await refused("invalid_input", await bench.waits(4, PAGES + 1, wait_s=5))
+    bench.rooms.lacking = "a worker is starting"
+    await refused("not_ready", await bench.waits(5, wait_s=5))
+    assert bench.desk.waiting == 1
+
+
+async def test_while_workers_are_away_everybody_waits_on(made):
+    bench = made()
+    bench.now(1, PAGES)
+    task = await bench.waits(2)
+    bench.rooms.lacking = "a worker is starting"
+    bench.rooms.end(1)
+    await turn()
+    assert not task.done()
+    bench.rooms.lacking = ""
+    bench.desk.tick()
+    assert (await asyncio.wait_for(task, 5)).room == 2
+
+
+async def test_the_queue_is_bounded(made):
+    bench = made(max_waiting=1)
+    bench.now(1, PAGES)
+    await bench.waits(2)
+    error = await refused("capacity", await bench.waits(3))
+    assert "admission.max_waiting" in str(error)
+    assert bench.observer.refusals == {"queue_full": 1}
+
+
+async def test_the_end_refuses_everybody_who_waits(made):
+    bench = made()
+    bench.now(1, PAGES)
+    tasks = [await bench.waits(room) for room in (2, 3)]
+    bench.desk.close("the daemon is shutting down")
+    for task in tasks:
+        assert "shutting down" in str(await refused("not_ready", task))
+
+
+# ------------------------------------------------------------------------------------------- caps
+
+
+async def test_a_client_at_its_cap_is_refused_whatever_is_free(made):
+    bench = made(client=ClientCaps(max_rooms=2), clients={"vip": ClientCaps(max_rooms=3)})
+    for room in (1, 2):
+        bench.now(room, client="a")
+    with pytest.raises(
+        ClientLimitError, match=r"client 'a' has 2 rooms and 0 waiting .*admission.client_max_rooms is 2"
+    ):
+        bench.now(3, client="a")
+    for room in (3, 4, 5):
+        bench.now(room, client="vip")
+    with pytest.raises(ClientLimitError, match=r"admission.clients.vip.max_rooms is 3"):
+        bench.now(6, client="vip")
+    bench.now(6)
+    bench.rooms.end(1)
+    bench.now(7, client="a")
+    assert bench.observer.refusals == {"client_limit": 2}
+    assert ClientLimitError.http_status == 429
+
+
+async def test_rooms_and_waiting_requests_share_the_cap(made):
+    bench = made(client=ClientCaps(max_rooms=2))
+    bench.now(1, PAGES, client="a")
+    task = await bench.waits(2, client="a")
+    await refused("client_limit", await bench.waits(3, client="a"))
+    await bench.waits(4, client="b")
+    bench.rooms.end(1)
+    await turn()
+    assert task.done()
+    assert bench.rooms.used["a"] == 1
+
+
+async def test_a_client_may_have_so_many_waiting(made):
+    bench = made(client=ClientCaps(max_waiting=1))
+    bench.now(1, PAGES, client="a")
+    await bench.waits(2, client="a")
+    error = await refused("client_limit", await bench.waits(3, client="a"))
+    assert "1 waiting requests on this daemon, as many as it may (admission.client_max_waiting is 1)" in str(error)
+    await bench.waits(4, client="b")
+    assert bench.desk.waiting == 2
+
+
+# ------------------------------------------------------------------------------------------- when to come back
+
+
+def churn(bench: Bench, *, every_s: float, times: int) -> None:
+    """Rooms of one page end at a steady rate; the pool is full before and after."""
+    for number in range(times):
+        bench.clock.advance(every_s)
+        bench.rooms.end(100 + number)
+        bench.now(100 + PAGES + number)
+
+
+async def test_a_refusal_says_when_the_pages_will_be_there(made):
+    bench = made()
+    for room in range(100, 100 + PAGES):
+        bench.now(room)
+    churn(bench, every_s=0.5, times=200)
+    with pytest.raises(CapacityError) as caught:
+        bench.now(1, 6)
+    assert caught.value.retry_after_s == pytest.approx(3.0, rel=0.1)
+    bench.clock.advance(0.5)
+    await bench.waits(2, 4)
+    with pytest.raises(CapacityError) as caught:
+        bench.now(1, 6)
+    assert caught.value.retry_after_s == pytest.approx(5.0, rel=0.1), "four more have to come free for who waits"
+
+
+async def test_a_client_is_told_when_one_of_its_rooms_will_end(made):
+    bench = made(client=ClientCaps(max_rooms=PAGES))
+    for room in range(100, 100 + PAGES):
+        bench.now(room)
+    churn(bench, every_s=0.5, times=100)
+    with pytest.raises(ClientLimitError) as caught:
+        bench.now(1)
+    assert caught.value.retry_after_s == pytest.approx(0.5, rel=0.1)
+
+
+def not_begun(*ends_in_s: float, client: str = "") -> list[Reservation]:
+    return [Reservation(seconds, {FULL: 1}, client) for seconds in ends_in_s]
+
+
+@pytest.mark.parametrize(
+    ("pages", "full_for_s", "expected_s"),
+    [(1, 15.0, 7.0), (2, 15.0, 9.0), (1, 3.0, 3.0), (3, 15.0, 15.0)],
+    ids=["the first ends", "two end", "others may end sooner", "not enough of them"],
+)
+async def test_a_refusal_names_the_rooms_that_nobody_has_begun_and_their_end(made, pages, full_for_s, expected_s):
+    bench = made()
+    bench.now(1, PAGES)
+    with pytest.raises(CapacityError):
+        bench.now(2)  # from here on it is known that nothing is released
+    bench.clock.advance(full_for_s)
+    bench.rooms.reserved = not_begun(7.0, 9.0)
+    with pytest.raises(CapacityError) as caught:
+        bench.now(2, pages)
+    assert caught.value.retry_after_s == pytest.approx(expected_s)
+    assert "2 rooms there have been begun by no prefill engine, the first ends in 7.0 s" in str(caught.value)
+
+
+async def test_a_client_at_its_cap_is_told_when_its_own_room_ends(made):
+    bench = made(client=ClientCaps(max_rooms=1))
+    bench.now(1, client="a")
+    with pytest.raises(ClientLimitError):
+        bench.now(2, client="a")
+    bench.clock.advance(25)
+    bench.rooms.reserved = [*not_begun(3.0, client="b"), *not_begun(7.0, client="a")]
+    with pytest.raises(ClientLimitError, match=r"1 rooms there have been begun by no .* ends in 7\.0 s") as caught:
+        bench.now(2, client="a")
+    assert caught.value.retry_after_s == pytest.approx(7.0)
+
+
+async def test_pages_of_an_ending_room_come_soon_and_quarantined_ones_do_not(made):
+    bench = made()
+    bench.now(9)
+    bench.book.expect_free(Owner(9, 1))
+    bench.clock.advance(0.25)
+    bench.rooms.end(9)
+    bench.now(1, PAGES)
+    bench.clock.advance(20)
+    bench.book.expect_free(Owner(1, 1))
+    with pytest.raises(CapacityError) as caught:
+        bench.now(2)
+    assert caught.value.retry_after_s == pytest.approx(0.25)
+    bench.book.quarantine(Owner(1, 1), "a worker that does not answer")
+    with pytest.raises(CapacityError, match="8 quarantined") as caught:
+        bench.now(2)
+    assert caught.value.retry_after_s == pytest.approx(20)
+
+
+# ------------------------------------------------------------------------------------------- starvation
+
+
+async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
+    bench = made(unready_after_s=30)
+    bench.now(1, 5)
+    bench.now(2, 3)
+    bench.book.quarantine(Owner(2, 1), "worker pp0.tp0 is silent")
+    bench.desk.tick()
+    bench.clock.advance(29.9)
+    bench.desk.tick()
+    assert (bench.desk.problem(), bench.ready_changes) == ("", 0)
+    bench.clock.advance(0.1)
+    bench.desk.tick()
+    assert bench.desk.problem() == (
+        "nothing could be admitted for 30 s (limit: admission.unready_after_s): space 'full' has no free page of 8 "
+        "(5 held, 3 quarantined); quarantined for: worker pp0.tp0 is silent"
+    )
+    assert (bench.ready_changes, bench.desk.starved_s()) == (1, 30.0)
+    bench.rooms.end(1)
+    assert (bench.desk.problem(), bench.ready_changes, bench.desk.starved_s()) == ("", 2, 0.0), (
+        "at once, without a tick"
+    )
+
+
+async def test_a_full_pool_whose_rooms_come_and_go_is_ready(made):
+    bench = made(unready_after_s=30)
+    bench.now(1, PAGES)
+    for room in range(2, 10):
+        bench.desk.tick()
+        await bench.waits(room, PAGES)
+        bench.clock.advance(20)
+        bench.desk.tick()
+        bench.rooms.end(room - 1)
+        await turn()
+        bench.desk.tick()
+        assert bench.rooms.admitted[-1] == room
+        assert bench.desk.problem() == ""
+
+
+# ------------------------------------------------------------------------------------------- what is shown
+
+
+async def test_what_operators_see(made):
+    bench = made(client=ClientCaps(max_rooms=5))
+    bench.now(1, PAGES, client="a")
+    await bench.waits(2, client="b")
+    await bench.waits(3, client="b")
+    bench.clock.advance(1.5)
+    shown = bench.desk.status()
+    assert (shown["waiting"], shown["oldest_wait_s"], bench.desk.oldest_wait_s()) == (2, 1.5, 1.5)
+    assert shown["clients"] == [
+        {"client": "b", "rooms": 0, "waiting": 2, "head_waits_s": 1.5, "max_rooms": 5, "max_waiting": 0},
+        {"client": "a", "rooms": 1, "waiting": 0, "head_waits_s": 0.0, "max_rooms": 5, "max_waiting": 0},
+    ]
+    assert repr(bench.desk) == (
+        "<AdmissionDesk <admission queue: 2 waiting of 1 clients, 0 heads firm>, starved for 0.0 s>"
+    )
+
+
+async def test_status_is_bounded(made):
+    bench = made()
+    bench.now(1, PAGES)
+    for room in range(2, 62):
+        await bench.waits(room, client=f"client{room}")
+    assert len(bench.desk.status()["clients"]) == 20
+    assert bench.desk.waiting == 60
+
+
+async def test_input_errors_are_counted_and_keep_their_kind(made):
+    bench = made()
+    with pytest.raises(InvalidInputError):
+        bench.now(1, PAGES + 1)
+    assert bench.observer.refusals == {"invalid_input": 1}
+
+
+async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours():
+    book = PageBook({FULL: PAGES})
+    rooms = Rooms(book)
+    desk = AdmissionDesk(rooms, book, limits=AdmissionLimits(max_rooms=2), observer=CountingObserver())
+    for room in (1, 2):
+        desk.admit_now(AdmissionRequest(room=room, prompt_tokens=1))
+    for wait_s in (0.0, 0.01):
+        with pytest.raises(CapacityError, match=r"has 2 rooms, as many as it may \(admission.max_rooms\)"):
+            await desk.admit(AdmissionRequest(room=3, prompt_tokens=1, wait_s=wait_s))
+    rooms.end(1)
+    assert (await desk.admit(AdmissionRequest(room=3, prompt_tokens=1))).room == 3

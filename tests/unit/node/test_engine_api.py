@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.core.errors import NotReadyError
+from kvbridge.core.ids import IndexSpace, PageTable, Role
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.engine_messages import (
+    AbortRoom,
+    Accepted,
+    Admit,
+    Attach,
+    Attached,
+    Begin,
+    Claim,
+    Detach,
+    Detached,
+    Extend,
+    Finish,
+    Pages,
+    Provide,
+    Publish,
+    Refused,
+    Release,
+    RoomEvent,
+)
+from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
+from kvbridge.node.admission.controller import AdmissionDesk, AdmissionLimits
+from kvbridge.node.engine_api import DecodeDoor, PrefillDoor
+from tests.helpers.rooms import (
+    ADDRESS,
+    DECODE,
+    GEOMETRY,
+    PAGE,
+    PREFILL,
+    R0,
+    R1,
+    ReceiverBench,
+    SenderBench,
+    full_amounts,
+    pick,
+)
+
+TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([4, 5], dtype=np.int32))})
+
+
+class Door:
+    """A door in front of a bench's service, whose engines are those attached here."""
+
+    def __init__(self, kind, bench, ranks=(R0,)) -> None:
+        self.bench = bench
+        self.messages: list[tuple[str, object]] = []
+        self.ready = True
+        desk = AdmissionDesk(bench.service, bench.book, limits=AdmissionLimits(), observer=bench.observer)
+        self.door = kind(
+            lambda: bench.service,
+            lambda: desk,
+            send=lambda engine, message: self.messages.append((engine, message)),
+            pid=lambda engine: 77,
+            describe=self.describe,
+            ranks=ranks,
+        )
+
+    def describe(self, call: int, ranks) -> Attached:
+        if not self.ready:
+            raise NotReadyError("memory is being created", retry_after_s=7)
+        return Attached(
+            call=call, instance="i", incarnation="x", geometry=GEOMETRY, ranks=ranks, layers={}, pp_size=1, tp_size=1
+        )
+
+    def call(self, message, engine: str = "engine"):
+        self.door.handle(engine, message)
+        return self.messages[-1][1]
+
+    def attach(self, engine: str = "engine", role: Role | None = None, ranks=()) -> object:
+        return self.call(Attach(call=1, role=role or self.door.role, ranks=ranks), engine)
+
+
+def prefill(**fields) -> Door:
+    return Door(PrefillDoor, SenderBench(**fields), fields.get("ranks", (R0,)))
+
+
+def decode(**fields) -> Door:
+    bench = ReceiverBench(**fields)
+    bench.nodes.know()
+    return Door(DecodeDoor, bench)
+
+
+def test_an_engine_attaches_for_ranks_of_this_node():
+    door = prefill(ranks=(R0, R1))
+    answer = door.attach(ranks=(R1,))
+    assert isinstance(answer, Attached)
+    assert door.door.serving() == {"engine"}
+    assert door.door.engines()[0].ranks == (R1,)
+    assert door.attach("b").ranks == (R0, R1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({"role": Role.DECODE}, "this is a prefill daemon"), ({"ranks": (R1,)}, "do not live on this node")],
+)
+def test_an_attach_that_does_not_fit_is_refused(fields, text):
+    door = prefill()
+    refused = door.attach(**fields)
+    assert isinstance(refused, Refused)
+    assert text in refused.message
+    assert door.door.serving() == frozenset()
+
+
+def test_a_daemon_that_is_not_ready_says_when_to_come_again():
+    door = prefill()
+    door.ready = False
+    refused = door.attach()
+    assert (refused.code, refused.retry_after_s) == ("not_ready", 7)
+    assert door.door.serving() == frozenset()
+
+
+def test_calls_before_attach_unknown_calls_and_heartbeats():
+    door = prefill()
+    refused = door.call(Begin(call=4, room=1, prompt_tokens=1))
+    assert (refused.call, refused.code) == (4, "conflict")
+    door.attach()
+    assert "does not know the call 'Claim'" in door.call(Claim(call=5, room=1)).message
+    count = len(door.messages)
+    door.door.handle("engine", Heartbeat())
+    assert len(door.messages) == count
+    other = decode()
+    other.attach()
+    assert "does not know the call 'Begin'" in other.call(Begin(call=5, room=1, prompt_tokens=1)).message
+
+
+def test_the_prefill_verbs():
+    door = prefill()
+    door.attach()
+    assert door.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE)) == Accepted(call=2)
+    pages = door.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
+    assert isinstance(pages, Pages)
+    assert pages.tables == to_wire(door.bench.service.rooms.get(1).tables)
+    door.bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=TABLES))
+    assert door.call(Publish(call=4, room=1, upto_token=2 * PAGE)) == Accepted(call=4)
+    assert door.call(Finish(call=5, room=1, metadata=b"m")) == Accepted(call=5)
+    assert door.call(AbortRoom(call=6, room=1, reason="x" * 4_000)) == Accepted(call=6)
+    assert door.bench.service.report(1).state is RoomState.ABORTING
+    refused = door.call(Publish(call=7, room=1, upto_token=2 * PAGE))
+    assert (refused.call, refused.code) == (7, "conflict")
+    assert len(refused.message) <= 4_000
+
+
+def test_the_decode_verbs():
+    door = decode()
+    door.attach()
+    door.bench.engines.names = set()
+    door.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+    refused = door.call(Claim(call=2, room=1))
+    assert refused.code == "conflict"
+    amounts = full_amounts(2 * PAGE)
+    done = Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={"move": 1.0}, metadata=b"first token")
+    door.bench.service.done(PREFILL, done)
+    pages = door.call(Claim(call=3, room=1))
+    assert (pages.metadata, pages.amounts) == ({"pp0.tp0": b"first token"}, amounts)
+    assert pages.phases_s["move"] == 1.0
+    extended = door.call(Extend(call=4, room=1, tokens=3 * PAGE))
+    assert len(extended.tables[0].ids) == 3 * 4
+    assert door.call(Release(call=5, room=1)) == Accepted(call=5)
+    assert door.bench.free == 16
+    assert door.call(AbortRoom(call=6, room=1, reason="late")) == Accepted(call=6)
+    assert door.call(Claim(call=7, room=1)).code == "room_failed"
+    assert door.call(Claim(call=8, room=2)).code == "unknown_room"
+
+
+def test_malformed_tables_are_refused():
+    door = decode(adopted=True)
+    door.attach()
+    door.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+    bad = WireTable(space=IndexSpace.FULL, ids=b"abc")
+    refused = door.call(Provide(call=2, room=1, tables=(bad,)))
+    assert (refused.code, "malformed" in refused.message) == ("invalid_input", True)
+    assert door.call(Provide(call=3, room=1, tables=TABLES)) == Accepted(call=3)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_is_gone_is_told_to_the_rooms_once(role):
+    door = prefill() if role == "prefill" else decode()
+    told: list[str] = []
+    door.bench.service.engine_gone = lambda engine, reason, followed: bool(told.append(reason))
+    door.attach()
+    door.door.gone("engine", "killed", followed=True)
+    door.door.gone("engine", "killed", followed=True)
+    assert told == ["killed"]
+    assert door.door.serving() == frozenset()
+    assert door.door.engines() == [], "no page waits for it"
+
+
+def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
+    door = prefill()
+    door.attach()
+    door.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
+    door.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
+    assert door.door.gone("engine", "its connection has ended", followed=True)
+    assert door.bench.service.report(1).state is RoomState.FAILED
+    assert door.bench.free == 14
+    [left] = door.door.engines()
+    assert (left.pid, left.gone) == (77, "its connection has ended; its process has not ended")
+    refused = door.attach()
+    assert (refused.code, "take another name" in refused.message) == ("conflict", True)
+    door.door.ended("engine")
+    door.door.ended("engine")
+    assert door.bench.free == 16
+    assert door.door.engines() == []
+    assert isinstance(door.attach(), Attached)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_detaches_waits_for_nothing(role):
+    door = prefill() if role == "prefill" else decode()
+    door.attach()
+    if role == "prefill":
+        door.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
+        door.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
+    else:
+        door.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+        amounts = full_amounts(2 * PAGE)
+        door.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
+        door.call(Claim(call=3, room=1))
+    assert door.call(Detach(call=4)) == Accepted(call=4)
+    assert (door.bench.free, door.bench.service.report(1).state) == (16, RoomState.FAILED)
+    assert not door.door.gone("engine", "its connection has ended", followed=True)
+    assert door.call(Detach(call=5)).code == "conflict"
+
+
+def test_events_go_to_everybody_who_is_attached():
+    door = prefill()
+    door.attach("a")
+    door.attach("b")
+    event = RoomEvent(room=1, generation=1, kind="failed")
+    door.door.push(event)
+    assert [engine for engine, _ in pick_events(door)] == ["a", "b"]
+
+
+def pick_events(door: Door):
+    return [(engine, message) for engine, message in door.messages if isinstance(message, RoomEvent)]
+
+
+def test_pick_is_not_confused_by_other_messages():
+    assert pick([("a", Heartbeat()), ("b", 3)], Heartbeat, "a") == [Heartbeat()]
+
+
+def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attach_again():
+    door = prefill(ranks=(R0, R1))
+    door.attach("of both")
+    door.attach("of the other", ranks=(R1,))
+    door.call(Admit(call=2, room=1, prompt_tokens=PAGE), "of both")
+    door.call(Begin(call=3, room=1, prompt_tokens=PAGE), "of both")
+    door.messages.clear()
+    for _ in range(2):
+        door.door.memory_lost(R0, "rank worker pp0.tp0 is gone: killed")
+    assert door.messages == [("of both", Detached(reason="rank worker pp0.tp0 is gone: killed"))]
+    door.bench.service.worker_gone(R0, "killed")
+    refused = door.call(Publish(call=4, room=1, upto_token=PAGE), "of both")
+    assert (refused.code, "attach again" in refused.message) == ("detached", True)
+    assert door.bench.free == 15
+    assert isinstance(door.call(AbortRoom(call=5, room=1, reason="lost"), "of both"), Accepted)
+    assert door.bench.free == 16
+    assert isinstance(door.call(Admit(call=2, room=2, prompt_tokens=PAGE), "of the other"), Accepted)
+    assert isinstance(door.attach("of both"), Attached)
+    assert isinstance(door.call(Admit(call=2, room=3, prompt_tokens=PAGE), "of both"), Accepted)
+
+
+def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
+    door = decode()
+    door.attach()
+    door.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,)))
+    door.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(PAGE), phases_s={}))
+    assert isinstance(door.call(Claim(call=2, room=1)), Pages)
+    door.door.memory_lost(R0, "killed")
+    door.bench.service.worker_gone(R0, "killed", memory_lost=True)
+    assert door.call(Extend(call=3, room=1, tokens=2 * PAGE)).code == "detached"
+    assert isinstance(door.call(Release(call=4, room=1)), Accepted)
+    assert door.bench.free == 16

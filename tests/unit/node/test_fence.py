@@ -1,0 +1,143 @@
+"""The rounds by which writers that give no proof are shut out."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.ids import Rank
+from kvbridge.core.wire.worker_messages import RenewEndpoints, RevokeEndpoints
+from kvbridge.node.receiver.fence import Fence, FencePhase
+from kvbridge.pool.accounts.book import Owner
+
+ONE, TWO = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
+FAILED, OTHER, LATER = Owner(1, 1), Owner(2, 1), Owner(3, 1)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.sent: list[tuple[Rank, object]] = []
+        self.offers: set[Owner] = set()
+        self.shut: list[set[Owner]] = []
+        self.fence = Fence(
+            (ONE, TWO),
+            send=lambda rank, message: self.sent.append((rank, message)),
+            open_offers=lambda: set(self.offers),
+            on_shut=lambda owners: self.shut.append(set(owners)),
+            fence_s=30.0,
+            clock=self.clock,
+        )
+
+    def orders(self) -> dict[Rank, object]:
+        found, self.sent = dict(self.sent), []
+        return found
+
+    def renewed(self, epoch: int = 1) -> None:
+        for rank in (ONE, TWO):
+            self.fence.ready(rank, epoch)
+
+    def revoked(self, epoch: int = 1) -> None:
+        for rank in (ONE, TWO):
+            self.fence.revoked(rank, epoch)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_round_renews_then_revokes_on_every_rank(bench: Bench) -> None:
+    bench.fence.ask(FAILED)
+    assert bench.orders() == dict.fromkeys((ONE, TWO), RenewEndpoints(epoch=1))
+    bench.fence.ready(ONE, 1)
+    assert bench.orders() == {}
+    bench.fence.ready(TWO, 1)
+    assert bench.orders() == dict.fromkeys((ONE, TWO), RevokeEndpoints(before_epoch=1))
+    bench.fence.revoked(ONE, 1)
+    assert bench.shut == []
+    bench.fence.revoked(TWO, 1)
+    assert bench.shut == [{FAILED}]
+    assert bench.fence.phase is FencePhase.IDLE
+
+
+def test_rooms_that_are_being_written_end_in_peace(bench: Bench) -> None:
+    bench.offers = {OTHER}
+    bench.fence.ask(FAILED)
+    bench.renewed()
+    bench.orders()
+    bench.offers |= {LATER}  # offered with the new endpoints: nobody waits for it
+    bench.clock.advance(29)
+    bench.fence.tick()
+    assert bench.orders() == {}
+    assert bench.fence.status()["waits_for_rooms"] == 1
+    bench.offers = {LATER}
+    bench.fence.tick()
+    assert set(bench.orders()) == {ONE, TWO}
+
+
+def test_rooms_that_take_too_long_are_cut_off(bench: Bench) -> None:
+    bench.offers = {OTHER}
+    bench.fence.ask(FAILED)
+    bench.renewed()
+    bench.clock.advance(30)
+    bench.fence.tick()
+    assert bench.fence.phase is FencePhase.REVOKING
+
+
+@pytest.mark.parametrize("phase", list(FencePhase)[1:])
+def test_a_room_that_asks_during_a_round_is_served_by_the_next(bench: Bench, phase: FencePhase) -> None:
+    bench.offers = {OTHER}
+    bench.fence.ask(FAILED)
+    if phase is not FencePhase.RENEWING:
+        bench.renewed()
+    if phase is FencePhase.REVOKING:
+        bench.offers = set()
+        bench.fence.tick()
+    assert bench.fence.phase is phase
+    bench.fence.ask(LATER)
+    bench.fence.ask(LATER)
+    bench.fence.ask(FAILED)
+    bench.offers = set()
+    bench.renewed()
+    bench.fence.tick()
+    bench.revoked()
+    assert bench.shut == [{FAILED}]
+    bench.renewed(2)
+    bench.revoked(1)
+    assert len(bench.shut) == 1
+    bench.revoked(2)
+    assert bench.shut == [{FAILED}, {LATER}]
+    assert bench.fence.epoch == 2
+
+
+def test_a_worker_that_took_another_s_place_answers_for_it(bench: Bench) -> None:
+    bench.fence.ask(FAILED)
+    bench.fence.ready(ONE, 0)  # it became ready before it heard of the new epoch
+    bench.fence.ready(TWO, 1)
+    assert bench.fence.phase is FencePhase.RENEWING
+    bench.fence.ready(ONE, 1)
+    bench.fence.revoked(TWO, 1)
+    bench.orders()
+    bench.fence.ready(ONE, 1)
+    assert bench.orders() == {ONE: RevokeEndpoints(before_epoch=1)}
+    bench.fence.ready(TWO, 1)
+    assert bench.orders() == {}
+    bench.fence.revoked(ONE, 1)
+    assert bench.shut == [{FAILED}]
+
+
+def test_stray_answers_change_nothing(bench: Bench) -> None:
+    bench.renewed(0)
+    bench.revoked(5)
+    bench.fence.tick()
+    assert (bench.fence.phase, bench.shut, bench.sent) == (FencePhase.IDLE, [], [])
+
+
+def test_a_room_that_asks_while_it_hears_of_the_end_begins_another_round() -> None:
+    bench = Bench()
+    bench.fence._on_shut = lambda owners: bench.fence.ask(LATER)
+    bench.fence.ask(FAILED)
+    bench.renewed()
+    bench.revoked()
+    assert (bench.fence.phase, bench.fence.epoch) == (FencePhase.RENEWING, 2)

@@ -1,0 +1,520 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import BridgeError, ConfigError, FingerprintMismatchError, InvalidInputError, PeerError
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.wire.messages import (
+    Heartbeat,
+    Hello,
+    NodeDescription,
+    Offer,
+    RankDescription,
+    Rejected,
+    TransportEndpoint,
+    Welcome,
+    WireTable,
+)
+from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
+from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PeerConnected
+from kvbridge.node.handshake import inspections
+from kvbridge.node.handshake import nodes as meeting
+from kvbridge.node.handshake.inspections import Inspections
+from kvbridge.node.handshake.introduction import Self
+from kvbridge.node.handshake.nodes import DecodeNodes, PrefillNodes
+from tests.helpers.rooms import (
+    ADDRESS,
+    DECODE,
+    GEOMETRY,
+    OTHER_ADDRESS,
+    PREFILL,
+    R0,
+    R1,
+    FakeWorkers,
+    manifest,
+    pick,
+    run_inspection,
+)
+
+NEXT_LIFE = "dddd000000000002"
+
+
+def description(incarnation: str = DECODE, endpoint: bytes = b"1", **fields) -> NodeDescription:
+    rank = RankDescription(manifest=manifest(), endpoints=(TransportEndpoint(transport="local", data=endpoint),))
+    fields = {"role": Role.DECODE, "geometry": GEOMETRY, "ranks": (pack_rank(rank),)} | fields
+    return NodeDescription(instance="decode", node="d0", incarnation=incarnation, **fields)
+
+
+class PrefillSide:
+    def __init__(self) -> None:
+        self.workers = FakeWorkers(R0, R1)
+        self.clock = ManualClock()
+        self.later: list[tuple[Any, Any]] | None = None
+        """Inspections that have not ended; None: each ends at once."""
+        self.delivered: list[tuple[str, object]] = []
+        self.messages: list[tuple[object, object]] = []
+        self.gone: list[tuple[str, str]] = []
+        self.nodes = DecodeNodes(
+            Self("prefill", "p0", PREFILL, pp_size=1, tp_size=2, stage_boundaries=(), geometry=GEOMETRY),
+            self.workers,
+            inspections=Inspections(
+                self.inspect, deliver=lambda *said: self.delivered.append(said), limit_s=20, clock=self.clock
+            ),
+            send=lambda peer, message: self.messages.append((peer, message)),
+            on_gone=lambda peer, reason: self.gone.append((peer, reason)),
+        )
+
+    def inspect(self, work, ended) -> None:
+        if self.later is None:
+            run_inspection(work, ended)
+        else:
+            self.later.append((work, ended))
+
+    def hello(self, peer: str = DECODE, **fields) -> None:
+        self.nodes.hello(peer, Hello(node=description(peer, **fields)))
+
+    def connected(self, rank=R0, peer: str = DECODE, **fields) -> None:
+        self.nodes.worker_connected(PeerConnected(rank=rank, peer=peer, transports=("local",), **fields))
+
+    def meet(self) -> None:
+        self.hello()
+        self.connected(R0)
+        self.connected(R1)
+
+
+def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
+    side = PrefillSide()
+    side.hello()
+    assert len(pick(side.workers.messages, ConnectPeer)) == 2
+    side.connected(R0)
+    side.hello()
+    assert side.messages == []
+    assert side.nodes.peers()[0]["connecting"] == ["pp0.tp1"]
+    side.connected(R1)
+    [welcome] = pick(side.messages, Welcome, DECODE)
+    assert (welcome.instance, welcome.node, welcome.incarnation, welcome.ranks) == ("prefill", "p0", PREFILL, (R0, R1))
+    assert (welcome.pp_size, welcome.tp_size, welcome.stage_boundaries) == (1, 2, ())
+    side.hello()
+    assert len(pick(side.messages, Welcome)) == 2
+    assert len(pick(side.workers.messages, ConnectPeer)) == 2
+    assert side.nodes.known() == [DECODE]
+    assert side.nodes.peers()[0]["transports"] == {"pp0.tp0": ["local"], "pp0.tp1": ["local"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "text"),
+    [
+        ({"geometry": preset("tiny-v4")}, "fingerprint_mismatch", "hold different models"),
+        ({"role": Role.PREFILL}, "invalid_input", "must come from a decode node"),
+        ({"ranks": ()}, "invalid_input", "no rank"),
+        (
+            {"ranks": (pack_rank(RankDescription(manifest=manifest(preset("tiny-v4")), endpoints=())),)},
+            "fingerprint_mismatch",
+            "manifest has fingerprint",
+        ),
+    ],
+)
+def test_a_node_that_does_not_fit_is_told_why(fields, code, text):
+    side = PrefillSide()
+    side.hello(**fields)
+    [rejected] = pick(side.messages, Rejected, DECODE)
+    assert rejected.code == code
+    assert text in rejected.message
+    assert side.nodes.known() == []
+    assert side.workers.messages == []
+
+
+def test_nobody_introduces_himself_under_another_name():
+    side = PrefillSide()
+    side.nodes.hello("somebody", Hello(node=description()))
+    assert pick(side.messages, Rejected, "somebody")
+
+
+def test_a_worker_that_cannot_connect_rejects_the_node():
+    side = PrefillSide()
+    side.hello()
+    side.connected(R0, error_code="transport_failed", error="no route " * 400)
+    assert pick(side.messages, Rejected)[0].code == "transport_failed"
+    assert len(pick(side.workers.messages, DisconnectPeer)) == 2
+    side.connected(R1)
+    assert pick(side.messages, Welcome) == []
+    assert side.nodes.known() == []
+
+
+def test_a_node_that_has_changed_is_connected_anew_and_only_the_last_answer_counts():
+    side = PrefillSide()
+    side.hello()
+    side.hello(endpoint=b"2")
+    side.connected(R0, error_code="transport_failed", error="the old endpoint is dead")
+    side.connected(R1)
+    assert side.messages == []
+    side.connected(R0)
+    side.connected(R1)
+    assert len(pick(side.messages, Welcome)) == 1
+    assert unpack_rank(pick(side.workers.messages, ConnectPeer, R0)[-1].ranks[0]).endpoints[0].data == b"2"
+
+
+def test_a_new_life_ends_the_old_one():
+    side = PrefillSide()
+    side.meet()
+    side.hello(NEXT_LIFE)
+    assert side.gone == [(DECODE, f"it was restarted (now {NEXT_LIFE})")]
+    assert len(pick(side.workers.messages, DisconnectPeer)) == 2
+    assert side.nodes.known() == [NEXT_LIFE]
+
+
+def test_a_worker_that_is_back_is_connected_to_everybody():
+    side = PrefillSide()
+    side.meet()
+    side.workers.messages.clear()
+    side.nodes.worker_ready(R1)
+    assert [rank for rank, _ in side.workers.messages] == [R1]
+    side.connected(R1)
+    assert len(pick(side.messages, Welcome)) == 2
+    side.nodes.worker_ready(R1)
+    side.connected(R1, error_code="transport_failed", error="gone")
+    assert side.gone[0][0] == DECODE
+    assert pick(side.messages, Rejected)
+
+
+def test_a_worker_that_died_while_it_connected_is_asked_again():
+    side = PrefillSide()
+    side.hello()
+    side.connected(R0)
+    side.nodes.worker_ready(R1)
+    side.connected(R1)
+    assert len(pick(side.messages, Welcome)) == 1
+
+
+def test_a_new_life_of_a_worker_owes_no_answers_of_the_old_one():
+    side = PrefillSide()
+    side.hello()
+    side.connected(R0)
+    side.hello(endpoint=b"2")
+    side.connected(R0)
+    side.nodes.worker_ready(R1)
+    side.connected(R1)
+    assert len(pick(side.messages, Welcome)) == 1
+
+
+def test_a_lost_node_is_forgotten_once_and_strangers_are_ignored():
+    side = PrefillSide()
+    side.meet()
+    side.nodes.gone(DECODE, "silent")
+    side.nodes.gone(DECODE, "silent")
+    side.connected(R0)
+    side.connected(R0, peer="nobody")
+    assert side.gone == [(DECODE, "silent")]
+    assert len(pick(side.messages, Welcome)) == 1
+
+
+def test_nobody_takes_a_name_over_from_another_key():
+    side = PrefillSide()
+    side.nodes.hello(DECODE, Hello(node=description()), key="its key")
+    side.nodes.hello(NEXT_LIFE, Hello(node=description(NEXT_LIFE)), key="another key")
+    [rejected] = pick(side.messages, Rejected, NEXT_LIFE)
+    assert rejected.code == "unauthorized"
+    assert (side.nodes.known(), side.gone) == ([DECODE], [])
+    side.nodes.hello(NEXT_LIFE, Hello(node=description(NEXT_LIFE)), key="its key")
+    assert side.nodes.known() == [NEXT_LIFE]
+
+
+# ------------------------------------------------------------------------------------------- inspections
+
+
+def slow() -> PrefillSide:
+    """A prefill node whose checks end when the test says so; DECODE is known to it."""
+    side = PrefillSide()
+    side.meet()
+    side.workers.messages.clear()
+    side.later = []
+    return side
+
+
+def offer(room: int = 1, payload_bytes: int = 0) -> Offer:
+    tables = (WireTable(space=IndexSpace.FULL, ids=bytes(payload_bytes)),)
+    return Offer(room=room, generation=1, prompt_tokens=1, tables=tables)
+
+
+def end_inspection(side: PrefillSide) -> None:
+    run_inspection(*side.later.pop(0))
+
+
+def test_what_follows_an_introduction_waits_until_it_is_checked():
+    side = slow()
+    assert not side.nodes.holds(DECODE, offer())
+    side.hello(endpoint=b"2")
+    for room in (1, 2):
+        assert side.nodes.holds(DECODE, offer(room))
+    assert not side.nodes.holds("somebody", offer())
+    assert (side.workers.messages, side.delivered) == ([], [])
+    end_inspection(side)
+    assert len(pick(side.workers.messages, ConnectPeer)) == 2
+    assert [(peer, message.room) for peer, message in side.delivered] == [(DECODE, 1), (DECODE, 2)]
+    assert not side.nodes.holds(DECODE, offer())
+
+
+def test_an_introduction_behind_an_introduction_is_checked_in_its_turn():
+    side = slow()
+
+    def deliver(peer, message):
+        side.delivered.append((peer, message))
+        if isinstance(message, Hello):
+            side.nodes.hello(peer, message)
+
+    side.nodes._inspections._deliver = deliver
+    side.hello(endpoint=b"2")
+    side.nodes.holds(DECODE, Hello(node=description(endpoint=b"3")))
+    side.nodes.holds(DECODE, offer())
+    end_inspection(side)
+    assert [type(message) for _, message in side.delivered] == [Hello]
+    end_inspection(side)
+    assert [type(message) for _, message in side.delivered] == [Hello, Offer]
+    assert unpack_rank(pick(side.workers.messages, ConnectPeer, R0)[-1].ranks[0]).endpoints[0].data == b"3"
+
+
+def test_what_a_peer_said_is_forgotten_with_it():
+    side = slow()
+    side.hello(endpoint=b"2")
+    side.nodes.holds(DECODE, offer())
+    side.nodes.gone(DECODE, "it begins anew")
+    end_inspection(side)
+    assert side.delivered == []
+    assert pick(side.workers.messages, ConnectPeer) == []
+
+
+def test_an_introduction_that_is_not_checked_in_time_is_rejected():
+    side = slow()
+    side.hello(endpoint=b"2")
+    side.nodes.holds(DECODE, offer())
+    side.clock.advance(21)
+    end_inspection(side)
+    [rejected] = pick(side.messages, Rejected, DECODE)
+    assert rejected.code == "deadline"
+    assert "timeouts.meet_s" in rejected.message
+    assert len(side.delivered) == 1, "an offer of a stranger is answered, too"
+
+
+def test_a_defect_of_the_check_is_said_and_hides_nothing():
+    side = slow()
+    side.hello(endpoint=b"2")
+    side.later.pop()[1](ZeroDivisionError("ours"))
+    [rejected] = pick(side.messages, Rejected, DECODE)
+    assert (rejected.code, rejected.message) == ("internal", "its introduction could not be checked: ZeroDivisionError")
+
+
+def test_a_name_that_another_key_has_taken_meanwhile_is_refused():
+    side = PrefillSide()
+    side.later = []
+    side.nodes.hello(DECODE, Hello(node=description()), key="its key")
+    side.nodes.hello(NEXT_LIFE, Hello(node=description(NEXT_LIFE)), key="another key")
+    end_inspection(side)
+    end_inspection(side)
+    assert side.nodes.known() == [DECODE]
+    assert pick(side.messages, Rejected, NEXT_LIFE)[0].code == "unauthorized"
+
+
+@pytest.mark.parametrize(("count", "payload_bytes"), [(inspections.MOST_MESSAGES, 0), (64, 256 * 1024)])
+def test_what_waits_is_bounded(count, payload_bytes):
+    side = slow()
+    side.hello(endpoint=b"2")
+    for room in range(count + 1):
+        side.nodes.holds(DECODE, offer(room + 1, payload_bytes))
+        if pick(side.messages, Rejected):
+            break
+    assert pick(side.messages, Rejected, DECODE)[0].code == "capacity"
+    assert side.nodes.known() == []
+    end_inspection(side)
+    assert side.delivered == []
+
+
+def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
+    """Not the thousands of objects that it becomes: those are made for a check, and let go."""
+    ranks = [
+        pack_rank(RankDescription(manifest=manifest(rank=Rank(pp=0, tp=tp), tp_size=4, base=tp << 40), endpoints=()))
+        for tp in range(4)
+    ]
+    side = PrefillSide()
+    side.hello(ranks=tuple(ranks * 64))
+    [known] = side.nodes._known.values()
+    assert known.node.ranks == tuple(ranks * 64)
+    assert all(order.ranks == tuple(ranks * 64) for order in pick(side.workers.messages, ConnectPeer))
+
+
+# ------------------------------------------------------------------------------------------- decode side
+
+
+class DecodeSide:
+    def __init__(self) -> None:
+        self.opened: list[object] = []
+        self.closed: list[object] = []
+        self.messages: list[tuple[object, object]] = []
+        self.changes = 0
+        self.gone: list[str] = []
+        self.error: BridgeError | None = None
+        self.nodes = PrefillNodes(
+            describe=description,
+            links=self,
+            on_changed=self.changed,
+            on_gone=lambda peer, reason: self.gone.append(peer),
+        )
+        self.met_at_change: list[object] = []
+
+    def open(self, address) -> None:
+        if self.error is not None:
+            raise self.error
+        self.opened.append(address)
+
+    def send(self, address, message) -> None:
+        self.messages.append((address, message))
+
+    def close(self, address) -> None:
+        self.closed.append(address)
+
+    def changed(self) -> None:
+        self.changes += 1
+        try:
+            self.met_at_change.append(self.nodes.met(ADDRESS))
+        except BridgeError as error:
+            self.met_at_change.append(error)
+
+    def welcome(self, incarnation: str = PREFILL, node: str = "p0", address=ADDRESS) -> None:
+        welcome = Welcome(instance="prefill", node=node, incarnation=incarnation, pp_size=1, tp_size=1, ranks=(R0,))
+        self.nodes.welcome(address, welcome)
+
+    def meet(self) -> None:
+        assert self.nodes.met(ADDRESS) is None
+        self.welcome()
+
+    @property
+    def hellos(self) -> int:
+        return len(pick(self.messages, Hello, ADDRESS))
+
+
+def test_a_node_is_greeted_once_and_then_known():
+    side = DecodeSide()
+    assert side.nodes.met(ADDRESS) is None
+    assert side.nodes.met(ADDRESS) is None
+    assert (side.opened, side.hellos) == ([ADDRESS], 1)
+    side.welcome()
+    met = side.nodes.met(ADDRESS)
+    assert met is not None
+    assert (met.peer, met.name, met.ranks) == (PREFILL, "prefill/p0", (R0,))
+    assert met.parallelism == ("prefill", 1, 1, ())
+    assert side.changes == 1
+    side.nodes.send(PREFILL, Heartbeat())
+    side.nodes.send("nobody", Heartbeat())
+    assert len(pick(side.messages, Heartbeat, ADDRESS)) == 1
+    assert side.nodes.addresses() == [ADDRESS]
+    assert side.nodes.peers()[0]["incarnation"] == PREFILL
+
+
+def test_a_node_that_takes_too_long_to_describe_says_so_to_the_room():
+    side = DecodeSide()
+    side.nodes._describe = lambda: description(ranks=(bytes(1 << 20),) * 3)
+    with pytest.raises(InvalidInputError, match=r"3145728 bytes to describe its 3 ranks.*pools\.host\.extent_bytes"):
+        side.nodes.met(ADDRESS)
+    assert (side.opened, side.nodes.addresses()) == ([], [])
+
+
+def test_an_address_that_cannot_be_opened_is_not_remembered():
+    side = DecodeSide()
+    side.error = ConfigError("no public key is known")
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            side.nodes.met(ADDRESS)
+    assert side.nodes.addresses() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("fingerprint_mismatch", FingerprintMismatchError), ("never heard of", PeerError)],
+)
+def test_a_rejection_reaches_every_waiting_room_and_the_next_one_greets_anew(code, kind):
+    side = DecodeSide()
+    side.nodes.met(ADDRESS)
+    side.nodes.rejected(ADDRESS, Rejected(code=code, message="no"))
+    assert isinstance(side.met_at_change[0], kind)
+    assert side.closed == [ADDRESS]
+    assert side.nodes.met(ADDRESS) is None
+    assert side.opened == [ADDRESS, ADDRESS]
+    assert side.hellos == 2
+    assert side.gone == []
+
+
+@pytest.mark.parametrize("how", ["lost", "rejected", "restarted"])
+def test_a_known_node_that_is_out_of_reach_is_gone(how):
+    side = DecodeSide()
+    side.meet()
+    if how == "lost":
+        side.nodes.lost(ADDRESS, "silent")
+    elif how == "rejected":
+        side.nodes.rejected(ADDRESS, Rejected(code="transport_failed", message="cannot reach you any more"))
+    else:
+        side.nodes.restarted(ADDRESS)
+    assert side.gone == [PREFILL]
+    side.nodes.send(PREFILL, Heartbeat())
+    assert pick(side.messages, Heartbeat) == []
+    assert side.hellos == (2 if how == "restarted" else 1)
+    assert side.closed == ([] if how == "restarted" else [ADDRESS])
+
+
+def test_a_welcome_of_another_life_ends_the_one_before():
+    side = DecodeSide()
+    side.meet()
+    side.welcome(NEXT_LIFE)
+    assert side.gone == [PREFILL]
+    side.welcome(NEXT_LIFE)
+    assert side.gone == [PREFILL]
+
+
+def test_nobody_speaks_in_the_name_of_a_node_behind_another_key():
+    side = DecodeSide()
+    side.meet()
+    assert side.nodes.speaks(ADDRESS, PREFILL)
+    stranger = ADDRESS.model_copy(update={"endpoint": "tcp://10.0.0.9:1", "public_key": "k" * 40})
+    same = ADDRESS.model_copy(update={"endpoint": "tcp://10.0.0.9:2"})
+    for address in (stranger, same):
+        assert side.nodes.met(address) is None
+        assert not side.nodes.speaks(address, PREFILL)
+    side.welcome(address=stranger)
+    assert isinstance(side.met_at_change[-1], BridgeError) or stranger not in side.nodes.addresses()
+    assert not side.nodes.speaks(stranger, PREFILL)
+    side.welcome(address=same)
+    assert side.nodes.speaks(same, PREFILL), "one node may have two addresses"
+    side.nodes.lost(ADDRESS, "silent")
+    assert side.nodes.speaks(ADDRESS, PREFILL), "the proof that it is quiet may still come"
+
+
+def test_few_of_those_who_were_met_once_are_remembered(monkeypatch):
+    monkeypatch.setattr(meeting, "FORMER_KEPT", 1)
+    side = DecodeSide()
+    side.meet()
+    side.nodes.lost(ADDRESS, "silent")
+    assert side.nodes.met(OTHER_ADDRESS) is None
+    side.welcome(NEXT_LIFE, address=OTHER_ADDRESS)
+    side.nodes.lost(OTHER_ADDRESS, "silent")
+    assert not side.nodes.speaks(ADDRESS, PREFILL)
+    assert side.nodes.speaks(OTHER_ADDRESS, NEXT_LIFE)
+
+
+def test_nothing_is_said_to_addresses_that_nobody_knows():
+    side = DecodeSide()
+    side.welcome(address=OTHER_ADDRESS)
+    side.nodes.rejected(OTHER_ADDRESS, Rejected(code="x", message="y"))
+    side.nodes.lost(OTHER_ADDRESS, "silent")
+    side.nodes.restarted(OTHER_ADDRESS)
+    assert (side.messages, side.changes, side.gone) == ([], 0, [])
+
+
+def test_everybody_hears_when_we_have_changed():
+    side = DecodeSide()
+    side.meet()
+    side.nodes.met(OTHER_ADDRESS)
+    side.nodes.refresh()
+    assert side.hellos == 2
+    assert len(pick(side.messages, Hello, OTHER_ADDRESS)) == 2

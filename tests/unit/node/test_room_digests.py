@@ -1,0 +1,329 @@
+"""Digests in the life of a room: asked for, reported, compared; on both sides, without memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.session.receiver import ReceiverState
+from kvbridge.core.session.sender import SenderState
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.messages import Abort, Digests, Done, Drained, Failed, Offer, to_wire
+from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent, Verified, Verify
+from kvbridge.pool.accounts.book import Owner, PageState
+from tests.helpers.room_actors import digested
+from tests.helpers.rooms import (
+    ADDRESS,
+    DECODE,
+    GEOMETRY,
+    PAGE,
+    PREFILL,
+    R0,
+    R1,
+    ReceiverBench,
+    SenderBench,
+    full_amounts,
+    pick,
+)
+
+TOKENS = 2 * PAGE
+OWNER = Owner(1, 1)
+KIND = GEOMETRY.components[0].kind
+ABOUT = Drained(room=1, generation=1)
+"""Any message about the room."""
+
+
+def page_digests(value: int):
+    return digested(ABOUT, R0, value).digests
+
+
+# ------------------------------------------------------------------------------------------- decode
+
+
+def offered(digest: DigestKind = DigestKind.CRC32C) -> ReceiverBench:
+    bench = ReceiverBench(digest=digest)
+    bench.nodes.know()
+    bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=TOKENS, prefill=(ADDRESS,)))
+    return bench
+
+
+def expect(bench: ReceiverBench, value: int, part: int = 0, peer: str = PREFILL, writer=R0) -> None:
+    message = Digests(room=1, generation=1, writer=writer, part=part, digests=page_digests(value))
+    bench.service.digests.expect(peer, message)
+
+
+def done(bench: ReceiverBench, parts: int = 1) -> None:
+    message = Done(
+        room=1, generation=1, writer=R0, amounts=full_amounts(TOKENS), phases_s={"digest": 0.5}, digest_parts=parts
+    )
+    bench.service.done(PREFILL, message)
+
+
+def arrived(value: int = 5) -> ReceiverBench:
+    """A bench with a room of which everything has come, and whose writer says that a page has this digest."""
+    bench = offered()
+    expect(bench, value)
+    done(bench)
+    return bench
+
+
+def find(bench: ReceiverBench, value: int) -> None:
+    bench.service.digests.find(digested(ABOUT, R0, value))
+
+
+def verified(bench: ReceiverBench, **fields) -> None:
+    fields = {"seconds": {"verify": 2.0}} | fields
+    bench.service.digests.verified(Verified(room=1, generation=1, rank=R0, **fields))
+
+
+def state(bench) -> object:
+    return bench.service.rooms.get(1).state
+
+
+def test_a_room_commits_when_what_has_arrived_is_what_was_sent():
+    bench = offered()
+    [offer] = pick(bench.nodes.messages, Offer, PREFILL)
+    assert offer.digest is DigestKind.CRC32C
+    expect(bench, 3)
+    expect(bench, 6, part=1)
+    done(bench, parts=2)
+    assert state(bench) is ReceiverState.VERIFYING
+    assert bench.service.report(1).state is RoomState.TRANSFERRING
+    assert bench.book.state(OWNER) is PageState.HELD
+    [order] = pick(bench.ranks.messages, Verify, R0)
+    assert (order.prompt_tokens, order.prefix_tokens, order.host_index, order.host_count) == (TOKENS, 0, 0, 1)
+    assert order.tables == offer.tables
+    assert bench.engines.kinds == []
+    bench.clock.advance(3)
+    find(bench, 3 ^ 6)
+    verified(bench)
+    assert state(bench) is ReceiverState.COMMITTED
+    assert bench.engines.kinds == ["committed"]
+    phases = bench.service.report(1).phases_s
+    assert (phases["verify"], phases["offer_to_commit"]) == (2.0, 3.0)
+    assert bench.observer.received_amounts == [full_amounts(TOKENS)]
+    assert not bench.observer.mismatches
+
+
+def test_a_room_that_asks_for_no_digest_is_not_verified():
+    bench = offered(DigestKind.NONE)
+    expect(bench, 5)
+    assert bench.observer.refusals["foreign_digests"] == 1
+    done(bench, parts=0)
+    assert state(bench) is ReceiverState.COMMITTED
+    assert not bench.ranks.messages
+
+
+@pytest.mark.parametrize(("sent", "found"), [(5, 4), (5, 0), (0, 5)])
+def test_a_page_that_differs_fails_the_room_by_name_on_both_sides(sent, found):
+    bench = arrived(sent)
+    table = next(iter(bench.service.rooms.get(1).tables.values()))
+    find(bench, found)
+    verified(bench)
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "digest_mismatch")
+    assert f"{KIND} of layer 0, logical page 0: page {table.ids[0]} of space 'full' in rank pp0.tp0" in report.reason
+    assert f"the digest {found:08x}, the prefill node read {sent:08x}" in report.reason
+    assert bench.observer.mismatches == {KIND: 1}
+    [told] = pick(bench.nodes.messages, Failed, PREFILL)
+    assert not pick(bench.nodes.messages, Abort), "an Abort would be answered, when the room may be long forgotten"
+    assert (told.code, told.message) == ("digest_mismatch", report.reason)
+    assert bench.free == 16
+    assert bench.engines.kinds == ["failed"]
+    assert bench.observer.received_amounts == []
+
+
+@pytest.mark.parametrize("parts", [[1], [0, 0], [0, 2]])
+def test_parts_that_are_missing_or_come_twice_fail_the_room(parts):
+    bench = offered()
+    for part in parts:
+        expect(bench, 5, part=part)
+    assert state(bench) is ReceiverState.FAILING
+    assert "part" in bench.service.report(1).reason
+    done(bench, parts=len(parts))
+    assert bench.free == 16
+
+
+def test_a_done_that_knows_of_more_parts_than_have_come_fails_the_room():
+    bench = offered()
+    expect(bench, 5)
+    done(bench, parts=2)
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "protocol")
+    assert "2 parts of digests, but 1" in report.reason
+    assert bench.free == 16
+
+
+def test_digests_of_what_the_room_does_not_have_fail_it():
+    bench = offered()
+    wrong = page_digests(5)[0].model_copy(update={"first_page": 2})
+    bench.service.digests.expect(PREFILL, Digests(room=1, generation=1, writer=R0, part=0, digests=(wrong,)))
+    assert bench.service.report(1).reason_code == "protocol"
+    assert "pages [0, 2)" in bench.service.report(1).reason
+
+
+def test_strangers_and_latecomers_change_nothing():
+    bench = offered()
+    expect(bench, 5, peer="eeee000000000001")
+    expect(bench, 5, writer=R1)
+    assert bench.observer.refusals["foreign_digests"] == 2
+    find(bench, 1)
+    verified(bench)
+    assert state(bench) is ReceiverState.OFFERED
+    expect(bench, 5)
+    done(bench)
+    expect(bench, 7, part=1)
+    find(bench, 5)
+    verified(bench)
+    assert state(bench) is ReceiverState.COMMITTED
+    find(bench, 1)
+    verified(bench, error_code="unsupported", error="too late")
+    assert state(bench) is ReceiverState.COMMITTED
+    bench.service.digests.expect(PREFILL, Digests(room=9, generation=1, writer=R0, part=0, digests=()))
+    assert bench.observer.refusals["stale_digests"] == 1
+
+
+def test_a_rank_that_cannot_look_fails_the_room():
+    bench = arrived()
+    verified(bench, error_code="unsupported", error="no kernel")
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "unsupported")
+    assert "rank worker pp0.tp0 could not verify what has arrived: no kernel" in report.reason
+    assert bench.free == 16
+
+
+def test_a_rank_that_dies_fails_the_room():
+    bench = arrived()
+    bench.service.worker_gone(R0, "killed")
+    assert bench.service.report(1).reason_code == "worker_gone"
+    assert bench.free == 16
+
+
+def test_verifying_has_a_deadline_of_its_own():
+    bench = arrived()
+    bench.clock.advance(39)
+    bench.service.tick()
+    assert state(bench) is ReceiverState.VERIFYING
+    bench.clock.advance(2)
+    bench.service.tick()
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
+    assert "timeouts.verify_s" in report.reason
+    assert bench.free == 16
+
+
+def test_an_abort_ends_a_room_that_is_being_verified_at_once():
+    bench = arrived()
+    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    assert bench.service.report(1).state is RoomState.ABORTED
+    assert bench.free == 16
+    find(bench, 5)
+    verified(bench)
+    assert bench.service.report(1).state is RoomState.ABORTED
+
+
+def test_a_prefill_node_that_vanishes_while_its_room_is_verified_does_no_harm():
+    bench = arrived()
+    bench.service.peer_gone(PREFILL, "silent")
+    find(bench, 5)
+    verified(bench)
+    assert state(bench) is ReceiverState.COMMITTED
+
+
+# ------------------------------------------------------------------------------------------- prefill
+
+
+def sending(digest: DigestKind = DigestKind.CRC32C, ranks=(R0,)) -> SenderBench:
+    bench = SenderBench(ranks=ranks)
+    room = bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=TOKENS)).room
+    tables = bench.service.rooms.get(room).tables
+    bench.service.offer(
+        DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=to_wire(tables), digest=digest)
+    )
+    bench.service.begin("engine", ranks, 1, prompt_tokens=TOKENS, tables={})
+    for upto in (PAGE, TOKENS):
+        bench.service.publish("engine", ranks, 1, upto_token=upto, layers=None)
+    bench.service.finish("engine", ranks, 1, metadata=b"")
+    return bench
+
+
+def answer(bench: SenderBench, order: Send, rank=R0, value: int | None = None) -> None:
+    if value is not None:
+        bench.service.digested(digested(order, rank, value, order=order.order))
+    bench.service.sent(Sent(room=1, generation=1, rank=rank, order=order.order, seconds={"digest": 0.25}))
+
+
+def test_workers_are_told_what_decode_asks_for():
+    [opening] = pick(sending().workers.messages, OpenRoom)
+    assert opening.digest is DigestKind.CRC32C
+    [opening] = pick(sending(DigestKind.NONE).workers.messages, OpenRoom)
+    assert opening.digest is DigestKind.NONE
+
+
+def test_the_digests_of_all_orders_add_up_and_precede_done():
+    bench = sending()
+    first, second = pick(bench.workers.messages, Send)
+    answer(bench, first, value=3)
+    assert not bench.peers.messages
+    answer(bench, second, value=6)
+    kinds = [type(message) for _, message in bench.peers.messages]
+    assert kinds == [Digests, Done]
+    [digests], [done] = pick(bench.peers.messages, Digests), pick(bench.peers.messages, Done)
+    assert (digests.writer, digests.part, done.digest_parts) == (R0, 0, 1)
+    assert int.from_bytes(digests.digests[0].values[:4], "little") == 3 ^ 6
+    assert done.phases_s["digest"] == 0.5
+
+
+def test_every_rank_reports_its_own():
+    bench = sending(ranks=(R0, R1))
+    for rank, value in ((R0, 1), (R1, 2)):
+        for number, order in enumerate(pick(bench.workers.messages, Send, rank)):
+            answer(bench, order, rank, value << 4 * number)
+    found = {message.writer: message.digests[0].values[:4] for message in pick(bench.peers.messages, Digests)}
+    assert found == {R0: (0x11).to_bytes(4, "little"), R1: (0x22).to_bytes(4, "little")}
+
+
+def test_nothing_is_said_of_digests_when_there_are_none():
+    bench = sending(DigestKind.NONE)
+    for order in pick(bench.workers.messages, Send):
+        answer(bench, order)
+    [done] = pick(bench.peers.messages, Done)
+    assert done.digest_parts == 0
+    assert not pick(bench.peers.messages, Digests)
+
+
+def test_late_digests_and_those_of_unknown_orders_count_for_nothing():
+    bench = sending()
+    first, second = pick(bench.workers.messages, Send)
+    answer(bench, first, value=3)
+    bench.service.digested(digested(first, R0, 9, order=first.order))
+    bench.service.digested(digested(first, R1, 9, order=second.order))
+    bench.service.digested(Digested(room=8, generation=1, rank=R0, order=1, digests=()))
+    answer(bench, second, value=0)
+    [digests] = pick(bench.peers.messages, Digests)
+    assert int.from_bytes(digests.digests[0].values[:4], "little") == 3
+
+
+def test_a_worker_that_reports_what_the_room_does_not_have_fails_it():
+    bench = sending()
+    order = pick(bench.workers.messages, Send)[0]
+    wrong = page_digests(1)[0].model_copy(update={"first_page": 7})
+    bench.service.digested(Digested(room=1, generation=1, rank=R0, order=order.order, digests=(wrong,)))
+    assert state(bench) is SenderState.FAILING
+    assert "rank pp0.tp0" in bench.service.report(1).reason
+
+
+def test_a_completed_room_keeps_why_its_bytes_were_refused():
+    bench = sending()
+    for order in pick(bench.workers.messages, Send):
+        answer(bench, order, value=1)
+    assert state(bench) is SenderState.COMPLETED
+    bench.service.peer_failed("eeee000000000001", Failed(room=1, generation=1, code="digest_mismatch", message="no"))
+    assert bench.service.report(1).reason_code == ""
+    before = len(bench.peers.messages)
+    bench.service.peer_failed(DECODE, Failed(room=1, generation=1, code="digest_mismatch", message="c4_kv of layer 2"))
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.COMPLETED, "digest_mismatch")
+    assert report.reason == "by the decode side: c4_kv of layer 2"
+    assert len(bench.peers.messages) == before, "nothing follows"

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
+from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.node.rooms import Quarantine, Room, RoomBook, give_back, quarantine
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+
+OWNER = Owner(1, 1)
+
+
+def make_book(clock: ManualClock | None = None, **settings) -> RoomBook:
+    settings = {"keep_s": 100.0} | settings
+    return RoomBook(Role.DECODE, lambda room: room.state, clock=clock or ManualClock(), **settings)
+
+
+def make_room(room: int = 1, generation: int = 1, state: RoomState = RoomState.ADMITTED) -> Room:
+    return Room(
+        room=room,
+        generation=generation,
+        prompt_tokens=10,
+        prefix_tokens=0,
+        max_new_tokens=0,
+        client="",
+        state=state,
+        created_s=0.0,
+    )
+
+
+def test_an_id_in_flight_is_refused_and_an_ended_one_needs_a_higher_generation():
+    book = make_book()
+    room = make_room(generation=3)
+    book.check_free(1, 1)
+    book.add(room)
+    with pytest.raises(ConflictError, match="already in flight here"):
+        book.check_free(1, 4)
+    room.state = RoomState.FAILED
+    with pytest.raises(StaleError, match="use generation 4"):
+        book.check_free(1, 3)
+    book.check_free(1, 4)
+
+
+def test_an_ended_attempt_that_is_not_cleaned_up_is_kept_beside_its_successor():
+    book = make_book()
+    old, new = make_room(state=RoomState.FAILED), make_room(generation=2)
+    book.add(old)
+    book.add(new)
+    assert book.get(1) is new
+    assert book.find(1, 1) is old
+    assert book.find(1, 3) is None
+    assert book.newest_generation(1) == 2
+    assert book.attempts(1) == (old, new)
+    assert list(book) == [old, new]
+    assert len(book) == 2
+    assert book.choose(1, lambda room: room.generation == 1) is old
+    assert book.choose(1, lambda room: False) is new
+    book.ended(old)
+    assert book.states() == {"failed": 1, "admitted": 1}
+
+
+def test_receipts_are_forgotten_after_a_while_each_on_its_own():
+    clock = ManualClock()
+    book = make_book(clock)
+    old, new = make_room(state=RoomState.FAILED), make_room(generation=2)
+    book.add(old)
+    book.ended(old)
+    clock.advance(50)
+    book.add(new)
+    clock.advance(50)
+    book.sweep()
+    assert book.find(1, 1) is None
+    assert book.get(1) is new
+    book.ended(new)
+    clock.advance(100)
+    book.sweep()
+    with pytest.raises(UnknownRoomError, match="never admitted, or ended and forgotten"):
+        book.get(1)
+    assert book.newest_generation(1) == 0
+    assert len(book) == 0
+
+
+def test_receipts_are_bounded_without_a_sweep():
+    book = make_book(keep_rooms=3)
+    for number in range(1, 8):
+        room = make_room(number, state=RoomState.COMPLETED)
+        book.add(room)
+        book.ended(room)
+    assert [number for number in range(1, 8) if book.newest_generation(number)] == [5, 6, 7]
+    assert book.states() == {"completed": 3}
+
+
+def test_what_has_ended_is_not_looked_through():
+    clock = ManualClock()
+    book = make_book(clock)
+    done, late, running = make_room(1, state=RoomState.COMPLETED), make_room(2, state=RoomState.FAILED), make_room(3)
+    for room in (done, late, running):
+        book.add(room)
+    book.ended(done)
+    assert list(book) == [late, running]  # something is left to be done of a failed room that still holds pages
+    assert book.open() == [running]
+    assert len(book) == 3
+    assert book.states() == {"completed": 1, "failed": 1, "admitted": 1}
+    clock.advance(100)
+    book.sweep()
+    assert book.states() == {"failed": 1, "admitted": 1}
+
+
+def test_draw_avoids_known_ids_and_zero(monkeypatch):
+    book = make_book()
+    book.add(make_room(7))
+    numbers = iter([0, 7, 9])
+    monkeypatch.setattr("kvbridge.node.rooms.secrets.randbits", lambda bits: next(numbers))
+    assert book.draw() == 9
+
+
+def test_the_first_cause_is_kept_and_fits_into_every_message():
+    room = make_room()
+    room.blame("first", "x" * 10_000)
+    room.blame("second", "y")
+    assert (room.reason_code, len(room.reason)) == ("first", REASON_CHARS)
+    nameless = make_room()
+    nameless.blame("", "no code")
+    assert nameless.reason_code == "room_failed"
+
+
+def test_a_deadline_is_named_once():
+    room = make_room()
+    assert room.late(5) == ""
+    room.wait_until(10, "timeouts.offer_s")
+    assert room.late(9.9) == ""
+    assert room.late(10) == "timeouts.offer_s"
+    assert room.late(11) == ""
+
+
+async def settled():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_wait_wakes_on_every_change_and_returns_for_the_right_ones():
+    book = make_book()
+    room = make_room()
+    book.add(room)
+    waits = [asyncio.create_task(book.wait(1, 30, frozenset({RoomState.COMMITTED}))) for _ in range(2)]
+    final = asyncio.create_task(book.wait(1, 30, frozenset()))
+    await settled()
+    room.state = RoomState.OFFERED
+    assert book.changed(room) is RoomState.OFFERED
+    assert book.changed(room) is None
+    await settled()
+    assert not any(wait.done() for wait in [*waits, final])
+    room.state = RoomState.COMMITTED
+    book.changed(room)
+    assert [(await wait).state for wait in waits] == [RoomState.COMMITTED] * 2
+    assert not final.done()
+    room.state = RoomState.FAILED
+    book.changed(room)
+    assert (await final).state is RoomState.FAILED
+    assert not book._waiters
+
+
+@pytest.mark.asyncio
+async def test_wait_ends_in_time_and_leaves_nothing_behind():
+    book = make_book()
+    book.add(make_room())
+    assert (await book.wait(1, 0.01, frozenset())).state is RoomState.ADMITTED
+    assert (await book.wait(1, 0, frozenset())).state is RoomState.ADMITTED
+    cancelled = asyncio.create_task(book.wait(1, 30, frozenset()))
+    await settled()
+    assert book._waiters
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    assert not book._waiters
+    with pytest.raises(UnknownRoomError):
+        await book.wait(2, 1, frozenset())
+
+
+@pytest.mark.parametrize("state", [PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.FREE])
+def test_give_back_frees_from_every_state_and_touches_nobody_else(state):
+    book = PageBook({IndexSpace.FULL: 8})
+    other = Owner(2, 1)
+    book.reserve(other, {IndexSpace.FULL: 2})
+    book.quarantine(other, f"{other}: lost")
+    if state is not PageState.FREE:
+        book.reserve(OWNER, {IndexSpace.FULL: 3})
+    if state in {PageState.LEASED, PageState.QUARANTINED}:
+        book.move(OWNER, PageState.HELD, PageState.LEASED)
+    if state is PageState.QUARANTINED:
+        book.quarantine(OWNER, f"{OWNER}: lost")
+        book.quarantine(OWNER, f"{OWNER}: late")
+    room = make_room()
+    give_back(book, room)
+    give_back(book, room)
+    assert book.owners() == (other,)
+    assert book.counts()[IndexSpace.FULL][PageState.FREE] == 6
+    book.check_integrity()
+
+
+def test_a_quarantine_is_said_once_and_counted_by_its_cause_until_the_pages_are_given_back():
+    pages, rooms = PageBook({IndexSpace.FULL: 8}), make_book()
+    room = make_room()
+    quarantine(pages, room, Quarantine.NOT_QUIET, "it has no pages")
+    assert room.quarantine is None
+    pages.reserve(OWNER, {IndexSpace.FULL: 3})
+    pages.move(OWNER, PageState.HELD, PageState.LEASED)
+    rooms.add(room)
+    for _ in range(2):
+        quarantine(pages, room, Quarantine.NOT_RELEASED, "late")
+    quarantine(pages, room, Quarantine.WRITER_SHUT_OUT, "gone")
+    assert set(pages.quarantine_reasons()) == {f"{OWNER}: late", f"{OWNER}: gone"}
+    assert rooms.quarantined() == dict.fromkeys(map(str, Quarantine), 0) | {"writer_being_shut_out": 1}
+    give_back(pages, room)
+    assert sum(rooms.quarantined().values()) == 0
+    assert pages.quarantine_reasons() == {}

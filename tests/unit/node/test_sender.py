@@ -1,0 +1,953 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.api.rooms import AdmissionRequest, PeerAddress
+from kvbridge.core.errors import (
+    CapacityError,
+    ConflictError,
+    InvalidInputError,
+    NotReadyError,
+    StaleError,
+    UnknownRoomError,
+)
+from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.session.sender import SenderState
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, WireTable, to_wire
+from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, RoomClosed, Send, Sent
+from kvbridge.node.sender import service as sender
+from kvbridge.pool.accounts.book import Owner, PageState
+from tests.helpers.rooms import DECODE, PAGE, R0, R1, SenderBench, full_amounts, pick
+
+TOKENS = 2 * PAGE
+STRANGER = "eeee000000000001"
+
+
+def tables(*ids: int):
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))}
+
+
+def offer(room: int = 1, generation: int = 1, **fields) -> Offer:
+    fields = {"prompt_tokens": TOKENS, "tables": to_wire(tables(7, 8))} | fields
+    return Offer(room=room, generation=generation, **fields)
+
+
+def admit(bench: SenderBench, room: int = 1, generation: int = 1, tokens: int = TOKENS):
+    return bench.service.admit_now(AdmissionRequest(room=room, generation=generation, prompt_tokens=tokens))
+
+
+def begin(bench: SenderBench, engine: str = "engine", ranks=None, room: int = 1, **fields):
+    fields = {"prompt_tokens": TOKENS, "tables": {}} | fields
+    return bench.service.begin(engine, ranks or bench.ranks, room, **fields)
+
+
+def publish(bench: SenderBench, upto: int = TOKENS, engine: str = "engine", ranks=None, layers=None):
+    bench.service.publish(engine, ranks or bench.ranks, 1, upto_token=upto, layers=layers)
+
+
+def finish(bench: SenderBench, engine: str = "engine", ranks=None, metadata: bytes = b"meta", **fields):
+    bench.service.finish(engine, ranks or bench.ranks, 1, metadata=metadata, **fields)
+
+
+def orders(bench: SenderBench, rank=None) -> list[Send]:
+    return pick(bench.workers.messages, Send, rank)
+
+
+def answer(bench: SenderBench, rank=R0, order: Send | None = None, **fields) -> None:
+    last = order or orders(bench, rank)[-1]
+    fields = {"amounts": full_amounts(TOKENS), "seconds": {"move": 1.0}} | fields
+    bench.service.sent(Sent(room=1, generation=last.generation, rank=rank, order=last.order, **fields))
+
+
+def close(bench: SenderBench, rank=R0, generation: int = 1, quiet: bool = True) -> None:
+    bench.service.room_closed(RoomClosed(room=1, generation=generation, rank=rank, quiet=quiet))
+
+
+def abort(room: int = 1, generation: int = 1) -> Abort:
+    return Abort(room=room, generation=generation, code="aborted", message="enough")
+
+
+def state(bench: SenderBench, generation: int = 1) -> SenderState:
+    found = bench.service.rooms.find(1, generation)
+    assert found is not None
+    return found.state
+
+
+def sending(**fields) -> SenderBench:
+    """A bench with room 1 offered, begun, and half of it published."""
+    bench = SenderBench(**fields)
+    admit(bench)
+    bench.service.offer(DECODE, offer())
+    begin(bench)
+    publish(bench, PAGE)
+    return bench
+
+
+# ------------------------------------------------------------------------------------------- the good course
+
+
+def test_a_room_is_sent_while_it_is_computed():
+    bench = SenderBench()
+    assert admit(bench).state is RoomState.ADMITTED
+    room = begin(bench)
+    publish(bench, PAGE)
+    assert not bench.workers.messages
+    bench.clock.advance(2)
+    bench.service.offer(DECODE, offer())
+    assert bench.service.report(1).state is RoomState.TRANSFERRING
+    opening = pick(bench.workers.messages, OpenRoom)[0]
+    assert opening.peer == DECODE
+    assert opening.source == to_wire(room.tables)
+    assert opening.destination == offer().tables
+    assert bench.book.state(Owner(1, 1)) is PageState.LEASED
+    publish(bench)
+    finish(bench)
+    first, second = orders(bench)
+    assert (first.section.start_token, first.section.stop_token) == (0, PAGE)
+    assert (second.section.start_token, second.section.stop_token) == (PAGE, TOKENS)
+    answer(bench, order=first, amounts={})
+    assert not bench.peers.messages
+    answer(bench, order=second)
+    [done] = pick(bench.peers.messages, Done, DECODE)
+    assert done.amounts == full_amounts(TOKENS)
+    assert done.metadata == b"meta"
+    assert done.phases_s["move"] == 2.0
+    assert pick(bench.workers.messages, CloseRoom)
+    assert bench.engines.kinds == ["completed"]
+    assert bench.free == 16
+    report = bench.service.report(1)
+    assert report.state is RoomState.COMPLETED
+    assert report.phases_s["admit_to_offer"] == 2.0
+    assert bench.observer.states == [RoomState.ADMITTED, RoomState.TRANSFERRING, RoomState.COMPLETED]
+    close(bench)
+    assert pick(bench.peers.messages, Drained) == []
+
+
+def test_everything_published_and_finished_before_the_offer_is_sent_at_once():
+    bench = SenderBench()
+    admit(bench)
+    begin(bench)
+    publish(bench)
+    finish(bench)
+    bench.service.offer(DECODE, offer())
+    assert [order.section.stop_token for order in orders(bench)] == [TOKENS]
+    answer(bench)
+    assert state(bench) is SenderState.COMPLETED
+
+
+def test_every_rank_reports_for_itself_and_the_room_ends_with_the_last():
+    bench = SenderBench(ranks=(R0, R1))
+    admit(bench)
+    bench.service.offer(DECODE, offer())
+    for number, rank in enumerate(bench.ranks):
+        begin(bench, f"engine{number}", (rank,))
+        publish(bench, TOKENS, f"engine{number}", (rank,))
+    finish(bench, "engine0", (R0,))
+    answer(bench, R0)
+    answer(bench, R1)
+    assert [done.writer for done in pick(bench.peers.messages, Done)] == [R0]
+    assert state(bench) is SenderState.SENDING
+    assert bench.free == 14
+    finish(bench, "engine1", (R1,), metadata=b"other")
+    assert [done.metadata for done in pick(bench.peers.messages, Done)] == [b"meta", b"other"]
+    assert state(bench) is SenderState.COMPLETED
+    assert bench.free == 16
+
+
+def test_a_rank_without_layers_has_nothing_to_send_and_says_so():
+    bench = SenderBench()
+    bench.workers.layers = {R0: ()}
+    admit(bench)
+    begin(bench)
+    finish(bench)
+    bench.service.offer(DECODE, offer())
+    assert [done.amounts for done in pick(bench.peers.messages, Done)] == [{}]
+    assert state(bench) is SenderState.COMPLETED
+    assert bench.free == 16
+
+
+def test_a_layer_at_a_time():
+    bench = SenderBench()
+    admit(bench)
+    bench.service.offer(DECODE, offer())
+    begin(bench)
+    publish(bench, PAGE, layers=(1,))
+    assert orders(bench)[-1].section.layers == (1,)
+    with pytest.raises(InvalidInputError, match=r"\[9\]"):
+        publish(bench, PAGE, layers=(0, 9))
+    assert len(orders(bench)) == 1
+
+
+def test_a_publication_that_one_rank_refuses_counts_for_none():
+    bench = SenderBench(ranks=(R0, R1))
+    admit(bench)
+    bench.service.offer(DECODE, offer())
+    begin(bench)
+    bench.service.publish("engine", (R1,), 1, upto_token=TOKENS, layers=None)
+    before = len(orders(bench))
+    with pytest.raises(ConflictError, match="backwards"):
+        publish(bench, PAGE)
+    bench.service.publish("engine", (R0,), 1, upto_token=1, layers=None)
+    assert len(orders(bench)) == before + 1
+
+
+# ------------------------------------------------------------------------------------------- admission
+
+
+def test_admission_is_refused_with_the_reason_and_keeps_nothing():
+    bench = SenderBench(pages=3)
+    bench.workers.lacking = "rank worker pp0.tp0 is starting"
+    with pytest.raises(NotReadyError, match="is starting"):
+        admit(bench)
+    bench.workers.lacking = ""
+    admit(bench)
+    with pytest.raises(ConflictError, match="in flight"):
+        admit(bench, generation=2)
+    with pytest.raises(CapacityError):
+        admit(bench, room=2)
+    with pytest.raises(InvalidInputError, match="is for the decode daemon"):
+        bench.service.admit_now(AdmissionRequest(room=3, prompt_tokens=1, prefill=(PeerAddress(endpoint="tcp://x:1"),)))
+    with pytest.raises(UnknownRoomError):
+        bench.service.report(3)
+    assert bench.free == 1
+    bench.book.check_integrity()
+
+
+def test_a_room_without_an_id_gets_one():
+    bench = SenderBench()
+    report = bench.service.admit_now(AdmissionRequest(prompt_tokens=1))
+    assert bench.service.report(report.room).state is RoomState.ADMITTED
+
+
+# ------------------------------------------------------------------------------------------- offers
+
+
+def test_an_early_offer_waits_for_its_room():
+    bench = SenderBench()
+    bench.service.offer(DECODE, offer())
+    bench.service.offer(DECODE, offer())
+    assert not bench.peers.messages
+    admit(bench)
+    assert state(bench) is SenderState.SENDING
+    assert len(pick(bench.workers.messages, OpenRoom)) == 1
+
+
+def test_an_early_offer_whose_room_never_comes_is_answered():
+    bench = SenderBench()
+    bench.service.offer(DECODE, offer())
+    bench.clock.advance(10)
+    bench.service.tick()
+    assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
+    assert pick(bench.peers.messages, Failed)[0].code == "unknown_room"
+    admit(bench)
+    assert state(bench) is SenderState.ADMITTED
+
+
+def test_an_early_offer_is_withdrawn_by_its_peer_only():
+    bench = SenderBench()
+    bench.service.offer(DECODE, offer())
+    bench.service.peer_abort(STRANGER, abort())
+    assert pick(bench.peers.messages, Drained, STRANGER)
+    bench.service.peer_abort(DECODE, abort())
+    assert pick(bench.peers.messages, Drained, DECODE)
+    admit(bench)
+    assert state(bench) is SenderState.ADMITTED
+
+
+def test_a_second_offerer_is_turned_away():
+    bench = SenderBench()
+    bench.service.offer(DECODE, offer())
+    bench.service.offer(STRANGER, offer())
+    assert len(pick(bench.peers.messages, Drained, STRANGER)) == 1
+    admit(bench)
+    bench.service.offer("ffff000000000001", offer())
+    assert pick(bench.peers.messages, Failed, "ffff000000000001")[0].code == "conflict"
+    assert state(bench) is SenderState.SENDING
+    assert bench.service.rooms.get(1).peer == DECODE
+
+
+@pytest.mark.parametrize("second", [offer(), offer(tables=to_wire(tables(1, 2)))], ids=["same", "other tables"])
+def test_an_offer_sent_again_never_looks_like_proof(second):
+    bench = sending()
+    bench.service.offer(DECODE, second)
+    assert bench.peers.messages == []
+    assert state(bench) is SenderState.SENDING
+    bench.service.peer_abort(DECODE, abort())
+    bench.service.offer(DECODE, second)
+    assert pick(bench.peers.messages, Drained) == []
+
+
+def test_a_stale_offer_is_refused_and_one_for_the_next_generation_waits():
+    bench = SenderBench()
+    admit(bench, generation=2)
+    bench.service.offer(DECODE, offer(generation=1))
+    assert pick(bench.peers.messages, Failed)[0].code == "stale"
+    assert len(pick(bench.peers.messages, Drained)) == 1
+    bench.service.offer(DECODE, offer(generation=3))
+    assert len(bench.peers.messages) == 2
+    assert state(bench, 2) is SenderState.ADMITTED
+
+
+def test_an_offer_of_an_old_generation_that_is_still_being_written_is_no_proof():
+    bench = sending()
+    answer(bench, error_code="transport_failed", error="cable")
+    admit(bench, generation=2)
+    bench.service.offer(DECODE, offer(generation=1))
+    assert pick(bench.peers.messages, Drained) == []
+    close(bench)
+    assert len(pick(bench.peers.messages, Drained)) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_tokens": TOKENS + 1},
+        {"prefix_tokens": 1},
+        {"tables": (WireTable(space=IndexSpace.FULL, ids=b"abc"),)},
+    ],
+)
+def test_an_offer_that_cannot_be_right_fails_the_room_on_both_sides(fields):
+    bench = SenderBench()
+    admit(bench)
+    bench.service.offer(DECODE, offer(**fields))
+    assert state(bench) is SenderState.FAILED
+    assert bench.service.report(1).reason_code == "invalid_input"
+    assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
+    assert bench.free == 16
+
+
+def test_an_offer_for_a_room_that_is_over_gets_its_reason():
+    bench = SenderBench()
+    admit(bench)
+    bench.service.abort("engine", 1, "out of memory")
+    bench.service.offer(DECODE, offer())
+    [failed] = pick(bench.peers.messages, Failed)
+    assert failed.code == "aborted"
+    assert "out of memory" in failed.message
+    assert len(pick(bench.peers.messages, Drained)) == 1
+
+
+# ------------------------------------------------------------------------------------------- aborts
+
+
+def test_an_abort_while_sending_frees_nothing_before_every_rank_is_quiet():
+    bench = sending(ranks=(R0, R1))
+    bench.service.peer_abort(DECODE, abort())
+    bench.service.abort("engine", 1, "ok")
+    assert state(bench) is SenderState.ABORTING
+    assert pick(bench.peers.messages, Failed)[0].message == "by the decode side: enough"
+    assert len(pick(bench.workers.messages, CloseRoom)) == 2
+    answer(bench, R0, error_code="aborted", error="the room was closed")
+    close(bench, R0)
+    assert bench.free == 14
+    close(bench, R1, quiet=False)
+    assert bench.free == 14
+    close(bench, R1)
+    close(bench, R1)
+    assert bench.free == 16
+    assert len(pick(bench.peers.messages, Drained, DECODE)) == 1
+    assert bench.engines.kinds == ["aborted"]
+    assert bench.service.report(1).reason == "by the decode side: enough"
+    bench.book.check_integrity()
+
+
+@pytest.mark.parametrize("who", ["engine", "user"])
+def test_an_abort_before_the_offer_ends_at_once(who):
+    bench = SenderBench()
+    admit(bench)
+    begin(bench)
+    if who == "engine":
+        bench.service.abort("engine", 1, "no")
+    else:
+        room = bench.service.rooms.get(1)
+        bench.service._driver.raise_event(room, "abort", "aborted", "by its client")
+    assert state(bench) is SenderState.ABORTED
+    if who != "engine":
+        # The engine may be writing at this very moment: only its own word gives its pages to others.
+        assert bench.free == 14
+        with pytest.raises(ConflictError, match="is over"):
+            publish(bench)
+        bench.service.abort("engine", 1, "understood")
+    assert bench.free == 16
+
+
+def test_an_abort_that_crosses_the_last_done_gets_the_proof():
+    bench = sending()
+    publish(bench)
+    finish(bench)
+    for order in orders(bench):
+        answer(bench, order=order)
+    assert state(bench) is SenderState.COMPLETED
+    bench.service.peer_abort(DECODE, abort())
+    assert len(pick(bench.peers.messages, Drained, DECODE)) == 1
+    assert state(bench) is SenderState.COMPLETED
+    assert bench.engines.kinds == ["completed"]
+    assert bench.service.report(1).reason_code == ""
+
+
+def test_an_abort_by_a_stranger_changes_nothing_and_is_answered():
+    bench = sending()
+    bench.service.peer_abort(STRANGER, abort())
+    bench.service.peer_abort(STRANGER, abort(room=99))
+    assert len(pick(bench.peers.messages, Drained, STRANGER)) == 2
+    assert state(bench) is SenderState.SENDING
+
+
+def test_an_abort_ends_no_room_that_has_taken_no_offer_of_its_peer():
+    bench = SenderBench()
+    admit(bench)
+    bench.service.peer_abort(STRANGER, abort())
+    assert len(pick(bench.peers.messages, Drained, STRANGER)) == 1
+    assert state(bench) is SenderState.ADMITTED
+    bench.service.offer(DECODE, offer())
+    assert state(bench) is SenderState.SENDING
+    bench.service.peer_abort(DECODE, abort())
+    assert bench.service.report(1).state is not RoomState.TRANSFERRING
+
+
+def test_a_reason_of_any_length_fits_into_the_messages():
+    bench = sending()
+    bench.service.peer_abort(DECODE, Abort(room=1, generation=1, code="aborted", message="x" * 4_000))
+    assert pick(bench.peers.messages, Failed)
+
+
+# ------------------------------------------------------------------------------------------- engines
+
+
+def test_a_second_begin_or_a_foreign_call_is_refused():
+    bench = SenderBench(ranks=(R0, R1))
+    admit(bench)
+    begin(bench, ranks=(R0,))
+    with pytest.raises(ConflictError, match=r"already begun on rank pp0\.tp0 by engine engine"):
+        begin(bench, "other")
+    with pytest.raises(ConflictError, match=r"not begun on rank pp0\.tp1 by this engine"):
+        publish(bench, PAGE)
+    with pytest.raises(InvalidInputError, match="begins it with"):
+        begin(bench, ranks=(R1,), prompt_tokens=5)
+    with pytest.raises(InvalidInputError, match="owns its pools"):
+        begin(bench, ranks=(R1,), tables=tables(1, 2))
+    with pytest.raises(UnknownRoomError):
+        begin(bench, room=5)
+
+
+def test_finish_needs_everything_published_and_comes_once():
+    bench = sending()
+    with pytest.raises(ConflictError, match="has published 256 of 512"):
+        finish(bench)
+    publish(bench)
+    finish(bench)
+    with pytest.raises(ConflictError, match="already finished"):
+        finish(bench, metadata=b"second thoughts")
+    for order in orders(bench):
+        answer(bench, order=order)
+    assert [done.metadata for done in pick(bench.peers.messages, Done)] == [b"meta"]
+
+
+def test_finish_of_a_room_that_is_over_lets_go_of_its_pages():
+    bench = sending()
+    publish(bench)
+    bench.service.peer_abort(DECODE, abort())
+    close(bench)
+    assert state(bench) is SenderState.ABORTED
+    assert bench.free == 14
+    with pytest.raises(ConflictError, match="is over: by the decode side"):
+        finish(bench)
+    assert bench.free == 16
+
+
+def test_an_engine_that_dies_fails_what_it_had_not_finished():
+    bench = sending()
+    bench.service.engine_gone("somebody else", "killed")
+    assert state(bench) is SenderState.SENDING
+    bench.service.engine_gone("engine", "killed")
+    assert state(bench) is SenderState.FAILING
+    assert bench.service.report(1).state is RoomState.FAILED
+    close(bench)
+    assert state(bench) is SenderState.FAILED
+    assert bench.free == 14, "its process has not ended"
+    bench.service.engine_ended("somebody else")
+    assert bench.free == 14
+    bench.service.engine_ended("engine")
+    assert bench.free == 16
+    assert "engine engine is gone: killed" in bench.service.report(1).reason
+
+
+def test_pages_of_an_engine_whose_process_does_not_end_are_quarantined_and_come_back_with_its_end():
+    bench = sending()
+    assert bench.service.engine_gone("engine", "its connection has ended")
+    close(bench)
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 0
+    bench.clock.advance(1_000)
+    bench.service.tick()
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 1
+    [reason] = bench.book.quarantine_reasons()
+    assert "engines engine have left, and their processes have not ended (limit: timeouts.drain_s)" in reason
+    bench.service.engine_ended("engine")
+    assert bench.free == 16
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 0
+
+
+def test_pages_of_an_engine_whose_process_cannot_be_followed_are_quarantined_at_once():
+    bench = sending()
+    assert bench.service.engine_gone("engine", "its connection has ended", followed=False)
+    assert bench.service.rooms.quarantined()["engine_process_alive"] == 1
+    [reason] = bench.book.quarantine_reasons()
+    assert "restart this daemon to have the pages back" in reason
+    close(bench)
+    bench.clock.advance(1_000_000)
+    bench.service.tick()
+    assert bench.free == 14
+
+
+def test_an_engine_that_dies_after_finish_does_no_harm():
+    bench = sending()
+    publish(bench)
+    finish(bench)
+    assert not bench.service.engine_gone("engine", "killed"), "no page waits for it"
+    assert state(bench) is SenderState.SENDING
+    for order in orders(bench):
+        answer(bench, order=order)
+    assert state(bench) is SenderState.COMPLETED
+    assert bench.free == 16
+
+
+def test_an_engine_that_dies_gives_back_the_pages_of_ended_rooms():
+    bench = SenderBench()
+    admit(bench)
+    begin(bench)
+    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    assert bench.free == 14
+    bench.service.engine_gone("engine", "killed")
+    assert (state(bench), bench.free) == (SenderState.ABORTED, 14)
+    bench.service.engine_ended("engine")
+    assert bench.free == 16
+
+
+# ------------------------------------------------------------------------------------------- workers
+
+
+def test_a_failed_order_fails_the_room():
+    bench = sending()
+    answer(bench, error_code="transport_failed", error="cable")
+    assert state(bench) is SenderState.FAILING
+    assert pick(bench.peers.messages, Failed)[0].message == "rank pp0.tp0: cable"
+    assert pick(bench.peers.messages, Drained) == []
+    close(bench)
+    assert len(pick(bench.peers.messages, Drained)) == 1
+
+
+def test_an_order_that_is_not_quiet_never_counts_as_sent():
+    bench = sending()
+    answer(bench, quiet=False)
+    assert state(bench) is SenderState.FAILING
+
+
+def test_answers_count_once_and_only_for_orders_that_were_given():
+    bench = sending()
+    [order] = orders(bench)
+    publish(bench)
+    finish(bench)
+    answer(bench, order=order)
+    answer(bench, order=order)
+    answer(bench, rank=R1, order=order)
+    bench.service.sent(Sent(room=1, generation=1, rank=R0, order=999, amounts=full_amounts(TOKENS)))
+    bench.service.sent(Sent(room=5, generation=1, rank=R0, order=1, error_code="x", error="y"))
+    bench.service.room_closed(RoomClosed(room=5, generation=1, rank=R0, quiet=True))
+    assert state(bench) is SenderState.SENDING
+    answer(bench, amounts={})
+    assert pick(bench.peers.messages, Done)[0].amounts == full_amounts(TOKENS)
+
+
+@pytest.mark.parametrize("stage", ["admitted", "sending", "aborting", "completed"])
+def test_a_dead_worker_ends_the_room_and_is_not_waited_for(stage):
+    bench = SenderBench(ranks=(R0, R1))
+    admit(bench)
+    if stage != "admitted":
+        bench.service.offer(DECODE, offer())
+        begin(bench)
+        publish(bench)
+    if stage == "aborting":
+        bench.service.abort("engine", 1, "no")
+    if stage == "completed":
+        finish(bench)
+        answer(bench, R0)
+        answer(bench, R1)
+    bench.workers.messages.clear()
+    bench.service.worker_gone(R0, "killed by SIGKILL")
+    assert pick(bench.workers.messages, CloseRoom, R0) == []
+    if stage == "admitted":
+        assert state(bench) is SenderState.FAILED
+    if stage == "sending":
+        assert state(bench) is SenderState.FAILING
+        assert "rank worker pp0.tp0 of the prefill node died" in bench.service.report(1).reason
+        assert len(pick(bench.workers.messages, CloseRoom, R1)) == 1
+        bench.service.abort("engine", 1, "ok")
+        assert bench.free == 14
+    if stage in {"sending", "aborting"}:
+        assert pick(bench.peers.messages, Drained) == []
+        close(bench, R1)
+        assert len(pick(bench.peers.messages, Drained)) == 1
+    if stage == "completed":
+        assert state(bench) is SenderState.COMPLETED
+    assert bench.free == 16
+    bench.workers.messages.clear()
+    bench.service.worker_gone(R1, "as well")
+    assert bench.workers.messages == []
+
+
+def test_all_workers_dead_is_proof_enough():
+    bench = sending(ranks=(R0, R1))
+    bench.service.worker_gone(R0, "killed")
+    bench.service.worker_gone(R1, "killed")
+    assert state(bench) is SenderState.FAILED
+    assert len(pick(bench.peers.messages, Drained)) == 1
+
+
+# ------------------------------------------------------------------------------------------- peers that vanish
+
+
+def test_a_lost_peer_fails_its_rooms_and_takes_its_early_offers_along():
+    bench = sending()
+    admit(bench, room=2)
+    bench.service.offer(DECODE, offer(room=3))
+    bench.service.peer_gone(DECODE, "silent for 10 s")
+    assert state(bench) is SenderState.FAILING
+    assert bench.service.report(2).state is RoomState.ADMITTED
+    admit(bench, room=3)
+    assert bench.service.report(3).state is RoomState.ADMITTED
+    close(bench)
+    bench.service.peer_gone(DECODE, "again")
+    assert state(bench) is SenderState.FAILED
+
+
+# ------------------------------------------------------------------------------------------- deadlines
+
+
+def test_each_wait_has_a_name():
+    bench = SenderBench()
+    admit(bench)
+    bench.clock.advance(59.9)
+    bench.service.tick()
+    assert state(bench) is SenderState.ADMITTED
+    bench.clock.advance(0.1)
+    bench.service.tick()
+    report = bench.service.report(1)
+    assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
+    assert "timeouts.offer_s" in report.reason
+    assert bench.free == 16
+
+
+def test_a_room_that_is_not_sent_in_time_fails_and_one_that_is_not_quiet_in_time_is_quarantined():
+    bench = sending()
+    bench.clock.advance(600)
+    bench.service.tick()
+    bench.service.abort("engine", 1, "ok")
+    assert state(bench) is SenderState.FAILING
+    assert "timeouts.room_s" in bench.service.report(1).reason
+    for _ in range(3):
+        bench.clock.advance(50)
+        bench.service.tick()
+    assert bench.book.state(Owner(1, 1)) is PageState.QUARANTINED
+    [reason] = bench.book.quarantine_reasons()
+    assert "rank workers pp0.tp0" in reason
+    assert "timeouts.drain_s" in reason
+    assert pick(bench.peers.messages, Drained) == []
+    close(bench)
+    assert bench.free == 16
+    assert state(bench) is SenderState.FAILED
+    assert len(pick(bench.peers.messages, Drained)) == 1
+    bench.book.check_integrity()
+
+
+def test_pages_that_an_engine_does_not_let_go_of_are_quarantined_in_the_end():
+    bench = sending()
+    answer(bench, error_code="transport_failed", error="cable")
+    close(bench)
+    assert state(bench) is SenderState.FAILED
+    bench.clock.advance(49)
+    bench.service.tick()
+    assert bench.book.quarantine_reasons() == {}
+    for _ in range(2):
+        bench.clock.advance(1)
+        bench.service.tick()
+    [reason] = bench.book.quarantine_reasons()
+    assert "engines engine have not let go of it (limit: timeouts.drain_s)" in reason
+    assert bench.service.rooms.quarantined()["engine_not_released"] == 1
+    bench.service.abort("engine", 1, "at last")
+    assert bench.free == 16
+    bench.book.check_integrity()
+
+
+def test_a_transport_that_is_not_quiet_quarantines_at_once_and_says_which():
+    bench = sending()
+    answer(bench, error_code="transport_failed", error="cable", quiet=False, in_transit=True)
+    bench.service.abort("engine", 1, "ok")
+    bench.service.room_closed(RoomClosed(room=1, generation=1, rank=R0, quiet=False, reason="mooncake is loud"))
+    assert state(bench) is SenderState.FAILING
+    [reason] = bench.book.quarantine_reasons()
+    assert reason == "room 1 generation 1: rank pp0.tp0: mooncake is loud"
+    assert pick(bench.peers.messages, Drained) == []
+    close(bench)
+    assert bench.free == 16
+    [drained] = pick(bench.peers.messages, Drained)
+    assert drained.in_transit
+
+
+@pytest.mark.parametrize(("outstanding", "in_transit"), [(True, True), (False, False)])
+def test_a_worker_that_dies_with_an_order_may_have_left_something_on_its_way(outstanding, in_transit):
+    bench = sending()
+    if not outstanding:
+        answer(bench)
+    bench.service.worker_gone(R0, "killed")
+    [drained] = pick(bench.peers.messages, Drained)
+    assert drained.in_transit is in_transit
+
+
+# ------------------------------------------------------------------------------------------- generations
+
+
+def test_a_new_attempt_runs_beside_the_old_one_and_each_gets_its_own_messages():
+    bench = sending()
+    answer(bench, error_code="transport_failed", error="cable")
+    assert bench.free == 14
+    with pytest.raises(StaleError):
+        admit(bench)
+    admit(bench, generation=2)
+    assert bench.free == 12
+    bench.service.offer(DECODE, offer(generation=2))
+    assert bench.service.report(1).generation == 2
+    # The engine has not heard of the failure: its words are about the attempt that it has begun.
+    with pytest.raises(ConflictError, match=r"is over: rank pp0\.tp0: cable"):
+        publish(bench)
+    bench.service.abort("engine", 1, "understood")
+    assert state(bench, 2) is SenderState.SENDING
+    close(bench, generation=1)
+    assert state(bench, 1) is SenderState.FAILED
+    assert bench.free == 14
+    begin(bench)
+    publish(bench)
+    finish(bench)
+    answer(bench)
+    assert state(bench, 2) is SenderState.COMPLETED
+    assert bench.free == 16
+    bench.book.check_integrity()
+
+
+def test_beginning_anew_lets_go_of_earlier_attempts():
+    bench = SenderBench()
+    admit(bench)
+    begin(bench)
+    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    admit(bench, generation=2)
+    assert bench.free == 12
+    begin(bench)
+    assert bench.free == 14
+    publish(bench)
+    assert bench.service.rooms.find(1, 2).ranks[R0].progress.complete
+
+
+def test_an_engine_with_a_gpu_aborts_an_earlier_attempt_before_it_begins_anew():
+    bench = SenderBench()
+    admit(bench)
+    begin(bench, by_gpu=True)
+    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    admit(bench, generation=2)
+    with pytest.raises(
+        ConflictError, match=r"generation 1\) may still be written by this engine's GPU; abort it first"
+    ):
+        begin(bench, by_gpu=True)
+    assert bench.free == 12
+    bench.service.abort("engine", 1, "its GPU is through")
+    assert bench.free == 14
+    begin(bench, by_gpu=True)
+
+
+def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through():
+    bench = sending()
+    publish(bench)
+    finish(bench, by_gpu=True)
+    for order in orders(bench):
+        answer(bench, order=order)
+    assert (state(bench), bench.free) == (SenderState.COMPLETED, 16), "every point was reached before that was sent"
+    bench.service.release("engine", 1, 1)
+    failing = sending()
+    with pytest.raises(ConflictError, match="room 1 is not finished by this engine"):
+        failing.service.release("engine", 1, 1)
+    publish(failing)
+    finish(failing, by_gpu=True)
+    failing.service.peer_abort(DECODE, abort())
+    close(failing)
+    assert (state(failing), failing.free) == (SenderState.ABORTED, 14)
+    failing.service.release("engine", 1, 2)
+    failing.service.release("somebody else", 1, 1)
+    assert failing.free == 14
+    failing.service.release("engine", 1, 1)
+    assert failing.free == 16
+
+
+def test_a_finished_room_that_a_gpu_has_yet_to_write_fails_with_its_engine():
+    bench = sending()
+    publish(bench)
+    finish(bench, by_gpu=True)
+    assert bench.service.engine_gone("engine", "its connection has ended")
+    close(bench)
+    assert (state(bench), bench.free) == (SenderState.FAILED, 14)
+    bench.service.engine_ended("engine")
+    assert bench.free == 16
+
+
+def test_finish_of_a_room_that_is_over_does_not_let_go_of_what_a_gpu_writes():
+    bench = sending()
+    publish(bench)
+    bench.service.peer_abort(DECODE, abort())
+    close(bench)
+    with pytest.raises(ConflictError, match="is over: by the decode side"):
+        finish(bench, by_gpu=True)
+    assert bench.free == 14
+    bench.service.release("engine", 1, 1)
+    assert bench.free == 16
+
+
+def test_receipts_keep_little_and_are_forgotten():
+    bench = sending()
+    publish(bench)
+    finish(bench)
+    for order in orders(bench):
+        answer(bench, order=order)
+    room = bench.service.rooms.get(1)
+    assert (room.ranks, room.tables, room.destination) == ({}, {}, ())
+    bench.clock.advance(300)
+    bench.service.tick()
+    with pytest.raises(UnknownRoomError):
+        bench.service.report(1)
+    bench.service.peer_abort(DECODE, abort())
+    assert len(pick(bench.peers.messages, Drained)) == 1
+
+
+def test_a_room_whose_pages_an_engine_still_writes_is_not_forgotten():
+    bench = SenderBench()
+    admit(bench)
+    begin(bench)
+    bench.service.peer_abort(DECODE, abort())
+    bench.clock.advance(1_000)
+    bench.service.tick()
+    bench.service.abort("engine", 1, "at last")
+    assert bench.free == 16
+
+
+# ------------------------------------------------------------------------------------------- adopted pools
+
+
+def test_adopted_pages_are_named_at_begin_and_the_room_opens_then():
+    bench = SenderBench(ranks=(R0, R1), adopted=True)
+    admit(bench)
+    bench.service.offer(DECODE, offer())
+    assert state(bench) is SenderState.SENDING
+    assert bench.workers.messages == []
+    begin(bench, "engine0", (R0,), tables=tables(3, 4))
+    assert len(pick(bench.workers.messages, OpenRoom)) == 2
+    with pytest.raises(ConflictError, match="other page tables"):
+        begin(bench, "engine1", (R1,), tables=tables(3, 5))
+    with pytest.raises(ConflictError, match="other page tables"):
+        begin(bench, "engine1", (R1,))
+    begin(bench, "engine1", (R1,), tables=tables(3, 4))
+    assert len(pick(bench.workers.messages, OpenRoom)) == 2
+    for number, rank in enumerate(bench.ranks):
+        publish(bench, TOKENS, f"engine{number}", (rank,))
+        finish(bench, f"engine{number}", (rank,))
+        answer(bench, rank)
+    assert state(bench) is SenderState.COMPLETED
+    assert bench.free == 16
+
+
+def test_adopted_pages_must_cover_the_request_and_be_nobody_elses():
+    bench = SenderBench(adopted=True)
+    admit(bench)
+    admit(bench, room=2)
+    with pytest.raises(InvalidInputError, match="needs 2 pages"):
+        begin(bench, tables=tables(3))
+    begin(bench, tables=tables(3, 4))
+    with pytest.raises(ConflictError, match="still belongs to room 1"):
+        begin(bench, room=2, tables=tables(4, 5))
+    begin(bench, room=2, tables=tables(5, 6))
+    bench.book.check_integrity()
+
+
+@pytest.mark.parametrize("offered", [False, True])
+def test_an_adopted_room_can_be_aborted_before_it_has_pages(offered):
+    bench = SenderBench(adopted=True)
+    admit(bench)
+    if offered:
+        bench.service.offer(DECODE, offer())
+    bench.service.abort("engine", 1, "no")
+    assert state(bench) is SenderState.ABORTED
+    assert len(pick(bench.peers.messages, Drained)) == offered
+    with pytest.raises(ConflictError, match="is over"):
+        begin(bench, tables=tables(3, 4))
+
+
+def test_adopted_pages_are_the_engines_own_again_once_nothing_is_in_flight():
+    bench = SenderBench(adopted=True)
+    admit(bench)
+    bench.service.offer(DECODE, offer())
+    begin(bench, tables=tables(3, 4))
+    publish(bench)
+    bench.service.peer_abort(DECODE, abort())
+    assert bench.free == 14
+    assert bench.engines.kinds == []
+    close(bench)
+    assert bench.engines.kinds == ["aborted"]
+    assert bench.free == 16
+
+
+def test_repr_counts():
+    bench = sending()
+    bench.service.offer(DECODE, offer(room=9))
+    assert repr(bench.service) == "<SenderService {'transferring': 1} early offers: 1>"
+
+
+# ------------------------------------------------------------------------------------------- points of an engine's GPU
+
+
+def point(number: int) -> StreamPoint:
+    return StreamPoint(ring="ring", handle=bytes([number]) * 64, device_uuid="0" * 32)
+
+
+def publish_at(bench: SenderBench, upto: int, **points: StreamPoint) -> None:
+    named = {name.replace("_", "."): one for name, one in points.items()}
+    bench.service.publish("engine", bench.ranks, 1, upto_token=upto, layers=None, after=named)
+
+
+def test_orders_name_the_points_of_all_that_they_send_each_rank_its_own():
+    bench = SenderBench(ranks=(R0, R1))
+    admit(bench)
+    begin(bench)
+    publish_at(bench, PAGE, pp0_tp0=point(1), pp0_tp1=point(2))
+    publish_at(bench, PAGE, pp0_tp0=point(1), pp0_tp1=point(3))
+    bench.service.offer(DECODE, offer())
+    assert [order.after for order in orders(bench, R0)] == [(point(1),)]
+    assert [order.after for order in orders(bench, R1)] == [(point(2), point(3))]
+    publish_at(bench, TOKENS, pp0_tp0=point(4))
+    assert [orders(bench, rank)[-1].after for rank in bench.ranks] == [(point(4),), ()]
+
+
+def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
+    monkeypatch.setattr(sender, "MAX_POINTS", 2)
+    bench = SenderBench()
+    admit(bench)
+    begin(bench)
+    for number in range(4):
+        publish_at(bench, PAGE, pp0_tp0=point(number))
+    bench.service.offer(DECODE, offer())
+    assert orders(bench)[0].after == (point(2), point(3))
+
+
+@pytest.mark.parametrize("tokens", [2**62, 1_000 * PAGE])
+def test_a_prompt_that_no_adopted_pool_could_hold_is_refused(tokens):
+    bench = SenderBench(adopted=True)
+    with pytest.raises(InvalidInputError, match=r"one page table names at most|the whole pool has"):
+        bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=tokens))
+    assert not bench.service.in_use()

@@ -1,0 +1,126 @@
+"""The report of a demo reads well in any width and says what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from kvbridge.testbed.demo.report import Divergence, format_bytes, is_scattered, print_report
+from tests.unit.testbed.demo_reports import HOT_BUFFER, report, request, sparse_request
+
+
+def printed(made, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_report(made, console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_the_table_fits_and_is_whole(width):
+    requests = [request(number, tokens=tokens) for number, tokens in ((9, 4099), (10, 1), (24, 11_098))]
+    lines = printed(report(*requests), width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+    rows = [line.split() for line in lines[1:4]]
+    assert [row[1] for row in rows] == ["4,099", "1", "11,098"]
+    assert {row[-1] for row in rows} == {"yes"}
+    assert lines[-1] == "EQUAL: 3 of 3 requests gave the very logits of the model alone"
+
+
+def test_a_wide_table_has_a_column_for_each_component():
+    header = printed(report(), 140).splitlines()[0]
+    for title in ("c4 ", "c4 idx", "c128 ", "window", "c4 state", "idx state", "c128 state"):
+        assert title in header
+
+
+def test_the_totals_add_up():
+    made = report(request(1, tokens=1024), request(2, tokens=3072))
+    total = next(line for line in printed(made, 80).splitlines() if line.split()[:1] == ["4,096"]).split()
+    assert total[-5:] == ["56", "1000.0", "112", "12.5", "yes"]
+    assert total[1:3] == ["4.0M", "8.0M"]
+
+
+def test_a_different_request_shows():
+    made = report(request(1), request(2, first_difference=3))
+    text = printed(made, 80)
+    assert not made.equal
+    assert not made.good
+    assert [line.split()[-1] for line in text.splitlines()[1:3]] == ["yes", "NO"]
+    assert "DIFFERENT: 1 of 2" in text
+
+
+def test_pages_that_did_not_come_back_are_no_success():
+    made = report(pages_left=3)
+    assert made.equal
+    assert not made.good
+    assert "3 pages were not given back" in printed(made, 80)
+
+
+def test_quantisation_is_reported():
+    text = printed(report(divergence=Divergence(mean_kl=0.00755, top1_agreement=0.867)), 140)
+    assert "7.55e-03" in text
+    assert "86.7%" in text
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_sparse_decode_has_a_table_of_its_own(width):
+    requests = [sparse_request(1, tokens=2049), sparse_request(2, tokens=998_000, loaded=55_000)]
+    lines = printed(report(*requests, hot_buffer=HOT_BUFFER), width).splitlines()
+    assert max(map(len, lines)) <= width or lines[-1].startswith("EQUAL")
+    begin = next(number for number, line in enumerate(lines) if "in slots" in line)
+    assert lines[begin + 1].split() == [*("1", "592", "61,440", "9.8%", "57.7%", "20,000", "19,616", "192", "yes")]
+    assert lines[begin + 4].split() == [*("122,880", "9.8%", "29.2%", "75,000", "74,232", "384", "yes")]
+    text = " ".join(line.strip() for line in lines)
+    assert "640 steps, 1,920 swap-ins of up to 64 rows, in 3 C4 layers; 39.0% of the selected rows" in text
+    assert "128 rows and a ring of 128 a layer, 1.5M a request with its tables" in text
+    assert "the longest C4 cache has 249,580 rows a layer, 1.4G on the host" in text
+    assert "with at most 4.5e-04 of the difference that rounding explains" in text
+    assert lines[-1] == "EQUAL: 2 of 2 requests gave the very logits of the model alone"
+
+
+def test_a_whole_cache_has_no_such_table():
+    text = printed(report(), 140)
+    assert "in slots" not in text
+    assert "Hot buffer" not in text
+
+
+def test_json_has_what_sparse_decode_did():
+    document = json.loads(report(sparse_request(), hot_buffer=HOT_BUFFER).model_dump_json())
+    assert document["hot_buffer"]["hot_rows"] == 128
+    assert document["requests"][0]["sparse"]["loaded"] == 20_000
+    assert document["requests"][0]["share_of_rounding"] == 4.5e-4
+
+
+def test_page_ids_are_compared_by_space():
+    found = report(request(), request(2)).page_ids
+    assert {space: (ids.different, ids.compared) for space, ids in found.items()} == {
+        "full": (2, 2),
+        "host": (0, 2),
+        "swa": (2, 2),
+        "request": (0, 2),
+    }
+    assert "host 0/2" in printed(report(request(), request(2)), 140)
+
+
+def test_scattered_pages_are_recognised():
+    assert not is_scattered(request())
+    assert is_scattered(request().model_copy(update={"source_pages": {"full": (4, 6)}}))
+
+
+def test_json_has_the_verdict_and_what_it_follows_from():
+    document = json.loads(report(request(1, first_difference=0)).model_dump_json())
+    assert document["equal"] is False
+    assert document["requests"][0]["equal"] is False
+    assert document["requests"][0]["amounts"]["c4_kv"]["bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "-"), (999, "999"), (1000, "1.0K"), (1536, "1.5K"), (102_400, "100K"), (1_047_000, "1.0M"), (5 << 30, "5.0G")],
+)
+def test_bytes_are_short(count, text):
+    assert format_bytes(count) == text
+    assert len(text) <= 5

@@ -1,0 +1,72 @@
+"""Registering in the background: ready or failed with words, and undone before the memory goes."""
+
+from __future__ import annotations
+
+import threading
+
+from kvbridge.core.errors import RegistrationError
+from kvbridge.transport.local.access import DeviceAccess
+
+LIMIT_S = 10.0
+
+
+def test_ready_when_registered_and_undone_before_what_follows() -> None:
+    order: list[str] = []
+    ended = threading.Event()
+
+    def register(report):
+        report(3, 3)
+        order.append("registered")
+        return lambda: order.append("undone")
+
+    access = DeviceAccess(0x1000, 3, register, label="pool")
+    access.wait(LIMIT_S)
+    assert access.ready
+    assert repr(access) == "<DeviceAccess to pool: 3 of 3 bytes, ready>"
+    access.close(then=lambda: (order.append("unmapped"), ended.set()))
+    assert ended.wait(LIMIT_S)
+    assert order == ["registered", "undone", "unmapped"]
+
+
+def test_a_failure_is_kept_in_words() -> None:
+    def register(_):
+        raise RegistrationError("raise the memlock limit")
+
+    access = DeviceAccess(0x1000, 3, register, label="pool")
+    access.wait(LIMIT_S)
+    assert not access.ready
+    assert access.error == "raise the memlock limit"
+    ended = threading.Event()
+    access.close(then=ended.set)
+    assert ended.wait(LIMIT_S)
+
+
+def test_a_defect_is_told_too() -> None:
+    def register(_):
+        raise RuntimeError
+
+    access = DeviceAccess(0x1000, 3, register, label="pool")
+    access.wait(LIMIT_S)
+    assert access.error == "RuntimeError()"
+
+
+def test_closing_meanwhile_ends_it_with_the_present_chunk() -> None:
+    entered, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    chunks: list[int] = []
+
+    def register(report):
+        for done in (1, 2, 3):
+            chunks.append(done)
+            entered.set()
+            assert go_on.wait(LIMIT_S)
+            report(done, 3)
+        return lambda: None
+
+    access = DeviceAccess(0x1000, 3, register, label="pool")
+    assert entered.wait(LIMIT_S)
+    access.close(then=ended.set)
+    assert not ended.is_set()
+    go_on.set()
+    assert ended.wait(LIMIT_S)
+    assert chunks == [1]
+    assert not access.ready

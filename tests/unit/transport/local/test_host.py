@@ -1,0 +1,146 @@
+"""Whether two processes share a host is proved: every way in which the proof can be false is refused, with words."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import RegistrationError, TransportError
+from kvbridge.transport.base import Memory, SharedFile
+from kvbridge.transport.local.files import MappedFiles
+from kvbridge.transport.local.host import (
+    FileIdentity,
+    HostClaim,
+    Proof,
+    SharedExtent,
+    identify,
+    require_same_host,
+)
+from kvbridge.transport.local.memory import Stretches
+
+
+@pytest.fixture
+def proof(tmp_path: Path):
+    made = Proof(tmp_path)
+    yield made
+    made.close()
+
+
+def shared_file(path: Path, content: bytes) -> FileIdentity:
+    path.write_bytes(content)
+    found = identify(Memory(address=1, length_bytes=len(content), shared=SharedFile(path=str(path))))
+    assert found is not None
+    return found
+
+
+def altered(told: HostClaim, **changes: object) -> HostClaim:
+    return told.model_copy(update={"file": told.file.model_copy(update=changes)})
+
+
+def test_a_living_process_of_this_host_is_believed(proof: Proof) -> None:
+    require_same_host(proof.claim)
+
+
+def test_proof_is_readable_by_its_owner_only_and_removed(tmp_path: Path) -> None:
+    made = Proof(tmp_path)
+    path = Path(made.claim.file.path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    made.close()
+    assert not path.exists()
+    with pytest.raises(TransportError, match="not on this host, or has ended"):
+        require_same_host(made.claim)
+
+
+def test_another_boot_is_another_host(proof: Proof) -> None:
+    with pytest.raises(TransportError, match="boot id elsewhere"):
+        require_same_host(proof.claim.model_copy(update={"boot_id": "elsewhere"}))
+
+
+def test_same_path_with_another_secret_is_another_host(proof: Proof) -> None:
+    with pytest.raises(TransportError, match="does not hold here"):
+        require_same_host(proof.claim.model_copy(update={"secret": "0" * 64}))
+
+
+@pytest.mark.parametrize("change", ["device", "inode", "owner"])
+def test_same_path_with_another_identity_is_another_file(proof: Proof, change: str) -> None:
+    wrong = getattr(proof.claim.file, change) + 1
+    with pytest.raises(TransportError, match="another file here"):
+        require_same_host(altered(proof.claim, **{change: wrong}))
+
+
+def test_a_process_that_no_longer_holds_its_lock_has_ended(proof: Proof) -> None:
+    copy = Path(proof.claim.file.path).with_name("copy")
+    identity = shared_file(copy, proof.claim.secret.encode())
+    with pytest.raises(TransportError, match="has ended"):
+        require_same_host(proof.claim.model_copy(update={"file": identity}))
+
+
+def test_what_is_no_file_is_refused_without_blocking(proof: Proof, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    found = fifo.stat()
+    with pytest.raises(TransportError, match="another file"):
+        require_same_host(altered(proof.claim, path=str(fifo), device=found.st_dev, inode=found.st_ino))
+
+
+def test_unwritable_directory_is_named() -> None:
+    with pytest.raises(RegistrationError, match="/proc/"):
+        Proof(Path("/proc"))
+
+
+def test_mapping_translates_addresses_of_several_extents(proof: Proof, tmp_path: Path) -> None:
+    files = [shared_file(tmp_path / name, bytes([value]) * 8192) for name, value in (("a", 1), ("b", 2))]
+    extents = [
+        SharedExtent(address=2**62, length_bytes=4096, file=1, offset_bytes=4096),
+        SharedExtent(address=0x1000, length_bytes=100, file=0, offset_bytes=50),
+    ]
+    mapped = Stretches(MappedFiles(proof.claim, files, extents).stretches)
+    addresses = np.array([0x1000 + 99, 2**62 + 7], dtype=np.uint64)
+    here = mapped.here(addresses, mapped.find(addresses))
+    import ctypes
+
+    ctypes.memset(int(here[0]), 7, 1)
+    ctypes.memset(int(here[1]), 8, 1)
+    assert (tmp_path / "a").read_bytes()[149] == 7
+    assert (tmp_path / "b").read_bytes()[4096 + 7] == 8
+    nothing = np.empty(0, dtype=np.uint64)
+    assert len(mapped.here(nothing, mapped.find(nothing))) == 0
+
+
+def test_extent_beyond_its_file_is_refused(proof: Proof, tmp_path: Path) -> None:
+    files = [shared_file(tmp_path / "a", b"x" * 8192)]
+    for extent in (
+        SharedExtent(address=1, length_bytes=8192, file=0, offset_bytes=1),
+        SharedExtent(address=1, length_bytes=1, file=1, offset_bytes=0),
+    ):
+        with pytest.raises(TransportError, match="does not have"):
+            MappedFiles(proof.claim, files, [extent])
+
+
+def test_file_of_another_user_is_refused(proof: Proof, tmp_path: Path) -> None:
+    """A peer must not make this process write into files that are not the peer's own."""
+    identity = shared_file(tmp_path / "a", b"x" * 4096)
+    foreign = identity.model_copy(update={"owner": identity.owner + 1})
+    with pytest.raises(TransportError, match="another user"):
+        MappedFiles(proof.claim, [foreign], [])
+
+
+def test_replaced_file_is_refused(proof: Proof, tmp_path: Path) -> None:
+    identity = shared_file(tmp_path / "a", b"x" * 4096)
+    (tmp_path / "new").write_bytes(b"y" * 4096)
+    (tmp_path / "new").rename(tmp_path / "a")
+    with pytest.raises(TransportError, match="another file here"):
+        MappedFiles(proof.claim, [identity], [])
+
+
+def test_shared_memory_must_lie_within_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"x" * 4096)
+    with pytest.raises(RegistrationError, match="do not fit"):
+        identify(Memory(address=1, length_bytes=4096, shared=SharedFile(path=str(path), offset_bytes=1), label="pool"))
+    with pytest.raises(RegistrationError, match="pool: the shared file cannot be reached"):
+        identify(Memory(address=1, length_bytes=1, shared=SharedFile(path=str(tmp_path / "none")), label="pool"))
+    assert identify(Memory(address=1, length_bytes=1)) is None

@@ -1,0 +1,336 @@
+"""The local transport with device memory, where devices are played by the processor: what tests/contract shows on a GPU.
+
+Device memory is ordinary memory here, its handle names its address, and lanes copy when they are asked after.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbridge.config.transports import LocalSettings
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError, UnsupportedError
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.plan.operations import Operations
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.cuda.allocations import Allocation
+from kvbridge.transport.base import Memory, SharedAllocation, TransferState
+from kvbridge.transport.local import allocations as local_allocations
+from kvbridge.transport.local import files as local_files
+from kvbridge.transport.local import own as local_own
+from kvbridge.transport.local import transport as local
+from kvbridge.transport.local.transport import LocalTransport
+from kvbridge.transport.local.ways import Route, Way
+from tests.contract.harness import wait
+from tests.helpers.connecting import connect
+from tests.helpers.fake_lanes import FakeLane
+from tests.helpers.shared_buffer import SharedBuffer
+
+SIZE = 1 << 20
+BELOW = 4096
+UUID = "ab" * 16
+UNREACHABLE = "cd" * 16
+
+
+class DeviceArray:
+    """Device memory that the processor can look at."""
+
+    def __init__(self, length_bytes: int = SIZE, *, uuid: str = UUID) -> None:
+        self.bytes = np.zeros(length_bytes, dtype=np.uint8)
+        self.address = int(self.bytes.ctypes.data)
+        self._uuid = uuid
+
+    def memory(self, offset: int = 0, length: int | None = None, *, device: int = 0, private: bool = False) -> Memory:
+        handle = self.address.to_bytes(8, "little") + len(self.bytes).to_bytes(8, "little") + bytes(48)
+        return Memory(
+            address=self.address + offset,
+            length_bytes=len(self.bytes) - offset if length is None else length,
+            kind=MemoryKind.VRAM,
+            device=device,
+            shared=None if private else SharedAllocation(handle=handle, device_uuid=self._uuid, offset_bytes=offset),
+            label="window pool",
+        )
+
+
+@dataclass
+class World:
+    """What the fakes have seen."""
+
+    opened: int = 0
+    closed: int = 0
+    registered: list[int] = None  # type: ignore[assignment]
+    refusal: str = ""
+    lanes: dict[Route, FakeLane] = None  # type: ignore[assignment]
+    gpu: bool = True
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    seen = World(registered=[], lanes={})
+
+    class Opened:
+        def __init__(self, handle: bytes, *, device_uuid: str, device: int | None) -> None:
+            self.device = 0 if device is None else device
+            self.address = int.from_bytes(handle[:8], "little")
+            self.length_bytes = int.from_bytes(handle[8:16], "little")
+            seen.opened += 1
+
+        def close(self) -> None:
+            seen.closed += 1
+
+    lengths: dict[int, int] = {}
+
+    def open_it(handle: bytes, **facts: object) -> Opened:
+        made = Opened(handle, **facts)
+        lengths[made.address] = made.length_bytes
+        return made
+
+    class Registration:
+        def __init__(self, mappings: list, *, device: int, on_progress: Callable[[int, int], None]) -> None:
+            if seen.refusal:
+                raise RegistrationError(seen.refusal)
+            seen.registered.append(mappings[0].address)
+
+        def close(self) -> None:
+            pass
+
+    def reach(device: int | None, uuid: str) -> None:
+        if uuid == UNREACHABLE:
+            raise UnsupportedError("cuda:0 cannot reach the memory of cuda:1 directly")
+
+    def lane(self: LocalTransport, route: Route) -> FakeLane:
+        seen.lanes[route] = FakeLane(route, at_once=True, slice_operations=64)
+        return seen.lanes[route]
+
+    monkeypatch.setattr(runtime, "reason_without_device", lambda: "")
+    monkeypatch.setattr(local_allocations, "OpenedAllocation", open_it)
+    monkeypatch.setattr(local_allocations, "allocation_of", lambda device, at: Allocation(at, lengths[at]))
+    monkeypatch.setattr(local_allocations, "_require_reach", reach)
+    monkeypatch.setattr(local_files, "HostRegistration", Registration)
+    monkeypatch.setattr(
+        local_own.runtime, "register_host", lambda address, length, **_: seen.registered.append(address)
+    )
+    monkeypatch.setattr(local_own.runtime, "unregister_host", lambda address, length: None)
+    monkeypatch.setattr(local, "has_accelerator", lambda: seen.gpu)
+    monkeypatch.setattr(LocalTransport, "_make_lane", lane)
+    return seen
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    made: list[LocalTransport] = []
+
+    def build(**facts: object) -> LocalTransport:
+        settings = LocalSettings(proof_directory=str(tmp_path), copy_kernel_below_bytes=BELOW)
+        made.append(LocalTransport(settings, **facts))
+        return made[-1]
+
+    yield build
+    for transport in made:
+        transport.close()
+
+
+def operations(*rows: tuple[int, int, int]) -> Operations:
+    return Operations(*(column.copy() for column in np.array(rows, dtype=np.uint64).T))
+
+
+def test_each_end_wherever_it_is(world: World, make, tmp_path: Path) -> None:
+    """One submission from host and device memory to host and device memory, long and short: every byte in its place."""
+    source, own, target = DeviceArray(), SharedBuffer(tmp_path / "own", SIZE), DeviceArray()
+    pool = SharedBuffer(tmp_path / "pool", SIZE)
+    rng = np.random.default_rng(0)
+    for array in (source.bytes, own.bytes):
+        array[:] = rng.integers(1, 256, SIZE, dtype=np.uint8)
+    writer, reader = make(), make()
+    writer.register([source.memory(), own.memory()])
+    reader.register([pool.memory(), target.memory(4096)])
+    peer = connect(writer, reader.endpoint())
+    rows, offset = [], 8192
+    expected = {pool.address: np.zeros(SIZE, np.uint8), target.address: np.zeros(SIZE, np.uint8)}
+    for length in (100, BELOW - 1, BELOW, 3 * BELOW):
+        for origin in (source, own):
+            for goal in (pool, target):
+                rows.append((origin.address + offset, goal.address + offset, length))
+                expected[goal.address][offset : offset + length] = origin.bytes[offset : offset + length]
+                offset += length
+    assert wait(writer.submit(peer, operations(*rows), deadline_s=5.0)).state is TransferState.DONE
+    for goal in (pool, target):
+        np.testing.assert_array_equal(goal.bytes, expected[goal.address])
+    copied = {route: sum(len(part) for part in lane.started) for route, lane in world.lanes.items()}
+    assert copied == {  # from own to pool the processor copies
+        Route(Way.KERNEL, 0, over_host_link=True): 4,
+        Route(Way.ENGINES, 0, over_host_link=True): 4,
+        Route(Way.KERNEL, 0): 2,
+        Route(Way.ENGINES, 0): 2,
+    }
+    assert own.address in world.registered
+
+
+def test_host_to_device_from_a_process_without_device_memory(world: World, make, tmp_path: Path) -> None:
+    own, target = SharedBuffer(tmp_path / "own", SIZE), DeviceArray()
+    own.bytes[:] = 7
+    writer, reader = make(), make()
+    writer.register([own.memory()])
+    reader.register([target.memory()])
+    peer = connect(writer, reader.endpoint())
+    row = operations((own.address, target.address, BELOW))
+    assert wait(writer.submit(peer, row, deadline_s=5.0)).state is TransferState.DONE
+    assert (target.bytes[:BELOW] == 7).all()
+    assert not target.bytes[BELOW:].any()
+
+
+def test_device_memory_beyond_what_was_named_is_refused(world: World, make) -> None:
+    source, target = DeviceArray(), DeviceArray()
+    writer, reader = make(), make()
+    writer.register([source.memory()])
+    reader.register([target.memory(4096, 4096)])
+    peer = connect(writer, reader.endpoint())
+    with pytest.raises(InvalidInputError, match="leave the registered memory of process"):
+        writer.submit(peer, operations((source.address, target.address, 4096)), deadline_s=5.0)
+    lying = make()
+    lying.register([target.memory(SIZE - 4096, 4097)])
+    with pytest.raises(TransportError, match="4097 bytes that the allocation does not have"):
+        connect(writer, lying.endpoint())
+    assert world.closed == 1, "what was opened for a refused peer is closed again"
+
+
+def test_peers_out_of_reach_are_refused_with_the_reason(world: World, make, monkeypatch) -> None:
+    writer = make()
+    writer.register([DeviceArray().memory()])
+    for memory, reason in (
+        (DeviceArray(uuid=UNREACHABLE).memory(), "cannot reach the memory of cuda:1 directly"),
+        (DeviceArray().memory(private=True), "not shared \\(window pool\\)|no shared memory"),
+    ):
+        reader = make()
+        reader.register([memory])
+        with pytest.raises(TransportError, match=reason):
+            connect(writer, reader.endpoint())
+    reader = make()
+    reader.register([DeviceArray().memory()])
+    monkeypatch.setattr(runtime, "reason_without_device", lambda: "the driver is on holiday")
+    with pytest.raises(TransportError, match=r"from here: this process has no device \(the driver is on holiday"):
+        connect(writer, reader.endpoint())
+
+
+def test_a_transport_serves_one_device(world: World, make) -> None:
+    writer = make()
+    writer.register([DeviceArray().memory()])
+    with pytest.raises(RegistrationError, match="cuda:0, cuda:1"):
+        writer.register([DeviceArray().memory(device=1)])
+
+
+def test_host_memory_that_cannot_be_registered_is_refused_when_connecting(world: World, make, tmp_path: Path) -> None:
+    writer, reader, beside = make(), make(), make()
+    writer.register([DeviceArray().memory()])
+    pool = SharedBuffer(tmp_path / "pool", SIZE)
+    reader.register([pool.memory()])
+    beside.register([pool.memory()])
+    connect(beside, reader.endpoint())  # keeps the file mapped
+    world.refusal = "raise the memlock limit"
+    with pytest.raises(TransportError, match="cannot be written by cuda:0: raise the memlock limit"):
+        connect(writer, reader.endpoint())
+    world.refusal = ""
+    connect(writer, reader.endpoint())  # it is tried again
+    assert len(world.registered) == 1
+
+
+def test_a_file_is_mapped_and_registered_once_for_all_peers(world: World, make, tmp_path: Path) -> None:
+    """The ranks of a decode node share one host pool, and a new epoch names the old files."""
+    pool = SharedBuffer(tmp_path / "pool", SIZE)
+    writer, first, second = make(), make(), make(epoch=1)
+    source = DeviceArray()
+    writer.register([source.memory()])
+    first.register([pool.memory(0, SIZE // 2)])
+    second.register([pool.memory()])
+    peers = [connect(writer, reader.endpoint()) for reader in (first, second)]
+    assert len(world.registered) == 1
+    writer.disconnect(peers.pop(0))
+    source.bytes[:] = 5
+    row = operations((source.address, pool.address + SIZE - BELOW, BELOW))
+    assert wait(writer.submit(peers[0], row, deadline_s=5.0)).state is TransferState.DONE
+    assert (pool.bytes[-BELOW:] == 5).all()
+
+
+def test_an_endpoint_without_files_is_revoked_like_one_with_files(world: World, make, tmp_path: Path) -> None:
+    """Device memory has no file to lock, so a gate stands for it, which outlives the transports that name it."""
+    world.gpu = False
+    target, other = DeviceArray(), DeviceArray()
+    writer, old = make(), make(epoch=3)
+    writer.register([DeviceArray().memory()])
+    old.register([target.memory()])
+    beside = make(epoch=1)
+    beside.register([other.memory()])
+    connect(writer, beside.endpoint())
+    peer, stale = connect(writer, old.endpoint()), old.endpoint()
+    new = make(epoch=4)
+    new.register([target.memory()])
+    old.close()
+    assert new.revoked(3)
+    assert not new.revoked(4)
+    with pytest.raises(TransportError, match="has ended"):
+        connect(writer, stale)
+    again = connect(writer, new.endpoint())
+    writer.disconnect(peer)
+    assert new.revoked(4)
+    assert not new.revoked(5)
+    writer.disconnect(again)
+
+
+def test_a_gate_whose_folder_is_gone_is_made_again_and_the_old_one_still_counts(world: World, tmp_path: Path) -> None:
+    """Later memory can have the address of earlier one, and the earlier proof's folder need not be there any more."""
+    world.gpu = False
+    target, writer = DeviceArray(), LocalTransport(LocalSettings())
+    writer.register([DeviceArray().memory()])
+    readers, peers = [], []
+    for epoch in (1, 2):
+        folder = tmp_path / str(epoch)
+        folder.mkdir()
+        readers.append(LocalTransport(LocalSettings(proof_directory=str(folder)), epoch=epoch))
+        readers[-1].register([target.memory()])
+        peers.append(writer.connect(readers[-1].endpoint()))
+        if epoch == 1:
+            readers[-1].close()
+            shutil.rmtree(folder)
+    assert not readers[1].revoked(2), "who has the old endpoint may still write"
+    writer.disconnect(peers[0])
+    assert readers[1].revoked(2)
+    assert not readers[1].revoked(3)
+    writer.close()
+    assert readers[1].revoked(3)
+    readers[1].close()
+
+
+def test_on_a_host_with_a_gpu_writers_must_have_been_gone_for_a_while(world: World, make) -> None:
+    """A device may finish some copies for a process that was killed, after the kernel has taken its locks away."""
+    clock = ManualClock()
+    writer, reader = make(), make(clock=clock)
+    writer.register([DeviceArray().memory()])
+    reader.register([DeviceArray().memory()])
+    peer = connect(writer, reader.endpoint())
+    clock.advance(100.0)
+    assert not reader.revoked(1)
+    writer.disconnect(peer)
+    assert not reader.revoked(1)
+    clock.advance(0.49)
+    assert not reader.revoked(1)
+    clock.advance(0.01)
+    assert reader.revoked(1)
+
+
+def test_disconnecting_and_closing_let_go_of_device_memory(world: World, make) -> None:
+    writer, reader = make(), make()
+    source, target = DeviceArray(), DeviceArray()
+    writer.register([source.memory()])
+    reader.register([target.memory()])
+    peer = connect(writer, reader.endpoint())
+    transfer = writer.submit(peer, operations((source.address, target.address, BELOW)), deadline_s=5.0)
+    writer.disconnect(peer)
+    assert world.closed == 0, "a transfer to it is still active"
+    assert wait(transfer).state.terminal
+    assert (world.opened, world.closed) == (1, 1)

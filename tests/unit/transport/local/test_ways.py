@@ -1,0 +1,93 @@
+"""Who copies what: every operation once, long ones by engines, short ones and those across registrations by the kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport.local.memory import HOST
+from kvbridge.transport.local.ways import HostEnds, Route, Way, split
+
+CHUNK = 1 << 20
+BASE = 0x1000
+BELOW = 256
+
+
+def routes(*rows: tuple[int, int, int, int, int], base: int = BASE) -> dict[Route, list[int]]:
+    """From rows (source, source device, destination, destination device, bytes)."""
+    table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+    source, source_device, target, target_device, length = table.T
+    operations = Operations(*(column.astype(np.uint64) for column in (source, target, length)))
+    ends = HostEnds(
+        np.where(source_device == HOST, base, 0).astype(np.uint64),
+        np.where(target_device == HOST, base, 0).astype(np.uint64),
+        CHUNK,
+    )
+    found = split(
+        operations, source_device.astype(np.int32), target_device.astype(np.int32), ends, kernel_below_bytes=BELOW
+    )
+    return {route: indices.tolist() for route, indices in found.items()}
+
+
+def test_by_length_and_by_link() -> None:
+    assert routes(
+        (BASE, 0, BASE, HOST, BELOW),
+        (BASE, 0, BASE, HOST, BELOW - 1),
+        (BASE, 0, BASE, 0, BELOW),
+        (BASE, 0, BASE, 0, 1),
+        (BASE, HOST, BASE, HOST, BELOW),
+        (BASE, HOST, BASE, 3, BELOW),
+        (BASE, 0, BASE, HOST, 10 * BELOW),
+    ) == {
+        Route(Way.ENGINES, 0, over_host_link=True): [0, 6],
+        Route(Way.KERNEL, 0, over_host_link=True): [1],
+        Route(Way.ENGINES, 0): [2],
+        Route(Way.KERNEL, 0): [3],
+        Route(Way.PROCESSOR): [4],
+        Route(Way.ENGINES, 3, over_host_link=True): [5],
+    }
+
+
+def test_what_crosses_a_registration_goes_to_the_kernel() -> None:
+    engines, kernel = Route(Way.ENGINES, 0, over_host_link=True), Route(Way.KERNEL, 0, over_host_link=True)
+    edge = BASE + CHUNK
+    assert routes((BASE, 0, edge - BELOW, HOST, BELOW)) == {engines: [0]}
+    assert routes((BASE, 0, edge, HOST, BELOW)) == {engines: [0]}
+    assert routes((BASE, 0, edge - BELOW + 1, HOST, BELOW)) == {kernel: [0]}
+    assert routes((edge - 1, HOST, BASE, 0, BELOW)) == {kernel: [0]}
+    assert routes((edge - 1, 0, BASE, 0, BELOW)) == {Route(Way.ENGINES, 0): [0]}, "device memory has no registration"
+
+
+def test_nothing_takes_no_way() -> None:
+    assert routes() == {}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(BASE, BASE + 3 * CHUNK),
+            st.integers(HOST, 2),
+            st.integers(BASE, BASE + 3 * CHUNK),
+            st.integers(HOST, 2),
+            st.integers(1, CHUNK),
+        ),
+        max_size=40,
+    )
+)
+def test_every_operation_takes_one_way_that_can_carry_it(rows: list[tuple[int, int, int, int, int]]) -> None:
+    found = routes(*rows)
+    assert sorted(index for indices in found.values() for index in indices) == list(range(len(rows)))
+    for route, indices in found.items():
+        for source, source_device, target, target_device, length in (rows[index] for index in indices):
+            on_host = [
+                address for address, device in ((source, source_device), (target, target_device)) if device == HOST
+            ]
+            assert (route.way is Way.PROCESSOR) == (len(on_host) == 2)
+            if route.way is not Way.PROCESSOR:
+                assert route.device == (source_device if source_device != HOST else target_device)
+                assert route.over_host_link == bool(on_host)
+            if route.way is Way.ENGINES:
+                assert length >= BELOW
+                assert all((at - BASE) // CHUNK == (at + length - 1 - BASE) // CHUNK for at in on_host)

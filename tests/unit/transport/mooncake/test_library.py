@@ -1,0 +1,123 @@
+"""What mooncake is refused for, without a peer; each environment in a process of its own, since it is read once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, TransportSettings
+from kvbridge.core.errors import TransportError, UnsupportedError
+from kvbridge.core.ids import MemoryKind
+from kvbridge.transport.mooncake import library as mooncake_library
+from kvbridge.transport.mooncake.library import memory_kinds, require_adapter, why_no_device_memory
+from kvbridge.transport.registry import create_transport
+
+NONE_FOUND = '{"cpu:0": [[], []]}'
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_adapter_is_required_in_the_topology() -> None:
+    require_adapter('{"cpu:0": [["mlx5_0"], []], "cuda:0": [[], ["mlx5_0"]]}', "")
+    for topology in (NONE_FOUND, "{}", "not json", "[1]"):
+        with pytest.raises(TransportError, match="no RDMA adapter among mlx5_7 and would use TCP"):
+            require_adapter(topology, "mlx5_7")
+
+
+def test_rdma_without_an_adapter_is_refused_although_the_library_says_yes() -> None:
+    import pathlib
+
+    if pathlib.Path("/sys/class/infiniband").exists():
+        pytest.skip("this host has InfiniBand devices")
+    settings = TransportSettings(mooncake=MooncakeSettings(protocol=MooncakeProtocol.RDMA))
+    code = f"""
+from kvbridge.config.transports import TransportSettings
+from kvbridge.transport.registry import create_transport
+from kvbridge.core.errors import TransportError
+try:
+    create_transport("mooncake", TransportSettings.model_validate_json({settings.model_dump_json()!r}))
+except TransportError as error:
+    print(error)
+"""
+    assert "no RDMA adapter" in python(code)
+
+
+def test_settings_that_the_library_reads_once_must_agree_and_reach_it() -> None:
+    code = """
+import os
+from kvbridge.config.transports import MooncakeSettings, TransportSettings
+from kvbridge.core.errors import ConfigError
+from kvbridge.transport.registry import create_transport
+def make(**changes):
+    return create_transport("mooncake", TransportSettings(mooncake=MooncakeSettings(**changes)))
+make(progress_timeout_s=3)
+make(progress_timeout_s=3, window_operations=5)
+print(os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"], os.environ["MC_TRANSFER_TIMEOUT"])
+try:
+    make(progress_timeout_s=4, transfer_timeout_s=9)
+except ConfigError as error:
+    print(error)
+"""
+    output = python(code)
+    assert output.startswith("3 30\n")
+    assert "MC_TCP_PROGRESS_TIMEOUT_SEC, MC_TRANSFER_TIMEOUT once a process" in output
+
+
+def test_only_the_backend_asked_for_is_loaded() -> None:
+    code = """
+import sys
+import kvbridge.transport.registry
+print(sorted(name for name in sys.modules if name.startswith(("mooncake", "nixl", "kvbridge.transport."))))
+kvbridge.transport.registry.create_transport("mooncake", kvbridge.transport.registry.TransportSettings())
+print("mooncake.engine" in sys.modules, any(name.startswith("nixl") for name in sys.modules))
+"""
+    assert python(code).splitlines() == ["['kvbridge.transport.base', 'kvbridge.transport.registry']", "True False"]
+
+
+def test_unknown_transport_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"no transport 'carrier-pigeon'.*local, mooncake, nixl, faulty"):
+        create_transport("carrier-pigeon", TransportSettings())
+
+
+def test_device_memory_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would take it over TCP, and say that it is written before it is."""
+    installed: set[str] = set()
+    monkeypatch.setattr(mooncake_library, "_is_installed", installed.__contains__)
+    assert "non-CUDA build" in why_no_device_memory(MooncakeProtocol.RDMA)
+    for distribution in mooncake_library.CUDA_DISTRIBUTIONS:
+        installed.clear()
+        installed.add(distribution)
+        assert "rdma, or transports.order to local" in why_no_device_memory(MooncakeProtocol.TCP)
+        assert memory_kinds(MooncakeProtocol.TCP) == {MemoryKind.DRAM}
+        assert why_no_device_memory(MooncakeProtocol.RDMA) == ""
+        assert memory_kinds(MooncakeProtocol.RDMA) == set(MemoryKind)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host": "10.0.0.1:15000"},
+        {"host": "::1"},
+        {"transfer_timeout_s": 4},
+        {"window_bytes": 65_536},
+        {"max_operation_bytes": 1 << 30},
+        {"protocol": "nonsense"},
+        {"windows": 3},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        MooncakeSettings.model_validate(wrong)
+
+
+def test_an_order_names_each_transport_once() -> None:
+    for order in ((), ("local", "local"), ("pigeon",)):
+        with pytest.raises(ValidationError):
+            TransportSettings.model_validate({"order": order})

@@ -1,0 +1,107 @@
+"""Calls that wait for a socket, and their end; the library itself is the contract suite's matter."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvbridge.core.errors import TransportError
+from kvbridge.transport.background import take_turn
+from kvbridge.transport.base import Pending
+from kvbridge.transport.mooncake.peers import PeerCall
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """Accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+class Asker:
+    """Asks as the library does: connects, and waits for an answer for as long as it takes."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.waiting = threading.Event()
+        self.returned = threading.Event()
+
+    def __call__(self) -> int:
+        with socket.create_connection(("127.0.0.1", self.port)) as connection, contextlib.suppress(OSError):
+            self.waiting.set()
+            answer = connection.recv(1)
+        self.returned.set()
+        return answer[0] if answer else -1
+
+
+def ask(asker: Asker, timeout_s: float) -> tuple[PeerCall, Pending[int]]:
+    list(take_turn("ask", until_s=0.0, clock=time.monotonic))
+    call = PeerCall(asker, f"127.0.0.1:{asker.port}", timeout_s=timeout_s, name="ask")
+    return call, Pending(call.answer(clock=time.monotonic, late="it gave no answer"))
+
+
+def answer(pending: Pending[int]) -> int:
+    ends_at_s = time.monotonic() + LIMIT_S
+    while (found := pending.poll()) is None:
+        assert time.monotonic() < ends_at_s
+    return found
+
+
+def test_a_peer_that_answers(silent: socket.socket) -> None:
+    asker = Asker(silent.getsockname()[1])
+    _, pending = ask(asker, LIMIT_S)
+    connection, _ = silent.accept()
+    with connection:
+        assert pending.poll() is None
+        connection.sendall(b"\x05")
+        assert answer(pending) == 5
+
+
+def test_a_peer_that_does_not_answer_is_given_its_time_and_no_more(silent: socket.socket) -> None:
+    """The call itself has returned then, and its threads with it."""
+    before = threading.active_count()
+    asker = Asker(silent.getsockname()[1])
+    begun_s = time.monotonic()
+    _, pending = ask(asker, 0.2)
+    with pytest.raises(TransportError, match="it gave no answer"):
+        answer(pending)
+    assert time.monotonic() - begun_s >= 0.2
+    assert asker.returned.is_set()
+    while threading.active_count() > before:
+        assert time.monotonic() < begun_s + LIMIT_S
+
+
+def test_connections_that_were_there_before_and_others_are_left_alone(silent: socket.socket) -> None:
+    """A peer may name a port that another connection of ours leads to."""
+    port = silent.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere, socket.create_connection(("127.0.0.1", port)) as older:
+        asker = Asker(port)
+        _, pending = ask(asker, 0.2)
+        with socket.create_connection(elsewhere.getsockname()) as other:
+            with pytest.raises(TransportError):
+                answer(pending)
+            for mine, server in ((older, silent), (other, elsewhere)):
+                theirs, _ = server.accept()
+                with theirs:
+                    theirs.sendall(b"x")
+                    assert mine.recv(1) == b"x"
+
+
+@pytest.mark.parametrize("how", ["cancelled", "ended"])
+def test_a_call_that_nobody_needs_ends_at_once(silent: socket.socket, how: str) -> None:
+    asker = Asker(silent.getsockname()[1])
+    call, pending = ask(asker, 60.0)
+    assert pending.poll() is None
+    assert asker.waiting.wait(LIMIT_S)
+    if how == "cancelled":
+        pending.cancel()
+    else:
+        assert call.end(LIMIT_S)
+    assert asker.returned.wait(LIMIT_S)

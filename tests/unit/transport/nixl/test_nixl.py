@@ -1,0 +1,299 @@
+"""What the nixl backend makes of the library's answers, with a scripted agent; the library itself is the contract
+suite's matter."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from kvbridge.config.transports import NixlSettings
+from kvbridge.core.errors import TransportError
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport import extents
+from kvbridge.transport.base import Endpoint, Memory
+from kvbridge.transport.nixl import agent as nixl_agent
+from kvbridge.transport.nixl.agent import Side, UnclearPostError, environment
+from kvbridge.transport.nixl.peers import NixlExtent
+from kvbridge.transport.nixl.transport import NixlPeer, NixlTransport, _Batch, _Places, _Writes
+from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowLimits
+from tests.helpers.connecting import connect
+
+FAILED, STALLED = Check(Progress.FAILED, "gone"), Check(Progress.STALLED, "odd")
+
+
+class ScriptedAgent:
+    """Remembers what was posted; `answers` is what each request number is answered with."""
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[Side, Side]] = []
+        self.refusals: dict[int, TransportError] = {}
+        self.answers: dict[int, Check] = {}
+        self.asked: list[int] = []
+
+    def post_write(self, peer: str, local: Side, remote: Side) -> int:
+        number = len(self.posted)
+        self.posted.append((local, remote))
+        if number in self.refusals:
+            raise self.refusals[number]
+        return number
+
+    def check(self, request: int) -> Check:
+        self.asked.append(request)
+        return self.answers.get(request, PENDING)
+
+
+HOST = NixlExtent(address=0x1000, length_bytes=0x1000)
+DEVICE = NixlExtent(address=0x8000, length_bytes=0x1000, kind=MemoryKind.VRAM, device=3)
+
+
+@pytest.fixture
+def agent() -> ScriptedAgent:
+    return ScriptedAgent()
+
+
+@pytest.fixture
+def writes(agent: ScriptedAgent) -> _Writes:
+    """Four operations: host to host, host to device, device to host, host to host."""
+    window = Window(WindowLimits(operations=8, bytes=1 << 20, quiet_timeout_s=1.0))
+    known = [DEVICE, HOST]
+    peer = NixlPeer("peer", extents.Extents("peer"), _Places(known), window, weakref.WeakSet())
+    source, target = np.array([0x1000, 0x1100, 0x8000, 0x1FF0]), np.array([0x1000, 0x8FF0, 0x1200, 0x1300])
+    operations = Operations(
+        source.astype(np.uint64), target.astype(np.uint64), np.array([16, 16, 32, 16], dtype=np.uint64)
+    )
+    return _Writes(agent, peer, _Places(known), operations)
+
+
+def test_one_request_for_each_pair_of_memory_kinds(writes: _Writes, agent: ScriptedAgent) -> None:
+    batch = writes.start(0, 4)
+    assert batch.requests == [0, 1, 2]
+    seen = {(local[0], remote[0]): (local[1].tolist(), remote[1].tolist()) for local, remote in agent.posted}
+    assert seen == {
+        (MemoryKind.DRAM, MemoryKind.DRAM): ([[0x1000, 16, 0], [0x1FF0, 16, 0]], [[0x1000, 16, 0], [0x1300, 16, 0]]),
+        (MemoryKind.DRAM, MemoryKind.VRAM): ([[0x1100, 16, 0]], [[0x8FF0, 16, 3]]),
+        (MemoryKind.VRAM, MemoryKind.DRAM): ([[0x8000, 32, 3]], [[0x1200, 32, 0]]),
+    }
+    assert all(rows.flags.c_contiguous and rows.dtype == np.uint64 for pair in agent.posted for _, rows in pair)
+
+
+def test_batch_is_done_when_all_its_requests_are(writes: _Writes, agent: ScriptedAgent) -> None:
+    batch = writes.start(0, 4)
+    agent.answers = {0: DONE, 2: DONE}
+    assert writes.check(batch) == PENDING
+    agent.answers[1] = DONE
+    agent.asked.clear()
+    assert writes.check(batch) == DONE
+    assert agent.asked == [1]  # an ended request is not asked after again
+
+
+def test_failure_is_terminal_only_with_the_last_request(writes: _Writes, agent: ScriptedAgent) -> None:
+    batch = writes.start(0, 4)
+    agent.answers = {0: FAILED, 1: DONE}
+    assert writes.check(batch) == Check(Progress.STALLED, "gone")
+    agent.answers[2] = DONE
+    assert writes.check(batch) == Check(Progress.FAILED, "gone")
+    assert not batch.requests
+
+
+def test_only_the_oldest_batch_is_asked_after(writes: _Writes, agent: ScriptedAgent) -> None:
+    first, second = writes.start(0, 1), writes.start(3, 4)
+    assert writes.check(first) == writes.check(second) == PENDING
+    assert agent.asked == [0]
+    agent.answers = {0: DONE, 1: DONE}
+    assert writes.check(first) == writes.check(second) == DONE
+
+
+def test_stalled_batch_does_not_hide_those_behind_it(writes: _Writes, agent: ScriptedAgent) -> None:
+    first, second = writes.start(0, 1), writes.start(3, 4)
+    agent.answers = {0: STALLED, 1: DONE}
+    assert writes.check(first) == STALLED
+    assert writes.check(second) == DONE
+    agent.answers[0] = FAILED
+    assert writes.check(first).progress is Progress.FAILED
+
+
+def test_refused_first_request_started_nothing(writes: _Writes, agent: ScriptedAgent) -> None:
+    agent.refusals = {0: TransportError("refused")}
+    with pytest.raises(TransportError, match="refused"):
+        writes.start(0, 4)
+    batch = writes.start(3, 4)
+    agent.answers = {1: DONE}
+    assert writes.check(batch) == DONE
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_unclear_post_never_counts_as_quiet(writes: _Writes, agent: ScriptedAgent, number: int) -> None:
+    agent.refusals = {number: UnclearPostError("half posted")}
+    agent.answers = {0: DONE, 1: DONE, 2: DONE}
+    batch = writes.start(0, 4)
+    for _ in range(3):
+        assert writes.check(batch) == Check(Progress.STALLED, "half posted")
+
+
+def test_later_refusal_fails_the_batch_that_has_begun(writes: _Writes, agent: ScriptedAgent) -> None:
+    agent.refusals = {1: TransportError("connection gone")}
+    batch = writes.start(0, 4)
+    assert isinstance(batch, _Batch)
+    agent.answers = {0: FAILED}
+    assert writes.check(batch).progress is Progress.FAILED
+
+
+@pytest.fixture
+def no_infiniband(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name in ("UCX_TLS", "UCX_NET_DEVICES", "UCX_MODULES", "UCX_LOG_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(nixl_agent, "INFINIBAND_DEVICES", tmp_path / "infiniband")
+    return tmp_path / "infiniband"
+
+
+def test_environment_leaves_infiniband_out_only_where_there_is_none(no_infiniband: Path) -> None:
+    assert environment(NixlSettings()) == {"UCX_LOG_LEVEL": "error", "UCX_MODULES": "^ib"}
+    no_infiniband.mkdir()
+    assert environment(NixlSettings())["UCX_MODULES"] == "^ib"
+    (no_infiniband / "mlx5_0").mkdir()
+    assert environment(NixlSettings()) == {"UCX_LOG_LEVEL": "error"}
+
+
+def test_settings_win_over_the_environment_and_it_over_defaults(
+    no_infiniband: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("UCX_TLS", "rc"), ("UCX_MODULES", "all"), ("UCX_LOG_LEVEL", "debug")):
+        monkeypatch.setenv(name, value)
+    assert environment(NixlSettings(ucx_tls="tcp", ucx_net_devices="lo")) == {
+        "UCX_TLS": "tcp",
+        "UCX_NET_DEVICES": "lo",
+        "UCX_MODULES": "all",
+        "UCX_LOG_LEVEL": "debug",
+    }
+    assert environment(NixlSettings(ucx_modules="ib"))["UCX_MODULES"] == "ib"
+
+
+def test_limits_must_fit_into_the_window() -> None:
+    with pytest.raises(ValidationError, match="window_bytes"):
+        NixlSettings(window_bytes=65536)
+
+
+# ------------------------------------------------------------------------------- with the real library
+
+
+@pytest.fixture(scope="module")
+def transport():
+    made = NixlTransport(NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=1.0, quiet_timeout_s=1.0))
+    yield made
+    made.close()
+
+
+def test_endpoint_whose_metadata_names_somebody_else_is_refused(transport: NixlTransport) -> None:
+    other = NixlTransport(NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=1.0, quiet_timeout_s=1.0))
+    memory = np.zeros(4096, np.uint8)
+    other.register([Memory(address=int(memory.ctypes.data), length_bytes=4096)])
+    endpoint = other.endpoint()
+    false = endpoint.data.replace(other._agent.name.encode(), b"somebody-else")
+    with pytest.raises(TransportError, match="metadata names"):
+        connect(transport, Endpoint(transport="nixl", data=false))
+    peer = connect(transport, endpoint)
+    transport.disconnect(peer)
+    other.close()
+
+
+def test_registration_that_the_library_refuses_leaves_nothing_behind(
+    transport: NixlTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = np.zeros(4096, np.uint8)
+    part = Memory(address=int(memory.ctypes.data), length_bytes=4096, label="pool")
+
+    def refuse(*_: object) -> None:
+        raise TransportError("no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transport._agent, "register", refuse)
+        with pytest.raises(TransportError, match="pool"):
+            transport.register([part])
+    transport.register([part])
+    transport.unregister([part])
+
+
+def test_a_peer_whose_name_is_no_text_is_named_all_the_same():
+    """The library takes any bytes for a name: the transport refuses it as another one than the endpoint's."""
+    agent = object.__new__(nixl_agent.NixlAgent)
+    agent._errors = (RuntimeError,)
+    agent.device = None
+
+    class Library:
+        def loadRemoteMD(self, metadata: bytes) -> bytes:
+            return b"kvbridge-\xff\x80"
+
+    agent._agent = Library()
+    assert agent.load_peer(b"") == "kvbridge-\ufffd\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ("tcp", "tcp,cuda_copy,cuda_ipc"),
+        ("rc,cuda_copy", "rc,cuda_copy,cuda_ipc"),
+        ("tcp,cuda", "tcp,cuda"),
+        ("^rc", "^rc"),
+        ("all", "all"),
+        ("", ""),
+    ],
+)
+def test_device_transports_are_added_where_there_is_a_gpu(
+    no_infiniband: Path, monkeypatch: pytest.MonkeyPatch, asked: str, wanted: str
+) -> None:
+    settings = NixlSettings(ucx_tls=asked)
+    monkeypatch.setattr(nixl_agent, "has_accelerator", lambda: False)
+    assert environment(settings).get("UCX_TLS", "") == asked
+    monkeypatch.setattr(nixl_agent, "has_accelerator", lambda: True)
+    assert environment(settings).get("UCX_TLS", "") == wanted
+
+
+@pytest.mark.parametrize(
+    ("installed", "driver", "chosen"),
+    [
+        ({"nixl_cu12"}, "580.159.04", "nixl_cu12"),
+        ({"nixl_cu13"}, "", "nixl_cu13"),
+        ({"nixl_cu12", "nixl_cu13"}, "580.159.04", "nixl_cu13"),
+        ({"nixl_cu12", "nixl_cu13"}, "for x86_64  590.44.01", "nixl_cu13"),
+        ({"nixl_cu12", "nixl_cu13"}, "575.51.03", "nixl_cu12"),
+        ({"nixl_cu12", "nixl_cu13"}, "", "nixl_cu12"),
+    ],
+)
+def test_the_build_that_the_driver_suits_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, installed: set[str], driver: str, chosen: str
+) -> None:
+    monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(nixl_agent, "has_accelerator", lambda: bool(driver))
+    monkeypatch.setattr(nixl_agent, "DRIVER_VERSION", tmp_path / "version")
+    if driver:
+        (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Wed\n")
+    assert nixl_agent._package() == chosen
+
+
+def test_no_build_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TransportError, match="no nixl library is installed"):
+        nixl_agent._package()
+
+
+def test_device_memory_is_used_with_its_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX looks for a CUDA context on the thread that calls it."""
+    used: list[int] = []
+    monkeypatch.setattr(nixl_agent.runtime, "use", used.append)
+    agent = object.__new__(nixl_agent.NixlAgent)
+    agent._errors = (RuntimeError,)
+    agent._device = None
+    agent._agent = None  # so every call ends once it has chosen the device
+    host = (MemoryKind.DRAM, np.array([[1, 2, 0]], dtype=np.uint64))
+    for device, call in enumerate((agent.register, agent._enter_device), start=3):
+        with contextlib.suppress(TransportError):
+            call(*host)
+        with contextlib.suppress(TransportError):
+            call(MemoryKind.VRAM, np.array([[1, 2, device]], dtype=np.uint64))
+    assert used == [3, 4]

@@ -1,0 +1,151 @@
+"""The pump: a thread that pushes transfers until each has ended, whatever becomes of it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import TransportError
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport.base import TransferState
+from kvbridge.transport.nixl.pump import Pump, PumpedTransfer
+from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
+from tests.contract.harness import wait
+
+LIMIT_S = 10.0
+LIMITS = WindowLimits(operations=4, bytes=1 << 20, quiet_timeout_s=0.05)
+
+
+class Library:
+    """Batches end when `gate` is open; every call says which thread made it."""
+
+    def __init__(self, answer: Check = DONE) -> None:
+        self.gate, self.answer = threading.Event(), answer
+        self.started: list[int] = []
+        self.threads: set[str] = set()
+
+    def start(self, first: int, stop: int) -> int:
+        self.threads.add(threading.current_thread().name)
+        self.started += range(first, stop)
+        return first
+
+    def check(self, handle: int) -> Check:
+        self.threads.add(threading.current_thread().name)
+        return self.answer if self.gate.is_set() else PENDING
+
+
+def operations(count: int) -> Operations:
+    numbers = np.arange(1, count + 1, dtype=np.uint64)
+    return Operations(numbers, numbers, np.full(count, 8, dtype=np.uint64))
+
+
+def pumped(library: Library, window: Window, count: int = 10, deadline_s: float = 30.0) -> PumpedTransfer:
+    return PumpedTransfer(
+        lambda: WindowedTransfer(operations(count), library, window, peer="p", deadline_s=deadline_s), window
+    )
+
+
+@pytest.fixture
+def pump():
+    made = Pump("test")
+    yield made
+    made.close(timeout_s=LIMIT_S)
+
+
+def test_everything_happens_on_the_one_thread(pump: Pump) -> None:
+    libraries, window = (Library(), Library()), Window(LIMITS)
+    transfers = [pumped(library, window) for library in libraries]
+    for library, transfer in zip(libraries, transfers, strict=True):
+        library.gate.set()
+        pump.add(transfer)
+    for library, transfer in zip(libraries, transfers, strict=True):
+        assert wait(transfer, LIMIT_S).state is TransferState.DONE
+        assert library.started == list(range(10))
+        assert library.threads == {"test"}
+    assert (window.transfers, window.operations, window.bytes) == (0, 0, 0)
+
+
+def test_abort_waits_for_what_is_in_flight(pump: Pump) -> None:
+    library, window = Library(), Window(WindowLimits(operations=4, bytes=1 << 20, quiet_timeout_s=30.0))
+    transfer = pumped(library, window)
+    transfer.abort("before it began")
+    pump.add(transfer)
+    assert "before it began" in wait(transfer, LIMIT_S).error
+    assert library.started == []
+    second = pumped(library, window)
+    pump.add(second)
+    while window.operations < 4:
+        assert not second.poll().state.terminal
+    second.abort("the test said so")
+    second.abort("again")
+    library.gate.set()
+    status = wait(second, LIMIT_S)
+    assert status.state is TransferState.FAILED_QUIET
+    assert "the test said so" in status.error
+    assert len(library.started) < 10
+
+
+def test_deadline_holds_without_a_poll_and_ends_not_quiet(pump: Pump) -> None:
+    transfer = pumped(Library(), Window(LIMITS), deadline_s=0.01)
+    pump.add(transfer)
+    assert wait(transfer, LIMIT_S).state is TransferState.FAILED_NOT_QUIET
+
+
+def test_close_returns_what_is_left(pump: Pump) -> None:
+    library = Library()
+    transfer = pumped(library, Window(LIMITS))
+    pump.add(transfer)
+    assert pump.close(timeout_s=LIMIT_S) == [transfer]
+    assert transfer.poll().state is TransferState.ACTIVE
+    transfer.end(TransferState.FAILED_QUIET, "the agent is gone")
+    transfer.end(TransferState.FAILED_NOT_QUIET, "later")
+    assert transfer.poll().error == "the agent is gone"
+    with pytest.raises(TransportError, match="closed"):
+        pump.add(transfer)
+    assert pump.close(timeout_s=LIMIT_S) == []
+
+
+def test_a_library_that_does_not_return_makes_close_fail(pump: Pump) -> None:
+    class Stuck(Library):
+        def check(self, handle: int) -> Check:
+            entered.set()
+            self.gate.wait(LIMIT_S)
+            return DONE
+
+    entered, library = threading.Event(), Stuck()
+    pump.add(pumped(library, Window(LIMITS)))
+    assert entered.wait(LIMIT_S)
+    with pytest.raises(TransportError, match="did not return within"):
+        pump.close(timeout_s=0.01)
+    library.gate.set()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_in_the_thread_ends_every_transfer_not_quiet() -> None:
+    class Broken(Library):
+        def check(self, handle: int) -> Check:
+            raise RuntimeError("defect")
+
+    pump = Pump("test")
+    broken, innocent = pumped(Broken(), Window(LIMITS)), pumped(Library(), Window(LIMITS))
+    with pump._changed:
+        pump.add(broken)
+        pump.add(innocent)
+    assert wait(broken, LIMIT_S).state is TransferState.FAILED_NOT_QUIET
+    assert wait(innocent, LIMIT_S).state is TransferState.FAILED_NOT_QUIET
+    assert pump._thread is not None
+    pump._thread.join(LIMIT_S)
+    with pytest.raises(TransportError):
+        pump.add(innocent)
+
+
+def test_failed_batches_end_quietly(pump: Pump) -> None:
+    library = Library(Check(Progress.FAILED, "the peer died"))
+    library.gate.set()
+    transfer = pumped(library, Window(LIMITS))
+    pump.add(transfer)
+    status = wait(transfer, LIMIT_S)
+    assert status.state is TransferState.FAILED_QUIET
+    assert "the peer died" in status.error

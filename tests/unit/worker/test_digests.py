@@ -1,0 +1,304 @@
+"""What a rank worker computes over real memory, slice by slice, between its looks at the transfers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.geometry.manifest import RankManifest
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
+from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.plan.operations import Section
+from kvbridge.core.wire.messages import to_wire
+from kvbridge.core.wire.worker_messages import (
+    CloseRoom,
+    ConnectPeer,
+    Digested,
+    OpenRoom,
+    RoomClosed,
+    Send,
+    Sent,
+    Verified,
+    Verify,
+)
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.digest import raw_checksums
+from kvbridge.transport.base import Memory
+from kvbridge.worker import digests as rank_digests
+from kvbridge.worker.loop import RankIdentity, RankWorker
+from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, manifest
+from tests.unit.worker.test_loop import DONE, LOUD, QUIET, FakeTransport, Link, node_ranks
+
+[COMPONENT] = GEOMETRY.components
+TOKENS = 2 * PAGE + 5
+IDS = np.array([3, 9, 4], dtype=np.int32)
+DEVICE = 3
+TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, IDS)})
+
+
+class Bench:
+    """A worker of one rank whose pages hold random bytes."""
+
+    def __init__(self, memory: MemoryKind = MemoryKind.DRAM) -> None:
+        form = manifest(base=0)
+        size = sum(region.page_count * region.page_stride_bytes for region in form.regions)
+        self.bytes = np.random.default_rng(7).integers(0, 256, size, dtype=np.uint8)
+        self.form = form
+        self.link = Link()
+        self.clock = ManualClock()
+        self.transports: list[FakeTransport] = []
+        base = self.bytes.ctypes.data
+        self.worker = RankWorker(
+            RankIdentity(GEOMETRY, self.at(base, memory), (Memory(address=base, length_bytes=size),), ("one",)),
+            self.link,
+            self.create,
+            transfer_timeout_s=5.0,
+            pid=11,
+            clock=self.clock,
+        )
+        self.worker._transports.build("one")
+
+    def at(self, base: int, memory: MemoryKind) -> RankManifest:
+        regions = tuple(
+            region.model_copy(
+                update={
+                    "extent_addresses": (region.extent_addresses[0] + base,),
+                    "memory": memory,
+                    "device": DEVICE if memory is MemoryKind.VRAM else 0,
+                }
+            )
+            for region in self.form.regions
+        )
+        return self.form.model_copy(update={"regions": regions})
+
+    def create(self, name: str, epoch: int = 0) -> FakeTransport:
+        self.transports.append(FakeTransport(name, [], epoch))
+        return self.transports[-1]
+
+    def say(self, *messages, steps: int = 1) -> None:
+        self.link.inbox.extend(messages)
+        for _ in range(steps):
+            self.worker.step()
+
+    def open(self, digest: DigestKind = DigestKind.CRC32C) -> None:
+        self.say(ConnectPeer(peer=DECODE, ranks=node_ranks()))
+        opening = OpenRoom(
+            room=1,
+            generation=1,
+            peer=DECODE,
+            prompt_tokens=TOKENS,
+            prefix_tokens=0,
+            source=TABLES,
+            destination=TABLES,
+            digest=digest,
+        )
+        self.say(opening)
+
+    def send(self, start: int = 0, stop: int = TOKENS, order: int = 1, steps: int = 1) -> None:
+        section = Section(prompt_tokens=TOKENS, start_token=start, stop_token=stop)
+        self.say(Send(room=1, generation=1, order=order, section=section), steps=steps)
+
+    def end(self, state=DONE, steps: int = 3) -> None:
+        for transfer in self.transports[-1].transfers:
+            transfer.state = state
+        self.say(steps=steps)
+
+    def expected(self) -> dict[tuple[int, int], int]:
+        """By layer and logical page: the raw checksum of the page with zeros where no row is."""
+        found = {}
+        for region in self.form.regions:
+            for logical, page in enumerate(IDS.tolist()):
+                start = region.extent_addresses[0] + page * region.page_stride_bytes
+                image = self.bytes[start : start + COMPONENT.lanes * COMPONENT.lane_block_bytes].copy()
+                live = min(PAGE, TOKENS - logical * PAGE)
+                lanes = image.reshape(COMPONENT.lanes, PAGE, -1)
+                assert COMPONENT.row_parts_bytes == (lanes.shape[2],)
+                lanes[:, live:] = 0
+                found[region.layer, logical] = crc32c(image.tobytes(), 0xFFFFFFFF) ^ 0xFFFFFFFF
+        return found
+
+
+def values(messages: list[Digested]) -> dict[tuple[int, int], int]:
+    found: dict[tuple[int, int], int] = {}
+    for message in messages:
+        for entry in message.digests:
+            table = np.frombuffer(entry.values, dtype="<u4").reshape(len(entry.layers), -1)
+            for layer, row in zip(entry.layers, table.tolist(), strict=True):
+                for page, value in enumerate(row, entry.first_page):
+                    found[layer, page] = found.get((layer, page), 0) ^ value
+    return found
+
+
+def verify(room: int = 1, tables=TABLES) -> Verify:
+    return Verify(
+        room=room, generation=1, prompt_tokens=TOKENS, prefix_tokens=0, tables=tables, host_index=0, host_count=1
+    )
+
+
+def test_an_order_is_reported_with_its_digests_once_both_are_there():
+    bench = Bench()
+    bench.open()
+    bench.send(steps=3)
+    assert not bench.link.take(Sent), "reported before its bytes have arrived"
+    bench.end()
+    kinds = [type(message) for message in bench.link.said if isinstance(message, Digested | Sent)]
+    assert kinds == [Digested, Sent]
+    digests, [sent] = bench.link.take(Digested), bench.link.take(Sent)
+    assert {message.order for message in digests} == {1}
+    assert sent.seconds["digest"] >= 0
+    assert values(digests) == bench.expected()
+
+
+def test_the_digests_of_chunks_add_up_to_those_of_the_whole():
+    bench = Bench()
+    bench.open()
+    for order, (start, stop) in enumerate([(0, 3), (3, PAGE + 1), (PAGE + 1, TOKENS)], 1):
+        bench.send(start, stop, order)
+    bench.end(steps=8)
+    assert len(bench.link.take(Sent)) == 3
+    assert values(bench.link.take(Digested)) == bench.expected()
+
+
+def test_long_work_is_cut_so_that_transfers_are_looked_after(monkeypatch):
+    monkeypatch.setattr(rank_digests, "SLICE_BYTES", 1)
+    bench = Bench()
+    bench.open()
+    bench.send()
+    bench.end(steps=3)
+    assert not bench.link.take(Sent)
+    looked = len(bench.link.waits)
+    pieces = len(GEOMETRY.components[0].layers) * (2 + COMPONENT.lanes)
+    bench.say(steps=pieces)
+    assert len(bench.link.take(Sent)) == 1
+    assert len(bench.link.waits) - looked == pieces, "the node is listened to between two slices"
+    assert set(bench.link.waits[looked : looked + pieces - 3]) == {0.0}, "and not waited for"
+    assert values(bench.link.take(Digested)) == bench.expected()
+
+
+def test_without_a_digest_nothing_is_read():
+    bench = Bench()
+    bench.open(DigestKind.NONE)
+    bench.send()
+    bench.end(steps=1)
+    assert len(bench.link.take(Sent)) == 1
+    assert not bench.link.take(Digested)
+
+
+@pytest.mark.parametrize("state", [QUIET, LOUD])
+def test_a_failed_order_has_no_digests(state, monkeypatch):
+    monkeypatch.setattr(rank_digests, "SLICE_BYTES", 1)
+    bench = Bench()
+    bench.open()
+    bench.send()
+    bench.end(state, steps=2)
+    [sent] = bench.link.take(Sent)
+    assert sent.error_code == "transport_failed"
+    assert not bench.link.take(Digested)
+
+
+def test_closing_a_room_ends_its_digests(monkeypatch):
+    monkeypatch.setattr(rank_digests, "SLICE_BYTES", 1)
+    bench = Bench()
+    bench.open()
+    bench.send()
+    bench.say(CloseRoom(room=1, generation=1))
+    bench.end(QUIET, steps=1)
+    assert bench.link.take(RoomClosed)
+    assert not bench.link.take(Digested)
+
+
+def test_what_has_arrived_is_read_and_reported():
+    bench = Bench()
+    bench.say(verify(), steps=2)
+    [verified] = bench.link.take(Verified)
+    assert (verified.rank, verified.error, set(verified.seconds)) == (R0, "", {"verify", "verify_busy"})
+    digests = bench.link.take(Digested)
+    assert {message.order for message in digests} == {0}
+    assert values(digests) == bench.expected()
+
+
+def test_rooms_are_verified_one_after_another():
+    bench = Bench()
+    bench.say(verify(1), verify(2), verify(3), steps=4)
+    assert [verified.room for verified in bench.link.take(Verified)] == [1, 2, 3]
+
+
+def test_a_table_that_does_not_fit_fails_its_room_alone():
+    bench = Bench()
+    short = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, IDS[:2])})
+    wild = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, IDS + 100)})
+    bench.say(verify(1, short), verify(2, wild), verify(3), steps=4)
+    codes = [(one.room, one.error_code) for one in bench.link.take(Verified)]
+    assert codes == [(1, "page_out_of_bounds"), (2, "page_out_of_bounds"), (3, "")]
+
+
+def test_memory_that_cannot_be_read_here_fails_the_order_and_the_verification(monkeypatch):
+    monkeypatch.setattr(runtime, "reason_without_device", lambda: "the CUDA driver finds no device")
+    bench = Bench(MemoryKind.VRAM)
+    bench.open()
+    bench.send()
+    bench.end(QUIET)
+    [sent] = bench.link.take(Sent)
+    assert sent.error_code == "unsupported"
+    assert "integrity.digest" in sent.error
+    bench.say(verify(), steps=2)
+    assert bench.link.take(Verified)[0].error_code == "unsupported"
+
+
+def test_device_memory_is_read_by_its_device_with_the_same_result(monkeypatch):
+    """The device's answers are those of the CPU here: what counts is who was asked for which memory."""
+    asked = []
+
+    def answer(address, length, memory, device):
+        asked.append((memory, device, len(address)))
+        return raw_checksums(address, length, MemoryKind.DRAM)
+
+    monkeypatch.setattr(rank_digests, "raw_checksums", answer)
+    found = []
+    for memory in (MemoryKind.VRAM, MemoryKind.DRAM):
+        bench = Bench(memory)
+        bench.open()
+        bench.send()
+        bench.end()
+        found.append([message.digests for message in bench.link.take(Digested)])
+    assert found[0] == found[1] != []
+    assert {(memory, device) for memory, device, _ in asked} == {(MemoryKind.VRAM, DEVICE), (MemoryKind.DRAM, 0)}
+
+
+def test_a_defect_fails_the_order_and_nobody_else(monkeypatch):
+    bench = Bench()
+    bench.open()
+    monkeypatch.setattr(rank_digests, "raw_checksums", lambda *_: 1 / 0)
+    bench.send()
+    bench.end(QUIET)
+    [sent] = bench.link.take(Sent)
+    assert "ZeroDivisionError" in sent.error
+    assert "please report it" in sent.error
+
+
+def test_the_share_of_the_host_pool_is_the_rank_s_own():
+    whole, halves = Bench(), []
+    host = tuple(region.model_copy(update={"space": IndexSpace.HOST}) for region in whole.form.regions)
+    ids = to_wire({IndexSpace.HOST: PageTable(IndexSpace.HOST, np.arange(9, dtype=np.int32))})
+    tokens = 9 * PAGE
+    for index in (0, 1):
+        bench = Bench()
+        identity = bench.worker._identity
+        own = identity.manifest.regions
+        shared = tuple(
+            part.model_copy(update={"extent_addresses": mine.extent_addresses})
+            for part, mine in zip(host, own, strict=True)
+        )
+        moved = replace(identity, manifest=identity.manifest.model_copy(update={"regions": shared}))
+        bench.worker._verifications._identity = moved
+        order = verify().model_copy(
+            update={"prompt_tokens": tokens, "tables": ids, "host_index": index, "host_count": 2}
+        )
+        bench.say(order, steps=2)
+        halves.append(values(bench.link.take(Digested)))
+    first, second = ({page for (_, page), value in half.items() if value} for half in halves)
+    assert (first, second) == ({0, 1, 2, 3, 8}, {4, 5, 6, 7})

@@ -1,0 +1,1006 @@
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
+from kvbridge.core.plan.operations import Operations, Section
+from kvbridge.core.wire.messages import Heartbeat, RankDescription, TransportEndpoint, WireTable, to_wire
+from kvbridge.core.wire.packed_ranks import pack_rank
+from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.worker_messages import (
+    CloseRoom,
+    ConnectPeer,
+    DisconnectPeer,
+    EndpointsRevoked,
+    OpenRoom,
+    PeerConnected,
+    RenewEndpoints,
+    RevokeEndpoints,
+    RoomClosed,
+    Send,
+    Sent,
+    Shutdown,
+    WorkerProgress,
+    WorkerReady,
+)
+from kvbridge.transport.base import (
+    Capabilities,
+    Connection,
+    Endpoint,
+    Memory,
+    Peer,
+    Steps,
+    Transfer,
+    TransferState,
+    TransferStatus,
+    Transport,
+)
+from kvbridge.worker import loop as rank_worker
+from kvbridge.worker import peers as rank_peers
+from kvbridge.worker.loop import RankIdentity, RankWorker
+from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, full_amounts, manifest
+
+TOKENS = 2 * PAGE
+OTHER = "dddd00000000000f"
+ACTIVE, DONE = TransferState.ACTIVE, TransferState.DONE
+QUIET, LOUD = TransferState.FAILED_QUIET, TransferState.FAILED_NOT_QUIET
+
+
+class FakePeer(Peer):
+    transport_name = "fake"
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.transfers: list[FakeTransfer] = []
+
+    @property
+    def busy(self) -> bool:
+        return any(not transfer.state.terminal for transfer in self.transfers)
+
+
+class FakeTransfer(Transfer):
+    def __init__(self, operations: Operations) -> None:
+        self.operations = operations
+        self.state = ACTIVE
+        self.aborted = ""
+        self.in_transit = False
+
+    def poll(self) -> TransferStatus:
+        return TransferStatus(self.state, "" if self.state in {ACTIVE, DONE} else "cable", in_transit=self.in_transit)
+
+    def abort(self, reason: str) -> None:
+        self.aborted = self.aborted or reason
+
+
+class FakeTransport(Transport):
+    def __init__(self, name: str, log: list[str], epoch: int = 0) -> None:
+        self.name = name
+        self.log = log
+        self.epoch = epoch
+        self.writers_before = 0
+        """Endpoints of epochs before this one are in use by somebody."""
+        self.peers: list[FakePeer] = []
+        self.transfers: list[FakeTransfer] = []
+        self.refuse: Exception | None = None
+        self.silent: set[bytes] = set()
+        """Peers, by what their endpoints say, that do not answer."""
+        self.given_up: list[bytes] = []
+        self.refuse_submit: Exception | None = None
+        self.closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(memory_kinds=frozenset(MemoryKind), max_operation_bytes=1 << 20)
+
+    def register(self, memory) -> None:
+        self.log.append(f"register {self.name}")
+
+    def unregister(self, memory) -> None:
+        raise AssertionError("a worker never unregisters")
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(transport=self.name, data=b"me" if self.epoch == 0 else b"me, epoch %d" % self.epoch)
+
+    def connect(self, endpoint: Endpoint) -> Connection:
+        return Connection(self._connect(endpoint))
+
+    def _connect(self, endpoint: Endpoint) -> Steps[Peer]:
+        while endpoint.data in self.silent:
+            try:
+                yield
+            except GeneratorExit:
+                self.given_up.append(endpoint.data)
+                raise
+        if self.refuse is not None:
+            raise self.refuse
+        assert not self.closed
+        assert not any(peer.data == endpoint.data for peer in self.peers), "the old connection is still there"
+        peer = FakePeer(endpoint.data)
+        self.peers.append(peer)
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        assert isinstance(peer, FakePeer)
+        assert not peer.busy, "disconnected while a transfer is active"
+        assert not self.closed, "disconnected from a transport that has been closed"
+        self.peers.remove(peer)
+
+    def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
+        if self.refuse_submit is not None:
+            raise self.refuse_submit
+        assert isinstance(peer, FakePeer)
+        assert peer in self.peers, "submitted to a peer that is not connected"
+        transfer = FakeTransfer(operations)
+        peer.transfers.append(transfer)
+        self.transfers.append(transfer)
+        return transfer
+
+    def revoked(self, before_epoch: int) -> bool:
+        return before_epoch > self.writers_before
+
+    def close(self) -> None:
+        assert not self.closed, "closed twice"
+        for peer in self.peers:
+            assert not any(transfer.state is ACTIVE for transfer in peer.transfers), "closed under an active transfer"
+        self.closed = True
+        self.log.append(f"close {self.name}")
+
+
+class Link:
+    def __init__(self) -> None:
+        self.inbox: deque[object] = deque()
+        self.said: list[object] = []
+        self.waits: list[float] = []
+
+    def send(self, message) -> None:
+        self.said.append(message)
+
+    def receive(self, timeout_s: float):
+        self.waits.append(timeout_s)
+        return self.inbox.popleft() if self.inbox else None
+
+    def take(self, kind):
+        found = [message for message in self.said if isinstance(message, kind)]
+        self.said = [message for message in self.said if not isinstance(message, kind)]
+        return found
+
+
+def node_ranks(*transports: str, count: int = 1, data: bytes = b"peer") -> tuple[bytes, ...]:
+    return tuple(
+        pack_rank(
+            RankDescription(
+                manifest=manifest(base=(2 + number) << 40),
+                endpoints=tuple(
+                    TransportEndpoint(transport=name, data=data + bytes([48 + number]))
+                    for name in transports or ("one",)
+                ),
+            )
+        )
+        for number in range(count)
+    )
+
+
+def tables(*ids: int) -> tuple[WireTable, ...]:
+    return to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))})
+
+
+class Bench:
+    def __init__(self, *transports: str) -> None:
+        self.clock = ManualClock()
+        self.link = Link()
+        self.log: list[str] = []
+        self.built: dict[str, list[FakeTransport]] = {}
+        self.names = transports or ("one",)
+        self.refuse_build: Exception | None = None
+        memory = tuple(Memory(address=address, length_bytes=1 << 20) for address in (1 << 30, 1 << 31))
+        self.worker = RankWorker(
+            RankIdentity(GEOMETRY, manifest(), memory, self.names),
+            self.link,
+            self.create,
+            transfer_timeout_s=5.0,
+            pid=11,
+            clock=self.clock,
+        )
+        for name in self.names:
+            self.worker._transports.build(name)
+        self.orders = 0
+
+    def create(self, name: str, epoch: int = 0) -> FakeTransport:
+        if self.refuse_build is not None:
+            raise self.refuse_build
+        transport = FakeTransport(name, self.log, epoch)
+        self.built.setdefault(name, []).append(transport)
+        return transport
+
+    def transport(self, name: str = "one") -> FakeTransport:
+        return self.built[name][-1]
+
+    def say(self, *messages, steps: int = 1) -> None:
+        self.link.inbox.extend(messages)
+        for _ in range(steps):
+            self.worker.step()
+
+    def connect(self, peer: str = DECODE, ranks=None) -> None:
+        self.say(ConnectPeer(peer=peer, ranks=ranks or node_ranks()))
+
+    def open(self, room: int = 1, peer: str = DECODE, destination=None, source=None) -> None:
+        self.say(
+            OpenRoom(
+                room=room,
+                generation=1,
+                peer=peer,
+                prompt_tokens=TOKENS,
+                prefix_tokens=0,
+                source=source or tables(1, 2),
+                destination=destination or tables(3, 4),
+            )
+        )
+
+    def order(self, room: int = 1, stop: int = TOKENS) -> int:
+        self.orders += 1
+        section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=stop)
+        self.say(Send(room=room, generation=1, order=self.orders, section=section))
+        return self.orders
+
+    def end(self, state: TransferState, name: str = "one", which: int = -1) -> None:
+        self.transport(name).transfers[which].state = state
+        self.worker.step()
+
+    def sent(self) -> list[Sent]:
+        return self.link.take(Sent)
+
+    @property
+    def closed(self) -> list[int]:
+        return [message.room for message in self.link.take(RoomClosed)]
+
+
+def ready_bench(*transports: str) -> Bench:
+    bench = Bench(*transports)
+    bench.connect(ranks=node_ranks(*transports) if transports else None)
+    bench.open()
+    assert bench.link.take(PeerConnected)[0].error_code == ""
+    return bench
+
+
+# ------------------------------------------------------------------------------------------- life
+
+
+def test_a_worker_registers_reports_serves_and_tears_down():
+    bench = Bench()
+    bench.log.clear()
+    bench.built.clear()
+    bench.link.said.clear()
+    bench.link.inbox.append(Shutdown())
+    bench.worker._transports._built.clear()
+    bench.worker.run()
+    assert [type(message) for message in bench.link.said] == [WorkerProgress, WorkerReady]
+    assert bench.link.said[1].description.endpoints == (TransportEndpoint(transport="one", data=b"me"),)
+    assert bench.log == ["register one", "register one", "close one"]
+
+
+def test_a_transport_that_cannot_be_built_ends_the_worker_and_closes_the_others():
+    bench = Bench("one", "two")
+    bench.log.clear()
+    bench.refuse_build = TransportError("no device")
+    with pytest.raises(TransportError):
+        bench.worker.run()
+    assert bench.log == ["close two", "close one"]
+
+
+def test_whatever_ends_the_worker_its_transports_are_torn_down():
+    bench = Bench()
+    bench.built.clear()
+    bench.log.clear()
+
+    def break_down(timeout_s: float):
+        raise ZeroDivisionError
+
+    bench.link.receive = break_down
+    bench.worker._transports._built.clear()
+    with pytest.raises(ZeroDivisionError):
+        bench.worker.run()
+    assert bench.log[-1] == "close one"
+
+
+def test_it_stops_when_asked_and_beats_while_it_lives():
+    bench = Bench()
+    bench.worker._transports._built.clear()
+    bench.clock.advance(1.5)
+    rounds = iter([False, False, True])
+    bench.worker.run(lambda: next(rounds))
+    assert bench.link.take(Heartbeat) == [Heartbeat()]
+
+
+def test_an_idle_worker_waits_and_a_busy_one_only_looks():
+    bench = ready_bench()
+    bench.link.waits.clear()
+    bench.worker.step()
+    assert bench.link.waits == [rank_worker.IDLE_WAIT_S]
+    bench.order()
+    bench.link.waits.clear()
+    bench.worker.step()
+    assert bench.link.waits == [0.0]
+
+
+def test_a_flood_of_messages_does_not_hold_transfers_up(monkeypatch):
+    monkeypatch.setattr(rank_worker, "MESSAGES_A_STEP", 3)
+    bench = ready_bench()
+    bench.order()
+    bench.transport().transfers[0].state = DONE
+    bench.say(*[Heartbeat()] * 10)
+    assert len(bench.sent()) == 1
+    assert len(bench.link.inbox) == 7
+
+
+# ------------------------------------------------------------------------------------------- orders
+
+
+def test_an_order_is_planned_moved_and_reported():
+    bench = ready_bench()
+    number = bench.order()
+    [transfer] = bench.transport().transfers
+    assert transfer.operations.total_bytes > 0
+    assert bench.sent() == []
+    bench.clock.advance(2)
+    bench.end(DONE)
+    [sent] = bench.sent()
+    assert (sent.order, sent.error_code, sent.quiet) == (number, "", True)
+    assert {kind: amount.lane_rows for kind, amount in sent.amounts.items()} == {
+        kind: amount.lane_rows for kind, amount in full_amounts(TOKENS).items()
+    }
+    assert set(sent.seconds) == {"plan", "first_byte", "move"}
+    assert sent.seconds["move"] == 2.0
+
+
+def test_an_order_to_several_ranks_ends_with_the_last():
+    bench = Bench()
+    bench.connect(ranks=node_ranks(count=2))
+    bench.open()
+    bench.order()
+    bench.end(DONE, which=0)
+    assert bench.sent() == []
+    bench.end(DONE, which=1)
+    assert len(bench.sent()) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failed_transfer_stops_the_others_of_the_order_and_is_reported_when_all_are_quiet(first):
+    bench = Bench()
+    bench.connect(ranks=node_ranks(count=2))
+    bench.open()
+    bench.order()
+    bench.end(QUIET, which=0 if first else 1)
+    other = bench.transport().transfers[1 if first else 0]
+    assert "cable" in other.aborted
+    assert bench.sent() == []
+    other.state = QUIET
+    bench.worker.step()
+    [sent] = bench.sent()
+    assert (sent.error_code, sent.amounts) == ("transport_failed", {})
+    assert sent.error == "one: cable"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code"),
+    [
+        (lambda bench: bench.open(destination=tables(3)), "page_out_of_bounds"),
+        (lambda bench: bench.open(destination=tables(3, 400)), "page_out_of_bounds"),
+        (lambda bench: bench.open(peer="nobody"), "not_ready"),
+        (lambda bench: bench.open(destination=(WireTable(space=IndexSpace.FULL, ids=b"abc"),)), "invalid_input"),
+        (lambda bench: None, "conflict"),
+    ],
+    ids=["short table", "page beyond", "stranger", "malformed", "not open"],
+)
+def test_an_order_that_cannot_be_carried_out_fails_alone(prepare, code):
+    bench = Bench()
+    bench.connect()
+    prepare(bench)
+    bench.open(room=2)
+    bench.order(room=2)
+    bench.order(room=1)
+    [sent] = bench.sent()
+    assert (sent.room, sent.error_code) == (1, code)
+    bench.end(DONE)
+    assert bench.sent()[0].error_code == ""
+
+
+def test_a_defect_in_planning_fails_the_order_and_nobody_else(monkeypatch):
+    bench = ready_bench()
+    monkeypatch.setattr("kvbridge.worker.orders.plan", lambda *args, **fields: 1 // 0)
+    bench.order()
+    [sent] = bench.sent()
+    assert sent.error_code == "internal"
+    assert "ZeroDivisionError" in sent.error
+
+
+def test_a_submission_that_is_refused_waits_for_what_was_submitted_before():
+    bench = Bench("one", "two")
+    bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"other")))
+    bench.open()
+    bench.transport("two").refuse_submit = InvalidInputError("not registered")
+    bench.order()
+    [transfer] = bench.transport("one").transfers
+    assert transfer.aborted == "not registered"
+    assert bench.sent() == []
+    bench.end(QUIET)
+    assert bench.sent()[0].error_code == "invalid_input"
+
+
+def test_a_long_reason_fits_into_the_message():
+    bench = ready_bench()
+    bench.transport().refuse_submit = TransportError("x" * 10_000)
+    bench.order()
+    assert len(bench.sent()[0].error) <= 4_000
+
+
+def test_one_peer_cannot_keep_another_waiting(monkeypatch):
+    monkeypatch.setattr(rank_worker, "ACTIVE_ORDERS", 2)
+    bench = ready_bench()
+    bench.connect(OTHER, node_ranks(data=b"second"))
+    bench.open(room=2, peer=OTHER)
+    for _ in range(3):
+        bench.order()
+    assert len(bench.transport().transfers) == 2
+    bench.order(room=2)
+    assert len(bench.transport().transfers) == 3
+    bench.end(DONE, which=0)
+    bench.worker.step()
+    assert len(bench.transport().transfers) == 4
+    assert repr(bench.worker) == "<RankWorker pp0.tp0: 2 peers, 2 rooms, 3 orders active, 0 queued>"
+
+
+# ------------------------------------------------------------------------------------------- closing rooms
+
+
+def test_a_room_without_orders_is_closed_at_once_known_or_not():
+    bench = ready_bench()
+    bench.say(CloseRoom(room=1, generation=1), CloseRoom(room=7, generation=1))
+    assert bench.closed == [1, 7]
+    bench.order()
+    assert bench.sent()[0].error_code == "conflict"
+
+
+def test_a_room_is_closed_when_its_last_order_is_quiet(monkeypatch):
+    monkeypatch.setattr(rank_worker, "ACTIVE_ORDERS", 1)
+    bench = ready_bench()
+    bench.order()
+    bench.order()
+    bench.open(room=2)
+    bench.say(CloseRoom(room=1, generation=1), CloseRoom(room=2, generation=1))
+    assert bench.closed == [2]
+    assert bench.transport().transfers[0].aborted == "the room was closed"
+    assert [sent.order for sent in bench.sent()] == [2]
+    bench.end(QUIET)
+    assert bench.closed == [1]
+    assert [sent.error_code for sent in bench.sent()] == ["aborted"]
+    assert len(bench.transport().transfers) == 1
+
+
+def test_closing_a_room_that_never_opened_waits_for_its_orders_all_the_same():
+    bench = Bench()
+    section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
+    bench.say(Send(room=5, generation=1, order=1, section=section), CloseRoom(room=5, generation=1))
+    assert [type(message) for message in bench.link.said if not isinstance(message, WorkerProgress)] == [
+        Sent,
+        RoomClosed,
+    ]
+
+
+def test_a_transfer_that_ends_well_after_the_close_is_still_reported_before_it():
+    bench = ready_bench()
+    bench.order()
+    bench.say(CloseRoom(room=1, generation=1))
+    assert bench.closed == []
+    bench.end(DONE)
+    kinds = [type(message) for message in bench.link.said if isinstance(message, Sent | RoomClosed)]
+    assert kinds == [Sent, RoomClosed]
+
+
+# ------------------------------------------------------------------------------------------- peers
+
+
+def test_the_first_transport_that_both_have_and_that_works_is_taken():
+    bench = Bench("one", "two", "three")
+    bench.transport("two").refuse = TransportError("no route")
+    bench.connect(ranks=node_ranks("two", "three"))
+    [connected] = bench.link.take(PeerConnected)
+    assert connected.transports == ("three",)
+
+
+def test_a_peer_that_cannot_be_reached_is_reported_and_keeps_nothing():
+    bench = Bench("one", "two")
+    ranks = (*node_ranks("one"), *node_ranks("elsewhere"))
+    bench.connect(ranks=ranks)
+    [connected] = bench.link.take(PeerConnected)
+    assert connected.error_code == "transport_failed"
+    assert "elsewhere" not in connected.error
+    assert "one: the peer does not offer it" in connected.error
+    assert bench.transport().peers == []
+
+
+def test_malformed_endpoints_are_the_peer_s_fault_and_not_ours():
+    bench = Bench()
+    bench.transport().refuse = InvalidInputError("endpoint " * 2_000)
+    bench.connect()
+    assert bench.link.take(PeerConnected)[0].error_code == "transport_failed"
+
+
+def test_connecting_again_to_the_same_node_disturbs_nothing():
+    bench = ready_bench()
+    bench.order()
+    bench.connect()
+    assert bench.link.take(PeerConnected)[0].transports == ("one",)
+    assert bench.transport().transfers[0].aborted == ""
+    assert len(bench.transport().peers) == 1
+
+
+def test_a_peer_is_disconnected_only_when_nothing_is_in_flight_to_it():
+    bench = ready_bench()
+    bench.order()
+    bench.say(DisconnectPeer(peer=DECODE), DisconnectPeer(peer="nobody"))
+    assert len(bench.transport().peers) == 1
+    bench.order()
+    assert bench.sent()[0].error_code == "not_ready"
+    bench.end(QUIET)
+    assert bench.sent()[0].error_code == "peer_failed"
+    bench.worker.step()
+    assert bench.transport().peers == []
+
+
+def test_a_peer_that_has_changed_is_reached_anew_and_what_is_under_way_ends_in_peace():
+    bench = ready_bench()
+    bench.order()
+    bench.connect(ranks=node_ranks(data=b"moved"))
+    assert len(bench.link.take(PeerConnected)) == 1
+    assert [peer.data for peer in bench.transport().peers] == [b"peer0", b"moved0"]
+    assert bench.transport().transfers[0].aborted == ""
+    bench.order()
+    assert bench.transport().peers[1].transfers == [bench.transport().transfers[1]]
+    bench.end(DONE, which=0)
+    bench.worker.step()
+    assert [peer.data for peer in bench.transport().peers] == [b"moved0"]
+    bench.end(DONE)
+    assert [(sent.order, sent.error_code) for sent in bench.sent()] == [(1, ""), (2, "")]
+
+
+def test_ranks_that_have_not_changed_are_not_connected_again():
+    bench = Bench()
+    before = (*node_ranks(data=b"first"), *node_ranks(data=b"second"))
+    bench.connect(ranks=before)
+    bench.open()
+    bench.order()
+    first = bench.transport().peers[0]
+    bench.connect(ranks=(before[0], *node_ranks(data=b"moved")))
+    assert [peer.data for peer in bench.transport().peers] == [b"first0", b"second0", b"moved0"]
+    bench.transport().transfers[0].state = DONE
+    bench.end(DONE)
+    bench.worker.step()
+    assert [peer.data for peer in bench.transport().peers] == [b"first0", b"moved0"]
+    assert bench.transport().peers[0] is first
+    bench.say(DisconnectPeer(peer=DECODE), steps=2)
+    assert bench.transport().peers == []
+
+
+def test_orders_wait_until_their_peer_is_connected():
+    bench = ready_bench()
+    section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
+    moved = ConnectPeer(peer=DECODE, ranks=node_ranks(data=b"moved"))
+    bench.say(moved, Send(room=1, generation=1, order=1, section=section))
+    assert [peer.data for peer in bench.transport().peers if peer.transfers] == [b"moved0"]
+
+
+def test_every_order_to_connect_is_answered_and_the_last_one_counts():
+    bench = ready_bench()
+    bench.say(*(ConnectPeer(peer=DECODE, ranks=node_ranks(data=data)) for data in (b"second", b"third")), steps=2)
+    first, last = bench.link.take(PeerConnected)
+    assert (first.error_code, last.error_code) == ("peer_failed", "")
+    assert [peer.data for peer in bench.transport().peers] == [b"third0"]
+
+
+def test_a_disconnect_takes_back_a_connect_that_waits():
+    bench = ready_bench()
+    bench.say(ConnectPeer(peer=DECODE, ranks=node_ranks(data=b"second")), DisconnectPeer(peer=DECODE), steps=2)
+    assert bench.transport().peers == []
+    assert bench.link.take(PeerConnected) == []
+
+
+def test_a_disconnect_ends_what_is_under_way_by_the_former_ways_too():
+    bench = ready_bench()
+    bench.order()
+    bench.connect(ranks=node_ranks(data=b"moved"))
+    bench.say(DisconnectPeer(peer=DECODE))
+    assert bench.transport().transfers[0].aborted == "the peer was disconnected"
+    bench.end(QUIET)
+    bench.worker.step()
+    assert bench.transport().peers == []
+
+
+# ------------------------------------------------------------------------------------------- peers that do not answer
+
+
+def silent_bench() -> Bench:
+    """Connected to one node, and connecting to another that does not answer."""
+    bench = ready_bench()
+    bench.transport().silent.add(b"other0")
+    bench.connect(OTHER, node_ranks(data=b"other"))
+    bench.open(room=2, peer=OTHER)
+    return bench
+
+
+def test_a_peer_that_does_not_answer_holds_nobody_else_up():
+    bench = silent_bench()
+    bench.order()
+    bench.order(room=2)
+    bench.end(DONE)
+    assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(1, "")]
+    assert bench.link.take(PeerConnected) == []
+    bench.transport().silent.clear()
+    bench.worker.step()
+    assert bench.link.take(PeerConnected)[0].peer == OTHER
+    assert bench.transport().peers[1].transfers, "its order has waited for it"
+
+
+def test_it_beats_and_rests_while_a_peer_does_not_answer():
+    bench = silent_bench()
+    bench.link.waits.clear()
+    bench.clock.advance(1.5)
+    bench.worker.step()
+    assert bench.link.take(Heartbeat) == [Heartbeat()]
+    assert bench.link.waits == [rank_worker.CONNECTING_WAIT_S]
+
+
+def test_ranks_of_a_node_are_connected_at_the_same_time_and_not_too_many(monkeypatch):
+    monkeypatch.setattr(rank_peers, "RANKS_AT_ONCE", 2)
+    bench = Bench()
+    bench.transport().silent |= {b"peer0", b"peer1"}
+    bench.connect(ranks=node_ranks(count=4))
+    assert bench.transport().peers == []
+    bench.transport().silent.remove(b"peer1")
+    bench.say(steps=2)
+    assert [peer.data for peer in bench.transport().peers] == [b"peer1", b"peer2"]
+    bench.transport().silent.clear()
+    bench.say(steps=2)
+    [connected] = bench.link.take(PeerConnected)
+    assert len(connected.transports) == 4
+    bench.open()
+    bench.order()
+    assert [peer.data for peer in bench.transport().peers if peer.transfers] == [b"peer1", b"peer2", b"peer0", b"peer3"]
+
+
+def test_one_rank_that_cannot_be_reached_ends_the_attempt_for_all():
+    bench = Bench("one", "two")
+    bench.transport().silent.add(b"silent0")
+    bench.transport("two").refuse = TransportError("no route")
+    bench.connect(ranks=(*node_ranks("one"), *node_ranks("one", data=b"silent"), *node_ranks("two", data=b"gone")))
+    [connected] = bench.link.take(PeerConnected)
+    assert "no route" in connected.error
+    assert (bench.transport().peers, bench.transport().given_up) == ([], [b"silent0"])
+
+
+def test_a_disconnect_and_a_later_order_give_up_an_attempt_that_is_under_way():
+    bench = silent_bench()
+    bench.connect(OTHER, node_ranks(data=b"moved"))
+    assert bench.transport().given_up == [b"other0"]
+    assert [answer.error_code for answer in bench.link.take(PeerConnected)] == ["peer_failed", ""]
+    bench.connect(OTHER, node_ranks(data=b"other"))
+    bench.order(room=2)
+    bench.say(DisconnectPeer(peer=OTHER), steps=2)
+    assert bench.transport().given_up == [b"other0", b"other0"]
+    assert [sent.error_code for sent in bench.sent()] == ["peer_failed"]
+    assert [peer.data for peer in bench.transport().peers] == [b"peer0"]
+
+
+def test_an_attempt_that_is_under_way_goes_on_by_the_successor_of_its_transport():
+    bench = silent_bench()
+    old = bench.transport()
+    bench.order()
+    bench.end(LOUD)
+    assert old.given_up == [b"other0"]
+    bench.worker.step()
+    assert old.closed
+    assert [answer.peer for answer in bench.link.take(PeerConnected)] == [OTHER, DECODE]
+    assert [peer.data for peer in bench.transport().peers] == [b"other0", b"peer0"]
+
+
+def test_an_attempt_that_is_under_way_ends_with_the_worker():
+    bench = silent_bench()
+    bench.worker.close()
+    assert bench.transport().given_up == [b"other0"]
+    assert bench.transport().closed
+
+
+# ------------------------------------------------------------------------------------------- not quiet
+
+
+def test_a_transfer_that_is_not_quiet_is_told_at_once_and_its_room_closed_after_its_transport():
+    bench = ready_bench()
+    bench.order()
+    old = bench.transport()
+    bench.open(room=2, peer=OTHER)
+    bench.connect(OTHER, node_ranks(data=b"other"))
+    bench.order(room=2)
+    bench.link.said.clear()
+    bench.log.clear()
+    bench.end(LOUD, which=0)
+    [sent] = bench.sent()
+    assert (sent.room, sent.error_code, sent.quiet, sent.in_transit) == (1, "transport_failed", False, True)
+    assert not old.closed, "another peer's transfer is under way"
+    bench.say(CloseRoom(room=1, generation=1))
+    [closed] = bench.link.take(RoomClosed)
+    assert (closed.quiet, "would not become quiet" in closed.reason) == (False, True)
+    assert [answer.transports for answer in bench.link.take(PeerConnected)] == [("one",), ("one",)]
+    assert len(bench.link.take(WorkerReady)) == 1
+    assert bench.transport() is not old
+    bench.order(room=2)
+    assert len(bench.transport().transfers) == 1, "what is new goes through the successor"
+    assert old.transfers[1].aborted == ""
+    old.transfers[1].state = DONE
+    bench.worker.step()
+    assert old.closed
+    [closed] = bench.link.take(RoomClosed)
+    assert (closed.room, closed.quiet) == (1, True)
+    bench.end(DONE)
+    assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(2, ""), (2, "")]
+
+
+def test_a_room_that_is_being_closed_waits_for_its_loud_transport():
+    bench = ready_bench()
+    bench.order()
+    bench.say(CloseRoom(room=1, generation=1))
+    bench.link.said.clear()
+    bench.end(LOUD)
+    assert [(message.quiet, message.room) for message in bench.link.take(RoomClosed)] == [(False, 1), (True, 1)]
+
+
+def test_a_failure_says_whether_something_may_still_arrive():
+    bench = ready_bench()
+    bench.order()
+    bench.transport().transfers[0].in_transit = True
+    bench.end(QUIET)
+    [sent] = bench.sent()
+    assert (sent.quiet, sent.in_transit) == (True, True)
+
+
+def test_a_replacement_leaves_other_transports_and_peers_alone():
+    bench = Bench("one", "two")
+    bench.connect(ranks=node_ranks("one"))
+    bench.connect(OTHER, node_ranks("two", data=b"second"))
+    bench.open()
+    bench.open(room=2, peer=OTHER)
+    bench.order()
+    bench.order(room=2)
+    bench.end(LOUD)
+    assert [sent.room for sent in bench.sent()] == [1]
+    bench.end(DONE, "two")
+    assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(2, "")]
+    assert len(bench.built["two"]) == 1
+    assert len(bench.transport("two").peers) == 1
+
+
+def test_an_order_over_two_transports_waits_for_the_one_that_lives():
+    bench = Bench("one", "two")
+    bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"second")))
+    bench.open()
+    bench.order()
+    bench.end(LOUD)
+    assert bench.sent() == []
+    assert bench.transport("two").transfers[0].aborted
+    bench.end(QUIET, "two")
+    assert bench.sent()[0].error == "one: cable"
+    assert len(bench.transport("two").peers) == 1
+    bench.order()
+    assert [len(bench.transport(name).transfers) for name in ("one", "two")] == [1, 2]
+
+
+def test_a_replacement_keeps_the_order_of_a_peer_s_ranks():
+    bench = Bench("one", "two")
+    bench.connect(ranks=(*node_ranks("two"), *node_ranks("one", data=b"second")))
+    bench.open()
+    bench.order()
+    bench.transport("two").transfers[0].state = DONE
+    bench.link.said.clear()
+    bench.end(LOUD)
+    bench.worker.step()
+    assert bench.link.take(PeerConnected)[0].transports == ("two", "one")
+
+
+def test_a_peer_that_cannot_be_reached_by_the_successor_is_given_up():
+    bench = Bench("one", "two")
+    bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"second")))
+    bench.link.said.clear()
+    bench.open()
+    bench.order()
+    bench.transport("two").transfers[0].state = DONE
+    original = bench.create
+
+    def create(name: str, epoch: int) -> FakeTransport:
+        transport = original(name, epoch)
+        transport.refuse = TransportError("no route")
+        return transport
+
+    bench.worker._transports._create = create
+    bench.end(LOUD)
+    assert bench.sent()[0].error_code == "transport_failed"
+    bench.worker.step()
+    assert bench.link.take(PeerConnected)[0].error_code == "transport_failed"
+    assert bench.transport("two").peers == []
+    bench.order()
+    assert bench.sent()[0].error_code == "not_ready"
+
+
+def test_a_retired_peer_does_not_outlive_its_transport():
+    bench = ready_bench()
+    bench.order()
+    bench.say(DisconnectPeer(peer=DECODE))
+    bench.end(LOUD)
+    bench.worker.step()
+    assert bench.sent()[0].error_code == "peer_failed"
+    assert bench.transport().peers == []
+
+
+def test_a_transport_that_cannot_be_replaced_ends_the_worker():
+    bench = ready_bench()
+    bench.order()
+    old = bench.transport()
+    bench.refuse_build = TransportError("no device")
+    with pytest.raises(TransportError):
+        bench.end(LOUD)
+    old.peers.clear()
+    bench.worker.close()
+    assert old.closed
+
+
+# ------------------------------------------------------------------------------------------- epochs
+
+
+def test_earlier_endpoints_work_until_they_are_revoked():
+    bench = Bench()
+    old = bench.transport()
+    bench.say(RenewEndpoints(epoch=1))
+    [ready] = bench.link.take(WorkerReady)
+    assert (ready.epoch, ready.description.endpoints[0].data) == (1, b"me, epoch 1")
+    bench.worker.step()
+    assert not old.closed
+    bench.transport().writers_before = 1  # a process of this host has not let go
+    bench.say(RevokeEndpoints(before_epoch=1))
+    assert old.closed
+    assert bench.link.take(EndpointsRevoked) == []
+    bench.transport().writers_before = 0
+    bench.worker.step()
+    [revoked] = bench.link.take(EndpointsRevoked)
+    assert revoked.before_epoch == 1
+    bench.worker.step()
+    assert bench.link.take(EndpointsRevoked) == []
+
+
+def test_earlier_endpoints_are_not_revoked_while_one_that_gave_them_out_is_still_at_work():
+    """It is not closed under another peer's transfer, and until then bytes arrive through it."""
+    bench = ready_bench()
+    old = bench.transport()
+    bench.order()
+    bench.say(RenewEndpoints(epoch=1), RevokeEndpoints(before_epoch=1), steps=3)
+    assert bench.transport() is not old
+    assert bench.transport().revoked(1)
+    assert not old.closed
+    assert bench.link.take(EndpointsRevoked) == []
+    old.transfers[0].state = DONE
+    bench.worker.step()
+    assert old.closed
+    assert [message.before_epoch for message in bench.link.take(EndpointsRevoked)] == [1]
+
+
+def test_a_worker_that_began_in_an_epoch_has_nothing_to_renew_and_revokes_the_earlier_ones():
+    bench = Bench()
+    bench.worker._transports.epoch = 2
+    bench.say(RenewEndpoints(epoch=2), RevokeEndpoints(before_epoch=2))
+    assert bench.link.take(WorkerReady) == []
+    assert [message.before_epoch for message in bench.link.take(EndpointsRevoked)] == [2]
+
+
+def test_a_node_that_is_gone_ends_the_worker():
+    bench = ready_bench()
+
+    def gone(timeout_s: float):
+        raise PeerError("the daemon has ended")
+
+    bench.link.receive = gone
+    with pytest.raises(PeerError):
+        bench.worker.step()
+
+
+# ------------------------------------------------------------------------------------------- points of an engine's GPU
+
+
+class Points:
+    """Points that are reached when a test says so."""
+
+    def __init__(self) -> None:
+        self.done: set[str] = set()
+        self.broken: set[str] = set()
+        self.closed = False
+
+    def reached(self, points) -> bool:
+        for one in points:
+            if one.ring in self.broken:
+                raise TransportError(f"the engine's GPU cannot be asked: {one.ring} is gone")
+        return all(one.ring in self.done for one in points)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def gated_bench() -> tuple[Bench, Points]:
+    bench = ready_bench()
+    points = Points()
+    bench.worker._points = points  # type: ignore[assignment]
+    return bench, points
+
+
+def gated_order(bench: Bench, *rings: str, room: int = 1, steps: int = 1) -> int:
+    bench.orders += 1
+    section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
+    after = tuple(StreamPoint(ring=ring, handle=bytes(64), device_uuid="0" * 32) for ring in rings)
+    bench.say(Send(room=room, generation=1, order=bench.orders, section=section, after=after), steps=steps)
+    return bench.orders
+
+
+def test_nothing_of_an_order_is_read_before_the_engines_gpu_has_written_it():
+    bench, points = gated_bench()
+    gated_order(bench, "a", "b", steps=5)
+    assert bench.transport().transfers == []
+    points.done.add("a")
+    bench.say(steps=3)
+    assert bench.transport().transfers == []
+    points.done.add("b")
+    bench.say()
+    assert len(bench.transport().transfers) == 1
+    bench.end(DONE)
+    assert bench.sent()[0].error_code == ""
+    bench.worker.close()
+    assert points.closed
+
+
+def test_orders_that_are_written_overtake_those_that_are_not():
+    bench, _ = gated_bench()
+    bench.open(room=2)
+    gated_order(bench, "a")
+    free = bench.order(room=2)
+    bench.end(DONE)
+    assert [sent.order for sent in bench.sent()] == [free]
+
+
+def test_an_engine_that_is_gone_fails_its_order_alone():
+    bench, points = gated_bench()
+    bench.open(room=2)
+    broken, waiting = gated_order(bench, "a"), gated_order(bench, "b", room=2)
+    points.broken.add("a")
+    bench.say()
+    (sent,) = bench.sent()
+    assert (sent.order, sent.error_code, sent.quiet) == (broken, "transport_failed", True)
+    assert "a is gone" in sent.error
+    points.done.add("b")
+    bench.say()
+    bench.end(DONE)
+    assert [(sent.order, sent.error_code) for sent in bench.sent()] == [(waiting, "")]
+
+
+def test_a_room_is_closed_while_its_order_waits_for_a_gpu():
+    bench, _ = gated_bench()
+    gated_order(bench, "never")
+    bench.say(CloseRoom(room=1, generation=1), steps=2)
+    assert bench.closed == [1]
+    assert [sent.error_code for sent in bench.sent()] == ["aborted"]
+    assert bench.transport().transfers == []
+
+
+def test_waiting_for_a_gpu_does_not_spin(monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(rank_worker.time, "sleep", pauses.append)
+    bench, _ = gated_bench()
+    gated_order(bench, "never", steps=4)
+    assert pauses == [rank_worker.BUSY_PAUSE_S] * 4
