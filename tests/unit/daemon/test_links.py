@@ -39,7 +39,9 @@ class Prefill:
 
     def _answer(self, peer: str, message: PeerMessage) -> None:
         if isinstance(message, Hello) and self.welcomes:
-            self.server.send(peer, Welcome(instance="p", node="n", incarnation=self.incarnation, ranks=()))
+            self.server.send(
+                peer, Welcome(instance="p", node="n", incarnation=self.incarnation, pp_size=1, tp_size=1, ranks=())
+            )
         elif isinstance(message, Hello):
             self.server.send(peer, Rejected(code="fingerprint_mismatch", message="another model"))
 
