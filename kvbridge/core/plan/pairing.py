@@ -51,7 +51,7 @@ class Stripe:
 
     def count_pages(self, pages: range) -> int:
         """Return how many of `pages` are this replica's."""
-        return self._count_before(pages.stop) - self._count_before(pages.start)
+        return self._count_before(pages.stop) - self._count_before(pages.start) if pages else 0
 
     def _count_before(self, page: int) -> int:
         turns, rest = divmod(page, self.count * STRIPE_PAGES)
