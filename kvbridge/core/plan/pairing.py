@@ -51,9 +51,7 @@ class Stripe:
 
     def count_pages(self, pages: range) -> int:
         """Return how many of `pages` are this replica's."""
-        if not pages:  # as from 3 to 2
-            return 0
-        return self._count_before(pages.stop) - self._count_before(pages.start)
+        return self._count_before(pages.stop) - self._count_before(pages.start) if pages else 0
 
     def _count_before(self, page: int) -> int:
         turns, rest = divmod(page, self.count * STRIPE_PAGES)

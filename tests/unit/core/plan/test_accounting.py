@@ -115,7 +115,7 @@ def test_what_no_rank_can_be_written_through_is_not_covered():
     assert due.uncovered(shares).startswith("c4_kv: ")
 
 
-@given(st.integers(1, 8), st.integers(0, 100), st.integers(0, 100))
+@given(st.integers(1, 8), st.integers(0, 100), st.integers(-5, 100))
 def test_a_stripe_counts_the_pages_that_it_owns(count, start, length):
     pages = range(start, start + length)
     for index in range(count):
