@@ -27,7 +27,7 @@ GRACE_S = 60.0
 """From the interruption at the limit to SIGKILL."""
 LAST_WORDS_S = 5.0
 """For what is still in a suite's pipe after its end."""
-MARK = "KVBRIDGE_TEST_RUN"
+MARK = "RUN_OF_TESTS"
 """An environment variable that everything inherits which a suite starts: so what is left of it is found."""
 TOLD = re.compile(r"^(FAILED|ERROR) |^(=+ )?\d+ (passed|failed|error|skipped|deselected)\b.* in [\d.]+s")
 """The lines of pytest that the summary repeats."""
@@ -126,6 +126,8 @@ def run_suite(
         _end(process)
     problems += [f"left process {pid} running: {command}" for pid, command in end_left(environment[MARK])]
     show.join(LAST_WORDS_S)
+    if not show.is_alive():
+        process.stdout.close()
     plain = re.sub(r"\x1b\[[\d;]*m", "", printed.decode(errors="replace"))
     return problems, [line for line in plain.splitlines() if TOLD.match(line)]
 

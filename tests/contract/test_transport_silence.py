@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from tests.helpers.connecting import connect
 
 POOL_BYTES = 1 << 20
 LIMIT_S = 20.0
+METADATA_MESSAGE = 1
+"""What mooncake calls an answer with a description."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,10 @@ def settled() -> tuple[int, int]:
 
 
 class AnsweringOnce:
-    """Stands before a mooncake peer's port: lets the first connection, which is the probe, through and is silent to all others."""
+    """Stands before a mooncake peer's port: lets the first connection, which is the probe, through; to others it says `instead`."""
 
-    def __init__(self, session: str) -> None:
+    def __init__(self, session: str, *, instead: bytes = b"") -> None:
+        self._instead = instead
         host, port = session.rsplit(":", 1)
         self._target = host, int(port)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -135,7 +139,9 @@ class AnsweringOnce:
             except OSError:
                 return
             self.connections.append(connection)
-            if len(self.connections) == 1:
+            if len(self.connections) > 1:
+                connection.sendall(self._instead)
+            else:
                 target = socket.create_connection(self._target)
                 for pair in ((connection, target), (target, connection)):
                     threading.Thread(target=_pass_on, args=pair, daemon=True).start()
@@ -147,23 +153,37 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
     target.shutdown(socket.SHUT_WR)
 
 
-def test_a_mooncake_peer_that_answers_and_does_not_say_what_it_has(shm: Path) -> None:
-    """The library lets nobody write meanwhile, so it is given less time; left alone it would take 60 s."""
+def meet_before(shm: Path, *, instead: bytes = b"") -> Outcome:
+    """Connect to a mooncake peer that answers a probe and then says `instead`, while another is written to."""
     settings = TransportSettings(mooncake=MOONCAKE.model_copy(update={"metadata_timeout_s": 0.5}))
     transport = create_transport("mooncake", settings)
     try:
         for pair in _pair(BACKENDS["mooncake"], transport, shm):
             content = MooncakeEndpoint.model_validate_json(pair.process.endpoint.data)
-            before = AnsweringOnce(content.session)
+            before = AnsweringOnce(content.session, instead=instead)
             false = content.model_copy(update={"session": before.session}).model_dump_json().encode()
             found = connect_and_write(transport.connect(Endpoint(transport="mooncake", data=false)), pair)
             print(found)
-            assert "does not say what it has" in found.error
             assert len(before.connections) == 2
-            assert found.longest_gap_s < 1.5
             before.close()
             assert pair.move(pair.blocks(4_096, 8)).state is TransferState.DONE
     finally:
         begun_s = time.monotonic()
         transport.close()
         assert time.monotonic() - begun_s < 5.0
+    return found
+
+
+def test_a_mooncake_peer_that_answers_and_does_not_say_what_it_has(shm: Path) -> None:
+    """The library lets nobody write meanwhile, so it is given less time; left alone it would take 60 s."""
+    found = meet_before(shm)
+    assert "does not say what it has" in found.error
+    assert found.longest_gap_s < 1.5
+
+
+@pytest.mark.parametrize("body", [b"[" * 10_000, b"{}", b"null", b"[1]", b'"x"', b"{" * 3], ids=repr)
+def test_a_mooncake_peer_whose_description_cannot_be_read(shm: Path, body: bytes) -> None:
+    """The library's parser throws over the first one."""
+    found = meet_before(shm, instead=struct.pack("<QB", len(body) + 1, METADATA_MESSAGE) + body)
+    assert found.peer is None
+    assert "please report it" not in found.error

@@ -210,6 +210,11 @@ class LiveCluster:
         self.reader.release(room)
         return room
 
+    def no_traceback(self) -> None:
+        """Nothing has escaped to a daemon's loop so far."""
+        for daemon in self.cluster.all():
+            assert "Traceback" not in daemon.log_path.read_text(), f"{daemon.name}:\n{daemon.log(40)}"
+
     def serves(self) -> None:
         """Everybody is ready, every page is free, and the next room crosses."""
         for daemon in (self.prefill, self.decode):

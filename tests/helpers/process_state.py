@@ -25,6 +25,8 @@ ModuleNames = dict[str, dict[str, object]]
 GRACE_S = 10.0
 """Threads and children that were told to end may take this long; nobody waits where nothing is left over."""
 CHANGED_BY_PYTEST = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
+WATCHED_SIGNALS = set(signal.Signals) - {signal.SIGALRM}
+"""pytest-timeout takes SIGALRM during a test, and gives it back early when the test fails."""
 ENDS_WITH_THE_PROCESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Helpers that Python starts once and ends itself."""
 ONCE_A_PROCESS = {
@@ -35,18 +37,20 @@ ONCE_A_PROCESS = {
 }
 """Module state that is meant to outlive a test."""
 OURS = ("kvbridge.", "tests.helpers.")
+BOOKKEEPING = {__name__, "tests.helpers.isolation"}
+"""Modules that note what they see, so they change as they look."""
 
 
 def read_settings() -> State:
     """What a test may change in its process, and must change back. Quick: it is read twice for each test."""
     found: State = {f"environment variable {name}": os.environ[name] for name in os.environ.keys() - CHANGED_BY_PYTEST}
     found["working directory"] = os.getcwd()  # noqa: PTH109 - several times quicker than Path.cwd()
-    found |= {f"handler of {number.name}": signal.getsignal(number) for number in signal.Signals}
+    found |= {f"handler of {number.name}": signal.getsignal(number) for number in WATCHED_SIGNALS}
     root = logging.getLogger()
     handlers = [handler for handler in root.handlers if not type(handler).__module__.startswith("_pytest.")]
     found["root logger"] = (root.level, root.disabled, root.manager.disable, handlers)
     for name, module in list(sys.modules.items()):
-        if name.startswith(OURS):
+        if name.startswith(OURS) and name not in BOOKKEEPING:
             found |= {f"size of {full}": len(held) for full, held in _containers(name, module)}
     return found
 
@@ -111,7 +115,7 @@ def _find_containers(module: str, values: Mapping[str, object]) -> Iterator[tupl
     """What can grow: containers with a global name, and those in objects of ours with a global name."""
     for name, value in values.items():
         full = f"{module}.{name}"
-        if name.startswith("__") or full in ONCE_A_PROCESS or value is _known:
+        if name.startswith("__") or full in ONCE_A_PROCESS:
             continue
         if isinstance(value, (dict, list, set)):
             yield full, value

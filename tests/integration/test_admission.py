@@ -200,7 +200,7 @@ def test_a_daemon_that_admits_nothing_turns_red_and_green_again(live: LiveCluste
     assert (refused.status_code, refused.json()["code"]) == (503, "capacity"), "who is full is asked, and says what is"
     assert "space 'request' lacks 1 pages" in refused.json()["detail"]
     end(daemon, held[0])
-    eventually("green", lambda: http("GET", daemon, "/ready").status_code == 200, timeout_s=2)
+    eventually("green", lambda: http("GET", daemon, "/ready").status_code == 200)
     assert metric(daemon, "kvbridge_admission_starved_seconds") == 0
     end(daemon, *held[1:])
 

@@ -11,6 +11,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.layout import Chunking
+from tests.helpers.matrices import one_in
 from tests.helpers.rank_harness import Case, Crossing, Setting
 from tests.helpers.rank_pools import Form, Ranks
 
@@ -25,11 +26,17 @@ TRANSPORTS = ("mooncake", "nixl", "local")
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, *range(125, 134), *range(252, 264), 383, 384, 385, 511, 512, 515, 1021]
 
 
+# `make test` tries each length over one transport.
 LINKS = [Setting(FLASH, Ranks(tp=2), Ranks(tp=2), SOURCE, DESTINATION, transport) for transport in TRANSPORTS]
 
 
-@pytest.mark.parametrize("tokens", LENGTHS)
-@pytest.mark.parametrize("link", LINKS, indirect=True, scope="module", ids=str)
+@pytest.mark.parametrize(
+    ("link", "tokens"),
+    [param for first, link in enumerate(LINKS) for param in one_in(3, ((link, each) for each in LENGTHS), first=first)],
+    indirect=["link"],
+    scope="module",
+    ids=str,
+)
 def test_every_residue_of_a_length(link: Crossing, tokens: int) -> None:
     link.deliver(Case(tokens))
 
@@ -82,9 +89,13 @@ SMALL_SOURCE = Form(ROOMY_DEVICE, chunking=SMALL_DEVICE)
 @pytest.mark.parametrize(
     "link",
     [
-        Setting(FLASH, Ranks(), Ranks(), SMALL_SOURCE, form, transport, label)
-        for transport in TRANSPORTS
-        for label, form in FORMS.items()
+        param
+        for first, transport in enumerate(TRANSPORTS)
+        for param in one_in(
+            3,
+            (Setting(FLASH, Ranks(), Ranks(), SMALL_SOURCE, form, transport, label) for label, form in FORMS.items()),
+            first=first,
+        )
     ],
     indirect=True,
     scope="module",

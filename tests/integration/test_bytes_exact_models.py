@@ -1,4 +1,7 @@
-"""Other models, byte for byte: DeepSeek-V4-Pro and V3.2 at full size, and heads that are split over tensor-parallel ranks."""
+"""Other models, byte for byte: DeepSeek-V4-Pro and V3.2 at full size, and heads that are split over tensor-parallel ranks.
+
+`make test` tries each split of the large models over one library.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeom
 from kvbridge.core.geometry.families import GroupedLayers, TokenRow, grouped_geometry
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace
+from tests.helpers.matrices import kept, one_in
 from tests.helpers.rank_harness import Case, Crossing, Setting
 from tests.helpers.rank_pools import Form, Ranks
 
@@ -26,9 +30,16 @@ PRO_SPLITS = [
 ]
 PRO_LINKS = [
     *(
-        Setting(PRO, source, destination, PRO_SOURCE, PRO_DESTINATION, library, "pro")
-        for library in LIBRARIES
-        for source, destination in PRO_SPLITS
+        param
+        for first, library in enumerate(LIBRARIES)
+        for param in one_in(
+            2,
+            (
+                Setting(PRO, source, destination, PRO_SOURCE, PRO_DESTINATION, library, "pro")
+                for source, destination in PRO_SPLITS
+            ),
+            first=first,
+        )
     ),
     Setting(PRO, Ranks(pp=4, boundaries=(1, 20, 59)), Ranks(tp=2), PRO_SOURCE, PRO_SOURCE, "local", "pro_device"),
 ]
@@ -48,8 +59,14 @@ def test_pro_arrives_byte_for_byte(link: Crossing, case: Case) -> None:
 
 V32 = preset("deepseek-v3.2")
 V32_LINKS = [
-    Setting(V32, Ranks(tp=2), Ranks(tp=2), Form({FULL: 12}), Form({FULL: 13, HOST: 14}, host=host), library, label)
-    for label, host in (("v32_host", frozenset({ComponentKind.MLA_KV})), ("v32_device", frozenset[ComponentKind]()))
+    kept(
+        Setting(V32, Ranks(tp=2), Ranks(tp=2), Form({FULL: 12}), Form({FULL: 13, HOST: 14}, host=host), library, label),
+        library == preferred,
+    )
+    for label, host, preferred in (
+        ("v32_host", frozenset({ComponentKind.MLA_KV}), "mooncake"),
+        ("v32_device", frozenset[ComponentKind](), "nixl"),
+    )
     for library in LIBRARIES
 ] + [
     Setting(

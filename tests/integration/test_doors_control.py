@@ -40,9 +40,7 @@ from tests.helpers.live_rooms import (
     LiveCluster,
     all_free,
     ends,
-    frames_refused,
     http,
-    live_cluster,
     metric,
     refuses,
     report,
@@ -50,35 +48,17 @@ from tests.helpers.live_rooms import (
 )
 from tests.helpers.raw_peers import RawDecode, RawPrefill, raw_prefill
 
-EARLY_S = 0.5
-DELIVERY_S = 3.0
 TOKENS = 600
 RANK = Rank(pp=0, tp=0)
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[LiveCluster]:
-    delivery = {"control_resend_s": 0.2, "control_delivery_s": DELIVERY_S}
-    prefill = {"timeouts": {"early_offer_s": EARLY_S, **delivery}}
-    decode = {"timeouts": {"meet_s": 1.0, **delivery}}
-    with live_cluster(prefill=prefill, decode=decode) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _engines_let_go(live: LiveCluster) -> Iterator[None]:
-    """A test that fails half-way must not keep pages from the next ones."""
-    yield
-    live.detach()
-
-
-@pytest.fixture(scope="module")
-def real(live: LiveCluster) -> NodeDescription:
+def real(doors: LiveCluster) -> NodeDescription:
     """The decode node as it introduces itself."""
     with raw_prefill() as peer:
-        room = offered_to(live, peer)
+        room = offered_to(doors, peer)
         node = peer.take(Hello).node
-        assert http("DELETE", live.decode, f"/v1/requests/{room}").status_code == 200
+        assert http("DELETE", doors.decode, f"/v1/requests/{room}").status_code == 200
     return node
 
 
@@ -532,10 +512,3 @@ def test_prefill_nodes_of_two_instances_cannot_share_a_room(live: LiveCluster) -
             )
         assert "both hold rank pp0.tp0" in ends(live.decode, room, "failed", "invalid_input")
     live.serves()
-
-
-def test_nobody_was_refused_without_a_count(live: LiveCluster) -> None:
-    """The last test of the module: the counters of all that was refused above are there, and nothing escaped to the loop."""
-    assert frames_refused(live.prefill, "malformed") > 0
-    for daemon in (live.prefill, live.decode):
-        assert "Traceback" not in daemon.log_path.read_text()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import socket as unix
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import zmq
@@ -35,6 +35,7 @@ from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.link import ENGINE_SOCKET, EngineLink
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers.cluster import DaemonProcess, eventually
+from tests.helpers.door_cluster import HOST_PAGES
 from tests.helpers.engine_processes import doomed_engine
 from tests.helpers.live_rooms import (
     LiveCluster,
@@ -42,7 +43,6 @@ from tests.helpers.live_rooms import (
     busy_pages,
     ends,
     http,
-    live_cluster,
     raises_code,
     refuses,
     report,
@@ -50,20 +50,6 @@ from tests.helpers.live_rooms import (
 )
 
 TOKENS = 1000
-HOST_PAGES = 12
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[LiveCluster]:
-    with live_cluster(host_pages=HOST_PAGES) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _engines_let_go(live: LiveCluster) -> Iterator[None]:
-    """A test that fails half-way must not keep pages from the next ones."""
-    yield
-    live.detach()
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from kvbridge.core.wire.messages import (
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.fuzz.decoders import MESSAGES, frame
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, ends, frames_refused, http, live_cluster, metric, refuses, report
+from tests.helpers.live_rooms import LiveCluster, ends, frames_refused, http, metric, refuses, report
 from tests.helpers.raw_peers import RawDecode, RawPeer, RawPrefill, raw_prefill
 
 TOKENS = 600
@@ -51,26 +51,12 @@ RANK = Rank(pp=0, tp=0)
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[LiveCluster]:
-    delivery = {"control_resend_s": 0.2, "control_delivery_s": 3.0}
-    prefill, decode = {"timeouts": {"early_offer_s": 0.5, **delivery}}, {"timeouts": {"meet_s": 1.0, **delivery}}
-    with live_cluster(prefill=prefill, decode=decode) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _engines_let_go(live: LiveCluster) -> Iterator[None]:
-    yield
-    live.detach()
-
-
-@pytest.fixture(scope="module")
-def real(live: LiveCluster) -> NodeDescription:
+def real(doors: LiveCluster) -> NodeDescription:
     """The decode node as it introduces itself."""
     with raw_prefill() as peer:
-        room = admitted_on_decode(live, peer.endpoint)
+        room = admitted_on_decode(doors, peer.endpoint)
         node = peer.take(Hello).node
-        http("DELETE", live.decode, f"/v1/requests/{room}")
+        http("DELETE", doors.decode, f"/v1/requests/{room}")
     return node
 
 

@@ -6,7 +6,7 @@ The routes have their own tests over fakes; here pages are real, and both sides 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,24 +14,10 @@ import pytest
 
 from kvbridge.core.ids import MAX_ROOM
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, live_cluster, metric, report, status
+from tests.helpers.door_cluster import FULL_PAGES, HOST_PAGES, REQUEST_PAGES
+from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, metric, report, status
 
-FULL, HOST, SLOTS = 8, 6, 4
 TOKENS = 700
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[LiveCluster]:
-    pages = {"full": FULL, "swa": 3 * SLOTS, "request": SLOTS}
-    with live_cluster(pages=pages, host_pages=HOST) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _engines_let_go(live: LiveCluster) -> Iterator[None]:
-    """A test that fails half-way must not keep pages from the next ones."""
-    yield
-    live.detach()
 
 
 @pytest.fixture(params=["prefill", "decode"])
@@ -65,10 +51,10 @@ def delete(daemon: DaemonProcess, room: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("side", "space", "rooms", "tokens"),
     [
-        ("prefill", "full", 1, FULL * 256),
-        ("prefill", "request", SLOTS, 1),
-        ("decode", "host", 1, HOST * 256),
-        ("decode", "request", SLOTS, 1),
+        ("prefill", "full", 1, FULL_PAGES * 256),
+        ("prefill", "request", REQUEST_PAGES, 1),
+        ("decode", "host", 1, HOST_PAGES * 256),
+        ("decode", "request", REQUEST_PAGES, 1),
     ],
 )
 def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space: str, rooms: int, tokens: int) -> None:
@@ -97,19 +83,19 @@ def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space:
 
 
 def test_a_request_that_can_never_fit_is_told_so(live: LiveCluster, daemon: DaemonProcess) -> None:
-    for tokens in ((FULL + 1) * 256, 2**40, 2**62):
+    for tokens in ((FULL_PAGES + 1) * 256, 2**40, 2**62):
         answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=tokens))
         assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input"), answer.text
-    answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": (FULL + 1) * 256})
+    answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": (FULL_PAGES + 1) * 256})
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
     live.serves()
 
 
 def test_room_for_new_tokens_is_reserved_too(live: LiveCluster) -> None:
-    answer = http("POST", live.decode, "/v1/requests", json=body(live, live.decode, max_new_tokens=HOST * 256))
+    answer = http("POST", live.decode, "/v1/requests", json=body(live, live.decode, max_new_tokens=HOST_PAGES * 256))
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
-    room = admit(live, live.decode, max_new_tokens=HOST * 256 - TOKENS)
-    assert sum(busy_pages(live.decode)["host"].values()) == HOST
+    room = admit(live, live.decode, max_new_tokens=HOST_PAGES * 256 - TOKENS)
+    assert sum(busy_pages(live.decode)["host"].values()) == HOST_PAGES
     delete(live.decode, room)
     live.serves()
 
@@ -230,7 +216,7 @@ def test_a_wait_ends_with_the_state_that_it_waits_for(live: LiveCluster) -> None
     after(lambda: live.reader.release(room), (live.decode, ""), states=("completed",))
     began_s = time.monotonic()
     assert wait(live.decode)[0] == "completed", "a final room is not waited for"
-    assert time.monotonic() - began_s < 2
+    assert time.monotonic() - began_s < 10
     live.serves()
 
 
@@ -239,7 +225,7 @@ def test_a_wait_ends_in_any_case(live: LiveCluster, daemon: DaemonProcess) -> No
     began_s = time.monotonic()
     answer = http("GET", daemon, f"/v1/requests/{room}?wait=0.3&until=claimed")
     assert answer.json()["state"] in {"admitted", "offered"}
-    assert 0.3 <= time.monotonic() - began_s < 5
+    assert 0.3 <= time.monotonic() - began_s < 15
     for query in ("wait=-1", "wait=nan", "wait=1e9", "wait=1&until=tomorrow"):
         assert http("GET", daemon, f"/v1/requests/{room}?{query}").status_code == 400
     delete(daemon, room)
@@ -347,7 +333,7 @@ def test_a_ticket_leads_to_both_ends(live: LiveCluster) -> None:
 
 def test_a_room_that_one_side_refuses_is_kept_by_neither(live: LiveCluster) -> None:
     """The directory has not heard yet that the host pool is full: prefill reserves, decode refuses, prefill gives back."""
-    held = admit(live, live.decode, prompt_tokens=HOST * 256)
+    held = admit(live, live.decode, prompt_tokens=HOST_PAGES * 256)
     answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS})
     assert (answer.status_code, answer.json()["code"]) == (503, "capacity")
     assert answer.headers["Retry-After"]

@@ -15,12 +15,17 @@ from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
 from kvbridge.core.errors import ConfigError, TransportError
 from kvbridge.core.ids import MemoryKind
 
+LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
+"""What C++ exceptions become in Python."""
 METADATA = "P2PHANDSHAKE"
 """Peers tell each other what they have; there is no metadata server."""
 
 
 class Library(Protocol):
-    """The part of `mooncake.engine.TransferEngine` that is used. Answers are return codes; it raises nothing."""
+    """The part of `mooncake.engine.TransferEngine` that is used. Answers are return codes.
+
+    What it raises is a C++ exception (`LIBRARY_ERRORS`): of its JSON parser, for one, over what a peer says of itself.
+    """
 
     def initialize(self, host: str, metadata: str, protocol: str, device_name: str, /) -> int:
         """0 also for a protocol that is not there."""

@@ -53,6 +53,7 @@ from kvbridge.transport.background import take_turn
 from kvbridge.transport.base import Capabilities, Connection, Endpoint, Memory, Peer, Steps, Transfer, Transport
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.mooncake.library import (
+    LIBRARY_ERRORS,
     Library,
     create_library,
     memory_kinds,
@@ -116,12 +117,18 @@ class _Writes:
 
     def start(self, first: int, stop: int) -> int:  # noqa: ARG002  one operation a call, as the window's limits say
         operations = self._operations
-        batch = self._engine.library.transfer_submit_write(
-            self._session,
-            int(operations.source[first]),
-            int(operations.destination[first]),
-            int(operations.length[first]),
-        )
+        try:
+            batch = self._engine.library.transfer_submit_write(
+                self._session,
+                int(operations.source[first]),
+                int(operations.destination[first]),
+                int(operations.length[first]),
+            )
+        except LIBRARY_ERRORS as error:
+            raise TransportError(
+                f"mooncake failed over peer {self._session} ({type(error).__name__}: {error}); "
+                "what the peer says of itself cannot be read"
+            ) from error
         if batch in NO_BATCH:
             raise TransportError(f"mooncake refused operation {first}: {self._what(first)}; {WHY_REFUSED}")
         return int(batch)

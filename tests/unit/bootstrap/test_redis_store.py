@@ -152,7 +152,7 @@ async def test_a_redis_that_hangs_is_told_within_the_deadline_and_works_again_af
             begun_s = time.monotonic()
             with pytest.raises(NotReadyError, match=r"did not answer within 0\.2 s \(timeouts\.store_s\)"):
                 await directory.instances()
-            assert time.monotonic() - begun_s < 2
+            assert time.monotonic() - begun_s < 10
             with pytest.raises(NotReadyError):
                 await store.claim(7, generations=3)
             server.go_on()

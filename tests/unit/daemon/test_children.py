@@ -65,8 +65,8 @@ def test_a_stopped_process_still_ends(child):
 def test_several_end_together(child):
     several = [child(STUBBORN) for _ in range(3)]
     begun_s = time.monotonic()
-    stop_all(several, timeout_s=0.5)
-    assert time.monotonic() - begun_s < 1.4
+    stop_all(several, timeout_s=2.0)
+    assert time.monotonic() - begun_s < 5.5, "one after another takes 6 s"
     assert not any(each.running for each in several)
 
 

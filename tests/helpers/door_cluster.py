@@ -1,0 +1,30 @@
+"""The one cluster on which all tests of doors (HTTP, control, engines) are run, one after another, in any order.
+
+Small pools, so that they can be filled, and short times, so that what is waited for ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.helpers.live_rooms import LiveCluster, live_cluster
+
+FULL_PAGES, WINDOW_PAGES, REQUEST_PAGES, HOST_PAGES = 64, 24, 8, 12
+EARLY_OFFER_S = 0.5
+MEET_S = 1.0
+DELIVERY_S = 3.0
+
+
+@contextmanager
+def door_cluster() -> Iterator[LiveCluster]:
+    """A running cluster; afterwards nothing may have escaped to a daemon's loop."""
+    delivery = {"control_resend_s": 0.2, "control_delivery_s": DELIVERY_S}
+    with live_cluster(
+        prefill={"timeouts": {"early_offer_s": EARLY_OFFER_S, **delivery}},
+        decode={"timeouts": {"meet_s": MEET_S, **delivery}},
+        pages={"full": FULL_PAGES, "swa": WINDOW_PAGES, "request": REQUEST_PAGES},
+        host_pages=HOST_PAGES,
+    ) as running:
+        yield running
+        running.no_traceback()

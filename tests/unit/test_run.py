@@ -1,0 +1,99 @@
+"""The runner of all suites: what is wrong with one is told, and keeps none of the others from running."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import run
+from tests.run import MARK, TOLD, Suite, environment, pytest_command, run_suite
+
+
+def python(script: str, limit_s: float = 60.0) -> tuple[list[str], list[str]]:
+    return run_suite([sys.executable, "-c", script], environment(1, thorough=False), limit_s)
+
+
+def test_all_suites_run_and_the_summary_says_which_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scripts = {
+        "one": "print('FAILED tests/x.py::test_y'); print('1 failed, 2 passed in 3.21s'); raise SystemExit(1)",
+        "two": "print('== 4 passed, 1 skipped in 61.00s (0:01:01) ==')",
+    }
+    monkeypatch.setattr(run, "SUITES", tuple(Suite(name, (script,), ()) for name, script in scripts.items()))
+    monkeypatch.setattr(run, "pytest_command", lambda seed, workers, targets: [sys.executable, "-c", *targets])
+    monkeypatch.setattr(sys, "argv", ["run", "--seed", "7", "--workers", "1"])
+    assert run.main() == 1
+    told = capfd.readouterr().out.partition("again: make test")[2].splitlines()
+    assert told == [
+        " SEED=7 =====",
+        "--- one: exit code 1",
+        "FAILED tests/x.py::test_y",
+        "1 failed, 2 passed in 3.21s",
+        "--- two: passed",
+        "== 4 passed, 1 skipped in 61.00s (0:01:01) ==",
+    ]
+    monkeypatch.setattr(run, "SUITES", (Suite("two", (scripts["two"],), ()),))
+    assert run.main() == 0
+
+
+def test_a_process_that_is_left_is_told_and_ended(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+        f"start_new_session=True, stdout=open({str(tmp_path / 'out')!r}, 'w')).pid)"
+    )
+    (problem,), _ = python(script)
+    assert problem.startswith("left process ")
+    assert "time.sleep(60)" in problem
+    pid = int(problem.split()[2])
+    assert (
+        not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    )
+
+
+def test_a_suite_that_hangs_is_ended_at_its_limit() -> None:
+    assert python("import time; time.sleep(60)", limit_s=0.5)[0] == ["not done after 0 s"]
+
+
+def test_a_suite_that_dies_is_told() -> None:
+    assert python("import os; os.kill(os.getpid(), 9)")[0] == ["exit code -9"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("FAILED tests/a.py::test_b - assert 1", True),
+        ("ERROR tests/a.py::test_b", True),
+        ("=========== 1 failed, 3 passed in 0.12s ===========", True),
+        ("3 passed in 0.12s", True),
+        ("2481 passed, 11 errors in 308.28s (0:05:08)", True),
+        ("SKIPPED [35] tests/contract: needs a GPU", False),
+        ("......... [ 54%]", False),
+    ],
+)
+def test_lines_of_the_summary(line: str, told: bool) -> None:
+    assert bool(TOLD.match(line)) is told
+
+
+def test_what_a_suite_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found, again = environment(10_000, thorough=True), environment(1, thorough=True)
+    assert "PYTHONDONTWRITEBYTECODE" not in found
+    assert found["OMP_NUM_THREADS"] == "1"
+    assert again["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+    assert found["HYPOTHESIS_PROFILE"] == "thorough"
+    assert found[MARK] != again[MARK]
+
+
+def test_one_worker_is_no_worker() -> None:
+    assert "-n" not in pytest_command(1, 1, ())
+    assert pytest_command(1, 2, ("x",))[3:] == [
+        "--randomly-seed=1",
+        "--hypothesis-seed=1",
+        *("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"),
+        "x",
+    ]
