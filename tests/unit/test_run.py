@@ -6,9 +6,11 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import run
+from tests.helpers.cluster import eventually
 from tests.run import MARK, TOLD, Suite, environment, pytest_command, run_suite
 
 
@@ -49,9 +51,14 @@ def test_a_process_that_is_left_is_told_and_ended(tmp_path: Path) -> None:
     assert problem.startswith("left process ")
     assert "time.sleep(60)" in problem
     pid = int(problem.split()[2])
-    assert (
-        not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    )
+    eventually("it is dead", lambda: _dead(pid))
+
+
+def _dead(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_a_suite_that_hangs_is_ended_at_its_limit() -> None:
