@@ -183,12 +183,14 @@ class OneLink:
         self.world = world
 
     def open(self, address: PeerAddress) -> None:
-        assert not self.world.towards_decode
+        assert not self.world.linked
+        self.world.linked = True
 
     def send(self, address: PeerAddress, message: PeerMessage) -> None:
         self.world.towards_prefill.append(message)
 
     def close(self, address: PeerAddress) -> None:
+        self.world.linked = False
         self.world.towards_decode.clear()
         self.world.towards_prefill.append(None)
 
@@ -204,6 +206,8 @@ class World:
         """Rooms of which our rank found what was sent."""
         self.clock = ManualClock()
         self.lives = 0
+        self.linked = False
+        """Whether decode has a connection to prefill; what is sent to one that it has closed is lost with it."""
         self.forgotten = False
         """The prefill side knows nothing of the link (any more): what decode sends is answered with a reset."""
         self.towards_prefill: deque[PeerMessage | None] = deque()
@@ -274,7 +278,7 @@ class World:
     # ------------------------------------------------------------------ the link
 
     def to_decode(self, message: PeerMessage) -> None:
-        if not self.forgotten and None not in self.towards_prefill:
+        if self.linked and not self.forgotten and None not in self.towards_prefill:
             self.towards_decode.append((self.prefill.incarnation, message))
 
     def deliver_to_prefill(self) -> None:

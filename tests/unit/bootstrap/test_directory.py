@@ -257,9 +257,9 @@ async def test_how_a_prefill_node_is_met_is_what_its_address_says(world, changes
 
 
 async def test_a_size_that_nobody_has_is_no_work(world):
-    directory = await world.directory(node("p", Role.PREFILL, pp_size=2**62, tp_size=2**62))
+    directory = await world.directory(node("p", Role.PREFILL, tp_size=2**62))
     (view,) = await directory.listing()
-    assert view.reasons == (f"{2**124 - 1} of its ranks are missing, first pp0.tp1",)
+    assert view.reasons == (f"{2**62 - 1} of its ranks are missing, first pp0.tp1",)
 
 
 async def test_why_a_node_is_not_ready_is_its_own_word(world):

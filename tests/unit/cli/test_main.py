@@ -55,6 +55,17 @@ main()
 """
 
 
+def started(command: list[str]) -> subprocess.Popen[str]:
+    """A process that Ctrl-C reaches, though the tests themselves may run in the background, where it is ignored."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 @pytest.mark.parametrize(
     ("module", "command"),
     [
@@ -69,8 +80,7 @@ main()
 )
 def test_ctrl_c_during_imports_is_one_line(module: str, command: list[str]) -> None:
     script = STOPPED.format(module=module)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", script, *command], **pipes) as process:
+    with started([sys.executable, "-c", script, *command]) as process:
         assert process.stdout.readline() == "now\n"
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=20)
@@ -83,7 +93,7 @@ def test_ctrl_c_in_a_command_is_one_line(tmp_path) -> None:
     os.mkfifo(pipe)
     command = [sys.executable, "-m", "kvbridge", "config", "show", "--role", "decode", "--config", str(pipe)]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        started(command) as process,
         pipe.open("w"),  # opens when the command does
     ):
         process.send_signal(signal.SIGINT)
