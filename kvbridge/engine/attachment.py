@@ -22,8 +22,8 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import Accepted, Attach, Attached, Detach, RoomEvent
-from kvbridge.engine.device_order import DeviceOrder
 from kvbridge.engine.link import EngineLink
+from kvbridge.engine.stream_order import StreamOrder
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.adopted_pool import AdoptedPool
 from kvbridge.pool.memory.extent import Progress, ignore_progress
@@ -47,7 +47,7 @@ class Attachment:
     mapped: MappedRegions
     views: dict[Rank, PoolViews]
     """For each rank that this engine serves: its device pools and the node's host pool."""
-    order: DeviceOrder
+    order: StreamOrder
     """The GPUs of these ranks."""
     closers: list[Callable[[], None]] = field(default_factory=list)
     """What else ends with the attachment, and before its memory is unmapped (adopted pools: the workers)."""
@@ -126,7 +126,7 @@ def attach(
         with _present_gpu_kept():
             mapped = stack.enter_context(MappedRegions((*answer.host, *devices)))
             views = _views(answer, mapped, brought)
-            order = DeviceOrder(views)
+            order = StreamOrder(views)
             attachment = Attachment(link, answer, mapped, views, order)
             if order.devices and on_progress is not None:
                 registration = stack.enter_context(

@@ -18,13 +18,13 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Release, RoomEvent
 from kvbridge.engine.adopted import adopt
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
-from kvbridge.engine.device_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
 from kvbridge.engine.link import AnswerT
+from kvbridge.engine.stream_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 
 
-class AttachedEngine:
+class Engine:
     """One engine process at one node. Synchronous, for one thread; no call takes longer than its timeout."""
 
     role: ClassVar[Role]

@@ -19,9 +19,9 @@ from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release, RoomEvent
 from kvbridge.core.wire.messages import from_wire, to_wire
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
-from kvbridge.engine.base import AttachedEngine
-from kvbridge.engine.device_order import StreamChoice
+from kvbridge.engine.base import Engine
 from kvbridge.engine.link import EVENTS_KEPT
+from kvbridge.engine.stream_order import StreamChoice
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DecodeRoom:
     phases_s: dict[str, float]
 
 
-class DecodeEngine(AttachedEngine):
+class DecodeEngine(Engine):
     """One decode engine process. Synchronous, for one thread; no call takes longer than its timeout."""
 
     role = Role.DECODE

@@ -17,8 +17,8 @@ from kvbridge.core.wire.engine_messages import Accepted, Admit, Begin, Finish, P
 from kvbridge.core.wire.messages import from_wire, to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
-from kvbridge.engine.base import AttachedEngine
-from kvbridge.engine.device_order import StreamChoice
+from kvbridge.engine.base import Engine
+from kvbridge.engine.stream_order import StreamChoice
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PrefillRoom:
     tables: Tables
 
 
-class PrefillEngine(AttachedEngine):
+class PrefillEngine(Engine):
     """One prefill engine process. Synchronous, for one thread; no call takes longer than its timeout."""
 
     role = Role.PREFILL
@@ -108,6 +108,6 @@ class PrefillEngine(AttachedEngine):
             del self._begun[room]
 
     def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
-        """See `AttachedEngine.abort`."""
+        """See `Engine.abort`."""
         super().abort(room, reason, stream=stream)
         self._begun.pop(room, None)

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.sparse.cache import SparseCache
-from kvbridge.sparse.order import Quiet
+from kvbridge.sparse.streams import PendingCopies
 
-__all__ = ["Quiet", "SparseCache", "SparseSettings"]
+__all__ = ["PendingCopies", "SparseCache", "SparseSettings"]

@@ -33,7 +33,7 @@ LOOK_AGAIN_S = 0.0005
 """Pause between two questions to a GPU, where somebody waits."""
 
 
-class DeviceOrder:
+class StreamOrder:
     """The GPUs that one engine process writes and reads pages with. Used by one thread."""
 
     def __init__(self, views: Mapping[Rank, PoolViews]) -> None:
