@@ -16,13 +16,13 @@ from typing import Any, Protocol, Self
 
 from pydantic import TypeAdapter
 
-from kvbridge.cli.progress import ShownProgress
-from kvbridge.cli.signals import interrupts_ignored
 from kvbridge.core.errors import BridgeError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.children import stop_all, wait_for
 from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, first_worker_error, plan_cluster
 from kvbridge.testbed.engines.processes import SCRATCH, EngineProcess, Reports
+from kvbridge.testbed.progress import ShownProgress
+from kvbridge.testbed.signals import interrupts_ignored
 
 START_S = 180.0
 FREE_S = 10.0

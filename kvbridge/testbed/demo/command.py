@@ -16,8 +16,6 @@ from rich.console import Console
 from kvbridge.cli.config import EXIT_CONFIG
 from kvbridge.cli.daemons import EXIT_FAILED
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED
-from kvbridge.cli.progress import ShownProgress, shown_progress
-from kvbridge.cli.signals import terminated_like_interrupted
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.kernels.cuda.runtime import reason_without_device
@@ -25,6 +23,8 @@ from kvbridge.testbed.demo.lengths import DEFAULT_PROMPTS, DEFAULT_SPARSE_PROMPT
 from kvbridge.testbed.demo.plan import DEFAULT_HOT_ROWS, DemoOptions
 from kvbridge.testbed.demo.report import DemoReport, print_report
 from kvbridge.testbed.demo.run import Demo
+from kvbridge.testbed.progress import ShownProgress, shown_progress
+from kvbridge.testbed.signals import terminated_like_interrupted
 
 SYSTEM_LIBRARIES = {
     "libibverbs.so": "libibverbs1",

@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 from kvbridge.api.directory import PairRequest
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
-from kvbridge.cli.progress import ShownProgress
 from kvbridge.core.errors import CapacityError, ConflictError, RoomFailedError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.testbed.cluster import Cluster, ask, wait_ended
@@ -45,6 +44,7 @@ from kvbridge.testbed.demo.report import (
 from kvbridge.testbed.demo.requests import DemoRequest
 from kvbridge.testbed.demo.verdict import verdict_line
 from kvbridge.testbed.engines.processes import EngineProcess
+from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.run import ClusterRun, wait_free, wait_ready
 
 MODULE = "kvbridge.testbed.demo"

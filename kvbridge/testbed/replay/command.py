@@ -15,15 +15,15 @@ from rich.console import Console
 from kvbridge.cli.config import EXIT_CONFIG
 from kvbridge.cli.daemons import EXIT_FAILED
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED
-from kvbridge.cli.progress import ShownProgress, shown_progress
-from kvbridge.cli.signals import terminated_like_interrupted
 from kvbridge.core.errors import BridgeError, InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.presets import PRESETS
 from kvbridge.core.plan.digests import DigestKind
+from kvbridge.testbed.progress import ShownProgress, shown_progress
 from kvbridge.testbed.replay.plan import ReplayOptions
 from kvbridge.testbed.replay.plot import draw, require_plots
 from kvbridge.testbed.replay.report import Ending, ReplayReport, print_report
 from kvbridge.testbed.replay.run import Replay
+from kvbridge.testbed.signals import terminated_like_interrupted
 
 
 class ReplayTransport(StrEnum):

@@ -13,11 +13,11 @@ import secrets
 import time
 
 from kvbridge.api.directory import PairRequest
-from kvbridge.cli.progress import ShownProgress
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.testbed.cluster import Cluster
 from kvbridge.testbed.engines.processes import EngineProcess
+from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.replay.job import EVENTS, Arrived, Computed, Finished, Ready, Released, RoomEnded, Serve
 from kvbridge.testbed.replay.ledger import Ledger, Request
 from kvbridge.testbed.replay.plan import ReplayOptions, ReplayPlan

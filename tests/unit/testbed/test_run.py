@@ -11,11 +11,11 @@ import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from kvbridge.cli.progress import Lines
 from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.testbed.cluster import ClusterSpec, NodeSpec
 from kvbridge.testbed.engines.channel import Failed
+from kvbridge.testbed.progress import Lines
 from kvbridge.testbed.run import ClusterRun
 
 SPEC = ClusterSpec(
