@@ -20,7 +20,8 @@ from kvbridge.testbed.engines.processes import EngineProcess
 from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.replay.job import EVENTS, Arrived, Computed, Finished, Ready, Released, RoomEnded, Serve
 from kvbridge.testbed.replay.ledger import Ledger, Request
-from kvbridge.testbed.replay.plan import ReplayOptions, ReplayPlan
+from kvbridge.testbed.replay.options import ReplayOptions
+from kvbridge.testbed.replay.plan import ReplayPlan
 from kvbridge.testbed.replay.report import Ending, ReplayReport, Sample
 from kvbridge.testbed.run import LOOK_S, ClusterRun, used_pages, wait_free, wait_ready
 
