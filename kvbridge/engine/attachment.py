@@ -67,14 +67,14 @@ class Attachment:
         return self.answer.layers[str(rank)]
 
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
-        """Return what the node has told since the last call, waiting up to `timeout_s` for the first event."""
+        """Return the events of rooms since the last call, waiting up to `timeout_s` for the first event."""
         return self.link.events(timeout_s)
 
     def close(self, *, through: bool) -> None:
         """Drop the views, unmap the memory and leave the node. Tensors that came from the views must not be used any more.
 
-        `through`: nothing on any GPU uses the pools any more, which the node is told once all of this has succeeded. Without
-        that, it gives their pages to nobody before this process has ended.
+        `through`: nothing on any GPU uses the pools any more; the node is told so when all of this has succeeded. Otherwise it
+        uses their pages again only when this process has ended.
         """
         with _present_gpu_kept(), ExitStack() as stack:  # in the order from bottom to top
             stack.callback(self.link.close)
@@ -94,7 +94,7 @@ class Attachment:
         try:
             self.link.call(Detach(call=self.link.number()), Accepted)
         except BridgeError as failure:  # then the node waits for the end of this process, if it is there at all
-            log.warning("not_detached", code=failure.code, reason=str(failure))
+            log.warning("detach_failed", code=failure.code, reason=str(failure))
 
 
 def attach(
@@ -108,9 +108,9 @@ def attach(
 ) -> Attachment:
     """Attach to the daemon whose runtime directory this is, for `ranks` (none named: every rank of the node).
 
-    `adopted` is the device memory that this process brings for its ranks. `on_progress` hears how far page-locking the
-    node's host pool for this process's GPUs has come, which takes a while in a large pool; None leaves it pageable, so that
-    kernels cannot reach it.
+    `adopted` is the device memory that this process brings for its ranks. `on_progress` is called while the node's
+    host pool is page-locked for this process's GPUs, which takes a while in a large pool; None leaves it pageable, so that kernels
+    cannot reach it.
 
     Raises DeadlineError when no daemon answers, NotReadyError when the node's memory is not there within `call_timeout_s`,
     InvalidInputError for ranks of other nodes, the wrong role, or adopted memory that does not fit the model;
@@ -174,7 +174,7 @@ def _call_attach(link: EngineLink, role: Role, ranks: tuple[Rank, ...], *, timeo
 
 
 def _adopted_regions(answer: Attached, rank: Rank, given: Sequence[Region]) -> tuple[Region, ...]:
-    """Check an adopted rank's memory here as well as in its worker, so that the caller hears what is wrong with it."""
+    """Check an adopted rank's memory here as well as in its worker, so that the caller gets the error."""
     part = RankPart(rank=rank, pp_size=answer.pp_size, tp_size=answer.tp_size, layers=answer.layers[str(rank)])
     on_host = {shared.region.component for shared in answer.host}
     return AdoptedPool(answer.geometry, part, given, exclude=on_host).regions()

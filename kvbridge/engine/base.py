@@ -86,8 +86,8 @@ class Engine:
     def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
         """Give a room up; this engine submits nothing more that touches its pages. Harmless on a room that is over.
 
-        With pools on a GPU the node hears of it when `stream` (default: the current one) has come to this point, which the
-        next call of this object finds; see `events`.
+        With pools on a GPU the node is told when `stream` (default: the current one) has come to this point: by this call, or
+        by a later one of this object, `events` included.
         """
         self._let_go(AbortRoom(call=self._link.number(), room=room, reason=reason), stream)
 

@@ -48,7 +48,7 @@ class DecodeEngine(Engine):
         """Use `attach` or `adopt` instead."""
         super().__init__(attachment, close_timeout_s=close_timeout_s)
         self._later: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
-        """Events of other rooms that `wait_claim` has met, for `events`."""
+        """Events of other rooms that came during `wait_claim`, for `events`."""
 
     def provide(self, room: int, tables: Tables, *, prefix_tokens: int = 0) -> None:
         """Adopted pools: name the device pages of a room that a `wanted` event asked for; keep them until the room is over.
@@ -107,7 +107,7 @@ class DecodeEngine(Engine):
         """Say that the request is over: submit nothing more that touches its pages.
 
         With pools on a GPU the pages are used again when `stream` (default: the current one) has come to this point. The node
-        hears of it in this call or in a later one, `events` included; this call does not wait.
+        is told by this call or by a later one, `events` included; this call does not wait.
         """
         self._let_go(Release(call=self._link.number(), room=room), stream)
 

@@ -90,7 +90,7 @@ class PrefillEngine(Engine):
         """Say that everything is published; `metadata` (at most 64 KiB) travels to the decode engine with it.
 
         The pages go to a later room once they are sent. With pools on a GPU, those of a room that ends otherwise do when the
-        GPU has written what was published of it, which this or a later call tells the node.
+        GPU has written what was published of it, of which this or a later call informs the node.
         """
         begun = self._begun.get(room)
         message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None)
@@ -108,6 +108,6 @@ class PrefillEngine(Engine):
             del self._begun[room]
 
     def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
-        """See `Engine.abort`."""
+        """Give a room up, as `Engine.abort` does."""
         super().abort(room, reason, stream=stream)
         self._begun.pop(room, None)

@@ -76,7 +76,7 @@ class ClusterRun:
                 last.callback(shutil.copytree, self.folder, self._keep_logs, dirs_exist_ok=True, ignore=ignored)
             if self._cluster is not None:
                 force_s = None if self.completed else FORCE_S
-                last.callback(self._cluster.stop, timeout_s=STOP_S, hurry_after_s=force_s)
+                last.callback(self._cluster.stop, timeout_s=STOP_S, force_after_s=force_s)
             for engine in self.engines.values():
                 engine.dismiss()
             stop_all(self.engines.values(), timeout_s=ENGINE_STOP_S)

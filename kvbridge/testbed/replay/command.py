@@ -76,9 +76,9 @@ def _ending(prepared: Replay) -> tuple[Ending, str]:
     except KeyboardInterrupt:
         complaints.say("interrupted; ending every process")
         return Ending.INTERRUPTED, "interrupted"
-    except SystemExit as told:
+    except SystemExit as ended:
         complaints.say("told to end; ending every process")
-        return Ending.INTERRUPTED, f"ended by a signal (exit code {told.code})"
+        return Ending.INTERRUPTED, f"ended by a signal (exit code {ended.code})"
     except BridgeError as error:
         return Ending.BROKEN, str(error)
     return Ending.COMPLETED, ""

@@ -58,7 +58,7 @@ class ReplayPlan:
         return (self.requests[index].timestamp - self.requests[0].timestamp) / 1000 / self.options.speed
 
     def job(self, cluster: Cluster) -> Job:
-        """Return what the engine processes are told. Decode's own time passes at the speed of the trace."""
+        """Return the job of the engine processes. Decode's own time passes at the speed of the trace."""
         options = self.options
         return Job(
             prefill_runtime_dir=cluster.prefill.runtime_dir,
