@@ -106,16 +106,7 @@ def attach(
     adopted: Mapping[Rank, Sequence[Region]] | None = None,
     on_progress: Progress | None = ignore_progress,
 ) -> Attachment:
-    """Attach to the daemon whose runtime directory this is, for `ranks` (none named: every rank of the node).
-
-    `adopted` is the device memory that this process brings for its ranks. `on_progress` is called while the node's
-    host pool is page-locked for this process's GPUs, which takes a while in a large pool; None leaves it pageable, so that kernels
-    cannot reach it.
-
-    Raises DeadlineError when no daemon answers, NotReadyError when the node's memory is not there within `call_timeout_s`,
-    InvalidInputError for ranks of other nodes, the wrong role, or adopted memory that does not fit the model;
-    RegistrationError when its memory cannot be opened or page-locked, UnsupportedError when its GPU cannot be used here.
-    """
+    """Attach as `Engine.attach` says; `adopted` is the device memory that this process brings for its ranks."""
     leave_standard_output()
     link = EngineLink(Path(runtime_dir), name=f"engine-{os.getpid()}-{secrets.token_hex(4)}", timeout_s=call_timeout_s)
     with ExitStack() as stack:

@@ -47,7 +47,16 @@ class Engine:
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         on_progress: Progress | None = ignore_progress,
     ) -> Self:
-        """Attach to a daemon that owns the pools. See `attachment.attach`."""
+        """Attach to the daemon whose runtime directory this is, for `ranks` (none named: every rank of the node).
+
+        The daemon's pools are mapped into this process; `views` shows them. `on_progress` is called while the node's host pool is
+        page-locked for this process's GPUs, which takes a while in a large pool; None leaves it pageable, so that kernels cannot
+        reach it. `call_timeout_s` bounds every later call, too.
+
+        Raises DeadlineError when no daemon answers, NotReadyError when the node's memory is not there within `call_timeout_s`,
+        InvalidInputError for ranks of other nodes or the wrong role, RegistrationError when its memory cannot be opened or
+        page-locked, UnsupportedError when its GPU cannot be used here.
+        """
         attachment = attach(runtime_dir, cls.role, ranks=ranks, call_timeout_s=call_timeout_s, on_progress=on_progress)
         return cls(attachment, close_timeout_s=call_timeout_s)
 
@@ -60,7 +69,12 @@ class Engine:
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         on_progress: Progress | None = ignore_progress,
     ) -> Self:
-        """Bring this process's own tensors, for each rank that it serves. See `adopted.adopt`."""
+        """Attach with this process's own tensors as the device pools, for each rank that it serves.
+
+        `regions`: one for each component and layer of the rank that is not in the node's host pool, made by `adopted_region`.
+        The tensors stay where they are until `close` has returned. Bytes are moved by threads of this process. Raises what
+        `attach` does, and InvalidInputError for regions that do not fit the model.
+        """
         attachment = adopt(runtime_dir, cls.role, regions, call_timeout_s=call_timeout_s, on_progress=on_progress)
         return cls(attachment, close_timeout_s=call_timeout_s)
 

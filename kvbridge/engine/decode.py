@@ -99,7 +99,10 @@ class DecodeEngine(Engine):
         return None
 
     def extend(self, room: int, tokens: int) -> Tables:
-        """Make room for `tokens` tokens in all (prompt and generated) and return the tables. Raises CapacityError."""
+        """Make room for `tokens` tokens in all (prompt and generated) and return the tables. Raises CapacityError.
+
+        The table of window pages is a ring: at each length, `rotate_window` takes the pages out of it that `window_pages` names.
+        """
         pages = self._call(Extend(call=self._link.number(), room=room, tokens=tokens), Pages)
         return from_wire(pages.tables)
 
