@@ -71,13 +71,6 @@ class IndexSpace(StrEnum):
     """Pages of the node's host pool."""
 
 
-class Residency(StrEnum):
-    """Where a component lives on a node."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
 class MemoryKind(StrEnum):
     """The kind of memory behind an address, as a network card sees it."""
 

@@ -114,7 +114,7 @@ def adopt(
     call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
     on_progress: Progress | None = ignore_progress,
 ) -> Attachment:
-    """Serve ranks out of this process's own tensors and attach to their node. Raises like `attachment.attach`."""
+    """Serve ranks out of this process's own tensors and attach to their node, as `Engine.adopt` says."""
     leave_standard_output()
     with ExitStack() as stack:
         closers = [AdoptedWorker(Path(runtime_dir), rank, ours).close for rank, ours in regions.items()]

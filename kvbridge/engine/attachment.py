@@ -22,8 +22,8 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import Accepted, Attach, Attached, Detach, RoomEvent
-from kvbridge.engine.device_order import DeviceOrder
 from kvbridge.engine.link import EngineLink
+from kvbridge.engine.stream_order import StreamOrder
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.adopted_pool import AdoptedPool
 from kvbridge.pool.memory.extent import Progress, ignore_progress
@@ -47,7 +47,7 @@ class Attachment:
     mapped: MappedRegions
     views: dict[Rank, PoolViews]
     """For each rank that this engine serves: its device pools and the node's host pool."""
-    order: DeviceOrder
+    order: StreamOrder
     """The GPUs of these ranks."""
     closers: list[Callable[[], None]] = field(default_factory=list)
     """What else ends with the attachment, and before its memory is unmapped (adopted pools: the workers)."""
@@ -67,14 +67,14 @@ class Attachment:
         return self.answer.layers[str(rank)]
 
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
-        """Return what the node has told since the last call, waiting up to `timeout_s` for the first event."""
+        """Return the events of rooms since the last call, waiting up to `timeout_s` for the first event."""
         return self.link.events(timeout_s)
 
     def close(self, *, through: bool) -> None:
         """Drop the views, unmap the memory and leave the node. Tensors that came from the views must not be used any more.
 
-        `through`: nothing on any GPU uses the pools any more, which the node is told once all of this has succeeded. Without
-        that, it gives their pages to nobody before this process has ended.
+        `through`: nothing on any GPU uses the pools any more; the node is told so when all of this has succeeded. Otherwise it
+        uses their pages again only when this process has ended.
         """
         with _present_gpu_kept(), ExitStack() as stack:  # in the order from bottom to top
             stack.callback(self.link.close)
@@ -94,7 +94,7 @@ class Attachment:
         try:
             self.link.call(Detach(call=self.link.number()), Accepted)
         except BridgeError as failure:  # then the node waits for the end of this process, if it is there at all
-            log.warning("not_detached", code=failure.code, reason=str(failure))
+            log.warning("detach_failed", code=failure.code, reason=str(failure))
 
 
 def attach(
@@ -106,16 +106,7 @@ def attach(
     adopted: Mapping[Rank, Sequence[Region]] | None = None,
     on_progress: Progress | None = ignore_progress,
 ) -> Attachment:
-    """Attach to the daemon whose runtime directory this is, for `ranks` (none named: every rank of the node).
-
-    `adopted` is the device memory that this process brings for its ranks. `on_progress` hears how far page-locking the
-    node's host pool for this process's GPUs has come, which takes a while in a large pool; None leaves it pageable, so that
-    kernels cannot reach it.
-
-    Raises DeadlineError when no daemon answers, NotReadyError when the node's memory is not there within `call_timeout_s`,
-    InvalidInputError for ranks of other nodes, the wrong role, or adopted memory that does not fit the model;
-    RegistrationError when its memory cannot be opened or page-locked, UnsupportedError when its GPU cannot be used here.
-    """
+    """Attach as `Engine.attach` says; `adopted` is the device memory that this process brings for its ranks."""
     leave_standard_output()
     link = EngineLink(Path(runtime_dir), name=f"engine-{os.getpid()}-{secrets.token_hex(4)}", timeout_s=call_timeout_s)
     with ExitStack() as stack:
@@ -126,7 +117,7 @@ def attach(
         with _present_gpu_kept():
             mapped = stack.enter_context(MappedRegions((*answer.host, *devices)))
             views = _views(answer, mapped, brought)
-            order = DeviceOrder(views)
+            order = StreamOrder(views)
             attachment = Attachment(link, answer, mapped, views, order)
             if order.devices and on_progress is not None:
                 registration = stack.enter_context(
@@ -174,7 +165,7 @@ def _call_attach(link: EngineLink, role: Role, ranks: tuple[Rank, ...], *, timeo
 
 
 def _adopted_regions(answer: Attached, rank: Rank, given: Sequence[Region]) -> tuple[Region, ...]:
-    """Check an adopted rank's memory here as well as in its worker, so that the caller hears what is wrong with it."""
+    """Check an adopted rank's memory here as well as in its worker, so that the caller gets the error."""
     part = RankPart(rank=rank, pp_size=answer.pp_size, tp_size=answer.tp_size, layers=answer.layers[str(rank)])
     on_host = {shared.region.component for shared in answer.host}
     return AdoptedPool(answer.geometry, part, given, exclude=on_host).regions()

@@ -18,13 +18,13 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Release, RoomEvent
 from kvbridge.engine.adopted import adopt
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
-from kvbridge.engine.device_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
 from kvbridge.engine.link import AnswerT
+from kvbridge.engine.stream_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 
 
-class AttachedEngine:
+class Engine:
     """One engine process at one node. Synchronous, for one thread; no call takes longer than its timeout."""
 
     role: ClassVar[Role]
@@ -47,7 +47,16 @@ class AttachedEngine:
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         on_progress: Progress | None = ignore_progress,
     ) -> Self:
-        """Attach to a daemon that owns the pools. See `attachment.attach`."""
+        """Attach to the daemon whose runtime directory this is, for `ranks` (none named: every rank of the node).
+
+        The daemon's pools are mapped into this process; `views` shows them. `on_progress` is called while the node's host pool is
+        page-locked for this process's GPUs, which takes a while in a large pool; None leaves it pageable, so that kernels cannot
+        reach it. `call_timeout_s` bounds every later call, too.
+
+        Raises DeadlineError when no daemon answers, NotReadyError when the node's memory is not there within `call_timeout_s`,
+        InvalidInputError for ranks of other nodes or the wrong role, RegistrationError when its memory cannot be opened or
+        page-locked, UnsupportedError when its GPU cannot be used here.
+        """
         attachment = attach(runtime_dir, cls.role, ranks=ranks, call_timeout_s=call_timeout_s, on_progress=on_progress)
         return cls(attachment, close_timeout_s=call_timeout_s)
 
@@ -60,7 +69,12 @@ class AttachedEngine:
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         on_progress: Progress | None = ignore_progress,
     ) -> Self:
-        """Bring this process's own tensors, for each rank that it serves. See `adopted.adopt`."""
+        """Attach with this process's own tensors as the device pools, for each rank that it serves.
+
+        `regions`: one for each component and layer of the rank that is not in the node's host pool, made by `adopted_region`.
+        The tensors stay where they are until `close` has returned. Bytes are moved by threads of this process. Raises what
+        `attach` does, and InvalidInputError for regions that do not fit the model.
+        """
         attachment = adopt(runtime_dir, cls.role, regions, call_timeout_s=call_timeout_s, on_progress=on_progress)
         return cls(attachment, close_timeout_s=call_timeout_s)
 
@@ -86,8 +100,8 @@ class AttachedEngine:
     def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
         """Give a room up; this engine submits nothing more that touches its pages. Harmless on a room that is over.
 
-        With pools on a GPU the node hears of it when `stream` (default: the current one) has come to this point, which the
-        next call of this object finds; see `events`.
+        With pools on a GPU the node is told when `stream` (default: the current one) has come to this point: by this call, or
+        by a later one of this object, `events` included.
         """
         self._let_go(AbortRoom(call=self._link.number(), room=room, reason=reason), stream)
 

@@ -19,9 +19,9 @@ from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release, RoomEvent
 from kvbridge.core.wire.messages import from_wire, to_wire
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
-from kvbridge.engine.base import AttachedEngine
-from kvbridge.engine.device_order import StreamChoice
+from kvbridge.engine.base import Engine
 from kvbridge.engine.link import EVENTS_KEPT
+from kvbridge.engine.stream_order import StreamChoice
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DecodeRoom:
     phases_s: dict[str, float]
 
 
-class DecodeEngine(AttachedEngine):
+class DecodeEngine(Engine):
     """One decode engine process. Synchronous, for one thread; no call takes longer than its timeout."""
 
     role = Role.DECODE
@@ -48,7 +48,7 @@ class DecodeEngine(AttachedEngine):
         """Use `attach` or `adopt` instead."""
         super().__init__(attachment, close_timeout_s=close_timeout_s)
         self._later: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
-        """Events of other rooms that `wait_claim` has met, for `events`."""
+        """Events of other rooms that came during `wait_claim`, for `events`."""
 
     def provide(self, room: int, tables: Tables, *, prefix_tokens: int = 0) -> None:
         """Adopted pools: name the device pages of a room that a `wanted` event asked for; keep them until the room is over.
@@ -99,7 +99,10 @@ class DecodeEngine(AttachedEngine):
         return None
 
     def extend(self, room: int, tokens: int) -> Tables:
-        """Make room for `tokens` tokens in all (prompt and generated) and return the tables. Raises CapacityError."""
+        """Make room for `tokens` tokens in all (prompt and generated) and return the tables. Raises CapacityError.
+
+        The table of window pages is a ring: at each length, `rotate_window` takes the pages out of it that `window_pages` names.
+        """
         pages = self._call(Extend(call=self._link.number(), room=room, tokens=tokens), Pages)
         return from_wire(pages.tables)
 
@@ -107,7 +110,7 @@ class DecodeEngine(AttachedEngine):
         """Say that the request is over: submit nothing more that touches its pages.
 
         With pools on a GPU the pages are used again when `stream` (default: the current one) has come to this point. The node
-        hears of it in this call or in a later one, `events` included; this call does not wait.
+        is told by this call or by a later one, `events` included; this call does not wait.
         """
         self._let_go(Release(call=self._link.number(), room=room), stream)
 

@@ -74,14 +74,14 @@ class EngineLink:
         self._events.clear()
         return events
 
-    def _note(self, told: RoomEvent | Detached) -> None:
-        if isinstance(told, Detached):
-            self.lost = told.reason
+    def _note(self, received: RoomEvent | Detached) -> None:
+        if isinstance(received, Detached):
+            self.lost = received.reason
             return
         if len(self._events) == EVENTS_KEPT and not self._overflowed:
             self._overflowed = True
             log.warning("events_dropped", kept=EVENTS_KEPT, why="this engine does not ask for events; the oldest go")
-        self._events.append(told)
+        self._events.append(received)
 
     def close(self) -> None:
         """Leave the node; it notices when the process ends."""

@@ -17,8 +17,8 @@ from kvbridge.core.wire.engine_messages import Accepted, Admit, Begin, Finish, P
 from kvbridge.core.wire.messages import from_wire, to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
-from kvbridge.engine.base import AttachedEngine
-from kvbridge.engine.device_order import StreamChoice
+from kvbridge.engine.base import Engine
+from kvbridge.engine.stream_order import StreamChoice
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PrefillRoom:
     tables: Tables
 
 
-class PrefillEngine(AttachedEngine):
+class PrefillEngine(Engine):
     """One prefill engine process. Synchronous, for one thread; no call takes longer than its timeout."""
 
     role = Role.PREFILL
@@ -90,7 +90,7 @@ class PrefillEngine(AttachedEngine):
         """Say that everything is published; `metadata` (at most 64 KiB) travels to the decode engine with it.
 
         The pages go to a later room once they are sent. With pools on a GPU, those of a room that ends otherwise do when the
-        GPU has written what was published of it, which this or a later call tells the node.
+        GPU has written what was published of it, of which this or a later call informs the node.
         """
         begun = self._begun.get(room)
         message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None)
@@ -108,6 +108,6 @@ class PrefillEngine(AttachedEngine):
             del self._begun[room]
 
     def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
-        """See `AttachedEngine.abort`."""
+        """Give a room up, as `Engine.abort` does."""
         super().abort(room, reason, stream=stream)
         self._begun.pop(room, None)

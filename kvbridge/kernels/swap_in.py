@@ -34,12 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.geometry.hot_buffer import AGE_PLANES, MOST_HOT_ROWS, TALLIES
 from kvbridge.kernels.reference import copy_operations
-
-PLANES = 4
-TALLIES = 4
-"""Counters of a request and layer: slots in the present generation, distinct rows hit, rows loaded, blocks at work now."""
-MOST_HOT_ROWS = 32_704
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +171,7 @@ class ReferenceSwapIn(SwapIn):
         count, requests = len(self.layers), state.requests
         self._slot_of_row = array_at(state.slot_of_row, (count, requests, shape.max_rows), np.int16)
         self._row_of_slot = array_at(state.row_of_slot, (count, requests, shape.hot_rows), np.int32)
-        self._ages = array_at(state.ages, (count, requests, shape.hot_rows // 32, PLANES), np.uint32)
+        self._ages = array_at(state.ages, (count, requests, shape.hot_rows // 32, AGE_PLANES), np.uint32)
         self._tallies = array_at(state.tallies, (count, requests, TALLIES), np.int32)
         self._pages = array_at(state.pages, (requests, shape.max_pages, 2), np.int32)
         self._ring_begin = array_at(state.ring_begin, (requests,), np.int32)
@@ -217,7 +213,7 @@ class ReferenceSwapIn(SwapIn):
     def _give_way(self, layer: int, request: int, used: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.intp]:
         """The slots that `count` missing rows take, in that order."""
         planes = self._bits(layer, request)
-        ages = np.where(planes.any(axis=1), planes.argmax(axis=1), PLANES)
+        ages = np.where(planes.any(axis=1), planes.argmax(axis=1), AGE_PLANES)
         free = np.ones(self.shape.hot_rows, dtype=np.bool_)
         free[used] = False
         slots = np.flatnonzero(free)
@@ -227,7 +223,7 @@ class ReferenceSwapIn(SwapIn):
         """The planes of each slot: bool [hot_rows, 4]."""
         words = self._ages[layer, request]
         bits = words[:, None, :] >> np.arange(32, dtype=np.uint32)[None, :, None] & np.uint32(1)
-        planes: npt.NDArray[np.bool_] = bits.reshape(self.shape.hot_rows, PLANES).astype(np.bool_)
+        planes: npt.NDArray[np.bool_] = bits.reshape(self.shape.hot_rows, AGE_PLANES).astype(np.bool_)
         return planes
 
     def _load(self, layer: int, request: int, rows: npt.NDArray[np.int32], slots: npt.NDArray[np.intp]) -> None:

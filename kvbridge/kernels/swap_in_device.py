@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvbridge.core.geometry.hot_buffer import AGE_PLANES, TALLIES
 from kvbridge.kernels.cuda import programs, runtime
-from kvbridge.kernels.swap_in import PLANES, TALLIES, LayerMemory, Step, SwapIn, SwapInShape, SwapInState
+from kvbridge.kernels.swap_in import LayerMemory, Step, SwapIn, SwapInShape, SwapInState
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class CudaSwapIn(SwapIn):
             step.rows,
             state.slot_of_row + before * shape.max_rows * 2,
             state.row_of_slot + before * shape.hot_rows * 4,
-            state.ages + before * shape.hot_rows // 32 * PLANES * 4,
+            state.ages + before * shape.hot_rows // 32 * AGE_PLANES * 4,
             state.tallies + before * TALLIES * 4,
             state.pages,
             state.ring_begin,

@@ -37,11 +37,11 @@ from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapIn
 from kvbridge.kernels.swap_in_device import CudaSwapIn
 from kvbridge.sparse.checks import check_structure
 from kvbridge.sparse.memory import HotMemory
-from kvbridge.sparse.order import Order, Point, Quiet
 from kvbridge.sparse.paths import HostPaths, checked_regions, id_pairs
 from kvbridge.sparse.reading import RequestCounts, gather_rows
 from kvbridge.sparse.requests import PagePlace, Request, RequestBook
 from kvbridge.sparse.staging import Staging
+from kvbridge.sparse.streams import PendingCopies, Point, Streams
 
 STEPS_AHEAD = 16
 """So many steps may a host be ahead of its device before it waits."""
@@ -71,16 +71,16 @@ class SparseCache:
         self.requests = RequestBook(self.memory.shape, settings.max_requests)
         self._host_page_count = min(region.page_count for region in regions)
         self._positions = {layer: position for position, layer in enumerate(self.layers)}
-        self._order = Order.on(device)
-        self._load_lane, self._backup_lane = self._order.lane(), self._order.lane()
+        self._streams = Streams.on(device)
+        self._load_stream, self._backup_stream = self._streams.side_stream(), self._streams.side_stream()
         self._paths = HostPaths(component, regions, self.memory.pages, ordinal)
         self._swap_in = _swap_in(self.memory, self._paths, ordinal)
         self._append = append_rows(self.memory.shape, ordinal)
-        self._admitted = [self._order.point() for _ in range(settings.max_requests)]
+        self._admitted = [self._streams.point() for _ in range(settings.max_requests)]
         self._unsettled: set[int] = set()
         """Slots whose admission compute has not been told to wait for."""
         self._backed_up = [
-            [self._order.point() for _ in range(settings.ring_pages)] for _ in range(settings.max_requests)
+            [self._streams.point() for _ in range(settings.ring_pages)] for _ in range(settings.max_requests)
         ]
         self._preloaded = [0] * settings.max_requests
         self._open()
@@ -89,13 +89,13 @@ class SparseCache:
         requests, pinned = self.settings.max_requests, self.device.type == "cuda"
         table_words = 2 * self.memory.shape.max_pages + 1
         id_words = 2 * self.settings.pages_per_request(self.component)
-        self._tables = Staging(self._order, words=table_words + id_words, count=ADMISSIONS_AHEAD, pinned=pinned)
-        self._steps = Staging(self._order, words=3 * requests, count=STEPS_AHEAD, pinned=pinned)
+        self._tables = Staging(self._streams, words=table_words + id_words, count=ADMISSIONS_AHEAD, pinned=pinned)
+        self._steps = Staging(self._streams, words=3 * requests, count=STEPS_AHEAD, pinned=pinned)
         most_ids = max(requests, self.component.slots_per_page)
-        self._ids = Staging(self._order, words=2 * most_ids, count=STEPS_AHEAD, pinned=pinned)
-        # The memory was set on the current stream; lanes come after it.
-        self._load_lane.follow_compute()
-        self._backup_lane.follow_compute()
+        self._ids = Staging(self._streams, words=2 * most_ids, count=STEPS_AHEAD, pinned=pinned)
+        # The memory was set on the current stream; the other streams come after it.
+        self._load_stream.follow_compute()
+        self._backup_stream.follow_compute()
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -109,10 +109,10 @@ class SparseCache:
         self._check_ids(request_slot, host_page_ids)
         request = self.requests.admit(request_slot, host_page_ids.copy(), rows)
         loads = self._loads(request)
-        lane, memory = self._load_lane, self.memory
-        lane.follow_compute()  # steps of whoever was in the slot before
-        lane.follow(self._backup_lane)
-        with self._tables.buffer(lane) as words, lane.running():
+        stream, memory = self._load_stream, self.memory
+        stream.follow_compute()  # steps of whoever was in the slot before
+        stream.follow(self._backup_stream)
+        with self._tables.buffer(stream) as words, stream.running():
             memory.forget(request_slot)
             self._send_table(request, words)
             memory.ring_begin[request_slot : request_slot + 1].copy_(
@@ -121,11 +121,11 @@ class SparseCache:
             if loads:
                 ids = words[2 * memory.shape.max_pages + 1 :]
                 self._paths.load(
-                    id_pairs(ids, [(place.host_page, place.hot_page) for place in loads]), stream=lane.handle()
+                    id_pairs(ids, [(place.host_page, place.hot_page) for place in loads]), stream=stream.handle()
                 )
             if self._preloaded[request_slot]:
                 memory.note_resident(request_slot, self._preloaded[request_slot])
-        lane.mark(self._admitted[request_slot])
+        stream.mark(self._admitted[request_slot])
         self._unsettled.add(request_slot)
 
     def extend(self, request_slot: int, host_page_ids: PageIdArray) -> None:
@@ -137,7 +137,7 @@ class SparseCache:
         with self._tables.buffer() as words:
             self._send_table(request, words)
 
-    def flush(self, request_slot: int) -> Quiet:
+    def flush(self, request_slot: int) -> PendingCopies:
         """Write the rows of the incomplete last page to the host as well, so that the host pages hold all rows.
 
         For a request that is to be parked or moved. What is returned says when they do.
@@ -145,22 +145,22 @@ class SparseCache:
         self._check_idle("flush")
         place = self.requests.partial_page(request_slot)
         self._settle(request_slot)
-        self._backup_lane.follow_compute()
+        self._backup_stream.follow_compute()
         if place is not None:
             slots = self.component.slots_per_page
             count = self.requests.get(request_slot).rows % slots
             rows = [(place.hot_page * slots + slot, place.host_page * slots + slot) for slot in range(count)]
-            with self._ids.buffer(self._backup_lane) as words:
-                self._paths.flush(id_pairs(words, rows), stream=self._backup_lane.handle())
-        return self._quiet(f"request slot {request_slot}")
+            with self._ids.buffer(self._backup_stream) as words:
+                self._paths.flush(id_pairs(words, rows), stream=self._backup_stream.handle())
+        return self._pending(f"request slot {request_slot}")
 
-    def release(self, request_slot: int) -> Quiet:
+    def release(self, request_slot: int) -> PendingCopies:
         """End a request. Its slot may be admitted to at once; its host pages may be given back when the result is reached."""
         self.requests.release(request_slot)
         self._settle(request_slot)
-        self._backup_lane.follow_compute()
+        self._backup_stream.follow_compute()
         self._preloaded[request_slot] = 0
-        return self._quiet(f"request slot {request_slot}")
+        return self._pending(f"request slot {request_slot}")
 
     # ------------------------------------------------------------------ a step
 
@@ -174,7 +174,7 @@ class SparseCache:
         for slot, _ in entries:
             self._settle(slot)
         for place in plan.overwritten:
-            self._order.wait(self._point(place))
+            self._streams.wait(self._point(place))
         with self._steps.buffer() as words:
             step = words.numpy().reshape(self.memory.step.shape)
             step.fill(-1)
@@ -188,13 +188,13 @@ class SparseCache:
         plan = self.requests.end_step()
         if not plan.completed:
             return
-        lane = self._backup_lane
-        lane.follow_compute()
-        with self._ids.buffer(lane) as words:
+        stream = self._backup_stream
+        stream.follow_compute()
+        with self._ids.buffer(stream) as words:
             pairs = id_pairs(words, [(place.hot_page, place.host_page) for place in plan.completed])
-            self._paths.back_up(pairs, stream=lane.handle())
+            self._paths.back_up(pairs, stream=stream.handle())
         for place in plan.completed:
-            lane.mark(self._point(place))
+            stream.mark(self._point(place))
 
     def places(self, batch: int) -> torch.Tensor:
         """Where the step's new rows go: int32 [batch], physical rows, -1 for requests that complete none, and for padding.
@@ -221,7 +221,7 @@ class SparseCache:
             count=batch,
             hot_address=pages.data_ptr(),
             hot_stride_bytes=pages.stride(0),
-            stream=self._order.handle(),
+            stream=self._streams.handle(),
         )
 
     def swap_in(self, layer: int, top_k: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -248,7 +248,7 @@ class SparseCache:
             self.memory.step_of(batch),
             top_k=top_k.data_ptr(),
             out=found.data_ptr(),
-            stream=self._order.handle(),
+            stream=self._streams.handle(),
         )
         return found
 
@@ -268,7 +268,7 @@ class SparseCache:
     def counts(self, request_slot: int) -> RequestCounts:
         """What became of a request's selected rows so far. Waits for the device."""
         self.requests.get(request_slot)
-        self._order.synchronize()
+        self._streams.synchronize()
         _, hits, loaded, _ = self.memory.tallies[:, request_slot].sum(dim=0).tolist()
         resident = int((self.memory.row_of_slot[:, request_slot] >= 0).sum())
         return RequestCounts(hits, loaded, self._preloaded[request_slot] * len(self.layers), resident)
@@ -279,13 +279,13 @@ class SparseCache:
 
     def check(self) -> None:
         """Compare the tables with one another. Waits for the device. Raises IntegrityError naming what contradicts what."""
-        self._order.synchronize()
+        self._streams.synchronize()
         self._paths.check()
         check_structure(self.memory, self.requests)
 
     def close(self) -> None:
         """Wait for the device and let go of what is held; the host regions may be unmapped afterwards. Harmless when closed."""
-        self._order.synchronize()
+        self._streams.synchronize()
         self._paths.close()
         if isinstance(self._swap_in, CudaSwapIn):
             self._swap_in.close()
@@ -338,12 +338,12 @@ class SparseCache:
         """Compute goes on only when the slot's admission is done; said once an admission."""
         if slot in self._unsettled:
             self._unsettled.discard(slot)
-            self._order.wait(self._admitted[slot])
+            self._streams.wait(self._admitted[slot])
 
-    def _quiet(self, label: str) -> Quiet:
-        point = self._order.point()
-        self._backup_lane.mark(point)
-        return Quiet(point, label)
+    def _pending(self, label: str) -> PendingCopies:
+        point = self._streams.point()
+        self._backup_stream.mark(point)
+        return PendingCopies(point, label)
 
     def _point(self, place: PagePlace) -> Point:
         return self._backed_up[place.slot][place.page % self.settings.ring_pages]

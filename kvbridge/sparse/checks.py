@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import IntegrityError
-from kvbridge.kernels.swap_in import PLANES
+from kvbridge.core.geometry.hot_buffer import AGE_PLANES
 from kvbridge.sparse.memory import HotMemory
 from kvbridge.sparse.requests import Request, RequestBook
 
@@ -52,7 +52,7 @@ def _check_residency(
 def _check_ages(
     ages: npt.NDArray[np.uint32], tallies: npt.NDArray[np.int32], row_of_slot: npt.NDArray[np.int32], where: str
 ) -> None:
-    bits = (ages[:, None, :] >> np.arange(32, dtype=np.uint32)[None, :, None] & np.uint32(1)).reshape(-1, PLANES)
+    bits = (ages[:, None, :] >> np.arange(32, dtype=np.uint32)[None, :, None] & np.uint32(1)).reshape(-1, AGE_PLANES)
     if bits[row_of_slot < 0].any():
         _fail(where, "an empty slot has an age")
     if int(bits[:, 0].sum()) != int(tallies[0]):

@@ -1,6 +1,6 @@
-"""Small arrays on their way to the device, without a wait of the host.
+"""Small arrays on their way to the device, which the host does not wait for.
 
-Owns: page-locked buffers that are used in turn. Must not know: what is in them.
+Owns: a ring of page-locked buffers. Must not know: what is in them.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from contextlib import contextmanager
 
 import torch
 
-from kvbridge.sparse.order import Lane, Order, Point
+from kvbridge.sparse.streams import Point, SideStream, Streams
 
 
 class Staging:
-    """A ring of int32 buffers that the device reads while the host already fills the next one.
+    """A ring of int32 buffers: the device reads one while the host fills the next.
 
-    A buffer is filled again only when the device has read it. With enough of them that is long ago; a host that is ahead of
-    its device by all of them waits, which is the only wait there is.
+    A buffer is filled again only when the device has read it. So the host waits when it is ahead of the device by all buffers,
+    and only then.
     """
 
-    def __init__(self, order: Order, *, words: int, count: int, pinned: bool) -> None:
-        self._order = order
+    def __init__(self, streams: Streams, *, words: int, count: int, pinned: bool) -> None:
+        self._streams = streams
         self._buffers = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(count)]
-        self._points: list[Point] = [order.point() for _ in range(count)]
+        self._points: list[Point] = [streams.point() for _ in range(count)]
         self._next = 0
 
     @contextmanager
-    def buffer(self, lane: Lane | None = None) -> Iterator[torch.Tensor]:
-        """A buffer, int32 [words], to fill and to give to the device inside: to a lane, or else to compute."""
+    def buffer(self, stream: SideStream | None = None) -> Iterator[torch.Tensor]:
+        """A buffer, int32 [words], to fill and to give to the device inside: to a side stream, or else to compute."""
         number = self._next
         self._next = (number + 1) % len(self._buffers)
         self._points[number].synchronize()
         yield self._buffers[number]
-        if lane is None:
-            self._order.mark(self._points[number])
+        if stream is None:
+            self._streams.mark(self._points[number])
         else:
-            lane.mark(self._points[number])
+            stream.mark(self._points[number])
 
     def memory_bytes(self) -> int:
         """Host memory of all buffers."""

@@ -65,18 +65,18 @@ class DaemonProcess(ChildProcess):
         self.launch([sys.executable, "-m", "kvbridge", self.role, "--config", str(file), *self.arguments])
 
     def endpoint(self, timeout_s: float = START_S) -> DaemonEndpoint:
-        """Wait for its doors. Raises PeerError when it ends, DeadlineError."""
+        """Wait until its HTTP API answers and return where. Raises PeerError when it ends, DeadlineError."""
         return wait_for(
-            f"doors of {self.name}", lambda: read_endpoint(self.runtime_dir), timeout_s=timeout_s, watched=[self]
+            f"endpoint of {self.name}", lambda: read_endpoint(self.runtime_dir), timeout_s=timeout_s, watched=[self]
         )
 
     @property
     def url(self) -> str:
-        """Its HTTP door."""
+        """Where its HTTP API is."""
         return self.endpoint().http_url
 
     def get(self, path: str) -> Any:  # noqa: ANN401 - any JSON document
-        """Return the JSON document at a path of its HTTP door."""
+        """Return the JSON document at a path of its HTTP API."""
         return ask("GET", f"{self.url}{path}").json()
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
@@ -88,7 +88,7 @@ class DaemonProcess(ChildProcess):
             raise DeadlineError(f"{error}; last answer {self._last_answer}; its log ends:\n{self.log()}") from error
 
     def is_ready(self) -> bool:
-        """Whether its doors are open and it can admit rooms now."""
+        """Whether it serves and can admit rooms now."""
         endpoint = read_endpoint(self.runtime_dir)
         if endpoint is None:
             return False
@@ -121,7 +121,7 @@ class Cluster:
         return [self.bootstrap, self.prefill, self.decode, *self.others]
 
     def start(self) -> None:
-        """Start every process. Returns when bootstrap's door is open; the others start meanwhile."""
+        """Start every process. Returns when bootstrap serves; the others start meanwhile."""
         self.bootstrap.start()
         url = self.bootstrap.url
         for daemon in self.all()[1:]:
@@ -130,7 +130,7 @@ class Cluster:
 
     def wait_ready(self) -> None:
         """Wait until requests can be paired."""
-        for daemon in (*self.all()[1:], self.bootstrap):  # bootstrap is ready when the others have told it
+        for daemon in (*self.all()[1:], self.bootstrap):  # bootstrap is ready when the others have registered
             daemon.wait_ready()
 
     def check_running(self) -> None:
@@ -149,15 +149,15 @@ class Cluster:
         for daemon in (self.prefill, self.decode):
             wait_ended(daemon, room)
 
-    def stop(self, *, timeout_s: float = 20.0, hurry_after_s: float | None = None) -> None:
+    def stop(self, *, timeout_s: float = 20.0, force_after_s: float | None = None) -> None:
         """End every process, nodes first, then bootstrap, and remove what killed ones left. Harmless when stopped.
 
-        Open rooms keep daemons draining; `hurry_after_s` cuts that short, and ends all of them together.
+        Open rooms keep daemons draining; `force_after_s` cuts that short, and ends all of them together.
         """
         nodes = self.all()[1:]
-        if hurry_after_s is None:
+        if force_after_s is None:
             stop_all(nodes, timeout_s=timeout_s)
-        stop_all(self.all(), timeout_s=timeout_s, hurry_after_s=hurry_after_s)
+        stop_all(self.all(), timeout_s=timeout_s, hurry_after_s=force_after_s)
         sweep([DEFAULT_DIRECTORY])
 
 
@@ -253,7 +253,7 @@ def _client() -> httpx.Client:
 def ask(
     method: str, url: str, *, body: AdmissionRequest | PairRequest | None = None, params: dict[str, Any] | None = None
 ) -> httpx.Response:
-    """Call a door. Raises the error that it answered with, DeadlineError, or PeerError when nobody is there."""
+    """Call an HTTP API. Raises the error that it answered with, DeadlineError, or PeerError when nobody is there."""
     content = None if body is None else body.model_dump_json()
     headers = {} if body is None else {"Content-Type": "application/json"}
     try:

@@ -108,7 +108,7 @@ class Scene:
 
     def close(self) -> None:
         self.detach()
-        self.cluster.stop(timeout_s=8, hurry_after_s=0.2)
+        self.cluster.stop(timeout_s=8, force_after_s=0.2)
         shutil.rmtree(self.cluster.folder, ignore_errors=True)
 
     # ------------------------------------------------------------------ processes

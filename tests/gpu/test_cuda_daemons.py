@@ -23,7 +23,7 @@ from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.adopted import adopted_region
-from kvbridge.engine.base import AttachedEngine
+from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.engine.views import PoolViews
@@ -69,7 +69,7 @@ def free_pages(daemon: DaemonProcess) -> dict[str, int]:
     return {space: states["free"] for space, states in daemon.get("/status")["pools"].items()}
 
 
-def all_free(daemon: DaemonProcess, engine: AttachedEngine) -> bool:
+def all_free(daemon: DaemonProcess, engine: Engine) -> bool:
     """Whether nothing is in use; the engine is given the chance to say what it still has to."""
     engine.events()
     pools = daemon.get("/status")["pools"]
@@ -101,7 +101,7 @@ def test_every_byte_crosses_from_gpu_to_gpu_and_to_the_host_pool(
     eventually("all pages back", lambda: all_free(running.prefill, sender))
 
 
-def pages_of(engine: AttachedEngine) -> list[torch.Tensor]:
+def pages_of(engine: Engine) -> list[torch.Tensor]:
     """All device memory of an engine's ranks, as [pages, page_bytes] of each region."""
     return [
         pages
@@ -185,7 +185,7 @@ def kill_worker(daemon: DaemonProcess) -> None:
     eventually("the worker's end noticed", lambda: daemon.get("/status")["ranks"][0]["pid"] != rank["pid"])
 
 
-def wait_detached(engine: AttachedEngine) -> list[RoomEvent]:
+def wait_detached(engine: Engine) -> list[RoomEvent]:
     """Wait until an engine learns that its memory is gone; returns the events before."""
     events: list[RoomEvent] = []
     deadline_s = time.monotonic() + RESTART_S

@@ -177,7 +177,7 @@ def test_a_slow_backup_holds_back_only_what_would_overwrite_it(device):
     world.step([0])
     for _ in range(4 * 256 + 40):
         if (world.requests[0].tokens + 1) % 256 == 0:  # a page is complete with this step, and its copy is late
-            with world.cache._backup_lane.running():
+            with world.cache._backup_stream.running():
                 torch.cuda._sleep(600_000_000)  # about a third of a second: longer than the ring lasts
         world.step([0])
     world.cache.flush(0).wait(20)

@@ -16,7 +16,7 @@ from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind
-from kvbridge.sparse import Quiet, SparseCache
+from kvbridge.sparse import PendingCopies, SparseCache
 
 QUIET_S = 20.0
 
@@ -186,7 +186,7 @@ class SparseWorld:
             request, each = self.requests[slot], self.component.slots_per_page
             request.complete_rows_on_host = max(request.complete_rows_on_host, request.rows // each * each)
 
-    def release(self, slot: int) -> Quiet:
+    def release(self, slot: int) -> PendingCopies:
         """Its host pages are free for others when the result is reached, and here at once: so wait for it."""
         quiet = self.cache.release(slot)
         quiet.wait(QUIET_S)

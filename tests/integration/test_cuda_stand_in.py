@@ -27,7 +27,7 @@ from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine import attachment
 from kvbridge.engine.adapters import synthetic
-from kvbridge.engine.base import AttachedEngine
+from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
@@ -81,7 +81,7 @@ def kill_worker(daemon: DaemonProcess) -> None:
     os.kill(rank["pid"], signal.SIGKILL)
 
 
-def wait_detached(engine: AttachedEngine) -> set[tuple[str, int]]:
+def wait_detached(engine: Engine) -> set[tuple[str, int]]:
     """Wait until an engine learns that its memory is gone; returns (kind, room) of the events before."""
     events: list[RoomEvent] = []
     deadline_s = time.monotonic() + WAIT_S

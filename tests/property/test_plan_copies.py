@@ -50,7 +50,7 @@ def components(draw, kind: ComponentKind, layer_count: int, tokens_per_page: int
             block = draw(st.sampled_from([3, 5]))
             shape |= {"space": Space.REQUEST, "liveness": Liveness.TAIL, "block": block, "slots_per_page": block}
             shape |= {"rows_per_logical_page": block * 2**20}
-        case Kind.MAMBA_SSM:
+        case Kind.DSA_INDEXER:
             shape |= {"space": Space.REQUEST, "liveness": Liveness.WHOLE, "slots_per_page": draw(st.integers(1, 2))}
             shape |= {"rows_per_logical_page": 1}
     return Component(
@@ -79,7 +79,7 @@ def geometries(draw) -> ModelGeometry:
                     Kind.SWA_KV,
                     Kind.C4_STATE,
                     Kind.C128_STATE,
-                    Kind.MAMBA_SSM,
+                    Kind.DSA_INDEXER,
                 ]
             ),
             min_size=2,

@@ -34,8 +34,6 @@ class ComponentKind(StrEnum):
     MLA_KV = "mla_kv"
     MHA_KV = "mha_kv"
     DSA_INDEXER = "dsa_indexer"
-    MAMBA_CONV = "mamba_conv"
-    MAMBA_SSM = "mamba_ssm"
 
 
 class Encoding(StrEnum):

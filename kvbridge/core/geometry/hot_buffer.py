@@ -19,7 +19,9 @@ from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 MOST_HOT_ROWS = 32_704
 """Slots are numbered by 16-bit integers."""
 AGE_PLANES = 4
+"""Bits of a hot slot that say in which of the latest generations it was used."""
 TALLIES = 4
+"""Counters of a request and layer: slots in the present generation, distinct rows hit, rows loaded, blocks at work now."""
 
 
 class SparseSettings(FrozenModel):

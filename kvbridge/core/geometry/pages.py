@@ -1,6 +1,6 @@
 """How many pages a request needs in each index space, and which logical pages its windows touch.
 
-Owns: page counts, the ring of window pages, the check that tables cover a request, live and reserved bytes.
+Owns: page counts, the ring of window pages, the check that tables cover a request, live bytes.
 Must not know: which pages are free, who holds them.
 
 Window pages form a ring. A request reserves `pages_needed(...)[SWA]` physical pages at admission and never more:
@@ -167,19 +167,6 @@ def request_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int = 0) 
         component.kind: component.live_rows(tokens, prefix_tokens).count
         * component.row_bytes
         * component.lanes
-        * len(component.layers)
-        for component in geometry.components
-    }
-
-
-def reserved_bytes(
-    geometry: ModelGeometry, pages: Mapping[IndexSpace, int], *, host: frozenset[ComponentKind] = NO_HOST
-) -> dict[ComponentKind, int]:
-    """Return the bytes that `pages` pages of each space occupy in one copy of the model's pools, by component."""
-    _require_host_capable(geometry, host)
-    return {
-        component.kind: pages.get(IndexSpace.HOST if component.kind in host else component.space, 0)
-        * component.page_bytes()
         * len(component.layers)
         for component in geometry.components
     }

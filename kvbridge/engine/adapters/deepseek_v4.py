@@ -290,11 +290,6 @@ class PrefillPacker:
         self._prefix_tokens = prefix_tokens
         self._packed_tokens = 0
 
-    @property
-    def packed_tokens(self) -> int:
-        """How many tokens' rows are in the pages."""
-        return self._packed_tokens
-
     def advance(self, cache: DynamicCache) -> Section:
         """Write what the cache has beyond the last call. Raises ConflictError when it went backwards or too far."""
         tokens = cache.get_seq_length()

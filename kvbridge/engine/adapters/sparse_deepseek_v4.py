@@ -30,7 +30,7 @@ from kvbridge.core.ids import IndexSpace, PageIdArray, Tables
 from kvbridge.engine.adapters.deepseek_v4 import SPARSE, CacheCodec, Placement, unpack
 from kvbridge.engine.adapters.transformers import decode_step
 from kvbridge.engine.encodings import RowCodec
-from kvbridge.sparse import Quiet, SparseCache
+from kvbridge.sparse import PendingCopies, SparseCache
 
 _ENTRIES = "compressor"
 """What the model's cache calls the entries that attention reads; the indexer's keys stay in the cache."""
@@ -194,7 +194,7 @@ class SparseDecoder:
             self._store.end_step()
             request.tokens += 1
 
-    def release(self, request: SparseRequest) -> Quiet:
+    def release(self, request: SparseRequest) -> PendingCopies:
         """Let another request have the slot; give its host pages back once the result is reached."""
         return self._store.release(request.request_slot)
 

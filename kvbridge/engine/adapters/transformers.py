@@ -171,16 +171,6 @@ def prompt_tokens(count: int, *, offset: int = 0) -> list[int]:
     return [text[(offset + index) % len(text)] for index in range(count)]
 
 
-def text_tokens(text: str) -> list[int]:
-    """Return the tokens of any text: its UTF-8 bytes."""
-    return list(text.encode())
-
-
-def token_text(tokens: Sequence[int]) -> str:
-    """Return tokens as text; what is not UTF-8 (most of a random model's output) shows as replacement characters."""
-    return bytes(token % BYTE_VOCABULARY for token in tokens).decode("utf-8", errors="replace")
-
-
 @torch.no_grad()
 def _forward(model: Any, cache: DynamicCache, tokens: Sequence[int]) -> torch.Tensor:  # noqa: ANN401
     ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)

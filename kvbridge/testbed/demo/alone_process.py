@@ -16,7 +16,7 @@ from kvbridge.engine.adapters.deepseek_v4 import reencoded
 from kvbridge.engine.adapters.sparse_deepseek_v4 import reencoding_cache
 from kvbridge.engine.adapters.transformers import divergence, follow, generate
 from kvbridge.testbed.demo.job import Decoded, DemoChannel, Job, Prompt, Stepped
-from kvbridge.testbed.demo.model import DemoModel, load_and_tell, save_logits
+from kvbridge.testbed.demo.model import DemoModel, load_and_report, save_logits
 from kvbridge.testbed.demo.reference import SelectedAttention
 from kvbridge.testbed.demo.watch import CacheWatch
 
@@ -26,16 +26,16 @@ NICENESS = 10
 def serve(job: Job, channel: DemoChannel) -> None:
     """Compute every prompt and generate, then wait for the end."""
     os.nice(NICENESS)
-    loaded = load_and_tell(job, channel)
+    loaded = load_and_report(job, channel)
     for prompt in job.prompts:
-        channel.tell(_compute(job, channel, loaded, prompt))
+        channel.report(_compute(job, channel, loaded, prompt))
     while channel.next_order() is not None:
         pass
 
 
 def _compute(job: Job, channel: DemoChannel, loaded: DemoModel, prompt: Prompt) -> Decoded:
     """Compute one request; a quantised cache is encoded and decoded once, as pages do it, and compared with itself."""
-    result = loaded.prefill(job, prompt, on_chunk=lambda _cache, _tokens: None, tell=channel.tell)
+    result = loaded.prefill(job, prompt, on_chunk=lambda _cache, _tokens: None, report=channel.report)
     as_it_is = job.encoding is Encoding.NATIVE and job.sparse is None
     cache = result.cache if as_it_is else _as_kept(job, loaded, result.cache)
     attention = SelectedAttention(loaded.model)
@@ -43,7 +43,7 @@ def _compute(job: Job, channel: DemoChannel, loaded: DemoModel, prompt: Prompt) 
         ours = generate(loaded.model, cache, first_token=result.first_token, steps=job.steps)
     watch.take().write(job.trace_file("alone", prompt.number))
     save_logits(job.logits_file("alone", prompt.number), torch.cat([result.logits[None], ours.logits]))
-    channel.tell(Stepped(steps=job.steps))
+    channel.report(Stepped(steps=job.steps))
     if as_it_is:
         return Decoded(number=prompt.number, tokens=ours.tokens)
     apart = divergence(follow(loaded.model, result.cache, tokens=ours.tokens), ours)

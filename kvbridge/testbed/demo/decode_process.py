@@ -25,7 +25,7 @@ from kvbridge.testbed.demo.job import (
     Stepped,
     page_ids,
 )
-from kvbridge.testbed.demo.model import DemoModel, load_and_tell, save_logits
+from kvbridge.testbed.demo.model import DemoModel, load_and_report, save_logits
 from kvbridge.testbed.demo.trace import Trace
 from kvbridge.testbed.demo.watch import CacheWatch
 
@@ -52,11 +52,11 @@ class _Request:
 
 def serve(job: Job, channel: DemoChannel) -> None:
     """Serve the job's requests, whichever room they come in, then wait for the end."""
-    loaded = load_and_tell(job, channel)
+    loaded = load_and_report(job, channel)
     if channel.next_order() is None:
         return
     with DecodeEngine.attach(job.decode_runtime_dir) as engine, generations(job, loaded, engine) as begun:
-        channel.tell(Attached())
+        channel.report(Attached())
         _Decoding(job, channel, loaded, engine, begun).run()
         engine.events(IDLE_WAIT_S)  # on a GPU, releases are sent once it is through with the pages
         while channel.next_order() is not None:
@@ -86,7 +86,7 @@ class _Decoding:
             for request in self._active:
                 request.step(self._watch)
             if self._active:
-                self._channel.tell(Stepped(steps=len(self._active)))
+                self._channel.report(Stepped(steps=len(self._active)))
             for request in [request for request in self._active if len(request.logits) == self._job.steps]:
                 self._release(request)
 
@@ -94,7 +94,7 @@ class _Decoding:
         if event.kind == "committed":
             self._active.append(self._claim(event.room))
         elif event.kind in {"aborted", "failed"}:
-            self._channel.tell(RoomEnded(room=event.room, kind=event.kind, reason=event.reason))
+            self._channel.report(RoomEnded(room=event.room, kind=event.kind, reason=event.reason))
 
     def _claim(self, room: int) -> _Request:
         """Claim a committed room and take its cache out of the pages."""
@@ -107,7 +107,7 @@ class _Decoding:
                 f"{self._loaded.weights}; two releases of torch or transformers?"
             )
         generation = self._generations.begin(claimed)
-        self._channel.tell(
+        self._channel.report(
             Claimed(
                 number=first.number,
                 room=room,
@@ -127,7 +127,7 @@ class _Decoding:
         figures = request.generation.end()
         self._engine.release(request.room)
         tokens = tuple(request.tokens[: self._job.steps])
-        self._channel.tell(Decoded(number=request.number, tokens=tokens, sparse=figures))
+        self._channel.report(Decoded(number=request.number, tokens=tokens, sparse=figures))
 
 
 def _first_token(room: DecodeRoom) -> FirstToken:

@@ -115,9 +115,6 @@ class Serve(FrozenModel):
     room: RoomId
 
 
-Order = Annotated[Attach | Serve, Field(discriminator="type")]
-
-
 # ---------------------------------------------------------------------------------------------- events
 
 
@@ -194,7 +191,7 @@ class Decoded(FrozenModel):
     """The model alone, when rows are quantised or decode is sparse: divergence from the model as it is, in nats a step."""
     top1_agreement: float | None = None
     share_of_rounding: float | None = None
-    """The model alone, when decode is sparse: see `reference`."""
+    """The model alone, when decode is sparse: its largest difference from dense attention, as a share of what rounding explains."""
 
 
 class RoomEnded(FrozenModel):
@@ -209,7 +206,7 @@ class RoomEnded(FrozenModel):
 Event = (
     Loaded | Attached | Began | Computed | Finished | Claimed | Stepped | Decoded | RoomEnded | Failed
 )  # fmt: skip
-ORDERS: TypeAdapter[Attach | Serve] = TypeAdapter(Order)
+ORDERS: TypeAdapter[Attach | Serve] = TypeAdapter(Annotated[Attach | Serve, Field(discriminator="type")])
 EVENTS: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
 
 

@@ -71,25 +71,25 @@ class DemoModel:
         """Return the codec for the geometry that a daemon serves, or for this model's own."""
         return CacheCodec(geometry or self.geometry, self.model.config, dtype=self.dtype, device=self.device)
 
-    def prefill(self, job: Job, prompt: Prompt, *, on_chunk: OnChunk, tell: Callable[[Computed], None]) -> Prefill:
-        """Compute a prompt in the job's chunks, and tell after each."""
+    def prefill(self, job: Job, prompt: Prompt, *, on_chunk: OnChunk, report: Callable[[Computed], None]) -> Prefill:
+        """Compute a prompt in the job's chunks, and report each."""
         done = 0
 
         def after(cache: Any, tokens: int) -> None:  # noqa: ANN401 - transformers is untyped
             nonlocal done
             on_chunk(cache, tokens)
-            tell(Computed(number=prompt.number, tokens=tokens - done))
+            report(Computed(number=prompt.number, tokens=tokens - done))
             done = tokens
 
         tokens = prompt_tokens(prompt.tokens, offset=prompt.offset)
         return prefill_chunks(self.model, tokens, chunk_tokens=job.chunk_tokens, on_chunk=after)
 
 
-def load_and_tell(job: Job, channel: DemoChannel) -> DemoModel:
+def load_and_report(job: Job, channel: DemoChannel) -> DemoModel:
     """Load the model and report it."""
     loaded = DemoModel.load(job)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    channel.tell(Loaded(weights=loaded.weights, versions=versions))
+    channel.report(Loaded(weights=loaded.weights, versions=versions))
     return loaded
 
 

@@ -135,7 +135,7 @@ class DemoPlan:
         return (*([hole_pages * page, 1] * (holes - 1)), hole_pages * page)
 
     def job(self, model_file: Path, prefill_runtime_dir: Path, decode_runtime_dir: Path, *, logits_dir: Path) -> Job:
-        """Return what the engine processes are told."""
+        """Return the job of the engine processes."""
         return Job(
             hf_config=model_file,
             encoding=self.options.encoding,

@@ -21,22 +21,22 @@ from kvbridge.testbed.demo.job import (
     Serve,
     page_ids,
 )
-from kvbridge.testbed.demo.model import DemoModel, load_and_tell, save_logits
+from kvbridge.testbed.demo.model import DemoModel, load_and_report, save_logits
 
 
 def serve(job: Job, channel: DemoChannel) -> None:
     """Compute every request that is ordered, until there are no more orders."""
-    loaded = load_and_tell(job, channel)
+    loaded = load_and_report(job, channel)
     if channel.next_order() is None:
         return
     with PrefillEngine.attach(job.prefill_runtime_dir) as engine:
         codec = loaded.codec(engine.geometry)
-        channel.tell(Attached())
+        channel.report(Attached())
         while isinstance(order := channel.next_order(), Serve):
             _prefill(job, channel, loaded, engine=engine, codec=codec, order=order)
             for event in engine.events():
                 if event.kind in {"aborted", "failed"}:
-                    channel.tell(RoomEnded(room=event.room, kind=event.kind, reason=event.reason))
+                    channel.report(RoomEnded(room=event.room, kind=event.kind, reason=event.reason))
 
 
 def _prefill(
@@ -44,7 +44,7 @@ def _prefill(
 ) -> None:
     prompt = job.prompts[order.number - 1]
     begun = engine.begin(order.room, prompt_tokens=prompt.tokens)
-    channel.tell(Began(number=prompt.number, pages=page_ids(begun.tables)))
+    channel.report(Began(number=prompt.number, pages=page_ids(begun.tables)))
     packers = [
         PrefillPacker(codec, Placement(views, begun.tables), prompt_tokens=prompt.tokens)
         for views in engine.views.values()
@@ -55,8 +55,8 @@ def _prefill(
             packer.advance(cache)
         engine.publish(order.room, tokens)
 
-    result = loaded.prefill(job, prompt, on_chunk=publish, tell=channel.tell)
+    result = loaded.prefill(job, prompt, on_chunk=publish, report=channel.report)
     save_logits(job.logits_file("prefill", prompt.number), result.logits[None])
     metadata = FirstToken(number=prompt.number, first_token=result.first_token, weights=loaded.weights)
-    channel.tell(Finished(number=prompt.number, finished_s=time.monotonic()))
+    channel.report(Finished(number=prompt.number, finished_s=time.monotonic()))
     engine.finish(order.room, metadata=metadata.model_dump_json().encode())

@@ -1,7 +1,6 @@
 """One demo from its first process to its report.
 
-Owns: the folder, the daemons, the engine processes and the requests, all for as long as the demo lasts. Must not know:
-terminals, exit codes.
+Owns: the requests, and what is asked of the daemons and engines for them. Must not know: terminals, exit codes.
 
 It plays the router: it asks bootstrap for a pair for each prompt, hands the room to the prefill engine, and keeps a few
 requests in flight. The engines tell what happens to them; the cache itself never comes through here.
@@ -11,24 +10,15 @@ from __future__ import annotations
 
 import json
 import secrets
-import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from kvbridge.api.directory import PairRequest
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
-from kvbridge.cli.progress import ShownProgress
-from kvbridge.cli.signals import interrupts_ignored
-from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, DeadlineError, PeerError, RoomFailedError
+from kvbridge.core.errors import CapacityError, ConflictError, RoomFailedError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.daemon.children import stop_all
-from kvbridge.testbed.cluster import Cluster, ask, first_worker_error, plan_cluster, wait_ended
+from kvbridge.testbed.cluster import Cluster, ask, wait_ended
 from kvbridge.testbed.demo.job import (
     EVENTS,
     Attach,
@@ -53,55 +43,38 @@ from kvbridge.testbed.demo.report import (
 )
 from kvbridge.testbed.demo.requests import DemoRequest
 from kvbridge.testbed.demo.verdict import verdict_line
-from kvbridge.testbed.engines.processes import SCRATCH, EngineProcess, Reports
+from kvbridge.testbed.engines.processes import EngineProcess
+from kvbridge.testbed.progress import ShownProgress
+from kvbridge.testbed.run import ClusterRun, wait_free, wait_ready
 
 MODULE = "kvbridge.testbed.demo"
 """What engine processes run."""
-START_S = 120.0
 PAIR_S, PAIR_PAUSE_S = 15.0, 0.1
 """A pair is found within this time when nothing else is running; asked for at this pace."""
-FREE_S = 10.0
-"""After the last release, every page is free within this time."""
-STOP_S, HURRY_S = 8.0, 1.0
-ENGINE_STOP_S = 3.0
 
 
-class Demo:
+class Demo(ClusterRun):
     """Use as a context; leaving it ends every process and removes the folder."""
 
     def __init__(self, options: DemoOptions, progress: ShownProgress) -> None:
         """Raises ConfigError or InvalidInputError for options that do not fit the model."""
         self._options = options
-        self._progress = progress
         self._plan = DemoPlan.of(options)
-        self._folder = Path(tempfile.mkdtemp(prefix="kvbridge-demo-"))
+        super().__init__(MODULE, options, progress, events=EVENTS)
         self._requests: dict[int, DemoRequest] = {}
-        self._reports = Reports(silence_s=options.patience_s)
-        self._engines: dict[str, EngineProcess] = {}
-        self._cluster: Cluster | None = None
         self._loaded: dict[str, Loaded] = {}
         self._attached: set[str] = set()
         self._most_in_flight = 0
         self._seconds: dict[str, float] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(in_order=error is None)
-
     # ------------------------------------------------------------------ the whole
 
     def run(self) -> DemoReport:
         """Run everything. Raises PeerError, DeadlineError or RoomFailedError with what a reader needs to find the cause."""
-        try:
-            return self._run()
-        except BridgeError:
-            if self._cluster is not None:
-                self._cluster.check_running()  # a daemon that has died is the cause of whatever was noticed first
-            raise
+        with self.causes_named():
+            report = self._run()
+        self.completed = True
+        return report
 
     def _run(self) -> DemoReport:
         begun_s = time.monotonic()
@@ -114,25 +87,11 @@ class Demo:
         begun_s = time.monotonic()
         self._wait_alone()
         self._lap("waiting for the model alone", begun_s)
-        self._progress.stage("comparing logits")
+        self.progress.stage("comparing logits")
         report = self._report(self._give_back(cluster, held))
-        (self._folder / "report.json").write_text(report.model_dump_json(indent=2) + "\n")
-        self._progress.stage("ending all processes")
+        (self.folder / "report.json").write_text(report.model_dump_json(indent=2) + "\n")
+        self.progress.stage("ending all processes")
         return report
-
-    def close(self, *, in_order: bool) -> None:
-        """End every process, keep the logs if that was asked, remove the folder. Ctrl-C has to wait for it (seconds)."""
-        with ExitStack() as last:
-            last.enter_context(interrupts_ignored())
-            last.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            if self._options.keep_logs is not None:
-                last.callback(self._keep_logs, self._options.keep_logs)
-            if self._cluster is not None:
-                hurry_s = None if in_order else HURRY_S
-                last.callback(self._cluster.stop, timeout_s=STOP_S, hurry_after_s=hurry_s)
-            for engine in self._engines.values():
-                engine.dismiss()
-            stop_all(self._engines.values(), timeout_s=ENGINE_STOP_S)
 
     def _lap(self, stage: str, begun_s: float) -> None:
         self._seconds[stage] = round(time.monotonic() - begun_s, 2)
@@ -141,31 +100,23 @@ class Demo:
 
     def _start(self) -> Cluster:
         plan, options = self._plan, self._options
-        self._progress.stage(
+        self.progress.stage(
             f"starting 3 daemons (prefill in {options.prefill_pp} pipeline stages) and 3 processes with the model"
         )
         instance = f"demo-{secrets.token_hex(4)}"
-        model_file = self._folder / f"{plan.model_name}.json"
+        model_file = self.folder / f"{plan.model_name}.json"
         model_file.write_text(json.dumps(plan.model_facts))
-        self._cluster = cluster = plan_cluster(self._folder, plan.cluster_spec(instance, model_file))
-        (self._folder / "logits").mkdir()
+        cluster = self.plan_cluster(plan.cluster_spec(instance, model_file))
+        (self.folder / "logits").mkdir()
         job = plan.job(
-            model_file, cluster.prefill.runtime_dir, cluster.decode.runtime_dir, logits_dir=self._folder / "logits"
+            model_file, cluster.prefill.runtime_dir, cluster.decode.runtime_dir, logits_dir=self.folder / "logits"
         )
         self._requests = {prompt.number: DemoRequest(prompt) for prompt in job.prompts}
-        job_file = self._folder / "job.json"
-        job_file.write_text(job.model_dump_json(indent=2))
-        for part, name in (
-            ("prefill", "the prefill engine"),
-            ("decode", "the decode engine"),
-            ("alone", "the model alone"),
-        ):
-            self._engines[part] = engine = EngineProcess(
-                MODULE, part, name, self._folder, events=EVENTS, reports=self._reports.queue
-            )
-            engine.start(job_file)
+        self.start_engines(
+            job, {"prefill": "the prefill engine", "decode": "the decode engine", "alone": "the model alone"}
+        )
         cluster.start()
-        self._progress.bars(
+        self.progress.bars(
             {
                 "prefill (tokens)": sum(prompt.tokens for prompt in job.prompts),
                 "decode (steps)": job.steps * len(job.prompts),
@@ -177,31 +128,16 @@ class Demo:
 
     def _wait_ready(self, cluster: Cluster) -> None:
         """Wait until requests can be paired and both engines have attached."""
-        deadline_s = time.monotonic() + START_S
-        waiting = [cluster.prefill, cluster.decode, cluster.bootstrap]
-
-        def check() -> None:
-            cluster.check_running()
-            if why := first_worker_error([cluster.prefill, cluster.decode]):
-                raise PeerError(why)
-            waiting[:] = [daemon for daemon in waiting if not daemon.is_ready()]
-            if time.monotonic() > deadline_s:
-                names = ", ".join(daemon.name for daemon in waiting) or "the engines"
-                raise DeadlineError(f"{names} not ready within {START_S:g} s")
-
-        while len(self._loaded) < len(self._engines) or waiting:
-            if len(self._loaded) < len(self._engines):
-                self._next(check)
-            else:
-                check()
-                time.sleep(0.05)
+        wait_ready(cluster)
+        while len(self._loaded) < len(self.engines):
+            self._next(cluster.check_running)
         if len({loaded.weights for loaded in self._loaded.values()}) > 1:
             raise ConflictError(f"the processes have different weights: {self._loaded}")
         for part in ("prefill", "decode"):
-            self._engines[part].order(Attach())
+            self.engines[part].order(Attach())
         while not {"prefill", "decode"} <= self._attached:
             self._next(cluster.check_running)
-        self._progress.stage("daemons are ready, engines have attached")
+        self.progress.stage("daemons are ready, engines have attached")
 
     def _occupy(self, cluster: Cluster) -> list[int]:
         """Hold some rooms and give others back, so that pages are scattered and have other ids on the two sides.
@@ -234,7 +170,7 @@ class Demo:
             if not self._in_flight():
                 raise
             return False
-        self._engines["prefill"].order(Serve(number=request.prompt.number, room=request.room))
+        self.engines["prefill"].order(Serve(number=request.prompt.number, room=request.room))
         return True
 
     def _pair(self, cluster: Cluster, asked: PairRequest, *, wait_s: float = PAIR_S) -> int:
@@ -258,7 +194,7 @@ class Demo:
 
     def _next(self, check: Callable[[], None]) -> None:
         """Wait for the next report and take it in."""
-        self._handle(*self._reports.next(self._engines.values(), check=check))
+        self._handle(*self.reports.next(self.engines.values(), check=check))
 
     def _handle(self, engine: EngineProcess, event: FrozenModel) -> None:
         match event:
@@ -269,7 +205,7 @@ class Demo:
             case Began():
                 self._requests[event.number].source_pages = event.pages
             case Computed():
-                self._progress.advance(
+                self.progress.advance(
                     "model alone (tokens)" if engine.part == "alone" else "prefill (tokens)", event.tokens
                 )
             case Finished():
@@ -277,7 +213,7 @@ class Demo:
             case Claimed():
                 self._requests[event.number].on_claimed(event)
             case Stepped() if engine.part == "decode":
-                self._progress.advance("decode (steps)", event.steps)
+                self.progress.advance("decode (steps)", event.steps)
             case Decoded():
                 self._on_decoded(engine, event)
             case RoomEnded():
@@ -292,7 +228,7 @@ class Demo:
             return
         request.decoded = event
         done = sum(1 for each in self._requests.values() if each.decoded is not None)
-        self._progress.detail(
+        self.progress.detail(
             f"{done} of {len(self._requests)}: request {event.number}, {request.prompt.tokens:,} tokens prefilled, "
             f"moved and {len(event.tokens)} decoded"
         )
@@ -314,14 +250,11 @@ class Demo:
         wait_ended(cluster.prefill, prefill_only)
         for room in paired:
             cluster.cancel(room, "the demo is over")
-        deadline_s = time.monotonic() + FREE_S
-        while (left := _pages_in_use(cluster)) and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        return left
+        return wait_free(cluster)
 
     def _report(self, pages_left: int) -> DemoReport:
         plan, options = self._plan, self._options
-        requests = tuple(request.report(options.steps, self._folder / "logits") for request in self._requests.values())
+        requests = tuple(request.report(options.steps, self.folder / "logits") for request in self._requests.values())
         comparisons = [request.comparison for request in requests]
         return DemoReport(
             verdict=verdict_line(comparisons, reference=plan.reference),
@@ -341,14 +274,6 @@ class Demo:
             pages_left=pages_left,
             seconds=self._seconds,
         )
-
-    def _keep_logs(self, target: Path) -> None:
-        shutil.copytree(self._folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run", SCRATCH))
-
-
-def _pages_in_use(cluster: Cluster) -> int:
-    pools = [pool for daemon in (cluster.prefill, cluster.decode) for pool in daemon.get("/status")["pools"].values()]
-    return sum(int(pages) for pool in pools for state, pages in pool.items() if state != "free")
 
 
 def _divergence(requests: tuple[RequestReport, ...]) -> Divergence | None:

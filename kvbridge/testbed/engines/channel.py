@@ -42,7 +42,7 @@ class Channel(Generic[OrderT]):
         os.dup2(2, 1)
         self._unread = b""
 
-    def tell(self, event: FrozenModel) -> None:
+    def report(self, event: FrozenModel) -> None:
         """Report an event."""
         self._out.write(event.model_dump_json() + "\n")
         self._out.flush()

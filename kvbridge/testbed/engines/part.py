@@ -38,9 +38,9 @@ def run_part(
         module = importlib.import_module(f"{package}.{part}_process")
         module.serve(job.model_validate_json(Path(job_file).read_text()), channel)
     except ImportError as error:
-        channel.tell(Failed(message=f"{error}; {missing}" if missing else str(error)))
+        channel.report(Failed(message=f"{error}; {missing}" if missing else str(error)))
         return EXIT_FAILED
     except BridgeError as error:
-        channel.tell(Failed(message=str(error)))
+        channel.report(Failed(message=str(error)))
         return EXIT_FAILED
     return 0

@@ -35,7 +35,7 @@ def serve(job: Job, channel: ReplayChannel) -> None:
     """Serve whatever arrives until the orders end (there are none for this engine)."""
     torch.set_num_threads(1)  # the daemons need the other cores
     with DecodeEngine.attach(job.decode_runtime_dir) as engine:
-        channel.tell(Ready())
+        channel.report(Ready())
         Decoding(job, channel, engine).run()
 
 
@@ -68,10 +68,10 @@ class Decoding:
                 try:
                     self.take(event.room)
                 except BridgeError as error:
-                    self._channel.tell(RoomEnded(room=event.room, reason=f"on decode: {error}"))
+                    self._channel.report(RoomEnded(room=event.room, reason=f"on decode: {error}"))
                 self._release_due()
             case "aborted" | "failed":
-                self._channel.tell(RoomEnded(room=event.room, reason=f"{event.kind} on decode: {event.reason}"))
+                self._channel.report(RoomEnded(room=event.room, reason=f"{event.kind} on decode: {event.reason}"))
             case "cancel":
                 self._give_up(event)
             case _:
@@ -84,7 +84,7 @@ class Decoding:
         note = _note(claimed)
         checked_bytes, wrong_bytes, wrong_rows = self._check(claimed, note)
         checked_s = time.monotonic()
-        self._channel.tell(
+        self._channel.report(
             Arrived(
                 number=note.number,
                 amounts=claimed.amounts,
@@ -123,9 +123,9 @@ class Decoding:
             try:
                 self._engine.release(room)
             except BridgeError as error:
-                self._channel.tell(RoomEnded(room=room, reason=f"could not be released: {error}"))
+                self._channel.report(RoomEnded(room=room, reason=f"could not be released: {error}"))
             else:
-                self._channel.tell(Released(number=number, released_s=time.monotonic()))
+                self._channel.report(Released(number=number, released_s=time.monotonic()))
 
     def _give_up(self, event: RoomEvent) -> None:
         """Let go of a room that the daemon wants to end; its pages are used again afterwards."""

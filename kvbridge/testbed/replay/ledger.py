@@ -244,7 +244,7 @@ class Ledger:
     def _settings(self) -> dict[str, object]:
         """The options that the figures depend on, without paths of this machine."""
         options = self._plan.options
-        left_out = {"trace", "keep_logs", "patience_s"}
+        left_out = {"trace", "report_file", "plot_file", "as_json", "keep_logs", "patience_s"}
         return {name: value for name, value in vars(options).items() if name not in left_out}
 
 

@@ -1,13 +1,12 @@
 """What a replay will run, decided before anything runs.
 
-Owns: the options, the requests and when they are due, the sizes of the pools, the configuration of the daemons, whether the
+Owns: the requests and when they are due, the sizes of the pools, the configuration of the daemons, whether the
 pools fit the machine. Must not know: processes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
@@ -21,6 +20,7 @@ from kvbridge.pool.memory.memory_limits import tightest_limit
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.testbed.cluster import Cluster, ClusterSpec, NodeSpec
 from kvbridge.testbed.replay.job import Job
+from kvbridge.testbed.replay.options import ReplayOptions
 from kvbridge.testbed.replay.trace import TraceRequest, read_trace
 
 SPARE = 2
@@ -30,35 +30,6 @@ BY_LENGTH = frozenset({IndexSpace.FULL, IndexSpace.HOST})
 SPARE_BYTES = 1 << 30
 """What the processes themselves need beside the pools."""
 LONGEST_WAIT_S = 3600.0
-
-
-@dataclass(frozen=True)
-class ReplayOptions:
-    """What the user chose."""
-
-    trace: Path
-    start: int = 0
-    count: int = 0
-    """0: all."""
-    speed: float = 1.0
-    """Trace time over real time; 0: every request is due at once."""
-    model: str = "deepseek-v4-flash"
-    transport: str = "mooncake"
-    prefill_pp: int = 1
-    prefill_tp: int = 1
-    decode_pp: int = 1
-    decode_tp: int = 1
-    chunk_tokens: int = 4096
-    max_in_flight: int = 4
-    pool_tokens: int = 0
-    """0: as the longest requests need."""
-    decode_ms_per_token: float = 0.0
-    retry_for_s: float = 60.0
-    digest: str = ""
-    """`integrity.digest` of the decode daemon; empty: its default."""
-    patience_s: float = 60.0
-    sample_s: float = 1.0
-    keep_logs: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +58,7 @@ class ReplayPlan:
         return (self.requests[index].timestamp - self.requests[0].timestamp) / 1000 / self.options.speed
 
     def job(self, cluster: Cluster) -> Job:
-        """Return what the engine processes are told. Decode's own time passes at the speed of the trace."""
+        """Return the job of the engine processes. Decode's own time passes at the speed of the trace."""
         options = self.options
         return Job(
             prefill_runtime_dir=cluster.prefill.runtime_dir,

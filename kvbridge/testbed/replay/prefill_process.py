@@ -20,13 +20,13 @@ def serve(job: Job, channel: ReplayChannel) -> None:
     """Serve the requests that are ordered, one after another, until there are no more orders."""
     torch.set_num_threads(1)  # the daemons need the other cores
     with PrefillEngine.attach(job.prefill_runtime_dir) as engine:
-        channel.tell(Ready())
+        channel.report(Ready())
         while (order := channel.next_order()) is not None:
             try:
                 _prefill(job, channel, engine, order)
             except BridgeError as error:
                 engine.abort(order.room, f"could not be written: {error}")
-                channel.tell(RoomEnded(room=order.room, reason=f"on prefill: {error}"))
+                channel.report(RoomEnded(room=order.room, reason=f"on prefill: {error}"))
             engine.events()  # what happened to rooms is told by decode; unread, it would fill the connection
 
 
@@ -40,7 +40,7 @@ def _prefill(job: Job, channel: ReplayChannel, engine: PrefillEngine, order: Ser
         for views in engine.views.values():
             synthetic.fill(views, room=order.room, tables=begun.tables, section=chunk)
         engine.publish(order.room, stop)
-        channel.tell(Computed(tokens=stop - start))
+        channel.report(Computed(tokens=stop - start))
     note = Note(
         number=order.number,
         room=order.room,
@@ -48,5 +48,5 @@ def _prefill(job: Job, channel: ReplayChannel, engine: PrefillEngine, order: Ser
         output_tokens=order.output_tokens,
         finished_s=time.monotonic(),
     )
-    channel.tell(Finished(number=order.number, begun_s=begun_s, finished_s=note.finished_s))
+    channel.report(Finished(number=order.number, begun_s=begun_s, finished_s=note.finished_s))
     engine.finish(order.room, metadata=note.model_dump_json().encode())

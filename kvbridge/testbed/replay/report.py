@@ -21,7 +21,7 @@ from kvbridge.core.plan.operations import Amount, Amounts
 from kvbridge.testbed.replay.job import WrongRow
 
 PHASES = {
-    "admission": "from due (at speed 0: from its turn) until both ends are reserved, with refusals and waiting for --max-in-flight",
+    "admission": "from due (at speed 0: from first asking) until both ends are reserved, with refusals and --max-in-flight",
     "ticket": "the one call to bootstrap that was granted",
     "engine_queue": "from the reservation until the prefill engine begins",
     "prefill": "the prefill engine writes and publishes the prompt, chunk by chunk",
@@ -40,7 +40,7 @@ PHASES = {
     "check": "the decode engine compares every byte",
     "total": "from due until released",
 }
-"""Phases in the order of a request's life, and what each of them is; a daemon may tell of others."""
+"""Phases in the order of a request's life, and what each of them is; a daemon may report others."""
 QUANTILES = 100
 """Distributions are kept as so many steps from the least to the greatest value."""
 

@@ -11,8 +11,8 @@ from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Begin, Finis
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import Attachment
 from kvbridge.engine.decode import DecodeEngine
-from kvbridge.engine.device_order import LOOK_AGAIN_S
 from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.engine.stream_order import LOOK_AGAIN_S
 
 POINT = StreamPoint(ring="ring", handle=bytes(64), device_uuid="0" * 32)
 

@@ -9,7 +9,8 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.plan.operations import Amount
 from kvbridge.testbed.replay.job import WrongRow
 from kvbridge.testbed.replay.ledger import Ledger
-from kvbridge.testbed.replay.plan import ReplayOptions, ReplayPlan
+from kvbridge.testbed.replay.options import ReplayOptions
+from kvbridge.testbed.replay.plan import ReplayPlan
 from kvbridge.testbed.replay.report import Ending, PhaseSummary, ReplayReport, Sample
 from tests.helpers.traces import write_trace
 

@@ -144,4 +144,5 @@ def test_long_replays_are_sampled_less_often(tmp_path):
 
 
 def test_paths_of_this_machine_stay_out_of_the_report(tmp_path):
-    assert str(tmp_path) not in reported(ledger(tmp_path, 1)).model_dump_json()
+    here = {name: tmp_path / name for name in ("report_file", "plot_file", "keep_logs")}
+    assert str(tmp_path) not in reported(ledger(tmp_path, 1, **here)).model_dump_json()

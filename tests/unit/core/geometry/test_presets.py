@@ -5,7 +5,6 @@ import pytest
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.geometry.components import Encoding, Liveness
-from kvbridge.core.geometry.pages import reserved_bytes
 from kvbridge.core.geometry.presets import PRESETS, preset
 from kvbridge.core.ids import IndexSpace as Space
 
@@ -27,6 +26,11 @@ V4_SPACES = {
     Kind.C4_INDEXER_STATE: Space.SWA,
     Kind.C128_STATE: Space.REQUEST,
 }
+
+
+def reserved_bytes(geometry, pages):
+    """Bytes that so many pages of each space take in one copy of the pools, by component."""
+    return {part.kind: pages.get(part.space, 0) * part.page_bytes() * len(part.layers) for part in geometry.components}
 
 
 def ratios(geometry):

@@ -1,10 +1,10 @@
-"""In which order the device does things: the engine's own stream, and lanes beside it.
+"""The streams of a cache on its device: the engine's own, and others beside it for copies that nobody should wait for.
 
-Owns: streams and events of a cache, and nothing's on a CPU. Must not know: what is done on them.
+Owns: streams and events, of which a CPU has none. Must not know: what is done on them.
 
-*Compute* is whatever stream is torch's current one when a verb is called: the engine's. A *lane* is a stream of ours beside it,
-for copies that nobody should wait for. Order between them is made by events on the device; the host never waits, except where
-`synchronize` says so. On a CPU everything is done when a call returns, so order is there already.
+*Compute* is torch's current stream at the time of a call, which is the engine's. A *side stream* is one of ours. Events make
+one stream wait for another on the device; the host waits only in `synchronize`. On a CPU every call has done its work when it
+returns, so nothing waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POLL_S = 0.0002
 
 
 class Point(ABC):
-    """A point in the order of a stream. Before it is marked it counts as reached."""
+    """A point in a stream. Before it is marked it counts as reached."""
 
     @abstractmethod
     def reached(self) -> bool:
@@ -32,32 +32,32 @@ class Point(ABC):
         """The host waits for the last mark."""
 
 
-class Lane(ABC):
-    """A sequence of work beside compute."""
+class SideStream(ABC):
+    """A stream beside compute."""
 
     @abstractmethod
     def handle(self) -> int:
-        """Its stream, as launches take it."""
+        """The stream's handle, as launches take it."""
 
     @abstractmethod
     def follow_compute(self) -> None:
-        """What comes next on the lane comes after all that compute has been given so far."""
+        """Begin later work here only after all that compute has been given so far."""
 
     @abstractmethod
-    def follow(self, other: Lane) -> None:
-        """What comes next on the lane comes after all that another lane has been given so far."""
+    def follow(self, other: SideStream) -> None:
+        """Begin later work here only after all that another side stream has been given so far."""
 
     @abstractmethod
     def mark(self, point: Point) -> None:
-        """Mark the lane's present end."""
+        """Mark this stream's present end."""
 
     @abstractmethod
     def running(self) -> AbstractContextManager[object]:
-        """Inside, torch's own operations go to the lane."""
+        """A context in which torch's own operations go to this stream."""
 
 
-class Order(ABC):
-    """Compute, and what stands beside it, on one device."""
+class Streams(ABC):
+    """Compute and its side streams, on one device."""
 
     @abstractmethod
     def handle(self) -> int:
@@ -68,8 +68,8 @@ class Order(ABC):
         """A new point."""
 
     @abstractmethod
-    def lane(self) -> Lane:
-        """A new lane."""
+    def side_stream(self) -> SideStream:
+        """A new side stream."""
 
     @abstractmethod
     def mark(self, point: Point) -> None:
@@ -84,20 +84,20 @@ class Order(ABC):
         """The host waits for everything on the device."""
 
     @staticmethod
-    def on(device: torch.device) -> Order:
-        """The order of a device, `cpu` or `cuda:N`."""
-        return _DeviceOrder(device) if device.type == "cuda" else _HostOrder()
+    def on(device: torch.device) -> Streams:
+        """The streams of a device, `cpu` or `cuda:N`."""
+        return _CudaStreams(device) if device.type == "cuda" else _HostStreams()
 
 
-class Quiet:
-    """Says when a released request's host pages are touched no more."""
+class PendingCopies:
+    """Copies between a request's hot rows and its host pages that may still be under way."""
 
     def __init__(self, point: Point, label: str) -> None:
         self._point = point
         self._label = label
 
     def reached(self) -> bool:
-        """Whether no copy of ours reads or writes the host pages any more; never waits."""
+        """Whether all of them have ended; never waits."""
         return self._point.reached()
 
     def wait(self, timeout_s: float) -> None:
@@ -120,14 +120,14 @@ class _Now(Point):
         return
 
 
-class _HostLane(Lane):
+class _HostSideStream(SideStream):
     def handle(self) -> int:
         return 0
 
     def follow_compute(self) -> None:
         return
 
-    def follow(self, other: Lane) -> None:
+    def follow(self, other: SideStream) -> None:
         del other
 
     def mark(self, point: Point) -> None:
@@ -137,15 +137,15 @@ class _HostLane(Lane):
         return nullcontext()
 
 
-class _HostOrder(Order):
+class _HostStreams(Streams):
     def handle(self) -> int:
         return 0
 
     def point(self) -> Point:
         return _Now()
 
-    def lane(self) -> Lane:
-        return _HostLane()
+    def side_stream(self) -> SideStream:
+        return _HostSideStream()
 
     def mark(self, point: Point) -> None:
         del point
@@ -171,7 +171,7 @@ class _Event(Point):
         self.event.synchronize()
 
 
-class _DeviceLane(Lane):
+class _CudaSideStream(SideStream):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -184,8 +184,8 @@ class _DeviceLane(Lane):
         self._edge.record(torch.cuda.current_stream(self._device))
         self.stream.wait_event(self._edge)
 
-    def follow(self, other: Lane) -> None:
-        assert isinstance(other, _DeviceLane)
+    def follow(self, other: SideStream) -> None:
+        assert isinstance(other, _CudaSideStream)
         self._edge.record(other.stream)
         self.stream.wait_event(self._edge)
 
@@ -197,7 +197,7 @@ class _DeviceLane(Lane):
         return torch.cuda.stream(self.stream)
 
 
-class _DeviceOrder(Order):
+class _CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -207,8 +207,8 @@ class _DeviceOrder(Order):
     def point(self) -> Point:
         return _Event()
 
-    def lane(self) -> Lane:
-        return _DeviceLane(self._device)
+    def side_stream(self) -> SideStream:
+        return _CudaSideStream(self._device)
 
     def mark(self, point: Point) -> None:
         assert isinstance(point, _Event)

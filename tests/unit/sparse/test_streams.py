@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvbridge.core.errors import DeadlineError
-from kvbridge.sparse.order import Lane, Order, Point, Quiet
+from kvbridge.sparse.streams import PendingCopies, Point, SideStream, Streams
 from tests.helpers.sparse_worlds import SparseWorld, settings
 
 
@@ -28,7 +28,7 @@ class Mark(Point):
             self.log.append(("host waits", self.marked_on))
 
 
-class WrittenLane(Lane):
+class WrittenSideStream(SideStream):
     def __init__(self, log: list, name: str) -> None:
         self.log, self.name = log, name
 
@@ -39,7 +39,7 @@ class WrittenLane(Lane):
     def follow_compute(self) -> None:
         self.log.append((self.name, "follows compute"))
 
-    def follow(self, other: Lane) -> None:
+    def follow(self, other: SideStream) -> None:
         self.log.append((self.name, f"follows {other.name}"))
 
     def mark(self, point: Point) -> None:
@@ -50,10 +50,10 @@ class WrittenLane(Lane):
         return nullcontext()
 
 
-class WrittenOrder(Order):
+class WrittenStreams(Streams):
     def __init__(self) -> None:
         self.log: list = []
-        self.lanes = iter(("load", "backup"))
+        self.side_streams = iter(("load", "backup"))
 
     def handle(self) -> int:
         self.log.append(("compute", "launches"))
@@ -62,8 +62,8 @@ class WrittenOrder(Order):
     def point(self) -> Point:
         return Mark(self.log)
 
-    def lane(self) -> Lane:
-        return WrittenLane(self.log, next(self.lanes))
+    def side_stream(self) -> SideStream:
+        return WrittenSideStream(self.log, next(self.side_streams))
 
     def mark(self, point: Point) -> None:
         point.marked_on = "compute"
@@ -78,12 +78,12 @@ class WrittenOrder(Order):
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(Order, "on", staticmethod(lambda device: WrittenOrder()))
+    monkeypatch.setattr(Streams, "on", staticmethod(lambda device: WrittenStreams()))
     return SparseWorld(settings(max_requests=2))
 
 
 def log_of(world: SparseWorld, call) -> list:
-    log = world.cache._order.log
+    log = world.cache._streams.log
     log.clear()
     call()
     return list(log)
@@ -104,15 +104,15 @@ def test_a_backup_follows_the_step_that_completed_its_page_and_is_waited_for_two
     marked, waited = {}, {}
     for tokens in range(1, 1500):
         log = log_of(world, lambda: world.step([0]))
-        lane = [entry for entry in log if entry[0] == "backup"]
+        backup = [entry for entry in log if entry[0] == "backup"]
         if tokens % 256 == 0:
-            assert [entry[1] for entry in lane] == ["follows compute", "launches", "marks", "marks"]
+            assert [entry[1] for entry in backup] == ["follows compute", "launches", "marks", "marks"]
             assert max(index for index, entry in enumerate(log) if entry[:2] == ("compute", "launches")) < log.index(
-                lane[0]
+                backup[0]
             )
-            marked[tokens // 256 - 1] = lane[-1][2]
+            marked[tokens // 256 - 1] = backup[-1][2]
         else:
-            assert not lane
+            assert not backup
         for entry in log:
             if entry[1] == "waits for backup":
                 waited[(tokens // 4 - 1) // 64 - 2] = entry[2]
@@ -154,13 +154,13 @@ def test_waiting_for_quiet_has_a_deadline():
     point = Mark([])
     point.done = False
     with pytest.raises(DeadlineError, match=r"request slot 3: copies of its rows are still under way after 0.01 s"):
-        Quiet(point, "request slot 3").wait(0.01)
+        PendingCopies(point, "request slot 3").wait(0.01)
 
 
-def test_the_cpu_has_an_order_by_itself():
-    order = Order.on(torch.device("cpu"))
-    point, lane = order.point(), order.lane()
-    lane.follow_compute()
-    lane.mark(point)
-    order.wait(point)
+def test_the_cpu_is_in_order_by_itself():
+    streams = Streams.on(torch.device("cpu"))
+    point, backup = streams.point(), streams.side_stream()
+    backup.follow_compute()
+    backup.mark(point)
+    streams.wait(point)
     assert point.reached()

@@ -3,8 +3,8 @@
 Owns: the points that publications name, and calls that wait until the engine's GPU has come far enough. Must not know: the
 verbs, sockets.
 
-Everything here asks and nothing waits, except `DeferredCalls.finish`. With pools in host memory there is no GPU to wait for:
-then there are no points, and every call is sent at once.
+Nothing here waits for a GPU, except `DeferredCalls.finish`. With pools in host memory there are no points, and every call is sent
+at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 import torch
@@ -33,7 +32,7 @@ LOOK_AGAIN_S = 0.0005
 """Pause between two questions to a GPU, where somebody waits."""
 
 
-class DeviceOrder:
+class StreamOrder:
     """The GPUs that one engine process writes and reads pages with. Used by one thread."""
 
     def __init__(self, views: Mapping[Rank, PoolViews]) -> None:
@@ -66,7 +65,7 @@ class DeviceOrder:
         return self._marks.reached(points)
 
     def reached(self, stream: StreamChoice) -> Reached:
-        """Mark the present end of the stream on each GPU; the result tells when all of them are there."""
+        """Mark the present end of the stream on each GPU; the result says whether all of them are there."""
         events: list[tuple[int, runtime.Event]] = []
         for device, handle in self._streams(stream).items():
             spare = self._spare.setdefault(device, [])
@@ -103,15 +102,8 @@ class DeviceOrder:
         self._spare.clear()
 
 
-class Asked(Protocol):
-    """Something that happens at some time."""
-
-    def __call__(self) -> bool:
-        """Whether it has; never waits."""
-
-
 class Reached:
-    """Whether a set of events has been reached; their events are given back then."""
+    """Marks on the streams of some GPUs. Call it to ask whether all are reached; their events can then be used again."""
 
     def __init__(
         self,
@@ -135,7 +127,7 @@ class Reached:
 @dataclass(frozen=True, slots=True)
 class _Deferred:
     what: str
-    ready: Asked
+    ready: Callable[[], bool]
     send: Callable[[], None]
 
 
@@ -150,8 +142,11 @@ class DeferredCalls:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def send_when(self, ready: Asked, what: str, send: Callable[[], None]) -> None:
-        """Send now if it is time and nothing waits before it (errors are the caller's then), else keep it for `send_due`."""
+    def send_when(self, ready: Callable[[], bool], what: str, send: Callable[[], None]) -> None:
+        """Send now when `ready()` and nothing waits before it, else keep it for `send_due`. `what` is for messages.
+
+        `ready` asks whether the GPU has come far enough and never waits. Raises what `send` raises when it sends now.
+        """
         self.send_due()
         if not self._waiting and ready():
             send()
@@ -159,17 +154,17 @@ class DeferredCalls:
         self._waiting.append(_Deferred(what, ready, send))
 
     def send_due(self) -> None:
-        """Send what is due. One that the node does not take in time stays and is sent again by the next call.
+        """Send what is due.
 
-        Raises NotReadyError or DeadlineError then. One that the node refuses is of no use any more, and logged; so is one whose
-        GPU has failed, which `finish` tells of.
+        Raises NotReadyError or DeadlineError for a call that the node does not take in time; it stays, and the next call sends it
+        again. A call that the node refuses is logged and dropped; so is one whose GPU has failed, and `finish` raises for it.
         """
         while self._waiting:
             first = self._waiting[0]
             try:
                 due = first.ready()
             except BridgeError as error:
-                log.error("deferred_call_unproved", call=first.what, code=error.code, reason=str(error))
+                log.error("deferred_call_unproven", call=first.what, code=error.code, reason=str(error))
                 self._unproved.append(self._waiting.pop(0).what)
                 continue
             if not due:

@@ -4,8 +4,8 @@ import pytest
 
 from kvbridge.core.errors import DeadlineError, InvalidInputError, NotReadyError, TransportError, UnknownRoomError
 from kvbridge.core.ids import Rank
-from kvbridge.engine import device_order
-from kvbridge.engine.device_order import DeferredCalls, DeviceOrder, Reached
+from kvbridge.engine import stream_order
+from kvbridge.engine.stream_order import DeferredCalls, Reached, StreamOrder
 from tests.helpers.fake_cuda import FakeEvent
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
@@ -110,7 +110,7 @@ def test_finishing_waits_and_names_what_is_left():
 
 
 def test_host_pools_have_no_order_to_keep():
-    order = DeviceOrder({R0: Views(None)})
+    order = StreamOrder({R0: Views(None)})
     assert (order.devices, order.points(None)) == ((), {})
     order.close()
 
@@ -143,27 +143,27 @@ def gpus(monkeypatch):
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(device_order.EventRing, "on", Ring)
-    monkeypatch.setattr(device_order.runtime.Event, "create", create)
-    monkeypatch.setattr(device_order, "_current", Current)
+    monkeypatch.setattr(stream_order.EventRing, "on", Ring)
+    monkeypatch.setattr(stream_order.runtime.Event, "create", create)
+    monkeypatch.setattr(stream_order, "_current", Current)
     monkeypatch.setattr(
-        device_order.torch.cuda, "current_stream", lambda device: type("S", (), {"cuda_stream": 100 + device})
+        stream_order.torch.cuda, "current_stream", lambda device: type("S", (), {"cuda_stream": 100 + device})
     )
     return events
 
 
 def test_each_rank_is_marked_on_its_own_gpu(gpus):
-    order = DeviceOrder({R0: Views(0), R1: Views(3)})
+    order = StreamOrder({R0: Views(0), R1: Views(3)})
     assert order.devices == (0, 3)
     assert order.points(None) == {"pp0.tp0": (0, 100), "pp0.tp1": (3, 103)}
     with pytest.raises(InvalidInputError, match="cuda:0, cuda:3"):
         order.points(7)
-    same = DeviceOrder({R0: Views(2), R1: Views(2)})
+    same = StreamOrder({R0: Views(2), R1: Views(2)})
     assert same.points(7) == {"pp0.tp0": (2, 7), "pp0.tp1": (2, 7)}
 
 
 def test_local_events_are_used_again_once_they_are_reached(gpus):
-    order = DeviceOrder({R0: Views(0), R1: Views(1)})
+    order = StreamOrder({R0: Views(0), R1: Views(1)})
     first = order.reached(None)
     assert (first(), [event.streams for event in gpus]) == (False, [[100], [101]])
     gpus[0].done = True

@@ -1,0 +1,78 @@
+"""What a user may choose for a replay.
+
+Owns: every option, its limits, its default and its help. Must not know: what follows from them (`plan.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvbridge.core.geometry.presets import PRESETS
+from kvbridge.core.plan.digests import DigestKind
+from kvbridge.testbed.command import Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """The options of `kvbridge replay`."""
+
+    trace: Annotated[
+        Path, typer.Option(metavar="FILE", help="JSON lines: timestamp (ms), input_length, output_length, hash_ids.")
+    ]
+    count: Annotated[int, typer.Option(min=0, metavar="N", help="Requests to replay; 0: all of the trace.")] = 0
+    start: Annotated[int, typer.Option(min=0, metavar="N", help="Requests of the trace to skip first.")] = 0
+    speed: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="FACTOR", help="1: as the trace says; 10: ten times as fast; 0: as fast as admission lets."
+        ),
+    ] = 1.0
+    model: Annotated[str, typer.Option(metavar="NAME", help=f"Whose geometry: {', '.join(PRESETS)}.")] = (
+        "deepseek-v4-flash"
+    )
+    transport: Annotated[Transport, typer.Option(help="The only transport that both sides may use.")] = (
+        Transport.MOONCAKE
+    )
+    prefill_pp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Prefill stages.")] = 1
+    prefill_tp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Ranks a stage.")] = 1
+    decode_pp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Decode stages.")] = 1
+    decode_tp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Ranks a stage.")] = 1
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Prompt tokens written and published at a time.")
+    ] = 4096
+    max_in_flight: Annotated[
+        int, typer.Option(min=1, max=4096, metavar="N", help="Requests asked for or admitted at once.")
+    ] = 4
+    pool_tokens: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Tokens that fit a node's pools; 0: twice what can be in flight.")
+    ] = 0
+    decode_ms_per_token: Annotated[
+        float, typer.Option(min=0, metavar="MS", help="Decode holds a room for output_length x this / speed.")
+    ] = 0.0
+    retry_for_s: Annotated[
+        float, typer.Option("--retry-for", min=0, metavar="SECONDS", help="Ask again for so long after a refusal.")
+    ] = 60.0
+    digest: Annotated[
+        DigestKind | None, typer.Option(help="integrity.digest of the decode daemon, if not its default.")
+    ] = None
+    report_file: Annotated[Path | None, typer.Option("--report", metavar="FILE.json", help="Write the report.")] = None
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Draw latencies and pools; needs the extra 'plot'."),
+    ] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on standard output.")
+    ] = False
+    keep_logs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Copy configurations and logs of all processes there.")
+    ] = None
+    patience_s: Annotated[
+        float,
+        typer.Option("--patience", min=1, metavar="SECONDS", help="Give up when no engine says anything for so long."),
+    ] = 60.0
+    sample_s: float = 1.0
+    """How often the pools are looked at."""

@@ -1,0 +1,136 @@
+"""What every run of a cluster with engine processes has: its folder, its processes, and their end.
+
+Owns: the folder, the daemons and the engine processes, for as long as the run lasts. Must not know: what is asked of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from pydantic import TypeAdapter
+
+from kvbridge.core.errors import BridgeError, PeerError
+from kvbridge.core.ids import FrozenModel
+from kvbridge.daemon.children import stop_all, wait_for
+from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, first_worker_error, plan_cluster
+from kvbridge.testbed.engines.processes import SCRATCH, EngineProcess, Reports
+from kvbridge.testbed.progress import ShownProgress
+from kvbridge.testbed.signals import interrupts_ignored
+
+START_S = 180.0
+FREE_S = 10.0
+"""After the last release, every page is free within this time."""
+LOOK_S = 0.1
+STOP_S, FORCE_S = 8.0, 1.0
+"""How long daemons may take to end, and how soon they are forced to after a run that was cut short."""
+ENGINE_STOP_S = 3.0
+
+
+class RunOptions(Protocol):
+    """What a user chooses for any run."""
+
+    @property
+    def patience_s(self) -> float:
+        """Longest silence of all engine processes."""
+
+    @property
+    def keep_logs(self) -> Path | None:
+        """Where configurations and logs are copied in the end; None: nowhere."""
+
+
+class ClusterRun:
+    """Use as a context; leaving it ends every process and removes the folder."""
+
+    def __init__(self, module: str, options: RunOptions, progress: ShownProgress, *, events: TypeAdapter[Any]) -> None:
+        """`module` is what engine processes run; `events` validates what they report."""
+        self.folder = Path(tempfile.mkdtemp(prefix=f"kvbridge-{module.rpartition('.')[2]}-"))
+        self.progress = progress
+        self.reports = Reports(silence_s=options.patience_s)
+        self.engines: dict[str, EngineProcess] = {}
+        self.completed = False
+        """Whether everything was done; what is left may be ended by force otherwise."""
+        self._module = module
+        self._events = events
+        self._keep_logs = options.keep_logs
+        self._cluster: Cluster | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End every process, keep the logs if that was asked, remove the folder. Ctrl-C has to wait for it (seconds)."""
+        with ExitStack() as last:
+            last.enter_context(interrupts_ignored())
+            last.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            if self._keep_logs is not None:
+                ignored = shutil.ignore_patterns("run", SCRATCH)
+                last.callback(shutil.copytree, self.folder, self._keep_logs, dirs_exist_ok=True, ignore=ignored)
+            if self._cluster is not None:
+                force_s = None if self.completed else FORCE_S
+                last.callback(self._cluster.stop, timeout_s=STOP_S, force_after_s=force_s)
+            for engine in self.engines.values():
+                engine.dismiss()
+            stop_all(self.engines.values(), timeout_s=ENGINE_STOP_S)
+
+    @contextmanager
+    def causes_named(self) -> Iterator[None]:
+        """Inside, an error gives way to the end of a daemon, which is then the cause of what was noticed first."""
+        try:
+            yield
+        except BridgeError:
+            if self._cluster is not None:
+                self._cluster.check_running()
+            raise
+
+    def plan_cluster(self, spec: ClusterSpec) -> Cluster:
+        """Return the run's cluster, not started; it ends with the run."""
+        self._cluster = plan_cluster(self.folder, spec)
+        return self._cluster
+
+    def start_engines(self, job: FrozenModel, names: Mapping[str, str]) -> None:
+        """Start an engine process for each part; `names` are for messages."""
+        job_file = self.folder / "job.json"
+        job_file.write_text(job.model_dump_json(indent=2))
+        for part, name in names.items():
+            self.engines[part] = engine = EngineProcess(
+                self._module, part, name, self.folder, events=self._events, reports=self.reports.queue
+            )
+            engine.start(job_file)
+
+
+def wait_ready(cluster: Cluster) -> None:
+    """Wait until requests can be paired. Raises PeerError when a daemon or a rank worker cannot, DeadlineError."""
+
+    def look() -> bool:
+        if why := first_worker_error([cluster.prefill, cluster.decode]):
+            raise PeerError(why)
+        return all(daemon.is_ready() for daemon in cluster.all())
+
+    wait_for("daemons ready", look, timeout_s=START_S, watched=cluster.all())
+
+
+def used_pages(daemon: DaemonProcess) -> dict[str, int]:
+    """Return how many pages of each space are not free."""
+    pools = daemon.get("/status")["pools"]
+    return {
+        space: sum(int(pages) for state, pages in states.items() if state != "free") for space, states in pools.items()
+    }
+
+
+def wait_free(cluster: Cluster) -> int:
+    """Return how many pages are not free some time after the last release."""
+    deadline_s = time.monotonic() + FREE_S
+    while True:
+        left = sum(sum(used_pages(daemon).values()) for daemon in (cluster.prefill, cluster.decode))
+        if not left or time.monotonic() > deadline_s:
+            return left
+        time.sleep(LOOK_S)

@@ -1,0 +1,52 @@
+"""What an engine author imports: complete, documented by scripts that use nothing else, and cheap until it is used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = ("kvbridge.engine", "kvbridge.sparse")
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_name_is_there(package: str) -> None:
+    module = importlib.import_module(package)
+    assert all(getattr(module, name).__doc__ for name in module.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = module.Nothing
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_torch_is_imported_only_when_it_is_needed(package: str) -> None:
+    """Every public name whose module does not need torch can be used without it."""
+    program = f"import {package}, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_use_public_names_only(example: Path) -> None:
+    imports = [
+        node for node in ast.walk(ast.parse(example.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    ours = [node for node in imports if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvbridge")]
+    assert ours
+    assert "kvbridge" not in {name.name.split(".")[0] for node in imports for name in node.names}
+    for node in ours:
+        assert node.module in PUBLIC
+        assert {name.name for name in node.names} <= set(importlib.import_module(node.module).__all__)
+
+
+def test_the_readme_shows_how_to_run_each_example_and_copies_none() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert {example.stem for example in EXAMPLES} == set(
+        re.findall(r"^python examples/(\w+)\.py ", readme, re.MULTILINE)
+    )
+    assert "```python" not in readme

@@ -1,0 +1,64 @@
+"""What a run leaves behind, and whom it names when something goes wrong."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from kvbridge.core.errors import DeadlineError, PeerError
+from kvbridge.core.ids import FrozenModel
+from kvbridge.testbed.cluster import ClusterSpec, NodeSpec
+from kvbridge.testbed.engines.channel import Failed
+from kvbridge.testbed.progress import Lines
+from kvbridge.testbed.run import ClusterRun
+
+SPEC = ClusterSpec(
+    model={"preset": "tiny-v4"}, transport="local", prefill=NodeSpec(instance="p"), decode=NodeSpec(instance="d")
+)
+
+
+def run(keep_logs=None):
+    options = SimpleNamespace(patience_s=5.0, keep_logs=keep_logs)
+    return ClusterRun(
+        "kvbridge.testbed.nothing", options, Lines(Console(file=io.StringIO())), events=TypeAdapter(Failed)
+    )
+
+
+def fail_in(ours, prepare):
+    with ours, ours.causes_named():
+        prepare(ours.plan_cluster(SPEC))
+        raise DeadlineError("no engine said anything")
+
+
+def end_decode(cluster):
+    cluster.decode.process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    cluster.decode.process.wait(30)
+
+
+def test_its_end_keeps_logs_and_leaves_no_process_and_no_folder(tmp_path):
+    kept = tmp_path / "kept"
+    with run(kept) as ours:
+        ours.start_engines(FrozenModel(), {"prefill": "the prefill engine"})
+        engine = ours.engines["prefill"]
+        engine.process.wait(30)
+    engine.wait_last_words()
+    engine.process.stdout.close()
+    assert not ours.folder.exists()
+    assert "kvbridge.testbed.nothing" in (kept / "prefill-engine.log").read_text()
+    assert (kept / "job.json").exists()
+
+
+def test_what_went_wrong_before_the_daemons_were_started_is_told_as_it_is():
+    with pytest.raises(DeadlineError, match="no engine said anything"):
+        fail_in(run(), lambda cluster: None)
+
+
+def test_a_daemon_that_has_died_is_the_cause():
+    with pytest.raises(PeerError, match=r"the decode daemon ended \(exit code 3\)"):
+        fail_in(run(), end_decode)
