@@ -24,7 +24,7 @@ What the library does and does not do (1.5.1, measured), and what follows for th
   writing): on one host prefer `local`, which is also faster by far (VRAM to another process's DRAM: 0.5 GB/s here).
 - One request has one kind of memory on each side, so a batch becomes a request for each pair of kinds. Registrations and
   descriptors carry the device.
-- It does not survive metadata that was made to break it, so a process apart reads it first (`nixl_check`). A read from a peer
+- It does not survive metadata that was made to break it, so a process apart reads it first (`nixl.check`). A read from a peer
   that does not answer stays behind, with a descriptor, until the agent's end.
 - Nobody is authenticated: whoever has the metadata and reaches the port can read and write registered memory. Fence
   it by the network.
@@ -61,7 +61,7 @@ from kvbridge.transport.base import (
 )
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.nixl.agent import Descriptors, NixlAgent, Side, UnclearPostError
-from kvbridge.transport.nixl.check import check, check_again
+from kvbridge.transport.nixl.check import hold_check, let_go_of_check
 from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent, ProbeTarget, introduce
 from kvbridge.transport.nixl.pump import Pump, PumpedTransfer
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
@@ -198,6 +198,8 @@ class NixlTransport(Transport):
         self._pump = Pump(NAME)
         self._agent = NixlAgent(settings)
         self._probe_target = ProbeTarget(self._agent)
+        self._check = hold_check(settings)
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<NixlTransport {self._agent!r}: {self._memory}, {len(self._peers)} peers>"
@@ -265,7 +267,7 @@ class NixlTransport(Transport):
         if name == self._agent.name:
             raise InvalidInputError("this is the transport's own endpoint; it cannot write to itself")
         self._agent.require_alive()
-        yield from check(self._settings, content, self._agent.device, clock=self._clock)
+        yield from self._check.check(content, self._agent.device, clock=self._clock)
         timeout_s = self._settings.connect_timeout_s
         self._connecting.append(name)
         try:
@@ -280,7 +282,7 @@ class NixlTransport(Transport):
             )
             self._peers.add(peer)
         except TransportError:
-            check_again(content)
+            self._check.forget(content)
             raise
         finally:
             self._connecting.remove(name)
@@ -328,6 +330,9 @@ class NixlTransport(Transport):
         for transfer in left:
             transfer.end(TransferState.FAILED_QUIET, "the nixl transport was closed while this transfer was active")
         self._peers.clear()
+        if not self._closed:
+            self._closed = True
+            let_go_of_check(self._settings)
 
     def _known(self, peer: Peer) -> NixlPeer:
         if not isinstance(peer, NixlPeer) or peer not in self._peers:

@@ -293,7 +293,7 @@ def test_a_gate_whose_folder_is_gone_is_made_again_and_the_old_one_still_counts(
         folder.mkdir()
         readers.append(LocalTransport(LocalSettings(proof_directory=str(folder)), epoch=epoch))
         readers[-1].register([target.memory()])
-        peers.append(writer.connect(readers[-1].endpoint()))
+        peers.append(connect(writer, readers[-1].endpoint()))
         if epoch == 1:
             readers[-1].close()
             shutil.rmtree(folder)
