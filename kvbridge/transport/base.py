@@ -70,15 +70,6 @@ class Memory(FrozenModel):
     """What it is, for error messages ("host pool extent 3")."""
 
 
-class Capabilities(FrozenModel):
-    """What a backend can do; the planner and the rank worker obey it."""
-
-    memory_kinds: frozenset[MemoryKind]
-    max_operation_bytes: Positive
-    """Longer operations must be cut before `submit`."""
-    same_host_only: bool = False
-
-
 class Endpoint(FrozenModel):
     """How peers reach a transport. `data` is the backend's own and opaque to everybody else; at most 1 MiB."""
 
@@ -173,16 +164,12 @@ class Transport(ABC):
 
     @property
     @abstractmethod
-    def capabilities(self) -> Capabilities:
-        """What this backend can do on this machine."""
+    def max_operation_bytes(self) -> int:
+        """Longer operations must be cut before `submit`."""
 
     @abstractmethod
     def register(self, memory: Sequence[Memory]) -> None:
         """Make memory usable as a source and as a destination. Ranges must not overlap registered ones."""
-
-    @abstractmethod
-    def unregister(self, memory: Sequence[Memory]) -> None:
-        """Forget memory. The caller has made sure that no peer still holds a manifest that names it."""
 
     @abstractmethod
     def endpoint(self) -> Endpoint:

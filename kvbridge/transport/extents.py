@@ -63,8 +63,7 @@ class Extents:
         for address, length in extents:
             if left.get(address) != length:
                 raise InvalidInputError(
-                    f"memory of {self._whose}: {_range(address, length)} is not registered; "
-                    "unregister what was registered"
+                    f"memory of {self._whose}: {_range(address, length)} is not registered, so it cannot be removed"
                 )
             del left[address]
         self._set(left)

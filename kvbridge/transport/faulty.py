@@ -24,7 +24,6 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import (
-    Capabilities,
     Connection,
     Endpoint,
     Memory,
@@ -81,17 +80,13 @@ class FaultyTransport(Transport):
         )
 
     @property
-    def capabilities(self) -> Capabilities:
+    def max_operation_bytes(self) -> int:
         """The inner transport's."""
-        return self._inner.capabilities
+        return self._inner.max_operation_bytes
 
     def register(self, memory: Sequence[Memory]) -> None:
         """See `Transport.register`."""
         self._inner.register(memory)
-
-    def unregister(self, memory: Sequence[Memory]) -> None:
-        """See `Transport.unregister`."""
-        self._inner.unregister(memory)
 
     def endpoint(self) -> Endpoint:
         """The inner endpoint under this transport's name, since the other side wraps the same backend."""

@@ -48,8 +48,6 @@ from kvbridge.worker.orders import OpenedRoom, Order, RoomKey
 from kvbridge.worker.peers import ConnectedPeer, RankPeers
 from kvbridge.worker.transports import RankIdentity, RankTransports, TransportFactory
 
-__all__ = ["NodeLink", "RankIdentity", "RankWorker", "TransportFactory"]
-
 log = structlog.get_logger(__name__)
 
 IDLE_WAIT_S = 0.05

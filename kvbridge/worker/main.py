@@ -17,7 +17,8 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.telemetry.logs import LogFormat, configure_logs
 from kvbridge.transport.local.host import PROCESS_GATES
-from kvbridge.worker.lifecycle import open_node_link, serve_rank
+from kvbridge.worker.lifecycle import serve_rank
+from kvbridge.worker.link import open_node_link
 
 EXIT_FAILED = 3
 """The worker could not serve; the reason was reported to the node."""

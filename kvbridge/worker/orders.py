@@ -100,7 +100,7 @@ class Order:
                     self.request.section,
                     room.source,
                     room.destination,
-                    max_operation_bytes=target.transport.capabilities.max_operation_bytes,
+                    max_operation_bytes=target.transport.max_operation_bytes,
                 )
                 self.amounts = add_amounts(self.amounts, part.amounts)
                 if len(part.operations):

@@ -240,7 +240,7 @@ class PeerProcess:
         return self._endpoint
 
     def current_endpoint(self) -> Endpoint:
-        """Ask for the endpoint as it is now, after `register` or `unregister`."""
+        """Ask for the endpoint as it is now, after `register`."""
         answer = self.ask("endpoint")
         return Endpoint(transport=answer["transport"], data=base64.b64decode(answer["data"]))
 

@@ -3,19 +3,18 @@
 Owns: checking that what the engine hands over is the whole cache of its rank, and cutting it into extents.
 Must not know: which pages are free, tensors, who gives page ids out.
 
-The engine's memory is described, never touched, except through `page_view`.
+The engine's memory is described, never touched.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Sequence
 
-from kvbridge.core.errors import ConflictError, InvalidInputError, UnsupportedError
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
-from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.extent import pages_per_extent
 from kvbridge.pool.memory.layout import DEFAULT_EXTENT_BYTES, RankPart
 from kvbridge.pool.memory.memory_pool import MemoryPool
@@ -23,7 +22,7 @@ from kvbridge.pool.memory.sharing import Holder, registered_extents
 
 
 class AdoptedPool(MemoryPool):
-    """The engine's own cache memory as regions and extents. `close` forgets it; the engine frees it, after `close`."""
+    """The engine's own cache memory as regions and extents. The engine frees it, when no peer holds a manifest of it."""
 
     def __init__(
         self,
@@ -52,18 +51,6 @@ class AdoptedPool(MemoryPool):
         check_manifest(manifest, geometry)
         regions = cut_regions(given, extent_bytes)
         super().__init__(regions, registered_extents(regions, holders))
-        self._closed = False
-
-    def close(self) -> None:
-        """Forget the memory: no view can be made any more."""
-        self._closed = True
-
-    def _view(self, address: int, length_bytes: int, memory: MemoryKind) -> memoryview:
-        if self._closed:
-            raise ConflictError("this adopted pool is closed")
-        if memory is not MemoryKind.DRAM:
-            raise UnsupportedError(f"the CPU cannot view memory of kind {memory}; copy the page by the device's means")
-        return memoryview((ctypes.c_ubyte * length_bytes).from_address(address)).cast("B")
 
 
 def cut_regions(given: Sequence[Region], extent_bytes: int) -> tuple[Region, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
-from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import CudaOrigin, SharedRegion
 from kvbridge.kernels.cuda import runtime
@@ -67,25 +67,9 @@ class CudaPool(MemoryPool):
         """The regions as other processes of the host open them (`sharing.MappedRegions`)."""
         return self.placement.shared_regions([origin_of(exported) for exported in self._exported])
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all allocations."""
-        return self.placement.total_bytes
-
     def close(self) -> None:
         """Free it. Nobody else has it open, nothing on any device uses it. Harmless when closed."""
         self._stack.close()
-
-    def __repr__(self) -> str:
-        pages = ", ".join(f"{count} {space}" for space, count in self.page_counts().items())
-        return (
-            f"<CudaPool on cuda:{self.placement.device}: {len(self.regions())} regions, pages {pages}, "
-            f"{self.total_bytes} bytes in {len(self._exported)} allocations>"
-        )
-
-    def _view(self, address: int, length_bytes: int, memory: MemoryKind) -> memoryview:
-        del address, length_bytes
-        raise UnsupportedError(f"the CPU cannot view memory of kind {memory}; copy the page by the device's means")
 
 
 def origin_of(exported: ExportedAllocation) -> CudaOrigin:

@@ -123,13 +123,6 @@ class OwnMemory:
         self._parts |= found
         self._look_up_anew()
 
-    def remove(self, memory: Sequence[Memory]) -> None:
-        """Forget exactly these registrations. Raises InvalidInputError for an unknown one, and forgets none then."""
-        self.extents.remove(extents.of(memory))
-        for part in memory:
-            self._parts.pop(part.address).close()
-        self._look_up_anew()
-
     def close(self) -> None:
         """Undo every registration with CUDA. No device uses the memory any more."""
         for part in self._parts.values():

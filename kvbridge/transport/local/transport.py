@@ -33,7 +33,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.background import Call, take_turn
-from kvbridge.transport.base import Capabilities, Connection, Endpoint, Memory, Peer, Steps, Transfer, Transport
+from kvbridge.transport.base import Connection, Endpoint, Memory, Peer, Steps, Transfer, Transport
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.local.accelerators import has_accelerator
 from kvbridge.transport.local.access import DeviceAccess
@@ -76,14 +76,9 @@ class LocalTransport(Transport):
         )
 
     @property
-    def capabilities(self) -> Capabilities:
-        """Memory of one host only; device memory where CUDA can be used."""
-        kinds = {MemoryKind.DRAM}
-        if has_accelerator() and not runtime.reason_without_device():
-            kinds.add(MemoryKind.VRAM)
-        return Capabilities(
-            memory_kinds=frozenset(kinds), max_operation_bytes=self._settings.slice_bytes, same_host_only=True
-        )
+    def max_operation_bytes(self) -> int:
+        """Longer ones would hold up everybody else: a slice is the least that is copied at a time."""
+        return self._settings.slice_bytes
 
     def register(self, memory: Sequence[Memory]) -> None:
         """See `Transport.register`. Memory without a shared file or allocation can be a source only."""
@@ -96,10 +91,6 @@ class LocalTransport(Transport):
                     f"cannot use a GPU: {reason}"
                 )
         self._own.add(memory)
-
-    def unregister(self, memory: Sequence[Memory]) -> None:
-        """See `Transport.unregister`. Peers that have it mapped keep their mapping until they disconnect."""
-        self._own.remove(memory)
 
     def endpoint(self) -> Endpoint:
         """See `Transport.endpoint`. The first call with shared memory registered writes the proof beside it."""

@@ -1,6 +1,7 @@
 """A process that reads what a nixl peer says of itself before the rank worker does, and has nothing to lose.
 
-Owns: that process, its verdict, what is remembered of it; opened by the first NIXL transport of a process, closed by the last. Must not know: transfers, our registrations.
+Owns: that process, its verdict, what is remembered of it: opened by the first NIXL transport of this process, closed by the last.
+Must not know: transfers, our registrations.
 
 The library reads a peer's metadata in native code and does not survive bytes that were made to break it (1.5.1: one in 40
 mutations of the peer's UCX address ended the process, by a failed assertion or a segmentation fault, all of them while the

@@ -49,7 +49,6 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.transport import extents
 from kvbridge.transport.base import (
-    Capabilities,
     Connection,
     Endpoint,
     Memory,
@@ -205,11 +204,9 @@ class NixlTransport(Transport):
         return f"<NixlTransport {self._agent!r}: {self._memory}, {len(self._peers)} peers>"
 
     @property
-    def capabilities(self) -> Capabilities:
-        """Device memory depends on what UCX found."""
-        return Capabilities(
-            memory_kinds=self._agent.memory_kinds, max_operation_bytes=self._settings.max_operation_bytes
-        )
+    def max_operation_bytes(self) -> int:
+        """See `Transport.max_operation_bytes`."""
+        return self._settings.max_operation_bytes
 
     def register(self, memory: Sequence[Memory]) -> None:
         """See `Transport.register`."""
@@ -237,16 +234,6 @@ class NixlTransport(Transport):
             ) from error
         self._registered |= {part.address: _announced(part) for part in memory}
         self._places = _Places(list(self._registered.values()))
-
-    def unregister(self, memory: Sequence[Memory]) -> None:
-        """See `Transport.unregister`. A peer that has this endpoint's older data can still write there."""
-        self._agent.require_alive()
-        self._memory.remove(extents.of(memory))
-        for part in memory:
-            del self._registered[part.address]
-        self._places = _Places(list(self._registered.values()))
-        for kind, rows in _rows(memory):
-            self._agent.deregister(kind, rows)
 
     def endpoint(self) -> Endpoint:
         """See `Transport.endpoint`."""

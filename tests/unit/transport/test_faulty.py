@@ -14,10 +14,8 @@ import pytest
 from kvbridge.config.transports import FaultySettings
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import TransportError
-from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import (
-    Capabilities,
     Connection,
     Endpoint,
     Memory,
@@ -59,14 +57,13 @@ class FakeTransport(Transport):
     """Remembers which source addresses it has delivered, in order."""
 
     name = "fake"
-    capabilities = Capabilities(memory_kinds=frozenset({MemoryKind.DRAM}), max_operation_bytes=100)
+    max_operation_bytes = 100
 
     def __init__(self) -> None:
         self.delivered: list[int] = []
         self.closed = False
 
     def register(self, memory: Sequence[Memory]) -> None: ...
-    def unregister(self, memory: Sequence[Memory]) -> None: ...
     def endpoint(self) -> Endpoint:
         return Endpoint(transport="fake", data=b"here")
 

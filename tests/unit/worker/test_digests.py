@@ -29,7 +29,8 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.digest import raw_checksums
 from kvbridge.transport.base import Memory
 from kvbridge.worker import digests as rank_digests
-from kvbridge.worker.loop import RankIdentity, RankWorker
+from kvbridge.worker.loop import RankWorker
+from kvbridge.worker.transports import RankIdentity
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, manifest
 from tests.unit.worker.test_loop import DONE, LOUD, QUIET, FakeTransport, Link, node_ranks
 

@@ -15,9 +15,9 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceOrder
 from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHello, WorkerSetup
-from kvbridge.pool.memory.host_pool import HostPool
 from kvbridge.pool.memory.host_registration import registered_ranges
 from kvbridge.pool.memory.layout import RankPart, device_placement, host_placement
+from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.transport.base import SharedAllocation, SharedFile
 from kvbridge.worker.lifecycle import serve_rank
@@ -38,7 +38,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 @pytest.fixture
 def host(tmp_path: Path):
-    with HostPool.create(host_placement(TINY, {C4}, page_count=4), tmp_path, "host") as pool:
+    with MappedPool.create(host_placement(TINY, {C4}, page_count=4), tmp_path, "host") as pool:
         yield pool
 
 
@@ -49,7 +49,7 @@ def stack():
 
 
 def setup(
-    host: HostPool, *, make: bool = False, order: tuple[TransportName, ...] = (TransportName.LOCAL,)
+    host: MappedPool, *, make: bool = False, order: tuple[TransportName, ...] = (TransportName.LOCAL,)
 ) -> WorkerSetup:
     return WorkerSetup(
         geometry=TINY,
@@ -81,8 +81,8 @@ def test_a_worker_makes_what_it_is_told_to_and_page_locks_the_host_pool(cuda, ho
     on_device = [region for region in memory.regions if region.space is not IndexSpace.HOST]
     assert {(region.memory, region.device) for region in on_device} == {(MemoryKind.VRAM, 1)}
     assert C4 not in {region.component for region in on_device}
-    assert sum(cuda.registered.values()) == host.total_bytes
-    assert (host.total_bytes, host.total_bytes) in told
+    assert sum(cuda.registered.values()) == host.placement.total_bytes
+    assert (host.placement.total_bytes, host.placement.total_bytes) in told
     shared = [piece.shared for piece in memory.for_transports()]
     assert {type(one) for one in shared} == {SharedAllocation, SharedFile}
     assert {one.device_uuid for one in shared if isinstance(one, SharedAllocation)} == {cuda.uuids[1]}
@@ -110,7 +110,7 @@ def test_an_engines_own_allocation_is_shared_with_the_offset_of_each_piece(cuda,
     assert len(cuda.handles) == 1
     assert {base + piece.shared.offset_bytes - piece.address for piece in ours} == {0}
     assert memory.made == ()
-    assert sum(cuda.registered.values()) == host.total_bytes
+    assert sum(cuda.registered.values()) == host.placement.total_bytes
 
 
 @pytest.mark.parametrize("order", [(TransportName.LOCAL,), (TransportName.NIXL, TransportName.FAULTY)])
