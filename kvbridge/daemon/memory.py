@@ -20,7 +20,7 @@ from kvbridge.core.errors import ConfigError, DeadlineError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import sparse_component
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.shared_memory import DeviceOrder, SharedRegion
+from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
@@ -46,7 +46,7 @@ class NodeLayout:
     owned: dict[IndexSpace, int]
     """Pages of each space that this node allocates from."""
     adopted: dict[IndexSpace, int]
-    orders: dict[Rank, DeviceOrder] = field(default_factory=dict)
+    orders: dict[Rank, DeviceAllocationRequest] = field(default_factory=dict)
     """The ranks whose device memory their workers make, with what they are to make."""
 
     def book(self) -> PageBook:
@@ -92,7 +92,7 @@ def plan_memory(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -
         for rank, part in parts.items()
     }
     orders = {
-        rank: DeviceOrder(device=part.device, page_counts=counts, exclude=tuple(sorted(host_kinds)))
+        rank: DeviceAllocationRequest(device=part.device, page_counts=counts, exclude=tuple(sorted(host_kinds)))
         for rank, part in parts.items()
         if part.memory is MemoryKind.VRAM
     }

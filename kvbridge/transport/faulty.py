@@ -23,10 +23,10 @@ from kvbridge.config.transports import FaultySettings
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.operations import Operations
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import (
     Connection,
     Endpoint,
-    Memory,
     Peer,
     Steps,
     Transfer,
@@ -84,7 +84,7 @@ class FaultyTransport(Transport):
         """The inner transport's."""
         return self._inner.max_operation_bytes
 
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[Extent]) -> None:
         """See `Transport.register`."""
         self._inner.register(memory)
 
@@ -166,7 +166,7 @@ class FaultyTransport(Transport):
         self._scratch.write(ctypes.string_at(int(operations.source[chosen]), length_bytes))
         self._scratch[0] ^= 1
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
-        self._inner.register([Memory(address=address, length_bytes=length_bytes, label="flipped bit")])
+        self._inner.register([Extent(address=address, length_bytes=length_bytes, label="flipped bit")])
         source = operations.source.copy()
         source[chosen] = address
         return Operations(source, operations.destination, operations.length)

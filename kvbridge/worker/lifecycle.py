@@ -128,7 +128,7 @@ def _identity(setup: WorkerSetup, memory: WorkerMemory) -> RankIdentity:
     check_manifest(manifest, setup.geometry)
     settings = TransportSettings.model_validate_json(setup.transports)
     order = tuple(str(name) for name in settings.order)
-    return RankIdentity(setup.geometry, manifest, memory.for_transports(), order, epoch=setup.epoch, made=memory.made)
+    return RankIdentity(setup.geometry, manifest, memory.extents, order, epoch=setup.epoch, made=memory.made)
 
 
 def _factory(setup: WorkerSetup) -> Callable[[str, int], Transport]:

@@ -55,8 +55,8 @@ class SharedRegion(FrozenModel):
     origins: tuple[Origin, ...]
 
 
-class DeviceOrder(FrozenModel):
-    """What device memory a rank worker is to make, as `pool.layout.device_placement` lays it out."""
+class DeviceAllocationRequest(FrozenModel):
+    """What device memory a node asks a rank worker to allocate, as `pool.layout.device_placement` lays it out."""
 
     device: NonNegative
     """CUDA ordinal, as the node and its workers count."""

@@ -15,10 +15,10 @@ from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.memory.extent import pages_per_extent
+from kvbridge.pool.memory.extent import Extent, pages_per_extent
 from kvbridge.pool.memory.layout import DEFAULT_EXTENT_BYTES, RankPart
 from kvbridge.pool.memory.memory_pool import MemoryPool
-from kvbridge.pool.memory.sharing import Holder, registered_extents
+from kvbridge.pool.memory.sharing import registered_extents
 
 
 class AdoptedPool(MemoryPool):
@@ -31,12 +31,12 @@ class AdoptedPool(MemoryPool):
         given: Sequence[Region],
         *,
         exclude: Collection[ComponentKind] = frozenset(),
-        holders: Sequence[Holder] = (),
+        shared: Sequence[Extent] = (),
         extent_bytes: int = DEFAULT_EXTENT_BYTES,
     ) -> None:
         """Check and adopt `given`: every component of `part` but `exclude`, each layer once, in the geometry's form.
 
-        `given` are regions of one extent each, at this process's addresses; `holders` is memory in which
+        `given` are regions of one extent each, at this process's addresses; `shared` are whole allocations in which
         some of them lie and that other processes of the host can reach. Raises InvalidInputError that names the
         component and layer that is missing, too much, or of another form.
         """
@@ -50,7 +50,7 @@ class AdoptedPool(MemoryPool):
         )
         check_manifest(manifest, geometry)
         regions = cut_regions(given, extent_bytes)
-        super().__init__(regions, registered_extents(regions, holders))
+        super().__init__(regions, registered_extents(regions, shared))
 
 
 def cut_regions(given: Sequence[Region], extent_bytes: int) -> tuple[Region, ...]:

@@ -16,7 +16,7 @@ from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.pool.memory.memory_pool import MemoryPool
 from kvbridge.pool.memory.placement import Placement
 from kvbridge.pool.memory.shared_mapping import DEFAULT_CHUNK_BYTES, SharedMapping, close_all, require_memory
-from kvbridge.pool.memory.sharing import Holder, registered_extents
+from kvbridge.pool.memory.sharing import mapping_extent, registered_extents
 
 
 def mapping_paths(placement: Placement, directory: Path | str, prefix: str) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class MappedPool(MemoryPool):
         if placement.memory is not MemoryKind.DRAM:
             raise UnsupportedError(f"a pool of {placement.memory} cannot be a shared file; allocate it on the device")
         regions = placement.regions_at([mapping.address for mapping in mappings])
-        super().__init__(regions, registered_extents(regions, [Holder.of(mapping) for mapping in mappings]))
+        super().__init__(regions, registered_extents(regions, [mapping_extent(mapping) for mapping in mappings]))
         self.placement = placement
         self._mappings = tuple(mappings)
 

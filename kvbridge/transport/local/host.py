@@ -43,8 +43,9 @@ from pydantic import Field
 
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.leftovers import PROOF_PREFIX
-from kvbridge.transport.base import Memory, SharedFile
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SECRET_BYTES = 32
@@ -78,11 +79,11 @@ class HostClaim(FrozenModel):
 
 
 class SharedExtent(FrozenModel):
-    """`length_bytes` at `offset_bytes` of the `file`-th of a list of files, mapped at `address` by its owner."""
+    """`length_bytes` at `offset_bytes` of the `origin`-th file or allocation of a list, at `address` in its owner's process."""
 
     address: Positive
     length_bytes: Positive
-    file: NonNegative
+    origin: NonNegative
     offset_bytes: NonNegative
 
 
@@ -231,11 +232,11 @@ def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
     return True
 
 
-def identify(memory: Memory) -> FileIdentity | None:
+def identify(memory: Extent) -> FileIdentity | None:
     """The file behind some memory, None if there is none. Raises RegistrationError when the file does not hold it."""
-    if not isinstance(memory.shared, SharedFile):
+    if not isinstance(memory.origin, FileOrigin):
         return None
-    path = memory.shared.path
+    path = memory.origin.path
     label = memory.label or f"memory at {memory.address:#x}"
     try:
         found = Path(path).stat()
@@ -243,9 +244,9 @@ def identify(memory: Memory) -> FileIdentity | None:
         raise RegistrationError(
             f"{label}: the shared file cannot be reached: {error}; keep it while it is used"
         ) from error
-    if memory.shared.offset_bytes + memory.length_bytes > found.st_size:
+    if memory.offset_bytes + memory.length_bytes > found.st_size:
         raise RegistrationError(
-            f"{label}: {memory.length_bytes} bytes at offset {memory.shared.offset_bytes} do not fit into the "
+            f"{label}: {memory.length_bytes} bytes at offset {memory.offset_bytes} do not fit into the "
             f"{found.st_size} "
             f"bytes of {path}"
         )

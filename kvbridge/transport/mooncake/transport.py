@@ -48,9 +48,10 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
 from kvbridge.core.plan.operations import Operations
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
 from kvbridge.transport.background import take_turn
-from kvbridge.transport.base import Connection, Endpoint, Memory, Peer, Steps, Transfer, Transport
+from kvbridge.transport.base import Connection, Endpoint, Peer, Steps, Transfer, Transport
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.mooncake.library import (
     LIBRARY_ERRORS,
@@ -190,7 +191,7 @@ class MooncakeTransport(Transport):
         """See `Transport.max_operation_bytes`."""
         return self._settings.max_operation_bytes
 
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[Extent]) -> None:
         """See `Transport.register`."""
         library = self._engine.library
         for part in memory:

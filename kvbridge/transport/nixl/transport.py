@@ -47,11 +47,11 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
 from kvbridge.transport.base import (
     Connection,
     Endpoint,
-    Memory,
     Peer,
     Steps,
     Transfer,
@@ -208,7 +208,7 @@ class NixlTransport(Transport):
         """See `Transport.max_operation_bytes`."""
         return self._settings.max_operation_bytes
 
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[Extent]) -> None:
         """See `Transport.register`."""
         self._agent.require_alive()
         for part in memory:
@@ -335,11 +335,11 @@ class NixlTransport(Transport):
             self._agent.forget_peer(agent)
 
 
-def _announced(part: Memory) -> NixlExtent:
+def _announced(part: Extent) -> NixlExtent:
     return NixlExtent(address=part.address, length_bytes=part.length_bytes, kind=part.kind, device=part.device)
 
 
-def _rows(memory: Sequence[Memory]) -> list[tuple[MemoryKind, Descriptors]]:
+def _rows(memory: Sequence[Extent]) -> list[tuple[MemoryKind, Descriptors]]:
     """Registrations, one list for each kind."""
     found = []
     for kind in KINDS:

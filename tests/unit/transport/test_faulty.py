@@ -15,10 +15,10 @@ from kvbridge.config.transports import FaultySettings
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import (
     Connection,
     Endpoint,
-    Memory,
     Peer,
     Steps,
     Transfer,
@@ -63,7 +63,7 @@ class FakeTransport(Transport):
         self.delivered: list[int] = []
         self.closed = False
 
-    def register(self, memory: Sequence[Memory]) -> None: ...
+    def register(self, memory: Sequence[Extent]) -> None: ...
     def endpoint(self) -> Endpoint:
         return Endpoint(transport="fake", data=b"here")
 

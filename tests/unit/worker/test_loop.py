@@ -28,10 +28,10 @@ from kvbridge.core.wire.worker_messages import (
     WorkerProgress,
     WorkerReady,
 )
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import (
     Connection,
     Endpoint,
-    Memory,
     Peer,
     Steps,
     Transfer,
@@ -194,7 +194,7 @@ class Bench:
         self.built: dict[str, list[FakeTransport]] = {}
         self.names = transports or ("one",)
         self.refuse_build: Exception | None = None
-        memory = tuple(Memory(address=address, length_bytes=1 << 20) for address in (1 << 30, 1 << 31))
+        memory = tuple(Extent(address=address, length_bytes=1 << 20) for address in (1 << 30, 1 << 31))
         self.worker = RankWorker(
             RankIdentity(GEOMETRY, manifest(), memory, self.names),
             self.link,

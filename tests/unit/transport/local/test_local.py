@@ -14,7 +14,8 @@ from kvbridge.core.errors import InvalidInputError, RegistrationError, Transport
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
-from kvbridge.transport.base import Memory, TransferState
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.transport.base import TransferState
 from kvbridge.transport.local import peer as local_peer
 from kvbridge.transport.local.host import HostClaim, require_same_host
 from kvbridge.transport.local.transport import LocalTransport
@@ -43,8 +44,8 @@ def one(source: int, destination: int, length: int) -> Operations:
     return Operations(*(np.array([value], dtype=np.uint64) for value in (source, destination, length)))
 
 
-def private(array: np.ndarray) -> Memory:
-    return Memory(address=int(array.ctypes.data), length_bytes=array.nbytes, label="scratch")
+def private(array: np.ndarray) -> Extent:
+    return Extent(address=int(array.ctypes.data), length_bytes=array.nbytes, label="scratch")
 
 
 def test_private_source_to_part_of_a_shared_file(reader, writer, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_closed_peer_is_refused(reader, writer, tmp_path: Path) -> None:
 def test_device_memory_without_a_device_is_refused(writer, monkeypatch) -> None:
     monkeypatch.setattr(runtime, "reason_without_device", lambda: "the driver is on holiday")
     with pytest.raises(RegistrationError, match="cannot use a GPU: the driver is on holiday"):
-        writer.register([Memory(address=4096, length_bytes=4096, kind=MemoryKind.VRAM)])
+        writer.register([Extent(address=4096, length_bytes=4096, kind=MemoryKind.VRAM)])
 
 
 def test_longest_operation_is_the_slice(reader, writer, tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.allocations import Allocation
-from kvbridge.transport.base import Memory, SharedAllocation, TransferState
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.transport.base import TransferState
 from kvbridge.transport.local import allocations as local_allocations
 from kvbridge.transport.local import files as local_files
 from kvbridge.transport.local import own as local_own
@@ -46,14 +48,15 @@ class DeviceArray:
         self.address = int(self.bytes.ctypes.data)
         self._uuid = uuid
 
-    def memory(self, offset: int = 0, length: int | None = None, *, device: int = 0, private: bool = False) -> Memory:
+    def memory(self, offset: int = 0, length: int | None = None, *, device: int = 0, private: bool = False) -> Extent:
         handle = self.address.to_bytes(8, "little") + len(self.bytes).to_bytes(8, "little") + bytes(48)
-        return Memory(
+        return Extent(
             address=self.address + offset,
             length_bytes=len(self.bytes) - offset if length is None else length,
             kind=MemoryKind.VRAM,
             device=device,
-            shared=None if private else SharedAllocation(handle=handle, device_uuid=self._uuid, offset_bytes=offset),
+            origin=None if private else CudaOrigin(handle=handle, device_uuid=self._uuid, length_bytes=len(self.bytes)),
+            offset_bytes=offset,
             label="window pool",
         )
 
