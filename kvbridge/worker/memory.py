@@ -107,6 +107,4 @@ def _exported(setup: WorkerSetup, adopted: Sequence[Region], stack: ExitStack) -
 
 
 def _uses_local(setup: WorkerSetup) -> bool:
-    settings = TransportSettings.model_validate_json(setup.transports)
-    names = {settings.faulty.inner if name is TransportName.FAULTY else name for name in settings.order}
-    return TransportName.LOCAL in names
+    return TransportName.LOCAL in TransportSettings.model_validate_json(setup.transports).order

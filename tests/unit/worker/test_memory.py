@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.config.transports import FaultySettings, TransportName, TransportSettings
+from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.core.errors import RegistrationError
 from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ComponentKind
@@ -59,7 +59,7 @@ def setup(
         device=(),
         allocate=DeviceAllocationRequest(device=1, page_counts=COUNTS, exclude=(C4,)) if make else None,
         host=host.shared_regions(),
-        transports=TransportSettings(order=order, faulty=FaultySettings(inner=TransportName.LOCAL)).model_dump_json(),
+        transports=TransportSettings(order=order).model_dump_json(),
         transfer_timeout_s=1.0,
     )
 
@@ -112,7 +112,7 @@ def test_an_engines_own_allocation_is_shared_with_the_offset_of_each_piece(cuda,
     assert sum(cuda.registered.values()) == host.placement.total_bytes
 
 
-@pytest.mark.parametrize("order", [(TransportName.LOCAL,), (TransportName.NIXL, TransportName.FAULTY)])
+@pytest.mark.parametrize("order", [(TransportName.LOCAL,), (TransportName.NIXL, TransportName.LOCAL)])
 def test_memory_that_cannot_be_shared_is_refused_where_local_is_to_reach_it(cuda, host, stack, order):
     cuda.shareable = False
     with pytest.raises(RegistrationError, match=r"no expandable_segments; or take `local` out of transports\.order"):
