@@ -143,7 +143,7 @@ class Transport(ABC):
 
         Polling the connection returns the peer, or raises TransportError when it cannot be reached or is not on the
         required host, InvalidInputError for our own endpoint. Transfers to other peers go on meanwhile: whatever waits for the
-        peer waits on another thread, or between two polls. Connecting again to a newer life of the same peer is a new
+        peer waits on another thread, or between two polls. Connecting again to a newer incarnation of the same peer is a new
         connection; the old one is to be disconnected first.
         """
 

@@ -4,7 +4,7 @@ Owns: the sorted set of registered extents, on this side or as a peer announced 
 transfers.
 
 Checked here because no library can be trusted with it: Mooncake accepts unregistered local memory on TCP and loses a
-lane to each remote address that it rejects; NIXL checks on the initiating side only. A range that straddles two
+connection for each remote address that it rejects; NIXL checks on the initiating side only. A range that straddles two
 extents is refused even if they touch, since they are two registrations.
 """
 

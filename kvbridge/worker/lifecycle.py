@@ -1,4 +1,4 @@
-"""How a rank worker comes to life, in a process of its own or in an engine's: hello, setup, memory, transports, service.
+"""How a rank worker starts and ends, in a process of its own or in an engine's: hello, setup, memory, transports, service.
 
 Owns: that order, and the report of a failure on the way. Must not know: who started it, how its link is made.
 """

@@ -93,7 +93,7 @@ def test_source_outside_of_registered_memory_is_refused(pair: Pair) -> None:
 
 @any_memory
 def test_refused_destinations_do_not_disturb_the_next_write(pair: Pair) -> None:
-    """Mooncake closes one of four lanes for each address that a peer rejects; the fifth write then fails or stalls."""
+    """Mooncake closes one of four connections for each address that a peer rejects; the fifth write then fails or stalls."""
     end = pair.process.buffer.length_bytes
     for _ in range(6):
         for destination, length in ((end, 4_096), (end - 1, 2), (end + (1 << 40), 4_096)):

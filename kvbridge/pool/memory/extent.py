@@ -30,7 +30,7 @@ EXTENT_ALIGNMENT_BYTES = 4096
 
 
 def ignore_progress(done_bytes: int, total_bytes: int) -> None:
-    """Report to nobody."""
+    """Ignore a progress report."""
 
 
 def align_up(length_bytes: int, alignment_bytes: int) -> int:

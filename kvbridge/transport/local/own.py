@@ -21,7 +21,7 @@ from kvbridge.pool.memory.holding import HeldThings
 from kvbridge.pool.memory.host_registration import registered_ranges
 from kvbridge.transport import extents
 from kvbridge.transport.local.access import DeviceAccess, Undo
-from kvbridge.transport.local.host import PROCESS_GATES, FileIdentity, HostClaim, SharedExtent, identify
+from kvbridge.transport.local.host import PROCESS_LOCK_FILES, FileIdentity, HostClaim, SharedExtent, identify
 from kvbridge.transport.local.memory import HOST, ReachableExtent, ReachableExtents
 
 _registered: HeldThings[tuple[int, int], None] = HeldThings()
@@ -37,7 +37,7 @@ class LocalEndpoint(FrozenModel):
     extents: tuple[SharedExtent, ...]
     allocations: tuple[CudaOrigin, ...] = ()
     device_extents: tuple[SharedExtent, ...] = ()
-    gate: FileIdentity | None = None
+    lock_file: FileIdentity | None = None
     """Stands for the device memory where writers take their locks."""
     epoch: Annotated[int, Field(ge=0, lt=1 << 60)]
     private: tuple[Annotated[str, Field(max_length=200)], ...]
@@ -135,7 +135,7 @@ class OwnMemory:
         return Path(otherwise) if any(part.memory.origin is not None for part in self._parts.values()) else None
 
     def describe(self, claim: HostClaim | None, epoch: int) -> LocalEndpoint:
-        """Say what is registered. Makes the gate of device memory, beside the proof."""
+        """Say what is registered. Makes the lock file of device memory, beside the proof."""
         files: dict[FileIdentity, int] = {}
         allocations: dict[CudaOrigin, int] = {}
         on_host: list[SharedExtent] = []
@@ -149,14 +149,14 @@ class OwnMemory:
                     on_device.append(_shared(part.memory, allocations.setdefault(origin, len(allocations))))
                 case _:
                     private.append((part.memory.label or "unnamed")[:200])
-        gate = self._gate(on_device, claim)
+        lock_file = self._lock_file(on_device, claim)
         return LocalEndpoint(
             claim=claim,
             files=tuple(files),
             extents=tuple(on_host),
             allocations=tuple(allocations),
             device_extents=tuple(on_device),
-            gate=gate,
+            lock_file=lock_file,
             epoch=epoch,
             private=tuple(private),
         )
@@ -167,13 +167,15 @@ class OwnMemory:
         devices = (
             (part.memory.device, address) for address, part in self._parts.items() if part.reachable().device != HOST
         )
-        return sorted(files) + [gate.own_path for place in devices for gate in PROCESS_GATES.known(*place)]
+        return sorted(files) + [
+            lock_file.own_path for place in devices for lock_file in PROCESS_LOCK_FILES.known(*place)
+        ]
 
-    def _gate(self, on_device: Sequence[SharedExtent], claim: HostClaim | None) -> FileIdentity | None:
+    def _lock_file(self, on_device: Sequence[SharedExtent], claim: HostClaim | None) -> FileIdentity | None:
         if not on_device or claim is None:
             return None
         first = self._parts[on_device[0].address].memory
-        return PROCESS_GATES.to_name(first.device, first.address, Path(claim.file.path).parent).file
+        return PROCESS_LOCK_FILES.to_name(first.device, first.address, Path(claim.file.path).parent).file
 
     def _look_up_anew(self) -> None:
         self.reachable = ReachableExtents(part.reachable() for part in self._parts.values())

@@ -35,7 +35,7 @@ class PeerMemory:
                 "the peer has registered no shared memory, so the local transport cannot reach any of it"
             )
         self.label = f"process {claim.pid}"
-        lock_file = content.files[0] if content.files else content.gate
+        lock_file = content.files[0] if content.files else content.lock_file
         presence = Presence(claim, lock_file, content.epoch) if lock_file is not None else None
         require_same_host(claim)
         if content.private:

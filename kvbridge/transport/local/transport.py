@@ -42,10 +42,10 @@ from kvbridge.transport.local.copier import Copier, CopyTransfer
 from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob
 from kvbridge.transport.local.host import Proof, writers_before
 from kvbridge.transport.local.joint import JointTransfer
-from kvbridge.transport.local.lanes import CudaLane, Lane
 from kvbridge.transport.local.memory import HOST, IndexArray, ReachableExtents
 from kvbridge.transport.local.own import LocalEndpoint, OwnMemory
 from kvbridge.transport.local.peer import LocalPeer, PeerMemory
+from kvbridge.transport.local.streams import CopyStream, CudaCopyStream
 from kvbridge.transport.local.ways import HostEnds, Route, Way, split
 
 NAME = "local"
@@ -66,7 +66,7 @@ class LocalTransport(Transport):
         self._proof: Proof | None = None
         self._copier = Copier(slice_bytes=settings.slice_bytes)
         limits = CopyLimits(settings.device_slice_bytes, settings.quiet_timeout_s)
-        self._devices = DeviceCopier(self._make_lane, limits)
+        self._devices = DeviceCopier(self._make_stream, limits)
         self._alone_since_s: dict[int, float] = {}
         """By epoch: since when no writer of an earlier one was seen."""
 
@@ -231,8 +231,8 @@ class LocalTransport(Transport):
         except BridgeError as error:
             raise TransportError(f"this process's device cannot copy: {error}") from error
 
-    def _make_lane(self, route: Route) -> Lane:
-        return CudaLane(route, kernel_blocks=self._settings.copy_kernel_blocks)
+    def _make_stream(self, route: Route) -> CopyStream:
+        return CudaCopyStream(route, kernel_blocks=self._settings.copy_kernel_blocks)
 
     def _close_devices(self, *, timeout_s: float) -> None:
         self._devices.close(timeout_s=timeout_s)

@@ -7,7 +7,7 @@ What the library does and does not do (0.3.13, measured), and what follows for t
 
 - `initialize` answers success for a protocol that it cannot provide and then uses TCP: RDMA without an adapter is
   refused here.
-- A rejected remote address closes one of the peer's four lanes, and with the fourth the next valid write fails and
+- A rejected remote address closes one of the peer's four connections, and with the fourth the next valid write fails and
   the one after waits a second. So an endpoint carries the peer's registered extents, and a write outside of them is
   refused before submission.
 - On TCP an unregistered source is accepted; it is refused here.

@@ -13,7 +13,7 @@ What the library does and does not do (1.5.1, measured), and what follows for th
 - Posting blocks: 4 us an operation and up to 0.3 ms a MiB on TCP, since the first bytes are sent right there; one request over a
   whole plan took up to 2 s. So a thread of this module posts and asks, in requests of up to 16 MiB with 64 MiB in flight, which
   is about as fast as one request over everything; smaller ones are not (1 MiB with 8 MiB in flight: 0.7 of it). See `pump`.
-- Metadata of another life under a known name is refused and then drops the known one; names are drawn anew for each
+- Metadata of another incarnation under a known name is refused and then drops the known one; names are drawn anew for each
   agent.
 - A peer's death surfaces at once: at the next post or check, which raises.
 - Without a word in `ucx_tls`, two processes of one host talk by CMA: no network, `post` does the whole copy, and a
