@@ -14,7 +14,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.ids import FrozenModel
 
 MIB = 1 << 20
 
@@ -28,7 +28,6 @@ class TransportName(StrEnum):
     LOCAL = "local"
     MOONCAKE = "mooncake"
     NIXL = "nixl"
-    FAULTY = "faulty"
 
 
 class MooncakeProtocol(StrEnum):
@@ -172,36 +171,6 @@ class LocalSettings(FrozenModel):
     """Longest wait for the slices under way when the transport is closed."""
 
 
-class FaultySettings(FrozenModel):
-    """Any other backend with faults put in; for tests only."""
-
-    inner: TransportName = TransportName.LOCAL
-    """The backend that is wrapped; not `faulty` itself."""
-    seed: NonNegative = 0
-    delay_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
-    """Each transfer is reported as done no sooner than so long after its start; its bytes arrive when they do."""
-    reorder: bool = False
-    """Shuffle the operations of each transfer (by `seed`)."""
-    fail_after_operations: NonNegative | None = None
-    """Deliver so many operations, counted over the transport's life, then fail every transfer with more, quietly."""
-    die_after_operations: NonNegative | None = None
-    """Deliver so many operations, counted over the transport's life, then end the process with exit code 86."""
-    drop_completion: bool = False
-    """Deliver everything and never say so: at its deadline the transfer fails, not quiet, since nobody can know."""
-    late_delivery_s: Annotated[float, Field(ge=0, le=3600)] | None = None
-    """Report each transfer as failed and not quiet at once, and deliver it so much later, unless closed before."""
-    flip_bit_in_operation: Positive | None = None
-    """Change one bit of the first byte of this operation (1 is the first, counted over the transport's life) on its way."""
-    quiet_timeout_s: Seconds = 1.0
-    """How long a transfer whose completion was dropped takes from its failure to `not quiet`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.inner is TransportName.FAULTY:
-            raise ValueError("inner must name a real backend, got 'faulty'")
-        return self
-
-
 class TransportSettings(FrozenModel):
     """The `transports` section of a daemon's configuration."""
 
@@ -211,7 +180,6 @@ class TransportSettings(FrozenModel):
     mooncake: MooncakeSettings = MooncakeSettings()
     nixl: NixlSettings = NixlSettings()
     local: LocalSettings = LocalSettings()
-    faulty: FaultySettings = FaultySettings()
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -14,20 +14,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbridge.config.pools import DecodePools, HostLayout, MemoryOwner, RankPlacement
-from kvbridge.config.pools import HostPool as HostPoolConfig
+from kvbridge.config.pools import DecodePools, HostLayout, HostPool, MemoryOwner, RankPlacement
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError, DeadlineError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import sparse_component
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.shared_memory import DeviceOrder, SharedRegion
+from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.memory.device_pool import DevicePool
 from kvbridge.pool.memory.extent import Progress
-from kvbridge.pool.memory.host_pool import HostPool
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.leftovers import POOL_PREFIX
+from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.pool.memory.memory_limits import why_not_memory
 from kvbridge.pool.memory.placement import Placement
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
@@ -48,7 +46,7 @@ class NodeLayout:
     owned: dict[IndexSpace, int]
     """Pages of each space that this node allocates from."""
     adopted: dict[IndexSpace, int]
-    orders: dict[Rank, DeviceOrder] = field(default_factory=dict)
+    orders: dict[Rank, DeviceAllocationRequest] = field(default_factory=dict)
     """The ranks whose device memory their workers make, with what they are to make."""
 
     def book(self) -> PageBook:
@@ -94,7 +92,7 @@ def plan_memory(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -
         for rank, part in parts.items()
     }
     orders = {
-        rank: DeviceOrder(device=part.device, page_counts=counts, exclude=tuple(sorted(host_kinds)))
+        rank: DeviceAllocationRequest(device=part.device, page_counts=counts, exclude=tuple(sorted(host_kinds)))
         for rank, part in parts.items()
         if part.memory is MemoryKind.VRAM
     }
@@ -159,7 +157,7 @@ def _hot_slots(
     return {} if IndexSpace.REQUEST in spaces else {IndexSpace.REQUEST: config.sparse.max_requests}
 
 
-def _host_pages(asked: HostPoolConfig, geometry: ModelGeometry, kinds: frozenset[ComponentKind]) -> int:
+def _host_pages(asked: HostPool, geometry: ModelGeometry, kinds: frozenset[ComponentKind]) -> int:
     if asked.pages:
         return asked.pages
     components = [geometry.component(kind) for kind in kinds]
@@ -223,12 +221,12 @@ class NodeMemory:
 
         try:
             for rank, placement in self.layout.shared_device().items():
-                pool = DevicePool.create(placement, directory, f"{prefix}.{rank}", on_progress=report)
+                pool = MappedPool.create(placement, directory, f"{prefix}.{rank}", on_progress=report)
                 self._stack.callback(pool.close)
                 self.device[rank] = pool.shared_regions()
                 done += placement.total_bytes
             if self.layout.host is not None:
-                host = HostPool.create(self.layout.host, directory, f"{prefix}.host", on_progress=report)
+                host = MappedPool.create(self.layout.host, directory, f"{prefix}.host", on_progress=report)
                 self._stack.callback(host.close)
                 self.host = host.shared_regions()
         except BaseException:

@@ -27,7 +27,8 @@ from kvbridge.core.ids import MemoryKind, Rank, Role
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.telemetry.logs import leave_standard_output
-from kvbridge.worker.lifecycle import open_node_link, serve_rank
+from kvbridge.worker.lifecycle import serve_rank
+from kvbridge.worker.link import open_node_link
 
 log = structlog.get_logger(__name__)
 

@@ -1,6 +1,6 @@
-"""What copiers of pages and of rows have in common: they hold something on a device, and may have met ids that do not exist.
+"""The base of everything that copies pages or rows on a device.
 
-Owns: that part of their interface. Must not know: what is copied, how.
+Owns: how copiers report page ids that do not exist, and how they are closed. Must not know: what is copied, how.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Self
 
 
 class Copier(ABC):
-    """Something that copies and is closed. As a context it closes itself."""
+    """Copies pages or rows, and holds buffers on a device until `close`; as a context manager it closes itself."""
 
     @abstractmethod
     def check(self) -> None:
@@ -19,7 +19,7 @@ class Copier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds; its copies have ended, and no graph with one is launched again. Harmless when closed."""
+        """Free its buffers. Its copies have ended, and no CUDA graph that contains one is launched again. Harmless when closed."""
 
     def __enter__(self) -> Self:
         return self

@@ -20,63 +20,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
-from pydantic import ConfigDict, Field
-
-from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
+from kvbridge.core.ids import FrozenModel
 from kvbridge.core.plan.operations import Operations
+from kvbridge.pool.memory.extent import Extent
 
 T = TypeVar("T")
 
 Steps = Generator[None, None, T]
 """Work in short steps: it yields wherever it has to wait, and returns its result."""
-
-
-class SharedFile(FrozenModel):
-    """The file behind a shared mapping, so that another process of the same host can map the same bytes."""
-
-    path: str
-    offset_bytes: NonNegative = 0
-
-
-class SharedAllocation(FrozenModel):
-    """The device allocation in which memory lies, so that another process of the same host can open it by CUDA IPC.
-
-    To be opened by `pool.device_memory.OpenedAllocation`, never by CUDA directly: a process may open an allocation once
-    only, and not at all when it is its own.
-    """
-
-    model_config = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex")  # added to FrozenModel's
-
-    handle: Annotated[bytes, Field(min_length=64, max_length=64)]
-    """What `cudaIpcGetMemHandle` says of the whole allocation."""
-    device_uuid: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    """The device that holds it; CUDA ordinals may differ from process to process."""
-    offset_bytes: NonNegative = 0
-    """Where the memory begins in the allocation."""
-
-
-class Memory(FrozenModel):
-    """A stretch of this process's memory that peers may be given access to."""
-
-    address: Positive
-    length_bytes: Positive
-    kind: MemoryKind = MemoryKind.DRAM
-    device: NonNegative = 0
-    shared: SharedFile | SharedAllocation | None = None
-    """What another process of the host maps to reach it; the `local` backend can only reach such memory."""
-    label: str = ""
-    """What it is, for error messages ("host pool extent 3")."""
-
-
-class Capabilities(FrozenModel):
-    """What a backend can do; the planner and the rank worker obey it."""
-
-    memory_kinds: frozenset[MemoryKind]
-    max_operation_bytes: Positive
-    """Longer operations must be cut before `submit`."""
-    same_host_only: bool = False
 
 
 class Endpoint(FrozenModel):
@@ -173,16 +126,12 @@ class Transport(ABC):
 
     @property
     @abstractmethod
-    def capabilities(self) -> Capabilities:
-        """What this backend can do on this machine."""
+    def max_operation_bytes(self) -> int:
+        """Longer operations must be cut before `submit`."""
 
     @abstractmethod
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[Extent]) -> None:
         """Make memory usable as a source and as a destination. Ranges must not overlap registered ones."""
-
-    @abstractmethod
-    def unregister(self, memory: Sequence[Memory]) -> None:
-        """Forget memory. The caller has made sure that no peer still holds a manifest that names it."""
 
     @abstractmethod
     def endpoint(self) -> Endpoint:
@@ -194,7 +143,7 @@ class Transport(ABC):
 
         Polling the connection returns the peer, or raises TransportError when it cannot be reached or is not on the
         required host, InvalidInputError for our own endpoint. Transfers to other peers go on meanwhile: whatever waits for the
-        peer waits on another thread, or between two polls. Connecting again to a newer life of the same peer is a new
+        peer waits on another thread, or between two polls. Connecting again to a newer incarnation of the same peer is a new
         connection; the old one is to be disconnected first.
         """
 

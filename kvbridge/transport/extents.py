@@ -4,7 +4,7 @@ Owns: the sorted set of registered extents, on this side or as a peer announced 
 transfers.
 
 Checked here because no library can be trusted with it: Mooncake accepts unregistered local memory on TCP and loses a
-lane to each remote address that it rejects; NIXL checks on the initiating side only. A range that straddles two
+connection for each remote address that it rejects; NIXL checks on the initiating side only. A range that straddles two
 extents is refused even if they touch, since they are two registrations.
 """
 
@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.plan.operations import AddressArray
-from kvbridge.transport.base import Memory
+from kvbridge.pool.memory.extent import Extent
 
-Extent = tuple[int, int]
+AddressRange = tuple[int, int]
 """(address, bytes) of one registration."""
 
 
@@ -30,7 +30,7 @@ class Extents:
     `whose` names their owner in errors ("this process", "peer 10.0.0.7:15001").
     """
 
-    def __init__(self, whose: str, extents: Iterable[Extent] = ()) -> None:
+    def __init__(self, whose: str, extents: Iterable[AddressRange] = ()) -> None:
         self._whose = whose
         self._lengths: dict[int, int] = {}
         self._starts = self._stops = np.empty(0, dtype=np.uint64)
@@ -42,11 +42,11 @@ class Extents:
     def __repr__(self) -> str:
         return f"<Extents of {self._whose}: {len(self)} of {sum(self._lengths.values())} bytes>"
 
-    def pairs(self) -> tuple[Extent, ...]:
+    def pairs(self) -> tuple[AddressRange, ...]:
         """All extents, by ascending address."""
         return tuple(sorted(self._lengths.items()))
 
-    def add(self, extents: Sequence[Extent]) -> None:
+    def add(self, extents: Sequence[AddressRange]) -> None:
         """Take in all of `extents` or, when one overlaps another or a known one, none (InvalidInputError)."""
         merged = sorted([*self._lengths.items(), *extents])
         for (left, left_bytes), (right, right_bytes) in itertools.pairwise(merged):
@@ -57,14 +57,13 @@ class Extents:
                 )
         self._set(dict(merged))
 
-    def remove(self, extents: Sequence[Extent]) -> None:
+    def remove(self, extents: Sequence[AddressRange]) -> None:
         """Forget exactly these extents or, when one is not known, none (InvalidInputError)."""
         left = dict(self._lengths)
         for address, length in extents:
             if left.get(address) != length:
                 raise InvalidInputError(
-                    f"memory of {self._whose}: {_range(address, length)} is not registered; "
-                    "unregister what was registered"
+                    f"memory of {self._whose}: {_range(address, length)} is not registered, so it cannot be removed"
                 )
             del left[address]
         self._set(left)
@@ -113,8 +112,8 @@ class Extents:
         self._starts, self._stops = self._starts[order], self._stops[order]
 
 
-def of(memory: Sequence[Memory]) -> list[Extent]:
-    """The extents of some memory."""
+def of(memory: Sequence[Extent]) -> list[AddressRange]:
+    """Where some memory is."""
     return [(part.address, part.length_bytes) for part in memory]
 
 

@@ -30,10 +30,6 @@ def create_transport(name: str, settings: TransportSettings, *, epoch: int = 0) 
             from kvbridge.transport.local.transport import LocalTransport  # noqa: PLC0415
 
             return LocalTransport(settings.local, epoch=epoch)
-        case TransportName.FAULTY:
-            from kvbridge.transport.faulty import FaultyTransport  # noqa: PLC0415
-
-            return FaultyTransport(create_transport(settings.faulty.inner, settings, epoch=epoch), settings.faulty)
         case _:
             known = ", ".join(TransportName)
             raise UnsupportedError(f"there is no transport '{name}'; `transports.order` may name {known}")

@@ -1,4 +1,4 @@
-"""How a rank worker comes to life, in a process of its own or in an engine's: hello, setup, memory, transports, service.
+"""How a rank worker starts and ends, in a process of its own or in an engine's: hello, setup, memory, transports, service.
 
 Owns: that order, and the report of a failure on the way. Must not know: who started it, how its link is made.
 """
@@ -9,45 +9,35 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
 
 import structlog
 
 from kvbridge.config.transports import TransportSettings
-from kvbridge.control.local import LocalClient
 from kvbridge.core.errors import BridgeError, DeadlineError
 from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat
 from kvbridge.core.wire.worker_messages import (
-    NodeToWorker,
     Shutdown,
     WorkerClosed,
     WorkerFailed,
     WorkerHello,
     WorkerProgress,
     WorkerSetup,
-    WorkerToNode,
 )
 from kvbridge.transport.base import Transport
 from kvbridge.transport.registry import create_transport
-from kvbridge.worker.loop import NodeLink, RankIdentity, RankWorker
+from kvbridge.worker.link import NodeLink
+from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.memory import WorkerMemory, bring_memory
+from kvbridge.worker.transports import RankIdentity
 
 log = structlog.get_logger(__name__)
 
 CLOSE_ANSWER_S = 2.0
 """A worker that has closed its transports waits so long for the node to have read that. Then it ends all the same, and the node
 waits for the end of its process."""
-
-
-def open_node_link(path: Path, name: str) -> LocalClient[NodeToWorker, WorkerToNode]:
-    """Connect to the node that listens for rank workers on `path`; used by the thread that serves the rank."""
-    client: LocalClient[NodeToWorker, WorkerToNode] = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
-    client.connect(path)
-    return client
 
 
 def serve_rank(
@@ -138,7 +128,7 @@ def _identity(setup: WorkerSetup, memory: WorkerMemory) -> RankIdentity:
     check_manifest(manifest, setup.geometry)
     settings = TransportSettings.model_validate_json(setup.transports)
     order = tuple(str(name) for name in settings.order)
-    return RankIdentity(setup.geometry, manifest, memory.for_transports(), order, epoch=setup.epoch, made=memory.made)
+    return RankIdentity(setup.geometry, manifest, memory.extents, order, epoch=setup.epoch, made=memory.made)
 
 
 def _factory(setup: WorkerSetup) -> Callable[[str, int], Transport]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
+from kvbridge.control.local import LocalClient
+from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode
 
 
@@ -15,3 +18,10 @@ class NodeLink(Protocol):
 
     def receive(self, timeout_s: float) -> NodeToWorker | None:
         """Return the next message, or None after `timeout_s`."""
+
+
+def open_node_link(path: Path, name: str) -> LocalClient[NodeToWorker, WorkerToNode]:
+    """Connect to the node that listens for rank workers on `path`; used by the thread that serves the rank."""
+    client: LocalClient[NodeToWorker, WorkerToNode] = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
+    client.connect(path)
+    return client

@@ -48,8 +48,6 @@ from kvbridge.worker.orders import OpenedRoom, Order, RoomKey
 from kvbridge.worker.peers import ConnectedPeer, RankPeers
 from kvbridge.worker.transports import RankIdentity, RankTransports, TransportFactory
 
-__all__ = ["NodeLink", "RankIdentity", "RankWorker", "TransportFactory"]
-
 log = structlog.get_logger(__name__)
 
 IDLE_WAIT_S = 0.05
@@ -101,7 +99,7 @@ class RankWorker:
         self.closed = False
         """Whether every transport has been torn down."""
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ lifecycle
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Build the transports, report ready and serve until told to shut down, or until `stopped()`."""
@@ -215,7 +213,7 @@ class RankWorker:
             return
         reason = ""
         if left:
-            names = ", ".join(sorted({transport.name for order in left for transport in order.loud}))
+            names = ", ".join(sorted({transport.name for order in left for transport in order.not_quiet}))
             reason = f"{names} would not become quiet; it is torn down when its other transfers have ended"
         else:
             self._closing.discard(key)
@@ -274,7 +272,7 @@ class RankWorker:
             if order.reported:
                 continue
             ended = order.poll()
-            for transport in order.loud:
+            for transport in order.not_quiet:
                 self._replace(transport)
             if ended and order.digests is None:
                 self._report(order)
@@ -340,7 +338,7 @@ class RankWorker:
     def _report(self, order: Order) -> None:
         """Say how an order ended. One that is not quiet stays active until its transport has been closed."""
         order.reported = True
-        if not order.loud:
+        if not order.not_quiet:
             self._active.remove(order)
         order.seconds["move"] = self._clock() - order.received_s - order.seconds.get("first_byte", 0.0)
         for message in order.report(self._identity.rank):
@@ -349,14 +347,14 @@ class RankWorker:
 
     # ------------------------------------------------------------------ transports
 
-    def _replace(self, loud: Transport) -> None:
-        """Put another agent in the place of one that would not go quiet, and reach every peer by it."""
-        if not self._transports.current(loud):
+    def _replace(self, old: Transport) -> None:
+        """Put another agent in the place of one that would not become quiet, and reach every peer by it."""
+        if not self._transports.current(old):
             return
-        name = loud.name
+        name = old.name
         log.warning("transport_replaced", rank=str(self._identity.rank), transport=name, why="a transfer was not quiet")
         self._transports.replace(name)
-        self._peers.replaced(loud)
+        self._peers.replaced(old)
         self._report_ready()
 
     def _renew(self, epoch: int) -> None:
@@ -382,8 +380,8 @@ class RankWorker:
         log.info("transport_closed", rank=str(self._identity.rank), transport=transport.name)
         self._transports.close_retired(transport)
         self._peers.lose(transport)
-        for order in [order for order in self._active if transport in order.loud]:
+        for order in [order for order in self._active if transport in order.not_quiet]:
             order.lose(transport)
-            if order.reported and not order.loud:
+            if order.reported and not order.not_quiet:
                 self._active.remove(order)
                 self._confirm_closed(order.key)

@@ -16,8 +16,9 @@ import structlog
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.telemetry.logs import LogFormat, configure_logs
-from kvbridge.transport.local.host import PROCESS_GATES
-from kvbridge.worker.lifecycle import open_node_link, serve_rank
+from kvbridge.transport.local.host import PROCESS_LOCK_FILES
+from kvbridge.worker.lifecycle import serve_rank
+from kvbridge.worker.link import open_node_link
 
 EXIT_FAILED = 3
 """The worker could not serve; the reason was reported to the node."""
@@ -37,7 +38,7 @@ def serve(given: argparse.Namespace) -> int:
         return EXIT_FAILED
     finally:
         link.close()
-        PROCESS_GATES.remove_names()  # this process ends without the interpreter's exit handlers
+        PROCESS_LOCK_FILES.remove_names()  # this process ends without the interpreter's exit handlers
     return 0
 
 

@@ -16,16 +16,15 @@ from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.core.errors import RegistrationError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import MemoryKind
-from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin, SharedRegion
+from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.pool.memory.adopted_pool import AdoptedPool
-from kvbridge.pool.memory.cuda_pool import CudaPool, held
+from kvbridge.pool.memory.cuda_pool import CudaPool, exported_extent
 from kvbridge.pool.memory.device_memory import export
 from kvbridge.pool.memory.extent import Extent, Progress
 from kvbridge.pool.memory.host_registration import HostRegistration
 from kvbridge.pool.memory.layout import RankPart, device_placement
-from kvbridge.pool.memory.sharing import Holder, MappedRegions, registered_extents
-from kvbridge.transport.base import Memory, SharedAllocation, SharedFile
+from kvbridge.pool.memory.sharing import MappedRegions, registered_extents
 
 log = structlog.get_logger(__name__)
 
@@ -36,24 +35,21 @@ class WorkerMemory:
 
     regions: tuple[Region, ...]
     extents: tuple[Extent, ...]
+    """The pieces to register with transports."""
     made: tuple[SharedRegion, ...] = ()
     """Device memory that the worker has made, as engines open it."""
-
-    def for_transports(self) -> tuple[Memory, ...]:
-        """The pieces to register."""
-        return tuple(_memory(extent) for extent in self.extents)
 
 
 def bring_memory(
     setup: WorkerSetup, adopted: Sequence[Region], stack: ExitStack, *, on_progress: Progress
 ) -> WorkerMemory:
-    """Map what the node owns, make what it orders on the GPU, adopt what this process brings; `stack` undoes it.
+    """Map what the node owns, make what it asks for on the GPU, adopt what this process brings; `stack` undoes it.
 
     Only device memory that was made stays: others may have it open until this process ends (see `cuda_pool`). `on_progress`
     hears how far page-locking the host pool has come. Raises RegistrationError, InvalidInputError, UnsupportedError.
     """
     mapped = stack.enter_context(MappedRegions((*setup.device, *setup.host)))
-    regions, extents = mapped.regions, registered_extents(mapped.regions, mapped.holders)
+    regions, extents = mapped.regions, registered_extents(mapped.regions, mapped.opened)
     made: tuple[SharedRegion, ...] = ()
     part = RankPart(rank=setup.rank, pp_size=setup.pp_size, tp_size=setup.tp_size, layers=setup.layers)
     if setup.allocate is not None:
@@ -61,7 +57,7 @@ def bring_memory(
         regions, extents, made = pool.regions() + regions, [*pool.extents(), *extents], pool.shared_regions()
     if adopted:
         on_host = {shared.region.component for shared in setup.host}
-        ours = AdoptedPool(setup.geometry, part, adopted, exclude=on_host, holders=_exported(setup, adopted, stack))
+        ours = AdoptedPool(setup.geometry, part, adopted, exclude=on_host, shared=_exported(setup, adopted, stack))
         regions, extents = regions + ours.regions(), [*extents, *ours.extents()]
     device = _gpu(regions)
     if device is not None:
@@ -70,13 +66,13 @@ def bring_memory(
 
 
 def _make(setup: WorkerSetup, part: RankPart, on_progress: Progress) -> CudaPool:
-    order = setup.allocate
-    assert order is not None
+    request = setup.allocate
+    assert request is not None
     placement = device_placement(
         setup.geometry,
-        part.model_copy(update={"memory": MemoryKind.VRAM, "device": order.device}),
-        page_counts=order.page_counts,
-        exclude=order.exclude,
+        part.model_copy(update={"memory": MemoryKind.VRAM, "device": request.device}),
+        page_counts=request.page_counts,
+        exclude=request.exclude,
     )
     return CudaPool.create(placement, on_progress=on_progress)
 
@@ -86,17 +82,17 @@ def _gpu(regions: Iterable[Region]) -> int | None:
     return next((region.device for region in regions if region.memory is MemoryKind.VRAM), None)
 
 
-def _exported(setup: WorkerSetup, adopted: Sequence[Region], stack: ExitStack) -> list[Holder]:
+def _exported(setup: WorkerSetup, adopted: Sequence[Region], stack: ExitStack) -> list[Extent]:
     """Make the engine's device memory known to other processes of the host, each allocation once.
 
     Memory that cannot be shared is an error only if the `local` transport is to reach it.
     """
-    holders: list[Holder] = []
+    allocations: list[Extent] = []
     for region in adopted:
         if region.memory is not MemoryKind.VRAM:
             continue
         address = region.extent_addresses[0]
-        if any(holder.holds(address, address + region.page_bytes, region.memory) for holder in holders):
+        if any(known.holds(address, address + region.page_bytes, region.memory) for known in allocations):
             continue
         try:
             exported = export(region.device, address)
@@ -106,32 +102,9 @@ def _exported(setup: WorkerSetup, adopted: Sequence[Region], stack: ExitStack) -
             log.info("device_memory_not_shared", region=region.label, reason=str(error))
             continue
         stack.callback(exported.forget)
-        holders.append(held(exported))
-    return holders
+        allocations.append(exported_extent(exported))
+    return allocations
 
 
 def _uses_local(setup: WorkerSetup) -> bool:
-    settings = TransportSettings.model_validate_json(setup.transports)
-    names = {settings.faulty.inner if name is TransportName.FAULTY else name for name in settings.order}
-    return TransportName.LOCAL in names
-
-
-def _memory(extent: Extent) -> Memory:
-    return Memory(
-        address=extent.address,
-        length_bytes=extent.length_bytes,
-        kind=extent.memory,
-        device=extent.device,
-        shared=_shared(extent),
-        label=extent.label,
-    )
-
-
-def _shared(extent: Extent) -> SharedFile | SharedAllocation | None:
-    match extent.origin:
-        case FileOrigin(path=path):
-            return SharedFile(path=path, offset_bytes=extent.offset_bytes)
-        case CudaOrigin(handle=handle, device_uuid=device_uuid):
-            return SharedAllocation(handle=handle, device_uuid=device_uuid, offset_bytes=extent.offset_bytes)
-        case None:
-            return None
+    return TransportName.LOCAL in TransportSettings.model_validate_json(setup.transports).order

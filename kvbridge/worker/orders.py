@@ -55,7 +55,7 @@ class Order:
     error: str = ""
     in_transit: bool = False
     """Something was sent whose arrival was never confirmed."""
-    loud: set[Transport] = field(default_factory=set)
+    not_quiet: set[Transport] = field(default_factory=set)
     """Transports that failed it and may still read or send until they are closed."""
     digests: DigestWork | None = None
     """What is still to be computed over what it sends."""
@@ -100,7 +100,7 @@ class Order:
                     self.request.section,
                     room.source,
                     room.destination,
-                    max_operation_bytes=target.transport.capabilities.max_operation_bytes,
+                    max_operation_bytes=target.transport.max_operation_bytes,
                 )
                 self.amounts = add_amounts(self.amounts, part.amounts)
                 if len(part.operations):
@@ -134,7 +134,7 @@ class Order:
             self.digest_parts, self.digests = tuple(self.digests.sums.parts()), None
 
     def poll(self) -> bool:
-        """Push the transfers forward; whether all of them are terminal. See `loud` for those that are not quiet."""
+        """Push the transfers forward; whether all of them are terminal. See `not_quiet` for those that are not quiet."""
         ended = True
         for transport, transfer in self.transfers:
             status = transfer.poll()
@@ -145,7 +145,7 @@ class Order:
                 self.in_transit = self.in_transit or status.in_transit
                 if status.state is TransferState.FAILED_NOT_QUIET:
                     self.in_transit = True
-                    self.loud.add(transport)
+                    self.not_quiet.add(transport)
         return ended
 
     def uses(self, transport: Transport) -> bool:
@@ -155,7 +155,7 @@ class Order:
     def lose(self, transport: Transport) -> None:
         """A transport that had failed it has been closed: nothing of it reads or sends any more."""
         self.transfers = [(used, transfer) for used, transfer in self.transfers if used is not transport]
-        self.loud.discard(transport)
+        self.not_quiet.discard(transport)
 
     def report(self, rank: Rank) -> list[Digested | Sent]:
         """What the node is told of how it ended: digests first."""
@@ -174,7 +174,7 @@ class Order:
             seconds=self.seconds,
             error_code=self.error_code,
             error=self.error,
-            quiet=not self.loud,
+            quiet=not self.not_quiet,
             in_transit=self.in_transit,
         )
         return [*digests, sent]

@@ -21,7 +21,8 @@ from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import TransportEndpoint
 from kvbridge.core.wire.shared_memory import SharedRegion
-from kvbridge.transport.base import Memory, Transport
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.transport.base import Transport
 
 PROGRESS_INTERVAL_S = 0.2
 
@@ -39,7 +40,7 @@ class RankIdentity:
 
     geometry: ModelGeometry
     manifest: RankManifest
-    memory: tuple[Memory, ...]
+    memory: tuple[Extent, ...]
     transports: tuple[str, ...]
     """Transport names in order of preference."""
     epoch: int = 0

@@ -95,7 +95,7 @@ def _run_case(bed: Bed, size_bytes: int, count: int, turns: int) -> dict[str, An
         orders[1] * step + np.uint64(bed.target.address),
         np.full(count, step, dtype=np.uint64),
     )
-    cut = _cut(operations, size_bytes, bed.transport.capabilities.max_operation_bytes)
+    cut = _cut(operations, size_bytes, bed.transport.max_operation_bytes)
     ways: dict[str, Way] = {"kvbridge": lambda _: _through_kvbridge(bed, cut), **BARE[bed.transport.name](bed)}
     rates: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(turns + 1):

@@ -26,11 +26,9 @@ import numpy as np
 import pytest
 
 from kvbridge.config.transports import (
-    FaultySettings,
     LocalSettings,
     MooncakeSettings,
     NixlSettings,
-    TransportName,
     TransportSettings,
 )
 from kvbridge.core.errors import TransportError
@@ -40,6 +38,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus, Transport
 from kvbridge.transport.registry import create_transport
 from tests.helpers.device_buffer import DeviceBuffer
+from tests.helpers.faulty_transport import FaultySettings, FaultyTransport
 from tests.helpers.shared_buffer import SharedBuffer
 
 Buffer = SharedBuffer | DeviceBuffer
@@ -72,6 +71,8 @@ class Backend:
     directly."""
     source: MemoryKind = MemoryKind.DRAM
     destination: MemoryKind = MemoryKind.DRAM
+    faults: FaultySettings | None = None
+    """Put into the transports of this process, not into the peer's."""
 
     @property
     def needs_device(self) -> bool:
@@ -86,7 +87,7 @@ class Backend:
 
     def create(self) -> Transport:
         """A new transport of this backend in this process."""
-        return create_transport(self.name, self.settings)
+        return self._create(self.settings)
 
     def impatient(self) -> Transport:
         """The same with a quiet timeout so short that a frozen peer's operations outlast it (where there is one)."""
@@ -95,7 +96,11 @@ class Backend:
             settings = getattr(self.settings, section)
             if "quiet_timeout_s" in type(settings).model_fields:
                 sections[section] = settings.model_copy(update={"quiet_timeout_s": 0.1})
-        return create_transport(self.name, self.settings.model_copy(update=sections))
+        return self._create(self.settings.model_copy(update=sections))
+
+    def _create(self, settings: TransportSettings) -> Transport:
+        created = create_transport(self.name, settings)
+        return FaultyTransport(created, self.faults) if self.faults else created
 
 
 BACKENDS = {
@@ -106,12 +111,10 @@ BACKENDS = {
         Backend("local", "local", TransportSettings(local=LocalSettings()), "", outlives_peer=True),
         Backend(
             "faulty",
-            "faulty",
-            TransportSettings(
-                mooncake=MOONCAKE,
-                faulty=FaultySettings(inner=TransportName.MOONCAKE, reorder=True, seed=7, delay_s=0.002),
-            ),
+            "mooncake",
+            TransportSettings(mooncake=MOONCAKE),
             "mooncake.engine",
+            faults=FaultySettings(reorder=True, seed=7, delay_s=0.002),
         ),
     )
 }
@@ -240,7 +243,7 @@ class PeerProcess:
         return self._endpoint
 
     def current_endpoint(self) -> Endpoint:
-        """Ask for the endpoint as it is now, after `register` or `unregister`."""
+        """Ask for the endpoint as it is now, after `register`."""
         answer = self.ask("endpoint")
         return Endpoint(transport=answer["transport"], data=base64.b64decode(answer["data"]))
 

@@ -16,6 +16,7 @@ from kvbridge.core.errors import TransportError
 from kvbridge.transport.base import Endpoint, TransferState
 from kvbridge.transport.nixl import check as nixl_check
 from kvbridge.transport.nixl.peers import NixlEndpoint
+from kvbridge.transport.nixl.transport import NixlTransport
 from tests.contract.harness import BACKENDS, ROOT, Pair, PeerProcess
 from tests.helpers.connecting import connect
 
@@ -36,6 +37,11 @@ def pair() -> Iterator[Pair]:
         transport.register([source.memory()])
         yield Pair(transport, source, process, connect(transport, process.endpoint))
         transport.close()
+
+
+def process_apart(pair: Pair) -> nixl_check._Parent:
+    assert isinstance(pair.transport, NixlTransport)
+    return pair.transport._check._parent
 
 
 def with_address_version(endpoint: Endpoint, version: int) -> Endpoint:
@@ -74,13 +80,14 @@ def test_what_was_survived_once_is_not_checked_again_until_its_peer_is_silent(
     pair: Pair, shm: Path, monkeypatch
 ) -> None:
     asked = []
-    ask = nixl_check._parent.ask
+    parent = process_apart(pair)
+    ask = parent.ask
 
     def counted(task: nixl_check._Task, *, timeout_s: float) -> bytes:
         asked.append(task.content.agent)
         return ask(task, timeout_s=timeout_s)
 
-    monkeypatch.setattr(nixl_check._parent, "ask", counted)
+    monkeypatch.setattr(parent, "ask", counted)
     with PeerProcess(BACKENDS["nixl"], shm / "other", POOL_BYTES) as other:
         for _ in range(2):
             pair.transport.disconnect(connect(pair.transport, other.endpoint))
@@ -98,21 +105,23 @@ def test_what_was_survived_once_is_not_checked_again_until_its_peer_is_silent(
 def test_the_process_that_others_are_forked_from_is_started_again(pair: Pair, shm: Path) -> None:
     with PeerProcess(BACKENDS["nixl"], shm / "other", POOL_BYTES) as other:
         endpoint = other.endpoint
-        former = nixl_check._parent._process
+        parent = process_apart(pair)
+        former = parent._process
         assert former is not None
         former.kill()
         former.wait()
         pair.transport.disconnect(connect(pair.transport, endpoint))
-        assert nixl_check._parent._process is not former
+        assert parent._process is not former
 
 
 def test_it_ends_with_its_worker() -> None:
     code = (
         "import os, sys\n"
         "from kvbridge.config.transports import NixlSettings\n"
-        "from kvbridge.transport import nixl_check\n"
-        "nixl_check._parent._start(NixlSettings(ucx_tls='tcp', ucx_net_devices='lo'))\n"
-        "print(nixl_check._parent._process.pid, flush=True)\n"
+        "from kvbridge.transport.nixl.check import hold_check\n"
+        "check = hold_check(NixlSettings(ucx_tls='tcp', ucx_net_devices='lo'))\n"
+        "check._parent._start()\n"
+        "print(check._parent._process.pid, flush=True)\n"
         "sys.stdin.read()\n"
         "os._exit(0)\n"
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvbridge.core.errors import InvalidInputError, TransportError
 from kvbridge.core.plan.operations import Operations
-from kvbridge.transport.base import Endpoint, TransferState, TransferStatus
+from kvbridge.transport.base import Endpoint, TransferState, TransferStatus, Transport
 from tests.contract.conftest import MIB
-from tests.contract.harness import BACKENDS, Backend, Pair, any_memory, wait, wait_all
+from tests.contract.harness import BACKENDS, Backend, Pair, PeerProcess, any_memory, wait, wait_all
 from tests.helpers.connecting import connect
 from tests.helpers.shared_buffer import SharedBuffer
 
@@ -92,7 +93,7 @@ def test_source_outside_of_registered_memory_is_refused(pair: Pair) -> None:
 
 @any_memory
 def test_refused_destinations_do_not_disturb_the_next_write(pair: Pair) -> None:
-    """Mooncake closes one of four lanes for each address that a peer rejects; the fifth write then fails or stalls."""
+    """Mooncake closes one of four connections for each address that a peer rejects; the fifth write then fails or stalls."""
     end = pair.process.buffer.length_bytes
     for _ in range(6):
         for destination, length in ((end, 4_096), (end - 1, 2), (end + (1 << 40), 4_096)):
@@ -110,44 +111,40 @@ def test_overlapping_registration_is_refused_and_harmless(pair: Pair) -> None:
     assert pair.move(pair.blocks(4_096, 4)) == DONE
 
 
-def test_registering_and_forgetting_many_extents(pair: Pair, shm) -> None:
+def test_many_extents_are_registered_and_what_is_not_is_refused(transport: Transport, pair: Pair, shm: Path) -> None:
     pool = SharedBuffer(shm / "pool", 200 * 65_536)
     pool.bytes[:] = 77
     extents = [pool.memory(index * 65_536, 65_536) for index in range(200)]
-    pair.transport.register(extents)
-    from_pool = Operations(
-        np.array([extents[150].address], dtype=np.uint64),
-        np.array([pair.process.address], dtype=np.uint64),
-        np.array([65_536], dtype=np.uint64),
-    )
-    assert pair.move(from_pool) == DONE
+    transport.register(extents[:-1])
+    peer = connect(transport, pair.process.endpoint)
+
+    def from_extent(index: int) -> Operations:
+        columns = extents[index].address, pair.process.address, 65_536
+        return Operations(*(np.array([column], dtype=np.uint64) for column in columns))
+
+    assert wait(transport.submit(peer, from_extent(150), deadline_s=5.0)) == DONE
     assert (pair.process.buffer.read(0, 65_536) == 77).all()
-    pair.transport.unregister(extents)
     with pytest.raises(InvalidInputError, match="register"):
-        pair.transport.submit(pair.peer, from_pool, deadline_s=5.0)
-    with pytest.raises(InvalidInputError, match="register"):
-        pair.transport.unregister(extents[:1])
-    pair.transport.register(extents)
-    assert pair.move(from_pool) == DONE
-    pair.transport.unregister(extents)
+        transport.submit(peer, from_extent(199), deadline_s=5.0)
+    transport.register(extents[-1:])
+    assert wait(transport.submit(peer, from_extent(199), deadline_s=5.0)) == DONE
+    transport.close()
+    pool.close()
 
 
 @any_memory
-def test_endpoint_covers_what_was_registered_when_it_was_asked_for(backend: Backend, pair: Pair) -> None:
-    """The peer withdraws part of its memory; whoever connects by the newer endpoint is refused it."""
-    pair.process.ask("unregister")
-    pair.process.ask("register", offset=0, length=MIB)
-    newer = connect(pair.transport, pair.process.current_endpoint())
-    try:
+def test_endpoint_covers_what_was_registered_when_it_was_asked_for(backend: Backend, pair: Pair, shm: Path) -> None:
+    """The peer registers more of its memory; whoever has connected by the older endpoint is refused it."""
+    with PeerProcess(backend, shm / "other", 2 * MIB, extents=[(0, MIB)]) as process:
+        other = Pair(pair.transport, pair.source, process, connect(pair.transport, process.endpoint))
         with pytest.raises(InvalidInputError, match="register"):
-            pair.transport.submit(newer, pair.operations([(0, MIB, 4_096)]), deadline_s=5.0)
-        assert wait(pair.transport.submit(newer, pair.blocks(4_096, 2), deadline_s=5.0)) == DONE
-    finally:
-        pair.transport.disconnect(newer)
-        pair.process.ask("unregister", offset=0, length=MIB)
-        pair.process.ask("register")
-        pair.transport.disconnect(pair.peer)
-        pair.peer = connect(pair.transport, pair.process.current_endpoint())
+            pair.transport.submit(other.peer, other.operations([(0, MIB, 4_096)]), deadline_s=5.0)
+        assert other.move(other.operations([(0, 0, 4_096)])) == DONE
+        process.ask("register", offset=MIB, length=MIB)
+        pair.transport.disconnect(other.peer)
+        other.peer = connect(pair.transport, process.current_endpoint())
+        assert other.move(other.operations([(0, MIB, 4_096)])) == DONE
+        pair.transport.disconnect(other.peer)
     assert pair.move(pair.blocks(MIB, 4)) == DONE
 
 
@@ -170,9 +167,8 @@ def test_damaged_or_foreign_endpoint_is_refused_quickly(pair: Pair) -> None:
     assert pair.move(pair.blocks(4_096, 4)) == DONE
 
 
-def test_capabilities_allow_what_the_planner_needs(pair: Pair) -> None:
-    assert pair.transport.capabilities.max_operation_bytes >= 3 * MIB
-    assert "dram" in pair.transport.capabilities.memory_kinds
+def test_operations_may_be_as_long_as_the_planner_needs(pair: Pair) -> None:
+    assert pair.transport.max_operation_bytes >= 3 * MIB
 
 
 def test_unknown_peer_is_refused(backend: Backend, pair: Pair) -> None:

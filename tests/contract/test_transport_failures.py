@@ -110,7 +110,7 @@ def test_frozen_peer_receives_nothing_written_after_the_report(backend: Backend,
                 assert status.in_transit is not backend.outlives_peer, (
                     "what the peer's kernel holds arrives when it runs"
                 )
-            if backend.name == "mooncake":  # otherwise one of the two branches above would never be tested
+            if backend.label == "mooncake":  # otherwise one of the two branches above would never be tested
                 patient = patience == "patient"
                 assert status.state is (TransferState.FAILED_QUIET if patient else TransferState.FAILED_NOT_QUIET)
     finally:

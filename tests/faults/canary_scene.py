@@ -28,10 +28,11 @@ from kvbridge.testbed.cluster import (
     plan_cluster,
     transport_section,
 )
-from tests.faults.mutations import MutatedDaemon
 from tests.faults.scene import TIMEOUTS, Scene, Settings
 from tests.helpers.cluster import eventually
+from tests.helpers.faulty_transport import faulty_worker
 from tests.helpers.live_rooms import all_free, http, status
+from tests.helpers.mutated_daemon import mutated
 from tests.helpers.obedient_engines import ObedientEngine
 
 MODEL = "tiny-gqa"
@@ -184,13 +185,13 @@ def canary_scene(
     transport: str,
     *,
     expiring: bool = False,
-    transports: Settings | None = None,
+    faults: Settings | None = None,
     daemon_mistake: str = "",
     worker_mistake: str = "",
 ) -> Iterator[CanaryScene]:
     """`transport` leads from the late prefill daemon to decode, `local` from the filling one.
 
-    `transports` are more settings of that section for both ends; the mistakes are put into the decode daemon and into the late
+    `faults` are those of the late prefill daemon's transports; the mistakes are put into the decode daemon and into the late
     prefill daemon's workers.
     """
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
@@ -198,7 +199,6 @@ def canary_scene(
     section = transport_section(transport)
     for name in ("mooncake", "nixl"):
         section[name] = dict(transport_section(name).get(name, {})) | {"quiet_timeout_s": QUIET_S}
-    section |= dict(transports or {})
     both = {"transports": section | {"order": list(dict.fromkeys([transport, "local"]))}}
     pools = {"device": {"full": PAGES}}
     model = {"preset": MODEL}
@@ -218,8 +218,8 @@ def canary_scene(
         ),
     )
     cluster = plan_cluster(folder, spec)
-    cluster.prefill = _mistaken(cluster.prefill, worker_code=worker_mistake)
-    cluster.decode = _mistaken(cluster.decode, daemon_code=daemon_mistake)
+    cluster.prefill = mutated(cluster.prefill, worker_code=(faulty_worker(faults) if faults else "") + worker_mistake)
+    cluster.decode = mutated(cluster.decode, daemon_code=daemon_mistake)
     second = DaemonProcess("prefill", "the filling daemon", folder / "q", ends_with_us=True)
     second.config = (
         daemon_config(
@@ -228,7 +228,7 @@ def canary_scene(
         | waits
     )
     cluster.others.append(second)
-    stage = CanaryScene(cluster, second=second, faulty=transport == "faulty")
+    stage = CanaryScene(cluster, second=second, faulty=bool(faults))
     try:
         cluster.start()
         stage.wait_ready()
@@ -238,12 +238,3 @@ def canary_scene(
     finally:
         stage.close()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _mistaken(daemon: DaemonProcess, *, daemon_code: str = "", worker_code: str = "") -> DaemonProcess:
-    """The same daemon with a mistake in it, or the same daemon."""
-    if not daemon_code and not worker_code:
-        return daemon
-    mutated = MutatedDaemon(daemon.role, daemon.name, daemon.folder, daemon.config, ends_with_us=True)
-    mutated.daemon_code, mutated.worker_code = daemon_code, worker_code
-    return mutated

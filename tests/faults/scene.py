@@ -26,7 +26,9 @@ from kvbridge.daemon.memory import file_prefix
 from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from tests.faults.cells import ENDS, HEARTBEAT_S, LOST, PEER_SILENCE_S, WORKER_SILENCE_S, State
 from tests.helpers.cluster import eventually
+from tests.helpers.faulty_transport import faulty_worker
 from tests.helpers.live_rooms import all_free, busy_pages, http, status
+from tests.helpers.mutated_daemon import mutated
 from tests.helpers.obedient_engines import ObedientEngine
 
 TOKENS = 768
@@ -347,8 +349,9 @@ def scene(
     prefill: Settings | None = None,
     decode: Settings | None = None,
     timeouts: Settings | None = None,
+    faults: Settings | None = None,
 ) -> Iterator[Scene]:
-    """A stage of its own; ended, with all that it left, at exit."""
+    """A stage of its own; ended, with all that it left, at exit. `faults`: of the prefill daemon's transports."""
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     waits = {"timeouts": TIMEOUTS | dict(timeouts or {})}
     # Names that no other run on this machine has: each start sweeps what is left of its own name.
@@ -367,6 +370,8 @@ def scene(
     )
     cluster = plan_cluster(folder, spec)
     cluster.bootstrap.config = cluster.bootstrap.config | {"directory": {"expire_after_s": EXPIRE_S}}
+    if faults:
+        cluster.prefill = mutated(cluster.prefill, worker_code=faulty_worker(faults))
     stage = Scene(cluster)
     try:
         cluster.start()

@@ -25,7 +25,7 @@ AWAKE_S = 0.6
 MUCH_BYTES = 50_000
 """More than connecting and acknowledging leave in a socket."""
 LATE_S = 1.0
-FAULTY = {inner: {"faulty": {"inner": inner, "late_delivery_s": LATE_S}} for inner in ("local", *LIBRARIES)}
+LATE = {"late_delivery_s": LATE_S}
 
 short = pytest.mark.faults_short
 
@@ -191,7 +191,7 @@ def late_delivery(stage: CanaryScene) -> int:
 
 @pytest.mark.parametrize("inner", [pytest.param("local", marks=short), *LIBRARIES])
 def test_a_late_delivery(inner: str) -> None:
-    with canary_scene("faulty", transports=FAULTY[inner]) as stage:
+    with canary_scene(inner, faults=LATE) as stage:
         assert not late_delivery(stage)
         stage.everything_given_back()
         stage.meet()
@@ -212,7 +212,7 @@ def test_pages_that_a_timer_freed_are_seen() -> None:
 @pytest.mark.parametrize("inner", ["local", "nixl"])
 def test_a_writer_that_was_believed_quiet_is_seen(inner: str) -> None:
     with (
-        canary_scene("faulty", transports=FAULTY[inner], worker_mistake=BELIEVE_QUIET) as stage,
+        canary_scene(inner, faults=LATE, worker_mistake=BELIEVE_QUIET) as stage,
         pytest.raises(AssertionError, match="wrong bytes"),
     ):
         late_delivery(stage)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tests.faults.scene import TOKENS, Scene, scene
-from tests.helpers.cluster import eventually, transport_section
+from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import all_free, http, status
 
 INNERS = ["local", "mooncake", "nixl"]
@@ -22,10 +22,8 @@ TRANSFER_S = 1.0
 
 @contextmanager
 def faulty(inner: str, **faults: Any) -> Iterator[Scene]:
-    """A stage whose rank workers use `inner` with faults."""
-    section: Mapping[str, Any] = transport_section(inner) | {"order": ["faulty"], "faulty": {"inner": inner, **faults}}
-    more = {"transports": section}
-    with scene(transport="faulty", prefill=more, decode=more, timeouts={"transfer_s": TRANSFER_S}) as stage:
+    """A stage whose prefill rank workers use `inner` with faults."""
+    with scene(transport=inner, faults=faults, timeouts={"transfer_s": TRANSFER_S}) as stage:
         yield stage
 
 

@@ -23,8 +23,7 @@ import numpy as np
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Connection, Endpoint, Peer, TransferState, Transport
-from kvbridge.transport.nixl import transport as nixl
-from kvbridge.transport.nixl.check import PROCESSES
+from kvbridge.transport.nixl.check import PROCESSES, PeerCheck
 from kvbridge.transport.nixl.peers import NixlEndpoint
 from tests.contract.harness import BACKENDS, Pair, PeerProcess, wait
 from tests.helpers.connecting import connect
@@ -115,7 +114,7 @@ def main() -> None:
     parser.add_argument("--unchecked", action="store_true", help="load them without a check")
     given = parser.parse_args()
     if given.unchecked:
-        nixl.check = lambda *_, **__: iter(())  # type: ignore[assignment]
+        PeerCheck.check = lambda *_, **__: iter(())  # type: ignore[assignment, method-assign]
     rng, backend = random.Random(given.seed), BACKENDS["nixl"]
     counts: collections.Counter[str] = collections.Counter()
     with (

@@ -21,7 +21,8 @@ from kvbridge.config.transports import LocalSettings
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
-from kvbridge.transport.base import Memory, TransferState
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.transport.base import TransferState
 from kvbridge.transport.local.transport import LocalTransport
 from tests.contract.harness import ROOT, wait
 from tests.helpers.connecting import connect
@@ -296,7 +297,7 @@ def test_private_host_memory_is_a_source_too(device: int, shm: Path) -> None:
     reader.register([target.memory()])
     for _ in range(2):  # a second life registers the same memory again
         writer = LocalTransport(WAITING)
-        writer.register([Memory(address=int(own.ctypes.data), length_bytes=own.nbytes, label="scratch")])
+        writer.register([Extent(address=int(own.ctypes.data), length_bytes=own.nbytes, label="scratch")])
         peer = connect(writer, reader.endpoint())
         target.fill(0)
         row = one(int(own.ctypes.data), target.address, own.nbytes)

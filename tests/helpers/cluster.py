@@ -25,6 +25,8 @@ from kvbridge.testbed.cluster import (
     transport_section,
 )
 from kvbridge.testbed.cluster import Cluster as ClusterOfProcesses
+from tests.helpers.faulty_transport import faulty_worker
+from tests.helpers.mutated_daemon import mutated
 
 __all__ = ["START_S", "Cluster", "DaemonProcess", "cluster", "daemon_config", "eventually", "transport_section"]
 
@@ -62,9 +64,10 @@ def cluster(
     decode_pp: int = 1,
     decode_tp: int = 1,
     bootstrap: Mapping[str, Any] | None = None,
+    faults: Mapping[str, Any] | None = None,
     wait: bool = True,
 ) -> Iterator[Cluster]:
-    """Start bootstrap, one prefill and one decode daemon; end them all at exit."""
+    """Start bootstrap, one prefill and one decode daemon; end them all at exit. `faults`: of the prefill daemon's transports."""
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     device = dict(pages or {"full": 64, "swa": 16, "request": 8})
     spec = ClusterSpec(
@@ -83,6 +86,8 @@ def cluster(
     )
     planned = plan_cluster(folder, spec)
     planned.bootstrap.config |= dict(bootstrap or {})
+    if faults:
+        planned.prefill = mutated(planned.prefill, worker_code=faulty_worker(faults))
     made = Cluster(**{field.name: getattr(planned, field.name) for field in fields(planned)})
     try:
         made.start()

@@ -1,4 +1,4 @@
-"""A stretch of device memory as tests use it: written and read from the host, and as the `Memory` that a transport registers.
+"""Device memory as tests use it: written and read from the host, and as the `Extent` that a transport registers.
 
 Owns: the allocation, or the opening of another process's. Without torch; every call waits until its bytes are there.
 """
@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from kvbridge.core.ids import MemoryKind
 from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.memory.cuda_pool import exported_extent
 from kvbridge.pool.memory.device_memory import OpenedAllocation, export
-from kvbridge.transport.base import Memory, SharedAllocation
+from kvbridge.pool.memory.extent import Extent
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,20 +44,17 @@ class DeviceBuffer:
         offset = self.address - exported.allocation.address
         return {"handle": exported.handle.hex(), "uuid": exported.device_uuid, "offset_bytes": offset}
 
-    def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Memory:
+    def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Extent:
         """Part of the buffer (all of it by default) as something to register."""
-        facts = self.facts()
-        return Memory(
+        whole = exported_extent(self._exported)
+        return Extent(
             address=self.address + offset_bytes,
             length_bytes=self.length_bytes - offset_bytes if length_bytes is None else length_bytes,
             kind=MemoryKind.VRAM,
             device=self.device,
-            shared=SharedAllocation(
-                handle=bytes.fromhex(facts["handle"]),
-                device_uuid=facts["uuid"],
-                offset_bytes=facts["offset_bytes"] + offset_bytes,
-            ),
-            label=f"cuda:{self.device}",
+            origin=whole.origin,
+            offset_bytes=self.address + offset_bytes - whole.address,
+            label=whole.label,
         )
 
     def read(self, offset: int = 0, length: int | None = None) -> Bytes:

@@ -19,8 +19,6 @@ from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.engine.rows import place_rows
 from kvbridge.engine.views import PoolViews, RegionView
-from kvbridge.pool.memory.device_pool import DevicePool
-from kvbridge.pool.memory.host_pool import HostPool
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.mapped_pool import MappedPool
 
@@ -141,7 +139,7 @@ class NodePools:
         ]
         name = f"{directory.name}-{colour:x}"
         self._device = [
-            DevicePool.create(
+            MappedPool.create(
                 device_placement(geometry, part, page_counts=form.pages, exclude=form.host, chunking=form.chunking),
                 directory,
                 name,
@@ -149,7 +147,7 @@ class NodePools:
             for part in self._parts
         ]
         self._host = (
-            HostPool.create(
+            MappedPool.create(
                 host_placement(
                     geometry,
                     form.host,

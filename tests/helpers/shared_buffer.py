@@ -1,4 +1,4 @@
-"""A stretch of shared memory behind a file, as a numpy array, and as the `Memory` that a transport registers.
+"""Shared memory behind a file, as a numpy array, and as the `Extent` that a transport registers.
 
 Owns: the mapping. Two processes that open the same file see the same bytes, so a test can look into a peer that is
 stopped.
@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.transport.base import Memory, SharedFile
+from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.pool.memory.extent import Extent
 
 
 class SharedBuffer:
@@ -29,11 +30,16 @@ class SharedBuffer:
         self.address = int(self.bytes.ctypes.data)
         self.length_bytes = length_bytes
 
-    def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Memory:
+    def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Extent:
         """Part of the buffer (all of it by default) as something to register."""
         length = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
-        shared = SharedFile(path=str(self.path), offset_bytes=offset_bytes)
-        return Memory(address=self.address + offset_bytes, length_bytes=length, shared=shared, label=self.path.name)
+        return Extent(
+            address=self.address + offset_bytes,
+            length_bytes=length,
+            origin=FileOrigin(path=str(self.path)),
+            offset_bytes=offset_bytes,
+            label=self.path.name,
+        )
 
     def read(self, offset: int = 0, length: int | None = None) -> npt.NDArray[np.uint8]:
         """Return a view of some bytes: it changes with them."""

@@ -40,8 +40,6 @@ def execute(command: dict[str, Any], transport: Transport, buffer: Buffer) -> di
             return {"sha256": hashlib.sha256(buffer.read(offset, length)).hexdigest()}
         case "register":
             transport.register([buffer.memory(offset, length)])
-        case "unregister":
-            transport.unregister([buffer.memory(offset, length)])
         case "close":
             transport.close()
         case other:

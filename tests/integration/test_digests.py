@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from kvbridge.core.errors import RoomFailedError
 from tests.contract.harness import BACKENDS, require_library
-from tests.helpers.cluster import eventually, transport_section
+from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import all_free, ends, live_cluster, metric, report
 from tests.helpers.matrices import kept
 
 TOKENS = 1_000
+FLIP = {"flip_bit_in_operation": 1}
 DIGEST = {"integrity": {"digest": "crc32c"}}
-
-
-def faulty(inner: str, **faults: Any) -> dict[str, Any]:
-    return transport_section(inner) | {"order": ["faulty"], "faulty": {"inner": inner, **faults}}
 
 
 @pytest.mark.parametrize("transport", ["local", kept("mooncake", False), kept("nixl", False)])
@@ -51,10 +46,7 @@ def test_digests_add_up_whatever_the_ranks_on_both_sides(model, sizes):
 @pytest.mark.parametrize("transport", ["local", "mooncake", "nixl"])
 def test_a_flipped_bit_fails_the_room_by_name_and_the_next_one_crosses(transport):
     require_library(BACKENDS[transport])
-    with live_cluster(
-        prefill={"transports": faulty(transport, flip_bit_in_operation=1)},
-        decode={"transports": faulty(transport), **DIGEST},
-    ) as live:
+    with live_cluster(transport=transport, faults=FLIP, decode=DIGEST) as live:
         room = live.pair(TOKENS)
         assert live.reader is not None
         live.write(room, TOKENS)
@@ -76,9 +68,7 @@ def test_a_flipped_bit_fails_the_room_by_name_and_the_next_one_crosses(transport
 
 def test_without_digests_a_flipped_bit_passes_unseen():
     """What the check is for, and that nobody computes what nobody asked for."""
-    with live_cluster(
-        prefill={"transports": faulty("local", flip_bit_in_operation=1)}, decode={"transports": faulty("local")}
-    ) as live:
+    with live_cluster(faults=FLIP) as live:
         room = live.pair(TOKENS)
         assert live.reader is not None
         live.write(room, TOKENS)

@@ -92,15 +92,6 @@ class BookMachine(RuleBasedStateMachine):
         if legal:
             self.forget(owner)
 
-    @rule(owner=OWNERS, data=st.data())
-    def give_back(self, owner, data):
-        mine = self.pages.get(owner, {}).get(IndexSpace.SWA, [])
-        ids = data.draw(st.lists(st.sampled_from([*mine, 0]), unique=True))
-        legal = self.state.get(owner) is PageState.HELD and set(ids) <= set(mine)
-        self.call(legal, self.book.give_back, owner, IndexSpace.SWA, ids)
-        if legal and mine:
-            self.pages[owner][IndexSpace.SWA] = [page for page in mine if page not in ids]
-
     @rule(owner=OWNERS, reason=REASONS)
     def quarantine(self, owner, reason):
         legal = owner in self.state
@@ -132,12 +123,12 @@ class BookMachine(RuleBasedStateMachine):
     @invariant()
     def no_page_has_two_owners(self):
         for space in TOTAL:
-            owned = [page for owner in self.book.owners() for page in self.book.pages(owner).get(space, ())]
+            owned = [page for owner in self.book._holdings for page in self.book.pages(owner).get(space, ())]
             assert len(set(owned)) == len(owned)
 
     @invariant()
     def agrees_with_the_model(self):
-        assert set(self.book.owners()) == set(self.state)
+        assert set(self.book._holdings) == set(self.state)
         for owner, state in self.state.items():
             assert self.book.state(owner) is state
             found = {space: ids.tolist() for space, ids in self.book.pages(owner).items() if len(ids)}

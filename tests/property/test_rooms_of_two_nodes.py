@@ -254,7 +254,7 @@ class RoomsMachine(RuleBasedStateMachine):
         world.everybody_lets_go()
         # Whatever is not free now is waiting for a proof, and says so.
         for book, rooms in ((world.prefill.book, world.prefill.service.rooms), (world.book, world.receiver.rooms)):
-            for owner in book.owners():
+            for owner in book._holdings:
                 assert book.state(owner) in {PageState.LEASED, PageState.QUARANTINED}, f"{owner} is {book.state(owner)}"
                 assert rooms.find(*owner) is not None, f"{owner} is booked and forgotten"
         for _ in range(4):

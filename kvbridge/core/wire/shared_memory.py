@@ -55,8 +55,8 @@ class SharedRegion(FrozenModel):
     origins: tuple[Origin, ...]
 
 
-class DeviceOrder(FrozenModel):
-    """What device memory a rank worker is to make, as `pool.layout.device_placement` lays it out."""
+class DeviceAllocationRequest(FrozenModel):
+    """What device memory a node asks a rank worker to allocate, as `pool.layout.device_placement` lays it out."""
 
     device: NonNegative
     """CUDA ordinal, as the node and its workers count."""
@@ -74,6 +74,6 @@ class StreamPoint(FrozenModel):
     model_config = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex")
 
     ring: Annotated[str, Field(min_length=1, max_length=100)]
-    """Names the set of events, and with it the life of the process that made them."""
+    """Names the set of events, and with it the incarnation of the process that made them."""
     handle: IpcHandle
     device_uuid: DeviceUuid

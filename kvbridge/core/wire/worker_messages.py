@@ -24,7 +24,7 @@ from kvbridge.core.wire.messages import (
     Text,
     WireTable,
 )
-from kvbridge.core.wire.shared_memory import DeviceOrder, SharedRegion, StreamPoint
+from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion, StreamPoint
 
 MAX_POINTS = 8_192
 """Points that one order waits for at most: as many as an engine's events."""
@@ -51,7 +51,7 @@ class WorkerSetup(FrozenModel):
     """The global layer ids of the rank."""
     device: tuple[SharedRegion, ...]
     """Device memory of this rank that the node has made (device: cpu)."""
-    allocate: DeviceOrder | None = None
+    allocate: DeviceAllocationRequest | None = None
     """Device memory of this rank that the worker is to make (device: cuda). With neither, it adopts an engine's."""
     host: tuple[SharedRegion, ...]
     """The node's host pool; empty when there is none."""

@@ -159,25 +159,6 @@ class PageBook:
             )
         return self._forget(owner)
 
-    def give_back(self, owner: Owner, space: IndexSpace, ids: npt.ArrayLike) -> None:
-        """Take some held pages of an owner back, such as window pages that have slid out. Raises like `free`."""
-        holding = self._holding(owner)
-        if holding.state is not _H:
-            raise ConflictError(
-                f"{owner}: {holding.state} pages of '{space}' cannot be given back, a transfer may still touch them"
-            )
-        mine = holding.pages.get(space, np.empty(0, dtype=np.int32))
-        gone = np.asarray(ids, dtype=np.int32).ravel()
-        foreign = gone[~np.isin(gone, mine)]
-        if len(foreign) or len(np.unique(gone)) != len(gone):
-            raise ConflictError(
-                f"{owner}: pages given back of '{space}' must be distinct and its own; foreign: {foreign[:8].tolist()}"
-            )
-        holding.pages[space] = _read_only(mine[~np.isin(mine, gone)])
-        self._in_state[space][_H] -= len(gone)
-        self._spaces[space].give(gone)
-        self._watcher.freed({space: len(gone)})
-
     def quarantine(self, owner: Owner, reason: str) -> None:
         """Keep an owner's pages from any use until `reason` has been lifted by `release_quarantined`.
 
@@ -217,10 +198,6 @@ class PageBook:
 
     def __contains__(self, owner: object) -> bool:
         return owner in self._holdings
-
-    def owners(self, state: PageState | None = None) -> tuple[Owner, ...]:
-        """Every owner, or those whose pages are in `state`, in the order in which they came."""
-        return tuple(owner for owner, holding in self._holdings.items() if state is None or holding.state is state)
 
     def pages(self, owner: Owner) -> Pages:
         """All pages of an owner, in the order in which it got them. Raises NotFoundError when it has none."""

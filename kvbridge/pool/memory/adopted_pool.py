@@ -3,27 +3,26 @@
 Owns: checking that what the engine hands over is the whole cache of its rank, and cutting it into extents.
 Must not know: which pages are free, tensors, who gives page ids out.
 
-The engine's memory is described, never touched, except through `page_view`.
+The engine's memory is described, never touched.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Sequence
 
-from kvbridge.core.errors import ConflictError, InvalidInputError, UnsupportedError
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
-from kvbridge.core.ids import IndexSpace, MemoryKind
-from kvbridge.pool.memory.extent import pages_per_extent
+from kvbridge.core.ids import IndexSpace
+from kvbridge.pool.memory.extent import Extent, pages_per_extent
 from kvbridge.pool.memory.layout import DEFAULT_EXTENT_BYTES, RankPart
 from kvbridge.pool.memory.memory_pool import MemoryPool
-from kvbridge.pool.memory.sharing import Holder, registered_extents
+from kvbridge.pool.memory.sharing import registered_extents
 
 
 class AdoptedPool(MemoryPool):
-    """The engine's own cache memory as regions and extents. `close` forgets it; the engine frees it, after `close`."""
+    """The engine's own cache memory as regions and extents. The engine frees it, when no peer holds a manifest of it."""
 
     def __init__(
         self,
@@ -32,12 +31,12 @@ class AdoptedPool(MemoryPool):
         given: Sequence[Region],
         *,
         exclude: Collection[ComponentKind] = frozenset(),
-        holders: Sequence[Holder] = (),
+        shared: Sequence[Extent] = (),
         extent_bytes: int = DEFAULT_EXTENT_BYTES,
     ) -> None:
         """Check and adopt `given`: every component of `part` but `exclude`, each layer once, in the geometry's form.
 
-        `given` are regions of one extent each, at this process's addresses; `holders` is memory in which
+        `given` are regions of one extent each, at this process's addresses; `shared` are whole allocations in which
         some of them lie and that other processes of the host can reach. Raises InvalidInputError that names the
         component and layer that is missing, too much, or of another form.
         """
@@ -51,19 +50,7 @@ class AdoptedPool(MemoryPool):
         )
         check_manifest(manifest, geometry)
         regions = cut_regions(given, extent_bytes)
-        super().__init__(regions, registered_extents(regions, holders))
-        self._closed = False
-
-    def close(self) -> None:
-        """Forget the memory: no view can be made any more."""
-        self._closed = True
-
-    def _view(self, address: int, length_bytes: int, memory: MemoryKind) -> memoryview:
-        if self._closed:
-            raise ConflictError("this adopted pool is closed")
-        if memory is not MemoryKind.DRAM:
-            raise UnsupportedError(f"the CPU cannot view memory of kind {memory}; copy the page by the device's means")
-        return memoryview((ctypes.c_ubyte * length_bytes).from_address(address)).cast("B")
+        super().__init__(regions, registered_extents(regions, shared))
 
 
 def cut_regions(given: Sequence[Region], extent_bytes: int) -> tuple[Region, ...]:

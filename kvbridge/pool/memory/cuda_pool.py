@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
-from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import CudaOrigin, SharedRegion
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.device_memory import ExportedAllocation, export
-from kvbridge.pool.memory.extent import Progress, align_up, ignore_progress
+from kvbridge.pool.memory.extent import Extent, Progress, align_up, ignore_progress
 from kvbridge.pool.memory.memory_pool import MemoryPool
 from kvbridge.pool.memory.placement import Placement
-from kvbridge.pool.memory.sharing import Holder, registered_extents
+from kvbridge.pool.memory.sharing import registered_extents
 
 SHARED_ALIGNMENT_BYTES = 2 << 20
 """Shorter allocations share a block of the driver's, and CUDA IPC would give all of that block away."""
@@ -37,7 +37,9 @@ class CudaPool(MemoryPool):
         for exported in self._exported:
             stack.callback(exported.forget)
         regions = placement.regions_at(addresses)
-        super().__init__(regions, registered_extents(regions, [held(exported) for exported in self._exported]))
+        super().__init__(
+            regions, registered_extents(regions, [exported_extent(exported) for exported in self._exported])
+        )
         self._stack = stack
 
     @classmethod
@@ -67,25 +69,9 @@ class CudaPool(MemoryPool):
         """The regions as other processes of the host open them (`sharing.MappedRegions`)."""
         return self.placement.shared_regions([origin_of(exported) for exported in self._exported])
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all allocations."""
-        return self.placement.total_bytes
-
     def close(self) -> None:
         """Free it. Nobody else has it open, nothing on any device uses it. Harmless when closed."""
         self._stack.close()
-
-    def __repr__(self) -> str:
-        pages = ", ".join(f"{count} {space}" for space, count in self.page_counts().items())
-        return (
-            f"<CudaPool on cuda:{self.placement.device}: {len(self.regions())} regions, pages {pages}, "
-            f"{self.total_bytes} bytes in {len(self._exported)} allocations>"
-        )
-
-    def _view(self, address: int, length_bytes: int, memory: MemoryKind) -> memoryview:
-        del address, length_bytes
-        raise UnsupportedError(f"the CPU cannot view memory of kind {memory}; copy the page by the device's means")
 
 
 def origin_of(exported: ExportedAllocation) -> CudaOrigin:
@@ -97,13 +83,13 @@ def origin_of(exported: ExportedAllocation) -> CudaOrigin:
     )
 
 
-def held(exported: ExportedAllocation) -> Holder:
-    """Describe an exported allocation of this process as memory that others reach."""
-    allocation = exported.allocation
-    return Holder(
-        allocation.address,
-        allocation.length_bytes,
-        origin_of(exported),
-        label=f"cuda:{exported.device}",
+def exported_extent(exported: ExportedAllocation) -> Extent:
+    """All of an exported allocation of this process."""
+    return Extent(
+        address=exported.allocation.address,
+        length_bytes=exported.allocation.length_bytes,
+        kind=MemoryKind.VRAM,
         device=exported.device,
+        origin=origin_of(exported),
+        label=f"cuda:{exported.device}",
     )

@@ -1,6 +1,16 @@
-"""What pools hand to whoever registers their memory.
+"""Contiguous memory of this process, as pools hand it to transports.
 
 Owns: `Extent`, how long one is, and the form of a progress report. Must not know: transports, engines.
+
+How the names of memory relate:
+
+- A `Region` (core.geometry.manifest) is where the pages of one component's layer are, in one process: one or more pieces.
+- An `Extent` is a contiguous piece that is registered as a whole; pages of several regions may lie in it.
+- An `Origin` (core.wire.shared_memory) is what other processes of the host map or open to reach it: a file or a device
+  allocation. A `SharedRegion` is a region by its origins, with offsets for addresses.
+- Peers are told of extents by the endpoint of a backend: `local` says where in which origin (`SharedExtent`), `nixl` the kind
+  and device (`NixlExtent`), `mooncake` the address only.
+- A `ReachableExtent` (transport.local.memory) is a peer's extent, or ours, with the address by which this process reaches it.
 """
 
 from __future__ import annotations
@@ -20,7 +30,7 @@ EXTENT_ALIGNMENT_BYTES = 4096
 
 
 def ignore_progress(done_bytes: int, total_bytes: int) -> None:
-    """Report to nobody."""
+    """Ignore a progress report."""
 
 
 def align_up(length_bytes: int, alignment_bytes: int) -> int:
@@ -29,21 +39,25 @@ def align_up(length_bytes: int, alignment_bytes: int) -> int:
 
 
 class Extent(FrozenModel):
-    """A stretch of memory of this process that is registered as one. Lives as long as the pool that it came from.
+    """Contiguous memory of this process that is registered as one. Lives as long as the pool that it came from.
 
     No extent of a pool overlaps another, and every page of every region lies in exactly one.
     """
 
     address: Positive
     length_bytes: Positive
-    memory: MemoryKind = MemoryKind.DRAM
+    kind: MemoryKind = MemoryKind.DRAM
     device: NonNegative = 0
     origin: Origin | None = None
     """Where other processes of the host find it; None when they cannot."""
     offset_bytes: NonNegative = 0
     """Where the extent begins there."""
     label: str = ""
-    """What it is, for error messages ("host 0 extent 3")."""
+    """What it is, for error messages ("host pool extent 3")."""
+
+    def holds(self, start: int, stop: int, kind: MemoryKind) -> bool:
+        """Whether it holds all of [start, stop) of that kind of memory."""
+        return kind is self.kind and self.address <= start and stop <= self.address + self.length_bytes
 
 
 def pages_per_extent(page_count: int, stride_bytes: int, limit_bytes: int) -> int:

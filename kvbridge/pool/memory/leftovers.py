@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 POOL_PREFIX = "kvbridge-"
 """What the names of pools begin with: then the node's digest, the incarnation's number and the part of the pool."""
 PROOF_PREFIX = ".kvbridge-"
-"""What the names of proofs and gates begin with (`transport/local/host.py`): then a random number."""
+"""What the names of proofs and lock files begin with (`transport/local/host.py`): then a random number."""
 
 _POOL_NAME = re.compile(re.escape(POOL_PREFIX) + r"[0-9a-f]{12}-[0-9a-f]{16}\..+")
 _PROOF_NAME = re.compile(re.escape(PROOF_PREFIX) + r"[0-9a-f]{16}")

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
-from kvbridge.core.errors import InvalidInputError, UnsupportedError
-from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.core.errors import UnsupportedError
+from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.pool.memory.memory_pool import MemoryPool
 from kvbridge.pool.memory.placement import Placement
 from kvbridge.pool.memory.shared_mapping import DEFAULT_CHUNK_BYTES, SharedMapping, close_all, require_memory
-from kvbridge.pool.memory.sharing import Holder, registered_extents
+from kvbridge.pool.memory.sharing import mapping_extent, registered_extents
 
 
 def mapping_paths(placement: Placement, directory: Path | str, prefix: str) -> tuple[str, ...]:
@@ -25,21 +25,13 @@ def mapping_paths(placement: Placement, directory: Path | str, prefix: str) -> t
 
 
 class MappedPool(MemoryPool):
-    """A pool whose mappings are shared files. Made by `create` or `open`."""
-
-    spaces: ClassVar[frozenset[IndexSpace]]
-    """Which index spaces the regions of this kind of pool may count in."""
+    """A pool whose mappings are shared files. Made by `create`."""
 
     def __init__(self, placement: Placement, mappings: Sequence[SharedMapping]) -> None:
         if placement.memory is not MemoryKind.DRAM:
             raise UnsupportedError(f"a pool of {placement.memory} cannot be a shared file; allocate it on the device")
-        spaces = placement.page_counts().keys()
-        if not spaces <= self.spaces:
-            raise InvalidInputError(
-                f"a {type(self).__name__} holds pages of {sorted(self.spaces)}, got regions of {sorted(spaces)}"
-            )
         regions = placement.regions_at([mapping.address for mapping in mappings])
-        super().__init__(regions, registered_extents(regions, [Holder.of(mapping) for mapping in mappings]))
+        super().__init__(regions, registered_extents(regions, [mapping_extent(mapping) for mapping in mappings]))
         self.placement = placement
         self._mappings = tuple(mappings)
 
@@ -80,21 +72,6 @@ class MappedPool(MemoryPool):
             close_all(mappings)
             raise
 
-    @classmethod
-    def open(cls, placement: Placement, paths: Sequence[Path | str]) -> Self:
-        """Map a pool that another process has created from the same placement. Raises RegistrationError."""
-        if len(paths) != len(placement.mappings):
-            raise InvalidInputError(
-                f"a placement of {len(placement.mappings)} mappings needs one path for each, got {len(paths)}"
-            )
-        lengths = [mapping.length_bytes for mapping in placement.mappings]
-        mappings = _open_all(paths, lengths)
-        try:
-            return cls(placement, mappings)
-        except BaseException:
-            close_all(mappings)
-            raise
-
     @property
     def mappings(self) -> tuple[SharedMapping, ...]:
         """The mappings themselves, for whoever builds views of whole regions or pins memory for a device."""
@@ -104,11 +81,6 @@ class MappedPool(MemoryPool):
     def paths(self) -> tuple[str, ...]:
         """The file of each mapping."""
         return tuple(str(mapping.path) for mapping in self._mappings)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all mappings."""
-        return sum(mapping.length_bytes for mapping in self._mappings)
 
     def shared_regions(self) -> tuple[SharedRegion, ...]:
         """The regions as other processes of the host map them (`sharing.MappedRegions`)."""
@@ -122,33 +94,7 @@ class MappedPool(MemoryPool):
         """
         close_all(self._mappings)
 
-    def __repr__(self) -> str:
-        pages = ", ".join(f"{count} {space}" for space, count in self.page_counts().items())
-        return (
-            f"<{type(self).__name__}: {len(self.regions())} regions, pages {pages}, "
-            f"{self.total_bytes} bytes in {len(self._mappings)} files>"
-        )
-
-    def _view(self, address: int, length_bytes: int, memory: MemoryKind) -> memoryview:
-        del memory  # a mapping is DRAM
-        for mapping in self._mappings:
-            start = address - mapping.address
-            if start >= 0 and start + length_bytes <= mapping.length_bytes:
-                return mapping.buffer[start : start + length_bytes]
-        raise InvalidInputError(f"{length_bytes} bytes at {address:#x} are not in any mapping of {self!r}")
-
 
 def _part_of(on_progress: Progress, before_bytes: int, total_bytes: int) -> Progress:
     """Report the progress of one file as progress of the whole pool."""
     return lambda done_bytes, _: on_progress(before_bytes + done_bytes, total_bytes)
-
-
-def _open_all(paths: Sequence[Path | str], lengths: Sequence[int]) -> list[SharedMapping]:
-    mappings: list[SharedMapping] = []
-    try:
-        for path, length in zip(paths, lengths, strict=True):
-            mappings.append(SharedMapping.open(path, length_bytes=length))
-    except BaseException:
-        close_all(mappings)
-        raise
-    return mappings

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -21,27 +20,15 @@ from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.shared_mapping import SharedMapping, close_all
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A stretch of memory of this process that other processes of the host can reach, too."""
-
-    address: int
-    length_bytes: int
-    origin: Origin
-    label: str
-    device: int | None = None
-    """CUDA ordinal in this process; None for host memory."""
-
-    @classmethod
-    def of(cls, mapping: SharedMapping) -> Self:
-        """A mapped file."""
-        origin = FileOrigin(path=str(mapping.path))
-        return cls(mapping.address, mapping.length_bytes, origin, label=mapping.path.name)
-
-    def holds(self, start: int, stop: int, kind: MemoryKind) -> bool:
-        """Whether it holds all of [start, stop) of that kind of memory."""
-        same_kind = (kind is MemoryKind.DRAM) == (self.device is None)
-        return same_kind and self.address <= start and stop <= self.address + self.length_bytes
+def mapping_extent(mapping: SharedMapping) -> Extent:
+    """All of a mapped file."""
+    path = str(mapping.path)
+    return Extent(
+        address=mapping.address,
+        length_bytes=mapping.length_bytes,
+        origin=FileOrigin(path=path),
+        label=mapping.path.name,
+    )
 
 
 class MappedRegions:
@@ -58,7 +45,7 @@ class MappedRegions:
         """
         self._files: dict[str, SharedMapping] = {}
         self._allocations: dict[bytes, OpenedAllocation] = {}
-        self._holders: dict[Origin, Holder] = {}
+        self._opened: dict[Origin, Extent] = {}
         try:
             self.regions: tuple[Region, ...] = tuple(self._place(region) for region in shared)
         except BaseException:
@@ -69,29 +56,36 @@ class MappedRegions:
         region, extents = shared.region, region_extents(shared.region)
         if len(shared.origins) != len(extents):
             raise InvalidInputError(f"{region.label} has {len(extents)} extents, but {len(shared.origins)} origins")
-        holders = [self._holder(origin) for origin in shared.origins]
-        if any((holder.device is None) != (region.memory is MemoryKind.DRAM) for holder in holders):
+        opened = [self._open(origin) for origin in shared.origins]
+        if any(extent.kind is not region.memory for extent in opened):
             raise InvalidInputError(f"{region.label} is {region.memory}, which is not what its origins hold")
-        for holder, (offset, pages) in zip(holders, extents, strict=True):
-            _check_within(region, holder, offset, pages)
+        for extent, (offset, pages) in zip(opened, extents, strict=True):
+            _check_within(region, extent, offset, pages)
         addresses = tuple(
-            holder.address + offset for holder, offset in zip(holders, region.extent_addresses, strict=True)
+            extent.address + offset for extent, offset in zip(opened, region.extent_addresses, strict=True)
         )
-        return region.model_copy(update={"extent_addresses": addresses, "device": holders[0].device or 0})
+        return region.model_copy(update={"extent_addresses": addresses, "device": opened[0].device})
 
-    def _holder(self, origin: Origin) -> Holder:
-        if origin not in self._holders:
-            self._holders[origin] = self._open_file(origin) if origin.kind == "file" else self._open_cuda(origin)
-        return self._holders[origin]
+    def _open(self, origin: Origin) -> Extent:
+        if origin not in self._opened:
+            self._opened[origin] = self._open_file(origin) if origin.kind == "file" else self._open_cuda(origin)
+        return self._opened[origin]
 
-    def _open_file(self, origin: FileOrigin) -> Holder:
+    def _open_file(self, origin: FileOrigin) -> Extent:
         mapping = self._files[origin.path] = SharedMapping.open(origin.path)
-        return Holder.of(mapping)
+        return mapping_extent(mapping)
 
-    def _open_cuda(self, origin: CudaOrigin) -> Holder:
+    def _open_cuda(self, origin: CudaOrigin) -> Extent:
         opened = OpenedAllocation(origin.handle, device_uuid=origin.device_uuid)
         self._allocations[origin.handle] = opened
-        return Holder(opened.address, origin.length_bytes, origin, label=f"cuda:{opened.device}", device=opened.device)
+        return Extent(
+            address=opened.address,
+            length_bytes=origin.length_bytes,
+            kind=MemoryKind.VRAM,
+            device=opened.device,
+            origin=origin,
+            label=f"cuda:{opened.device}",
+        )
 
     @property
     def mappings(self) -> tuple[SharedMapping, ...]:
@@ -99,13 +93,13 @@ class MappedRegions:
         return tuple(self._files.values())
 
     @property
-    def holders(self) -> tuple[Holder, ...]:
-        """Everything that is open."""
-        return tuple(self._holders.values())
+    def opened(self) -> tuple[Extent, ...]:
+        """Every file and every allocation that is open, each as a whole."""
+        return tuple(self._opened.values())
 
     def close(self) -> None:
         """Unmap everything. Harmless when closed. Nothing on any device uses any of it any more."""
-        self._holders.clear()
+        self._opened.clear()
         with ExitStack() as stack:
             stack.callback(self._close_files)
             for opened in self._allocations.values():
@@ -125,19 +119,19 @@ class MappedRegions:
         self.close()
 
 
-def _check_within(region: Region, holder: Holder, offset: int, pages: int) -> None:
+def _check_within(region: Region, opened: Extent, offset: int, pages: int) -> None:
     """A region that reaches beyond its memory would only show as a crash, in whoever touches it."""
     end = offset + (pages - 1) * region.page_stride_bytes + region.page_bytes
-    if end > holder.length_bytes:
-        where = holder.origin.path if isinstance(holder.origin, FileOrigin) else holder.label
-        raise InvalidInputError(f"{region.label} ends at byte {end} of {where}, which has {holder.length_bytes}")
+    if end > opened.length_bytes:
+        where = opened.origin.path if isinstance(opened.origin, FileOrigin) else opened.label
+        raise InvalidInputError(f"{region.label} ends at byte {end} of {where}, which has {opened.length_bytes}")
 
 
-def registered_extents(regions: Iterable[Region], holders: Sequence[Holder] = ()) -> list[Extent]:
-    """Return the stretches of memory that hold `regions`, in address order: what is to be registered, each once.
+def registered_extents(regions: Iterable[Region], shared: Sequence[Extent] = ()) -> list[Extent]:
+    """Return the extents that hold `regions`, in address order: what is to be registered, each once.
 
     Regions whose pages interleave (`page_first`) share an extent; regions that merely touch do not. An extent inside
-    one of `holders` carries its origin.
+    one of `shared`, whole files and allocations, carries its origin.
     """
     spans = sorted(
         (
@@ -155,7 +149,7 @@ def registered_extents(regions: Iterable[Region], holders: Sequence[Holder] = ()
             merged[-1] = (merged[-1][0], max(merged[-1][1], stop), kind, device)
         else:
             merged.append((start, stop, kind, device))
-    return [_extent(start, stop, MemoryKind(kind), device, holders) for start, stop, kind, device in merged]
+    return [_extent(start, stop, MemoryKind(kind), device, shared) for start, stop, kind, device in merged]
 
 
 def region_extents(region: Region) -> list[tuple[int, int]]:
@@ -165,18 +159,11 @@ def region_extents(region: Region) -> list[tuple[int, int]]:
     return list(zip(region.extent_addresses, counts, strict=True))
 
 
-def _extent(start: int, stop: int, kind: MemoryKind, device: int, holders: Sequence[Holder]) -> Extent:
-    length = stop - start
-    for holder in holders:
-        if holder.holds(start, stop, kind):
-            offset = start - holder.address
-            return Extent(
-                address=start,
-                length_bytes=length,
-                memory=kind,
-                device=device,
-                origin=holder.origin,
-                offset_bytes=offset,
-                label=f"{holder.label} at {offset}",
-            )
-    return Extent(address=start, length_bytes=length, memory=kind, device=device, label=f"{kind} at {start:#x}")
+def _extent(start: int, stop: int, kind: MemoryKind, device: int, shared: Sequence[Extent]) -> Extent:
+    found = Extent(address=start, length_bytes=stop - start, kind=kind, device=device, label=f"{kind} at {start:#x}")
+    for whole in shared:
+        if whole.holds(start, stop, kind):
+            offset = start - whole.address
+            facts = {"origin": whole.origin, "offset_bytes": offset, "label": f"{whole.label} at {offset}"}
+            return found.model_copy(update=facts)
+    return found

@@ -1,7 +1,6 @@
-"""A peer's device memory, opened here by CUDA IPC, and ours as peers are told of it.
+"""A peer's device memory, opened here by CUDA IPC.
 
-Owns: the form in which an endpoint names device memory, opening it, the check that it is reachable. Must not know:
-transfers, files.
+Owns: opening it, the check that it is reachable. Must not know: transfers, files.
 
 While a peer has memory open its owner must not free it: what happens then is not defined, though the driver keeps the
 memory until the last process lets go of it. So an owner frees device memory only when `Transport.revoked` has said that
@@ -12,41 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Annotated
 
 import structlog
-from pydantic import Field
 
 from kvbridge.core.errors import BridgeError, TransportError
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.allocations import allocation_of, device_by_uuid
 from kvbridge.pool.memory.device_memory import OpenedAllocation
-from kvbridge.transport.base import SharedAllocation
-from kvbridge.transport.local.memory import Stretch
+from kvbridge.transport.local.host import SharedExtent
+from kvbridge.transport.local.memory import ReachableExtent
 
 log = structlog.get_logger(__name__)
-
-
-class NamedAllocation(FrozenModel):
-    """A device allocation, as a peer opens it."""
-
-    handle: Annotated[str, Field(pattern="^[0-9a-f]{128}$")]
-    device_uuid: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-
-    @classmethod
-    def of(cls, shared: SharedAllocation) -> NamedAllocation:
-        """The allocation without the place in it."""
-        return cls(handle=shared.handle.hex(), device_uuid=shared.device_uuid)
-
-
-class AllocatedExtent(FrozenModel):
-    """`length_bytes` at `offset_bytes` of the `allocation`-th of a list, at `address` in its owner's process."""
-
-    address: Positive
-    length_bytes: Positive
-    allocation: NonNegative
-    offset_bytes: NonNegative
 
 
 class OpenedAllocations:
@@ -55,8 +31,8 @@ class OpenedAllocations:
     def __init__(
         self,
         who: str,
-        allocations: Sequence[NamedAllocation],
-        extents: Sequence[AllocatedExtent],
+        allocations: Sequence[CudaOrigin],
+        extents: Sequence[SharedExtent],
         *,
         device: int | None,
     ) -> None:
@@ -66,29 +42,31 @@ class OpenedAllocations:
         """
         self._stack = ExitStack()
         try:
-            self._opened = [self._open(named, device) for named in allocations]
-            self.stretches = tuple(self._stretch(extent) for extent in extents)
+            self._opened = [self._open(origin, device) for origin in allocations]
+            self.reachable = tuple(self._reach(extent) for extent in extents)
         except BridgeError as error:
             self.close()
             raise TransportError(f"the device memory of {who} cannot be written from here: {error}") from error
 
-    def _open(self, named: NamedAllocation, device: int | None) -> tuple[OpenedAllocation, int]:
+    def _open(self, origin: CudaOrigin, device: int | None) -> tuple[OpenedAllocation, int]:
         """Open an allocation; returns it with the bytes that it has from its address on."""
         reason = runtime.reason_without_device()
         if reason:
             raise TransportError(f"this process has no device ({reason})")
-        _require_reach(device, named.device_uuid)
-        opened = OpenedAllocation(bytes.fromhex(named.handle), device_uuid=named.device_uuid, device=device)
+        _require_reach(device, origin.device_uuid)
+        opened = OpenedAllocation(origin.handle, device_uuid=origin.device_uuid, device=device)
         self._stack.callback(opened.close)
         found = allocation_of(opened.device, opened.address)
         return opened, found.address + found.length_bytes - opened.address
 
-    def _stretch(self, extent: AllocatedExtent) -> Stretch:
-        known = extent.allocation < len(self._opened)
-        if not known or extent.offset_bytes + extent.length_bytes > self._opened[extent.allocation][1]:
+    def _reach(self, extent: SharedExtent) -> ReachableExtent:
+        known = extent.origin < len(self._opened)
+        if not known or extent.offset_bytes + extent.length_bytes > self._opened[extent.origin][1]:
             raise TransportError(f"it names {extent.length_bytes} bytes that the allocation does not have")
-        opened, _ = self._opened[extent.allocation]
-        return Stretch(extent.address, extent.length_bytes, opened.address + extent.offset_bytes, device=opened.device)
+        opened, _ = self._opened[extent.origin]
+        return ReachableExtent(
+            extent.address, extent.length_bytes, opened.address + extent.offset_bytes, device=opened.device
+        )
 
     def close(self) -> None:
         """Let go of the memory; no device writes there any more. Harmless when closed."""

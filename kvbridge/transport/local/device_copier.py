@@ -1,7 +1,7 @@
-"""Transfers that a device makes, and the lanes that they share.
+"""Transfers that a device makes, and the streams that they share.
 
-Owns: slices of a transfer in flight, its abort, deadline and end; all lanes of a transport. Must not know: files,
-endpoints, how a lane copies.
+Owns: slices of a transfer in flight, its abort, deadline and end; all streams of a transport. Must not know: files,
+endpoints, how a stream copies.
 
 There is no thread: a device copies by itself, so a poll looks at what is done, starts the next slices and returns. A
 slice that was started cannot be taken back; after a failure nothing further is started, and the transfer is quiet when
@@ -23,7 +23,7 @@ from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus
 from kvbridge.transport.local.access import DeviceAccess
-from kvbridge.transport.local.lanes import LANE_SLICES, Lane, Mark
+from kvbridge.transport.local.streams import STREAM_SLICES, CopyStream, Mark
 from kvbridge.transport.local.ways import Route
 
 POLL_BUDGET_S = 0.001
@@ -44,7 +44,7 @@ class CopyLimits:
 
 @dataclass(frozen=True, slots=True)
 class DeviceJob:
-    """What is to be copied on one lane, between addresses of this process."""
+    """What is to be copied on one stream, between addresses of this process."""
 
     operations: Operations
     peer: str
@@ -58,13 +58,13 @@ class DeviceJob:
 
 
 class DeviceTransfer(Transfer):
-    """Copies on one lane. What keeps its memory mapped is dropped when nothing is on its way any more."""
+    """Copies on one stream. What keeps its memory mapped is dropped when nothing is on its way any more."""
 
-    def __init__(self, job: DeviceJob, lane: Lane, limits: CopyLimits, *, clock: Clock = monotonic) -> None:
+    def __init__(self, job: DeviceJob, stream: CopyStream, limits: CopyLimits, *, clock: Clock = monotonic) -> None:
         self.keep_alive = job.keep_alive
         self._operations = job.operations
         self._ends_bytes = np.cumsum(job.operations.length, dtype=np.uint64)
-        self._lane = lane
+        self._stream = stream
         self._limits = limits
         self._peer = job.peer
         self._accesses = list(job.accesses)
@@ -81,7 +81,7 @@ class DeviceTransfer(Transfer):
         self.broken = False
         """Whether the device has failed, and will not finish anything any more."""
         self._status = TransferStatus(TransferState.ACTIVE)
-        lane.transfers += 1
+        stream.transfers += 1
 
     def __repr__(self) -> str:
         return f"<DeviceTransfer to {self._peer}: {self._status.state.value}, {self._how_far()}>"
@@ -121,8 +121,8 @@ class DeviceTransfer(Transfer):
     def _collect(self) -> None:
         while self._slices and self._slices[0][0].reached():
             mark, self._done = self._slices.popleft()
-            self._lane.release(mark)
-            self._lane.slices -= 1
+            self._stream.release(mark)
+            self._stream.slices -= 1
 
     def _go_on(self) -> None:
         now_s = self._clock()
@@ -148,25 +148,25 @@ class DeviceTransfer(Transfer):
         return not self._accesses
 
     def _refill(self) -> None:
-        share = max(1, LANE_SLICES // self._lane.transfers)
+        share = max(1, STREAM_SLICES // self._stream.transfers)
         pause_at_s = self._clock() + POLL_BUDGET_S
         while (
             not self._stop
             and self._clock() < pause_at_s
             and self._next < len(self._operations)
             and len(self._slices) < share
-            and self._lane.slices < LANE_SLICES
+            and self._stream.slices < STREAM_SLICES
         ):
             self._start_slice()
 
     def _start_slice(self) -> None:
         stop = self._slice_stop()
         try:
-            self._lane.start(self._operations[self._next : stop])
+            self._stream.start(self._operations[self._next : stop])
         except BridgeError as error:
             self._halt(str(error))  # a part of it may be on its way, so it is waited for like any other
-        self._slices.append((self._lane.mark(), stop if not self._stop else self._done_so_far()))
-        self._lane.slices += 1
+        self._slices.append((self._stream.mark(), stop if not self._stop else self._done_so_far()))
+        self._stream.slices += 1
         self._next = stop
 
     def _done_so_far(self) -> int:
@@ -176,7 +176,7 @@ class DeviceTransfer(Transfer):
         before = int(self._ends_bytes[self._next - 1]) if self._next else 0
         limit = np.uint64(before + self._limits.slice_bytes)
         by_bytes = int(np.searchsorted(self._ends_bytes, limit, side="right"))
-        return max(self._next + 1, min(by_bytes, self._next + self._lane.slice_operations))
+        return max(self._next + 1, min(by_bytes, self._next + self._stream.slice_operations))
 
     def _halt(self, reason: str) -> None:
         """Start nothing further."""
@@ -192,33 +192,33 @@ class DeviceTransfer(Transfer):
         if state is not TransferState.DONE:
             error = f"transfer to {self._peer}: {self._stop} ({self._how_far()})"
         self._status = TransferStatus(state, error)
-        self._lane.transfers -= 1
+        self._stream.transfers -= 1
         if not self._slices:
             self.keep_alive = None
 
 
 class DeviceCopier:
-    """The lanes of one transport, each made when it is first needed, and what is on them."""
+    """The streams of one transport, each made when it is first needed, and what is on them."""
 
-    def __init__(self, make_lane: Callable[[Route], Lane], limits: CopyLimits) -> None:
-        self._make_lane = make_lane
+    def __init__(self, make_stream: Callable[[Route], CopyStream], limits: CopyLimits) -> None:
+        self._make_stream = make_stream
         self._limits = limits
-        self._lanes: dict[Route, Lane] = {}
+        self._streams: dict[Route, CopyStream] = {}
         self._transfers: list[DeviceTransfer] = []
 
     def __repr__(self) -> str:
         active = sum(transfer.active for transfer in self._transfers)
-        return f"<DeviceCopier: {active} transfers on {len(self._lanes)} lanes>"
+        return f"<DeviceCopier: {active} transfers on {len(self._streams)} streams>"
 
     def prepare(self, routes: Iterable[Route]) -> None:
-        """Make lanes now, which may compile a kernel and takes up to a second, instead of with the first transfer."""
+        """Make streams now, which may compile a kernel and takes up to a second, instead of with the first transfer."""
         for route in routes:
-            self._lane(route)
+            self._stream(route)
 
     def begin(self, route: Route, job: DeviceJob, *, clock: Clock) -> DeviceTransfer:
         """Return a transfer; its first slices are started by its first poll."""
         self._transfers = [transfer for transfer in self._transfers if transfer.active or not transfer.drained()]
-        made = DeviceTransfer(job, self._lane(route), self._limits, clock=clock)
+        made = DeviceTransfer(job, self._stream(route), self._limits, clock=clock)
         self._transfers.append(made)
         return made
 
@@ -244,9 +244,9 @@ class DeviceCopier:
                 f"transports.local.close_timeout_s ({timeout_s:g} s): {left[0].poll().error or left[0]}. It may still write, so "
                 "the pages of these transfers must not be used again before this process has ended"
             )
-        for lane in self._lanes.values():
-            lane.close()
-        self._lanes.clear()
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
         self._transfers.clear()
 
     def _left(self) -> list[DeviceTransfer]:
@@ -254,7 +254,7 @@ class DeviceCopier:
             transfer for transfer in self._transfers if not transfer.poll().state.terminal or not transfer.drained()
         ]
 
-    def _lane(self, route: Route) -> Lane:
-        if route not in self._lanes:
-            self._lanes[route] = self._make_lane(route)
-        return self._lanes[route]
+    def _stream(self, route: Route) -> CopyStream:
+        if route not in self._streams:
+            self._streams[route] = self._make_stream(route)
+        return self._streams[route]

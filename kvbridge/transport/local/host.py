@@ -1,6 +1,6 @@
 """Two processes and one host: the proof that they share it, and the locks by which one sees who can write to it.
 
-Owns: files as the kernel knows them, the proof's form and its check, presence under an epoch, gates. Must not know:
+Owns: files as the kernel knows them, the proof's form and its check, presence under an epoch, lock files. Must not know:
 what is mapped, transfers, the transport's state.
 
 Proved, not guessed: two containers can have one address, and two hosts one path. A peer is believed when the
@@ -13,14 +13,14 @@ A writer needs no help of the process that it writes to, so that process cannot 
 whoever maps a file under an endpoint of some epoch holds a shared lock on that epoch's byte of it, far behind its end,
 and the kernel takes the lock away when the process ends, after its last store.
 
-Device memory has no file, so a `Gate` stands for it: an empty locked file, one for each allocation, on which the same
+Device memory has no file, so a `LockFile` stands for it: an empty locked file, one for each allocation, on which the same
 locks are taken. It belongs to the process that owns the memory and not to one of its transports, since an endpoint of
-an earlier epoch was given out by an earlier transport. It ends with the process, and so does the memory: a later
-life of the process has other memory, which an earlier life's endpoint does not reach.
+an earlier epoch was given out by an earlier transport. It ends with the process, and so does the memory: the
+process that is started in its place has other memory, which an earlier endpoint does not reach.
 
 A writer that is killed while a device copies for it loses its locks a little before its CUDA context: both go when the
 kernel closes its files, in no promised order. What the device was given before still arrives. It is bounded by bytes
-(`local_lanes`), so on a host with a GPU the locks have to be gone for `transports.local.settle_s` before they count.
+(`local.streams`), so on a host with a GPU the locks have to be gone for `transports.local.settle_s` before they count.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from pydantic import Field
 
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.leftovers import PROOF_PREFIX
-from kvbridge.transport.base import Memory, SharedFile
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SECRET_BYTES = 32
@@ -78,11 +79,11 @@ class HostClaim(FrozenModel):
 
 
 class SharedExtent(FrozenModel):
-    """`length_bytes` at `offset_bytes` of the `file`-th of a list of files, mapped at `address` by its owner."""
+    """`length_bytes` at `offset_bytes` of the `origin`-th file or allocation of a list, at `address` in its owner's process."""
 
     address: Positive
     length_bytes: Positive
-    file: NonNegative
+    origin: NonNegative
     offset_bytes: NonNegative
 
 
@@ -101,7 +102,7 @@ class Proof:
         os.close(self._descriptor)
 
 
-class Gate:
+class LockFile:
     """The file on which writers to one device allocation of this process hold their locks; removed at its end."""
 
     def __init__(self, directory: Path) -> None:
@@ -123,39 +124,39 @@ class Gate:
             Path(self.file.path).unlink()
 
 
-class Gates:
-    """The gates of one process, by device and address. Any thread may ask."""
+class LockFiles:
+    """The lock files of one process, by device and address. Any thread may ask."""
 
     def __init__(self) -> None:
-        self._gates: dict[tuple[int, int], list[Gate]] = {}
+        self._files: dict[tuple[int, int], list[LockFile]] = {}
         self._lock = threading.Lock()
 
-    def to_name(self, device: int, address: int, directory: Path) -> Gate:
-        """The gate that peers of the device memory at an address are told of; made in `directory` when there is none.
+    def to_name(self, device: int, address: int, directory: Path) -> LockFile:
+        """The lock file that peers of the device memory at an address are told of; made in `directory` when there is none.
 
         So too when the last one's name is gone, with the folder that it was in: peers could not open it.
         """
         with self._lock:
-            made = self._gates.setdefault((device, address), [])
+            made = self._files.setdefault((device, address), [])
             if not made or not made[-1].has_name:
-                made.append(Gate(directory))
+                made.append(LockFile(directory))
             return made[-1]
 
-    def known(self, device: int, address: int) -> tuple[Gate, ...]:
-        """Every gate of the device memory at an address that was ever named to a peer."""
+    def known(self, device: int, address: int) -> tuple[LockFile, ...]:
+        """Every lock file of the device memory at an address that was ever named to a peer."""
         with self._lock:
-            return tuple(self._gates.get((device, address), ()))
+            return tuple(self._files.get((device, address), ()))
 
     def remove_names(self) -> None:
         """Remove the names of all, at the end of the process; called where exit handlers do not run, too."""
         with self._lock:
-            for gate in (gate for made in self._gates.values() for gate in made):
-                gate.remove_name()
+            for lock_file in (lock_file for made in self._files.values() for lock_file in made):
+                lock_file.remove_name()
 
 
-PROCESS_GATES = Gates()
+PROCESS_LOCK_FILES = LockFiles()
 """Those of this process: its memory, and with it who may write there, outlives the transports that name it."""
-atexit.register(PROCESS_GATES.remove_names)
+atexit.register(PROCESS_LOCK_FILES.remove_names)
 
 
 def _locked_file(directory: Path, content: str) -> tuple[int, FileIdentity]:
@@ -231,11 +232,11 @@ def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
     return True
 
 
-def identify(memory: Memory) -> FileIdentity | None:
+def identify(memory: Extent) -> FileIdentity | None:
     """The file behind some memory, None if there is none. Raises RegistrationError when the file does not hold it."""
-    if not isinstance(memory.shared, SharedFile):
+    if not isinstance(memory.origin, FileOrigin):
         return None
-    path = memory.shared.path
+    path = memory.origin.path
     label = memory.label or f"memory at {memory.address:#x}"
     try:
         found = Path(path).stat()
@@ -243,9 +244,9 @@ def identify(memory: Memory) -> FileIdentity | None:
         raise RegistrationError(
             f"{label}: the shared file cannot be reached: {error}; keep it while it is used"
         ) from error
-    if memory.shared.offset_bytes + memory.length_bytes > found.st_size:
+    if memory.offset_bytes + memory.length_bytes > found.st_size:
         raise RegistrationError(
-            f"{label}: {memory.length_bytes} bytes at offset {memory.shared.offset_bytes} do not fit into the "
+            f"{label}: {memory.length_bytes} bytes at offset {memory.offset_bytes} do not fit into the "
             f"{found.st_size} "
             f"bytes of {path}"
         )

@@ -1,6 +1,6 @@
 """Where memory is, as the local transport needs it: on the host or on a device, and at what address in this process.
 
-Owns: `Stretch`, and looking up many addresses at once. Must not know: how memory got here, who copies it.
+Owns: `ReachableExtent`, and looking up many addresses at once. Must not know: how memory got here, who copies it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IndexArray = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ReachableExtent:
     """`length_bytes` that its owner knows by `address`, and this process by `here`."""
 
     address: int
@@ -33,17 +33,17 @@ class Stretch:
     """Makes host memory usable by a device; None for device memory."""
 
 
-class Stretches:
-    """Stretches that do not overlap, looked up by their owner's addresses, each of which lies in one."""
+class ReachableExtents:
+    """Extents that do not overlap, looked up by their owner's addresses, each of which lies in one."""
 
-    def __init__(self, stretches: Iterable[Stretch]) -> None:
-        self._all = sorted(stretches, key=lambda stretch: stretch.address)
-        self._starts = np.array([stretch.address for stretch in self._all], dtype=np.uint64)
-        here = np.array([stretch.here for stretch in self._all], dtype=np.uint64)
+    def __init__(self, extents: Iterable[ReachableExtent]) -> None:
+        self._all = sorted(extents, key=lambda extent: extent.address)
+        self._starts = np.array([extent.address for extent in self._all], dtype=np.uint64)
+        here = np.array([extent.here for extent in self._all], dtype=np.uint64)
         self._shift = here - self._starts  # wraps where memory lies below its owner's address; the sum wraps back
-        self._devices = np.array([stretch.device for stretch in self._all], dtype=np.int32)
+        self._devices = np.array([extent.device for extent in self._all], dtype=np.int32)
 
-    def __getitem__(self, index: int) -> Stretch:
+    def __getitem__(self, index: int) -> ReachableExtent:
         return self._all[index]
 
     def __len__(self) -> int:
@@ -51,11 +51,11 @@ class Stretches:
 
     @property
     def devices(self) -> set[int]:
-        """Devices with memory among the stretches."""
-        return {stretch.device for stretch in self._all} - {HOST}
+        """Devices with memory among the extents."""
+        return {extent.device for extent in self._all} - {HOST}
 
     def find(self, addresses: AddressArray) -> IndexArray:
-        """The stretch of each address."""
+        """The extent of each address."""
         return np.searchsorted(self._starts, addresses, side="right") - 1
 
     def here(self, addresses: AddressArray, found: IndexArray) -> AddressArray:

@@ -14,16 +14,15 @@ from pydantic import Field
 
 from kvbridge.core.errors import RegistrationError
 from kvbridge.core.ids import FrozenModel, MemoryKind
+from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.extent import Progress
+from kvbridge.pool.memory.extent import Extent, Progress
 from kvbridge.pool.memory.holding import HeldThings
 from kvbridge.pool.memory.host_registration import registered_ranges
 from kvbridge.transport import extents
-from kvbridge.transport.base import Memory, SharedAllocation, SharedFile
 from kvbridge.transport.local.access import DeviceAccess, Undo
-from kvbridge.transport.local.allocations import AllocatedExtent, NamedAllocation
-from kvbridge.transport.local.host import PROCESS_GATES, FileIdentity, HostClaim, SharedExtent, identify
-from kvbridge.transport.local.memory import HOST, Stretch, Stretches
+from kvbridge.transport.local.host import PROCESS_LOCK_FILES, FileIdentity, HostClaim, SharedExtent, identify
+from kvbridge.transport.local.memory import HOST, ReachableExtent, ReachableExtents
 
 _registered: HeldThings[tuple[int, int], None] = HeldThings()
 """Private memory, by (address, bytes), that transports of this process have registered with CUDA."""
@@ -36,9 +35,9 @@ class LocalEndpoint(FrozenModel):
     """None as long as no shared memory is registered."""
     files: tuple[FileIdentity, ...]
     extents: tuple[SharedExtent, ...]
-    allocations: tuple[NamedAllocation, ...] = ()
-    device_extents: tuple[AllocatedExtent, ...] = ()
-    gate: FileIdentity | None = None
+    allocations: tuple[CudaOrigin, ...] = ()
+    device_extents: tuple[SharedExtent, ...] = ()
+    lock_file: FileIdentity | None = None
     """Stands for the device memory where writers take their locks."""
     epoch: Annotated[int, Field(ge=0, lt=1 << 60)]
     private: tuple[Annotated[str, Field(max_length=200)], ...]
@@ -48,17 +47,17 @@ class LocalEndpoint(FrozenModel):
 class _Part:
     """One registration. Host memory becomes usable by a device when that is first asked for."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Extent) -> None:
         self.memory = memory
         self.identity = identify(memory)
         self._access: DeviceAccess | None = None
 
-    def stretch(self) -> Stretch:
+    def reachable(self) -> ReachableExtent:
         """Where it is."""
         memory = self.memory
         if memory.kind is MemoryKind.VRAM:
-            return Stretch(memory.address, memory.length_bytes, memory.address, device=memory.device)
-        return Stretch(memory.address, memory.length_bytes, memory.address, access=self.access)
+            return ReachableExtent(memory.address, memory.length_bytes, memory.address, device=memory.device)
+        return ReachableExtent(memory.address, memory.length_bytes, memory.address, access=self.access)
 
     def access(self, device: int) -> DeviceAccess:
         """Make it usable by a device: nothing is to be done for a pool that its owner has registered with CUDA."""
@@ -99,7 +98,7 @@ class OwnMemory:
 
     def __init__(self) -> None:
         self.extents = extents.Extents("this process")
-        self.stretches = Stretches(())
+        self.reachable = ReachableExtents(())
         self._parts: dict[int, _Part] = {}
 
     def __repr__(self) -> str:
@@ -108,12 +107,12 @@ class OwnMemory:
     @property
     def device(self) -> int | None:
         """The device with registered memory, if there is one."""
-        return next(iter(self.stretches.devices), None)
+        return next(iter(self.reachable.devices), None)
 
-    def add(self, memory: Sequence[Memory]) -> None:
+    def add(self, memory: Sequence[Extent]) -> None:
         """Take in all or none. Raises RegistrationError, InvalidInputError for an overlap."""
         found = {part.address: _Part(part) for part in memory}
-        devices = {part.device for part in memory if part.kind is MemoryKind.VRAM} | self.stretches.devices
+        devices = {part.device for part in memory if part.kind is MemoryKind.VRAM} | self.reachable.devices
         if len(devices) > 1:
             raise RegistrationError(
                 f"device memory of {', '.join(f'cuda:{device}' for device in sorted(devices))} cannot be registered with one "
@@ -121,13 +120,6 @@ class OwnMemory:
             )
         self.extents.add(extents.of(memory))
         self._parts |= found
-        self._look_up_anew()
-
-    def remove(self, memory: Sequence[Memory]) -> None:
-        """Forget exactly these registrations. Raises InvalidInputError for an unknown one, and forgets none then."""
-        self.extents.remove(extents.of(memory))
-        for part in memory:
-            self._parts.pop(part.address).close()
         self._look_up_anew()
 
     def close(self) -> None:
@@ -140,34 +132,31 @@ class OwnMemory:
         for part in self._parts.values():
             if part.identity is not None:
                 return Path(part.identity.path).parent
-        return Path(otherwise) if any(part.memory.shared is not None for part in self._parts.values()) else None
+        return Path(otherwise) if any(part.memory.origin is not None for part in self._parts.values()) else None
 
     def describe(self, claim: HostClaim | None, epoch: int) -> LocalEndpoint:
-        """Say what is registered. Makes the gate of device memory, beside the proof."""
+        """Say what is registered. Makes the lock file of device memory, beside the proof."""
         files: dict[FileIdentity, int] = {}
-        allocations: dict[NamedAllocation, int] = {}
+        allocations: dict[CudaOrigin, int] = {}
         on_host: list[SharedExtent] = []
-        on_device: list[AllocatedExtent] = []
+        on_device: list[SharedExtent] = []
         private: list[str] = []
         for part in self._parts.values():
-            facts = {"address": part.memory.address, "length_bytes": part.memory.length_bytes}
-            match part.memory.shared:
-                case SharedFile(offset_bytes=offset) if part.identity is not None:
-                    index = files.setdefault(part.identity, len(files))
-                    on_host.append(SharedExtent(**facts, file=index, offset_bytes=offset))
-                case SharedAllocation(offset_bytes=offset) as shared:
-                    index = allocations.setdefault(NamedAllocation.of(shared), len(allocations))
-                    on_device.append(AllocatedExtent(**facts, allocation=index, offset_bytes=offset))
+            match part.memory.origin:
+                case FileOrigin() if part.identity is not None:
+                    on_host.append(_shared(part.memory, files.setdefault(part.identity, len(files))))
+                case CudaOrigin() as origin:
+                    on_device.append(_shared(part.memory, allocations.setdefault(origin, len(allocations))))
                 case _:
                     private.append((part.memory.label or "unnamed")[:200])
-        gate = self._gate(on_device, claim)
+        lock_file = self._lock_file(on_device, claim)
         return LocalEndpoint(
             claim=claim,
             files=tuple(files),
             extents=tuple(on_host),
             allocations=tuple(allocations),
             device_extents=tuple(on_device),
-            gate=gate,
+            lock_file=lock_file,
             epoch=epoch,
             private=tuple(private),
         )
@@ -176,15 +165,23 @@ class OwnMemory:
         """Files whose locks show who may write to what is registered."""
         files = {part.identity.path for part in self._parts.values() if part.identity is not None}
         devices = (
-            (part.memory.device, address) for address, part in self._parts.items() if part.stretch().device != HOST
+            (part.memory.device, address) for address, part in self._parts.items() if part.reachable().device != HOST
         )
-        return sorted(files) + [gate.own_path for place in devices for gate in PROCESS_GATES.known(*place)]
+        return sorted(files) + [
+            lock_file.own_path for place in devices for lock_file in PROCESS_LOCK_FILES.known(*place)
+        ]
 
-    def _gate(self, on_device: Sequence[AllocatedExtent], claim: HostClaim | None) -> FileIdentity | None:
+    def _lock_file(self, on_device: Sequence[SharedExtent], claim: HostClaim | None) -> FileIdentity | None:
         if not on_device or claim is None:
             return None
         first = self._parts[on_device[0].address].memory
-        return PROCESS_GATES.to_name(first.device, first.address, Path(claim.file.path).parent).file
+        return PROCESS_LOCK_FILES.to_name(first.device, first.address, Path(claim.file.path).parent).file
 
     def _look_up_anew(self) -> None:
-        self.stretches = Stretches(part.stretch() for part in self._parts.values())
+        self.reachable = ReachableExtents(part.reachable() for part in self._parts.values())
+
+
+def _shared(memory: Extent, origin: int) -> SharedExtent:
+    return SharedExtent(
+        address=memory.address, length_bytes=memory.length_bytes, origin=origin, offset_bytes=memory.offset_bytes
+    )

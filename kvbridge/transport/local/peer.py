@@ -17,7 +17,7 @@ from kvbridge.transport.local.access import DeviceAccess
 from kvbridge.transport.local.allocations import OpenedAllocations
 from kvbridge.transport.local.files import MappedFiles
 from kvbridge.transport.local.host import Presence, require_same_host
-from kvbridge.transport.local.memory import Stretches
+from kvbridge.transport.local.memory import ReachableExtents
 from kvbridge.transport.local.own import LocalEndpoint
 
 
@@ -35,7 +35,7 @@ class PeerMemory:
                 "the peer has registered no shared memory, so the local transport cannot reach any of it"
             )
         self.label = f"process {claim.pid}"
-        lock_file = content.files[0] if content.files else content.gate
+        lock_file = content.files[0] if content.files else content.lock_file
         presence = Presence(claim, lock_file, content.epoch) if lock_file is not None else None
         require_same_host(claim)
         if content.private:
@@ -46,8 +46,8 @@ class PeerMemory:
         self.files = MappedFiles(claim, content.files, content.extents, presence=presence)
         opened = OpenedAllocations(self.label, content.allocations, content.device_extents, device=device)
         weakref.finalize(self, opened.close).atexit = False
-        self.stretches = Stretches((*self.files.stretches, *opened.stretches))
-        pairs = [(stretch.address, stretch.length_bytes) for stretch in (*self.files.stretches, *opened.stretches)]
+        self.reachable = ReachableExtents((*self.files.reachable, *opened.reachable))
+        pairs = [(extent.address, extent.length_bytes) for extent in (*self.files.reachable, *opened.reachable)]
         self.extents = extents.Extents(self.label, pairs)
 
     def register(self, device: int, *, until_s: float, clock: Clock) -> Steps[None]:
@@ -56,9 +56,9 @@ class PeerMemory:
         Raises TransportError when it has failed by then, so that another transport can be tried.
         """
         begun: dict[int, DeviceAccess] = {}
-        for stretch in self.files.stretches:
-            if stretch.access is not None:
-                access = stretch.access(device)
+        for extent in self.files.reachable:
+            if extent.access is not None:
+                access = extent.access(device)
                 begun[id(access)] = access
         for access in begun.values():
             while not access.wait(0.0) and clock() < until_s:

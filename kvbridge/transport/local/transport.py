@@ -32,8 +32,9 @@ from kvbridge.core.errors import BridgeError, InvalidInputError, RegistrationErr
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.background import Call, take_turn
-from kvbridge.transport.base import Capabilities, Connection, Endpoint, Memory, Peer, Steps, Transfer, Transport
+from kvbridge.transport.base import Connection, Endpoint, Peer, Steps, Transfer, Transport
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.local.accelerators import has_accelerator
 from kvbridge.transport.local.access import DeviceAccess
@@ -41,10 +42,10 @@ from kvbridge.transport.local.copier import Copier, CopyTransfer
 from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob
 from kvbridge.transport.local.host import Proof, writers_before
 from kvbridge.transport.local.joint import JointTransfer
-from kvbridge.transport.local.lanes import CudaLane, Lane
-from kvbridge.transport.local.memory import HOST, IndexArray, Stretches
+from kvbridge.transport.local.memory import HOST, IndexArray, ReachableExtents
 from kvbridge.transport.local.own import LocalEndpoint, OwnMemory
 from kvbridge.transport.local.peer import LocalPeer, PeerMemory
+from kvbridge.transport.local.streams import CopyStream, CudaCopyStream
 from kvbridge.transport.local.ways import HostEnds, Route, Way, split
 
 NAME = "local"
@@ -65,7 +66,7 @@ class LocalTransport(Transport):
         self._proof: Proof | None = None
         self._copier = Copier(slice_bytes=settings.slice_bytes)
         limits = CopyLimits(settings.device_slice_bytes, settings.quiet_timeout_s)
-        self._devices = DeviceCopier(self._make_lane, limits)
+        self._devices = DeviceCopier(self._make_stream, limits)
         self._alone_since_s: dict[int, float] = {}
         """By epoch: since when no writer of an earlier one was seen."""
 
@@ -76,16 +77,11 @@ class LocalTransport(Transport):
         )
 
     @property
-    def capabilities(self) -> Capabilities:
-        """Memory of one host only; device memory where CUDA can be used."""
-        kinds = {MemoryKind.DRAM}
-        if has_accelerator() and not runtime.reason_without_device():
-            kinds.add(MemoryKind.VRAM)
-        return Capabilities(
-            memory_kinds=frozenset(kinds), max_operation_bytes=self._settings.slice_bytes, same_host_only=True
-        )
+    def max_operation_bytes(self) -> int:
+        """Longer ones would hold up everybody else: a slice is the least that is copied at a time."""
+        return self._settings.slice_bytes
 
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[Extent]) -> None:
         """See `Transport.register`. Memory without a shared file or allocation can be a source only."""
         self._copier.require_open()
         for part in memory:
@@ -96,10 +92,6 @@ class LocalTransport(Transport):
                     f"cannot use a GPU: {reason}"
                 )
         self._own.add(memory)
-
-    def unregister(self, memory: Sequence[Memory]) -> None:
-        """See `Transport.unregister`. Peers that have it mapped keep their mapping until they disconnect."""
-        self._own.remove(memory)
 
     def endpoint(self) -> Endpoint:
         """See `Transport.endpoint`. The first call with shared memory registered writes the proof beside it."""
@@ -156,9 +148,9 @@ class LocalTransport(Transport):
                 f"an operation of {int(operations.length.max())} bytes is longer than max_operation_bytes "
                 f"({self._settings.slice_bytes}); cut it first"
             )
-        found = memory.stretches.find(operations.destination)
-        here = Operations(operations.source, memory.stretches.here(operations.destination, found), operations.length)
-        if self._own.device is None and not memory.stretches.devices:
+        found = memory.reachable.find(operations.destination)
+        here = Operations(operations.source, memory.reachable.here(operations.destination, found), operations.length)
+        if self._own.device is None and not memory.reachable.devices:
             return self._copy(here, memory, deadline_s)
         return self._submit_by_ways(here, found, memory, deadline_s)
 
@@ -183,15 +175,15 @@ class LocalTransport(Transport):
     # ------------------------------------------------------------------------------------------- inside
 
     def _submit_by_ways(self, here: Operations, found: IndexArray, memory: PeerMemory, deadline_s: float) -> Transfer:
-        found_source = self._own.stretches.find(here.source)
-        source_devices = self._own.stretches.device(found_source)
-        target_devices = memory.stretches.device(found)
+        found_source = self._own.reachable.find(here.source)
+        source_devices = self._own.reachable.device(found_source)
+        target_devices = memory.reachable.device(found)
         by_device = (source_devices != HOST) | (target_devices != HOST)
-        device = max(self._own.stretches.devices | memory.stretches.devices)
+        device = max(self._own.reachable.devices | memory.reachable.devices)
         accesses: list[DeviceAccess] = []
         ends = HostEnds(
-            _bases(self._own.stretches, found_source, by_device & (source_devices == HOST), device, accesses),
-            _bases(memory.stretches, found, by_device & (target_devices == HOST), device, accesses),
+            _bases(self._own.reachable, found_source, by_device & (source_devices == HOST), device, accesses),
+            _bases(memory.reachable, found, by_device & (target_devices == HOST), device, accesses),
             runtime.REGISTER_CHUNK_BYTES,
         )
         routes = split(
@@ -224,7 +216,7 @@ class LocalTransport(Transport):
     def _prepare_devices(self, memory: PeerMemory) -> Steps[None]:
         """What would hold up the first transfer otherwise: registrations, streams, kernels."""
         own = self._own.device
-        devices = memory.stretches.devices if own is None else {own}
+        devices = memory.reachable.devices if own is None else {own}
         if own is not None:
             until_s = self._clock() + self._settings.registration_wait_s
             yield from memory.register(own, until_s=until_s, clock=self._clock)
@@ -239,8 +231,8 @@ class LocalTransport(Transport):
         except BridgeError as error:
             raise TransportError(f"this process's device cannot copy: {error}") from error
 
-    def _make_lane(self, route: Route) -> Lane:
-        return CudaLane(route, kernel_blocks=self._settings.copy_kernel_blocks)
+    def _make_stream(self, route: Route) -> CopyStream:
+        return CudaCopyStream(route, kernel_blocks=self._settings.copy_kernel_blocks)
 
     def _close_devices(self, *, timeout_s: float) -> None:
         self._devices.close(timeout_s=timeout_s)
@@ -265,16 +257,16 @@ def _chosen(operations: Operations, indices: npt.NDArray[np.intp]) -> Operations
 
 
 def _bases(
-    stretches: Stretches,
+    reachable: ReachableExtents,
     found: IndexArray,
     on_host: npt.NDArray[np.bool_],
     device: int,
     accesses: list[DeviceAccess],
 ) -> AddressArray:
     """Where the registration of each host end begins, else 0; adds to `accesses` what has to be ready first."""
-    table = np.zeros(len(stretches), dtype=np.uint64)
+    table = np.zeros(len(reachable), dtype=np.uint64)
     for index in np.flatnonzero(np.bincount(found[on_host])).tolist():
-        make = stretches[index].access
+        make = reachable[index].access
         assert make is not None, "host memory can be made usable by devices"
         access = make(device)
         table[index] = access.address

@@ -13,7 +13,6 @@ from typing import Protocol, cast
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
 from kvbridge.core.errors import ConfigError, TransportError
-from kvbridge.core.ids import MemoryKind
 
 LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
 """What C++ exceptions become in Python."""
@@ -96,11 +95,6 @@ def require_adapter(topology: str, device_name: str) -> None:
 
 
 CUDA_DISTRIBUTIONS = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
-
-
-def memory_kinds(protocol: MooncakeProtocol) -> frozenset[MemoryKind]:
-    """What this build reaches with a protocol."""
-    return frozenset({MemoryKind.DRAM} if why_no_device_memory(protocol) else {MemoryKind.DRAM, MemoryKind.VRAM})
 
 
 def why_no_device_memory(protocol: MooncakeProtocol) -> str:

@@ -7,7 +7,7 @@ What the library does and does not do (0.3.13, measured), and what follows for t
 
 - `initialize` answers success for a protocol that it cannot provide and then uses TCP: RDMA without an adapter is
   refused here.
-- A rejected remote address closes one of the peer's four lanes, and with the fourth the next valid write fails and
+- A rejected remote address closes one of the peer's four connections, and with the fourth the next valid write fails and
   the one after waits a second. So an endpoint carries the peer's registered extents, and a write outside of them is
   refused before submission.
 - On TCP an unregistered source is accepted; it is refused here.
@@ -48,15 +48,15 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
 from kvbridge.core.plan.operations import Operations
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
 from kvbridge.transport.background import take_turn
-from kvbridge.transport.base import Capabilities, Connection, Endpoint, Memory, Peer, Steps, Transfer, Transport
+from kvbridge.transport.base import Connection, Endpoint, Peer, Steps, Transfer, Transport
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.mooncake.library import (
     LIBRARY_ERRORS,
     Library,
     create_library,
-    memory_kinds,
     why_no_device_memory,
 )
 from kvbridge.transport.mooncake.peers import PeerCall
@@ -187,13 +187,11 @@ class MooncakeTransport(Transport):
         )
 
     @property
-    def capabilities(self) -> Capabilities:
-        """Device memory needs a CUDA build of the library, and RDMA (`why_no_device_memory`)."""
-        return Capabilities(
-            memory_kinds=memory_kinds(self._settings.protocol), max_operation_bytes=self._settings.max_operation_bytes
-        )
+    def max_operation_bytes(self) -> int:
+        """See `Transport.max_operation_bytes`."""
+        return self._settings.max_operation_bytes
 
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[Extent]) -> None:
         """See `Transport.register`."""
         library = self._engine.library
         for part in memory:
@@ -213,17 +211,6 @@ class MooncakeTransport(Transport):
                 f"mooncake could not register {sum(length for _, length in added)} bytes ({labels}): it answered "
                 f"{answer}. With rdma raise the locked-memory limit (ulimit -l unlimited) and check the adapter"
             )
-
-    def unregister(self, memory: Sequence[Memory]) -> None:
-        """See `Transport.unregister`."""
-        library = self._engine.library
-        if not memory:
-            return
-        removed = extents.of(memory)
-        self._memory.remove(removed)
-        answer = library.batch_unregister_memory([address for address, _ in removed])
-        if answer != 0:
-            raise RegistrationError(f"mooncake could not unregister {len(removed)} extents: it answered {answer}")
 
     def endpoint(self) -> Endpoint:
         """See `Transport.endpoint`."""

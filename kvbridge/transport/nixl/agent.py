@@ -52,7 +52,7 @@ _process_settings: dict[str, str] = {}
 
 
 class NixlAgent:
-    """One NIXL agent with one UCX backend. Its name is unique over all lives of all processes: a restart is a new peer.
+    """One NIXL agent with one UCX backend. Its name is unique over all processes and times: a restart is a new peer.
 
     Destroying it is what ends all its transfers, so nobody else keeps a reference to the library's object.
     Errors: TransportError for everything that the library raises, and for every call after `destroy`.

@@ -1,6 +1,7 @@
 """A process that reads what a nixl peer says of itself before the rank worker does, and has nothing to lose.
 
-Owns: that process, its verdict, what is remembered of it. Must not know: transfers, our registrations.
+Owns: that process, its verdict, what is remembered of it: opened by the first NIXL transport of this process, closed by the last.
+Must not know: transfers, our registrations.
 
 The library reads a peer's metadata in native code and does not survive bytes that were made to break it (1.5.1: one in 40
 mutations of the peer's UCX address ended the process, by a failed assertion or a segmentation fault, all of them while the
@@ -19,7 +20,6 @@ socket of each check.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import hashlib
@@ -38,6 +38,7 @@ from kvbridge.config.transports import NixlSettings
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative
+from kvbridge.pool.memory.holding import HeldThings
 from kvbridge.transport.background import Call, take_turn
 from kvbridge.transport.base import Steps
 from kvbridge.transport.nixl.agent import NixlAgent, load_library
@@ -55,77 +56,96 @@ REFUSED = b"refused: "
 class _Task(FrozenModel):
     """What a process is to read."""
 
-    settings: NixlSettings
     content: NixlEndpoint
     device: NonNegative | None
     """The device whose context is to be current when the metadata is read."""
 
 
-_passed: dict[bytes, None] = {}
-"""Digests of what a process has survived, the oldest first."""
-_turns = threading.BoundedSemaphore(PROCESSES)
+class PeerCheck:
+    """What all NIXL transports of a process share: the process apart, and which descriptions it has survived."""
+
+    def __init__(self, settings: NixlSettings) -> None:
+        self._settings = settings
+        self._parent = _Parent(settings)
+        self._passed: dict[bytes, None] = {}
+        """Digests, the oldest first."""
+        self._turns = threading.BoundedSemaphore(PROCESSES)
+
+    def check(self, content: NixlEndpoint, device: int | None, *, clock: Clock = monotonic) -> Steps[None]:
+        """Go on only with a description that a process of its own has survived. Raises TransportError with what it died of."""
+        digest = _digest(content)
+        if digest in self._passed:
+            return
+        limit_s = self._settings.check_timeout_s
+        name = f"check nixl peer {content.agent}"
+        late = f"peer {content.agent} could not be checked within twice transports.nixl.check_timeout_s ({limit_s:g} s)"
+        until_s = clock() + 2 * limit_s
+        yield from take_turn(name, until_s=until_s, clock=clock)
+        call = Call(functools.partial(self._check, _Task(content=content, device=device)), name=name)
+        yield from call.result(until_s=until_s, clock=clock, late=late)
+        self._passed[digest] = None
+        while len(self._passed) > MOST_PASSED:
+            del self._passed[next(iter(self._passed))]
+
+    def forget(self, content: NixlEndpoint) -> None:
+        """Have a description checked the next time although it was remembered as good: its peer has stopped answering."""
+        self._passed.pop(_digest(content), None)
+
+    def close(self) -> None:
+        """End the process. Checks that are under way fail, and so do later ones."""
+        self._parent.close()
+
+    def _check(self, task: _Task) -> None:
+        """Blocks until there is a verdict."""
+        agent, limit_s = task.content.agent, self._settings.check_timeout_s
+        late = f"peer {agent} could not be checked within transports.nixl.check_timeout_s ({limit_s:g} s)"
+        if not self._turns.acquire(timeout=limit_s):
+            raise TransportError(f"{late}: {PROCESSES} other peers are being checked")
+        try:
+            said = self._parent.ask(task, timeout_s=limit_s)
+        except TimeoutError as error:
+            raise TransportError(f"{late}: the peer hangs, or this host is overloaded") from error
+        except OSError as error:
+            raise TransportError(f"peer {agent} could not be checked: {error}") from error
+        finally:
+            self._turns.release()
+        *printed, verdict = said.splitlines() or [b""]
+        if verdict.startswith(REFUSED):
+            raise TransportError(verdict.removeprefix(REFUSED).decode(errors="replace"))
+        if verdict != PASSED:
+            last = (verdict or b"".join(printed[-1:])).decode(errors="replace")[:ERROR_CHARS]
+            raise TransportError(
+                f"peer {agent} was refused: the process that read its metadata first was ended by it ({last or 'no word'}); both "
+                "sides must run the same NIXL release, and a peer that does is not to be trusted"
+            )
 
 
-def check(
-    settings: NixlSettings, content: NixlEndpoint, device: int | None, *, clock: Clock = monotonic
-) -> Steps[None]:
-    """Go on only with a description that a process of its own has survived. Raises TransportError with what it died of."""
-    digest = _digest(content)
-    if digest in _passed:
-        return
-    limit_s = settings.check_timeout_s
-    name = f"check nixl peer {content.agent}"
-    late = f"peer {content.agent} could not be checked within twice transports.nixl.check_timeout_s ({limit_s:g} s)"
-    until_s = clock() + 2 * limit_s
-    yield from take_turn(name, until_s=until_s, clock=clock)
-    call = Call(functools.partial(_check, _Task(settings=settings, content=content, device=device)), name=name)
-    yield from call.result(until_s=until_s, clock=clock, late=late)
-    _passed[digest] = None
-    while len(_passed) > MOST_PASSED:
-        del _passed[next(iter(_passed))]
+_held: HeldThings[NixlSettings, PeerCheck] = HeldThings()
 
 
-def check_again(content: NixlEndpoint) -> None:
-    """Have a description checked the next time although it was remembered as good: its peer has stopped answering."""
-    _passed.pop(_digest(content), None)
+def hold_check(settings: NixlSettings) -> PeerCheck:
+    """Return the check of this process, which the first NIXL transport opens; followed by `let_go_of_check`."""
+    return _held.hold(settings, lambda: PeerCheck(settings))
+
+
+def let_go_of_check(settings: NixlSettings) -> None:
+    """The last NIXL transport closes it."""
+    _held.let_go(settings, PeerCheck.close)
 
 
 def _digest(content: NixlEndpoint) -> bytes:
     return hashlib.sha256(content.model_dump_json().encode()).digest()
 
 
-def _check(task: _Task) -> None:
-    """Blocks until there is a verdict."""
-    agent, limit_s = task.content.agent, task.settings.check_timeout_s
-    late = f"peer {agent} could not be checked within transports.nixl.check_timeout_s ({limit_s:g} s)"
-    if not _turns.acquire(timeout=limit_s):
-        raise TransportError(f"{late}: {PROCESSES} other peers are being checked")
-    try:
-        said = _parent.ask(task, timeout_s=limit_s)
-    except TimeoutError as error:
-        raise TransportError(f"{late}: the peer hangs, or this host is overloaded") from error
-    except OSError as error:
-        raise TransportError(f"peer {agent} could not be checked: {error}") from error
-    finally:
-        _turns.release()
-    *printed, verdict = said.splitlines() or [b""]
-    if verdict.startswith(REFUSED):
-        raise TransportError(verdict.removeprefix(REFUSED).decode(errors="replace"))
-    if verdict != PASSED:
-        last = (verdict or b"".join(printed[-1:])).decode(errors="replace")[:ERROR_CHARS]
-        raise TransportError(
-            f"peer {agent} was refused: the process that read its metadata first was ended by it ({last or 'no word'}); both sides "
-            "must run the same NIXL release, and a peer that does is not to be trusted"
-        )
-
-
 class _Parent:
     """The process from which those are forked that read descriptions; started when it is needed and not there."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: NixlSettings) -> None:
+        self._settings = settings
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._closed = False
 
     def ask(self, task: _Task, *, timeout_s: float) -> bytes:
         """Return all that a new process says of a description. Raises TimeoutError, OSError."""
@@ -133,7 +153,7 @@ class _Parent:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                self._hand_over(theirs, task.settings)
+                self._hand_over(theirs)
             said = b""
             ours.settimeout(timeout_s)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, and said why
@@ -148,34 +168,37 @@ class _Parent:
                     said += chunk
         return said
 
-    def _hand_over(self, connection: socket.socket, settings: NixlSettings) -> None:
+    def close(self) -> None:
+        """End the process, if there is one, and start no other. It would end by itself with this one."""
         with self._lock:
+            self._closed = True
+            self._end()
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._closed:
+                raise TransportError("the nixl transport has been closed")
             if self._control is None or self._process is None or self._process.poll() is not None:
-                self._start(settings)
+                self._start()
             assert self._control is not None
             socket.send_fds(self._control, [b"."], [connection.fileno()])
 
-    def close(self) -> None:
-        """End the process, if there is one. It would end by itself with this one."""
-        if self._control is not None and self._process is not None:
-            self._control.close()
-            self._process.kill()
-            self._process.wait()
-
-    def _start(self, settings: NixlSettings) -> None:
-        self.close()
+    def _start(self) -> None:
+        self._end()
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, settings.model_dump_json()],
+                [sys.executable, "-m", __name__, self._settings.model_dump_json()],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"UCX_HANDLE_ERRORS": "none", "OPENBLAS_NUM_THREADS": "1"},
             )
 
-
-_parent = _Parent()
-atexit.register(_parent.close)
+    def _end(self) -> None:
+        if self._control is not None and self._process is not None:
+            self._control.close()
+            self._process.kill()
+            self._process.wait()
 
 
 # ------------------------------------------------------------------------------------------- in the process apart
@@ -186,7 +209,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the worker decides when we end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    load_library(NixlSettings.model_validate_json(sys.argv[1]))
+    settings = NixlSettings.model_validate_json(sys.argv[1])
+    load_library(settings)
     control = socket.socket(fileno=os.dup(0))
     while True:
         word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -194,21 +218,21 @@ def main() -> None:
             return
         if os.fork() == 0:
             control.close()
-            _read(socket.socket(fileno=descriptors[0]))
+            _read(socket.socket(fileno=descriptors[0]), settings)
         os.close(descriptors[0])
 
 
-def _read(connection: socket.socket) -> NoReturn:
+def _read(connection: socket.socket, settings: NixlSettings) -> NoReturn:
     """Do what the rank worker is about to do, and say that it went well, or what was wrong."""
     for standard in (0, 1, 2):
         os.dup2(connection.fileno(), standard)  # the last words of the library are an answer, too
     verdict = b""
     try:
         task = _Task.model_validate_json(b"".join(iter(functools.partial(connection.recv, 65_536), b"")))
-        signal.alarm(math.ceil(task.settings.check_timeout_s))  # nobody else ends it
-        agent = NixlAgent(task.settings)
+        signal.alarm(math.ceil(settings.check_timeout_s))  # nobody else ends it
+        agent = NixlAgent(settings)
         agent.device = task.device
-        for _ in introduce(agent, task.content, ProbeTarget(agent), timeout_s=task.settings.connect_timeout_s):
+        for _ in introduce(agent, task.content, ProbeTarget(agent), timeout_s=settings.connect_timeout_s):
             time.sleep(POLL_S)
         agent.forget_peer(task.content.agent)
         verdict = PASSED

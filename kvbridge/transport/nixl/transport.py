@@ -13,7 +13,7 @@ What the library does and does not do (1.5.1, measured), and what follows for th
 - Posting blocks: 4 us an operation and up to 0.3 ms a MiB on TCP, since the first bytes are sent right there; one request over a
   whole plan took up to 2 s. So a thread of this module posts and asks, in requests of up to 16 MiB with 64 MiB in flight, which
   is about as fast as one request over everything; smaller ones are not (1 MiB with 8 MiB in flight: 0.7 of it). See `pump`.
-- Metadata of another life under a known name is refused and then drops the known one; names are drawn anew for each
+- Metadata of another incarnation under a known name is refused and then drops the known one; names are drawn anew for each
   agent.
 - A peer's death surfaces at once: at the next post or check, which raises.
 - Without a word in `ucx_tls`, two processes of one host talk by CMA: no network, `post` does the whole copy, and a
@@ -24,7 +24,7 @@ What the library does and does not do (1.5.1, measured), and what follows for th
   writing): on one host prefer `local`, which is also faster by far (VRAM to another process's DRAM: 0.5 GB/s here).
 - One request has one kind of memory on each side, so a batch becomes a request for each pair of kinds. Registrations and
   descriptors carry the device.
-- It does not survive metadata that was made to break it, so a process apart reads it first (`nixl_check`). A read from a peer
+- It does not survive metadata that was made to break it, so a process apart reads it first (`nixl.check`). A read from a peer
   that does not answer stays behind, with a descriptor, until the agent's end.
 - Nobody is authenticated: whoever has the metadata and reaches the port can read and write registered memory. Fence
   it by the network.
@@ -47,12 +47,11 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
 from kvbridge.transport.base import (
-    Capabilities,
     Connection,
     Endpoint,
-    Memory,
     Peer,
     Steps,
     Transfer,
@@ -61,7 +60,7 @@ from kvbridge.transport.base import (
 )
 from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.nixl.agent import Descriptors, NixlAgent, Side, UnclearPostError
-from kvbridge.transport.nixl.check import check, check_again
+from kvbridge.transport.nixl.check import hold_check, let_go_of_check
 from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent, ProbeTarget, introduce
 from kvbridge.transport.nixl.pump import Pump, PumpedTransfer
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
@@ -198,18 +197,18 @@ class NixlTransport(Transport):
         self._pump = Pump(NAME)
         self._agent = NixlAgent(settings)
         self._probe_target = ProbeTarget(self._agent)
+        self._check = hold_check(settings)
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<NixlTransport {self._agent!r}: {self._memory}, {len(self._peers)} peers>"
 
     @property
-    def capabilities(self) -> Capabilities:
-        """Device memory depends on what UCX found."""
-        return Capabilities(
-            memory_kinds=self._agent.memory_kinds, max_operation_bytes=self._settings.max_operation_bytes
-        )
+    def max_operation_bytes(self) -> int:
+        """See `Transport.max_operation_bytes`."""
+        return self._settings.max_operation_bytes
 
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[Extent]) -> None:
         """See `Transport.register`."""
         self._agent.require_alive()
         for part in memory:
@@ -236,16 +235,6 @@ class NixlTransport(Transport):
         self._registered |= {part.address: _announced(part) for part in memory}
         self._places = _Places(list(self._registered.values()))
 
-    def unregister(self, memory: Sequence[Memory]) -> None:
-        """See `Transport.unregister`. A peer that has this endpoint's older data can still write there."""
-        self._agent.require_alive()
-        self._memory.remove(extents.of(memory))
-        for part in memory:
-            del self._registered[part.address]
-        self._places = _Places(list(self._registered.values()))
-        for kind, rows in _rows(memory):
-            self._agent.deregister(kind, rows)
-
     def endpoint(self) -> Endpoint:
         """See `Transport.endpoint`."""
         content = NixlEndpoint(
@@ -265,7 +254,7 @@ class NixlTransport(Transport):
         if name == self._agent.name:
             raise InvalidInputError("this is the transport's own endpoint; it cannot write to itself")
         self._agent.require_alive()
-        yield from check(self._settings, content, self._agent.device, clock=self._clock)
+        yield from self._check.check(content, self._agent.device, clock=self._clock)
         timeout_s = self._settings.connect_timeout_s
         self._connecting.append(name)
         try:
@@ -280,7 +269,7 @@ class NixlTransport(Transport):
             )
             self._peers.add(peer)
         except TransportError:
-            check_again(content)
+            self._check.forget(content)
             raise
         finally:
             self._connecting.remove(name)
@@ -328,6 +317,9 @@ class NixlTransport(Transport):
         for transfer in left:
             transfer.end(TransferState.FAILED_QUIET, "the nixl transport was closed while this transfer was active")
         self._peers.clear()
+        if not self._closed:
+            self._closed = True
+            let_go_of_check(self._settings)
 
     def _known(self, peer: Peer) -> NixlPeer:
         if not isinstance(peer, NixlPeer) or peer not in self._peers:
@@ -343,11 +335,11 @@ class NixlTransport(Transport):
             self._agent.forget_peer(agent)
 
 
-def _announced(part: Memory) -> NixlExtent:
+def _announced(part: Extent) -> NixlExtent:
     return NixlExtent(address=part.address, length_bytes=part.length_bytes, kind=part.kind, device=part.device)
 
 
-def _rows(memory: Sequence[Memory]) -> list[tuple[MemoryKind, Descriptors]]:
+def _rows(memory: Sequence[Extent]) -> list[tuple[MemoryKind, Descriptors]]:
     """Registrations, one list for each kind."""
     found = []
     for kind in KINDS:

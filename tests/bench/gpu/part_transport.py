@@ -23,10 +23,13 @@ import torch
 
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.ids import MemoryKind
+from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.memory.cuda_pool import origin_of
 from kvbridge.pool.memory.device_memory import export
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
-from kvbridge.transport.base import Memory, SharedAllocation, SharedFile, Transport
+from kvbridge.transport.base import Transport
 from kvbridge.transport.registry import create_transport
 from tests.bench.gpu.memory import PAGE_BYTES, device_memory, tensor_at
 from tests.bench.gpu.recorder import Recorder
@@ -113,8 +116,8 @@ def host_target() -> Iterator[tuple[str, SharedMapping]]:
     name = f"kvbridge-bench-{os.getpid()}-{secrets.token_hex(4)}"
     threads = min(16, os.cpu_count() or 1)
     with SharedMapping.create(Path(DEFAULT_DIRECTORY), name, LENGTH_BYTES, threads=threads) as mapping:
-        memory = Memory(
-            address=mapping.address, length_bytes=LENGTH_BYTES, shared=SharedFile(path=str(mapping.path)), label="pool"
+        memory = Extent(
+            address=mapping.address, length_bytes=LENGTH_BYTES, origin=FileOrigin(path=str(mapping.path)), label="pool"
         )
         with _target(memory) as endpoint:
             yield endpoint, mapping
@@ -125,17 +128,13 @@ def device_target(device: int) -> Iterator[tuple[str, int]]:
     """Device memory behind a transport of this process; yields its endpoint and the address."""
     with device_memory(LENGTH_BYTES, device) as address:
         exported = export(device, address)
-        shared = SharedAllocation(
-            handle=exported.handle,
-            device_uuid=exported.device_uuid,
-            offset_bytes=address - exported.allocation.address,
-        )
-        memory = Memory(
+        memory = Extent(
             address=address,
             length_bytes=LENGTH_BYTES,
             kind=MemoryKind.VRAM,
             device=device,
-            shared=shared,
+            origin=origin_of(exported),
+            offset_bytes=address - exported.allocation.address,
             label="device pool",
         )
         with _target(memory) as endpoint:
@@ -144,7 +143,7 @@ def device_target(device: int) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def _target(memory: Memory) -> Iterator[str]:
+def _target(memory: Extent) -> Iterator[str]:
     transport: Transport = create_transport("local", TransportSettings())
     try:
         transport.register([memory])

@@ -24,7 +24,8 @@ from kvbridge.config.transports import TransportSettings
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
-from kvbridge.transport.base import Endpoint, Memory, Peer, TransferState
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.transport.base import Endpoint, Peer, TransferState
 from kvbridge.transport.registry import create_transport
 from tests.bench.gpu.memory import device_memory, fill_random, host_memory, tensor_at
 from tests.helpers.connecting import connect
@@ -59,7 +60,7 @@ class Writer:
         self._transport = create_transport("local", TransportSettings())
         stack.callback(self._transport.close)
         self._transport.register(
-            [Memory(address=address, length_bytes=length_bytes, kind=MemoryKind.VRAM, device=device, label="source")]
+            [Extent(address=address, length_bytes=length_bytes, kind=MemoryKind.VRAM, device=device, label="source")]
         )
         self._peers: dict[str, tuple[Peer, int]] = {}
         self._plain: dict[str, int] = {}

@@ -11,7 +11,7 @@ from kvbridge.core.errors import ConfigError, DeadlineError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.shared_memory import DeviceOrder
+from kvbridge.core.wire.shared_memory import DeviceAllocationRequest
 from kvbridge.daemon.memory import NodeMemory, plan_memory, require_memory_directory
 
 TINY = preset("tiny-v4")
@@ -44,7 +44,7 @@ def no_cuda(monkeypatch):
 def test_device_memory_on_gpus_is_ordered_from_the_workers(no_cuda, tmp_path: Path):
     layout = plan_memory(decode(tp_size=2, device="cuda"), TINY)
     assert layout.orders == {
-        rank: DeviceOrder(device=number, page_counts=COUNTS, exclude=(ComponentKind.C4_KV,))
+        rank: DeviceAllocationRequest(device=number, page_counts=COUNTS, exclude=(ComponentKind.C4_KV,))
         for number, rank in enumerate((R0, R1))
     }
     assert {(placement.memory, placement.device) for placement in layout.device.values()} == {

@@ -4,16 +4,17 @@ import ctypes
 
 import pytest
 
-from kvbridge.core.errors import ConflictError, InvalidInputError, NotFoundError, UnsupportedError
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.pool.memory.adopted_pool import AdoptedPool, cut_regions
-from kvbridge.pool.memory.device_pool import DevicePool
 from kvbridge.pool.memory.layout import RankPart, device_placement
-from kvbridge.pool.memory.sharing import Holder
+from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.pool.memory.sharing import mapping_extent
+from tests.helpers.pool_pages import page_address, page_view, region_of
 
 TINY = preset("tiny-v4")
 GQA = preset("tiny-gqa")
@@ -55,21 +56,18 @@ def interleaved(memory) -> list[Region]:
 
 def test_pages_are_the_engines_memory(memory):
     pool = AdoptedPool(GQA, PART, apart(memory))
-    pool.page_view(KV, 1, 2)[:] = b"\x07" * PAGE
+    page_view(pool, KV, 1, 2)[:] = b"\x07" * PAGE
     assert bytes(memory[(PAGES + 2) * PAGE : (PAGES + 3) * PAGE]) == b"\x07" * PAGE
     assert sum(memory) == 7 * PAGE
-    assert pool.page_counts() == {IndexSpace.FULL: PAGES}
-    pool.close()
-    with pytest.raises(ConflictError, match="closed"):
-        pool.page_view(KV, 1, 2)
+    assert f"3 regions, pages {PAGES} full" in repr(pool)
 
 
 def test_each_region_is_its_own_extent_and_long_ones_are_cut(memory):
     assert [extent.length_bytes for extent in AdoptedPool(GQA, PART, apart(memory)).extents()] == [PAGES * PAGE] * 3
     pool = AdoptedPool(GQA, PART, apart(memory), extent_bytes=4 * PAGE)
     assert [extent.length_bytes // PAGE for extent in pool.extents()] == [4, 2] * 3
-    assert pool.region(KV, 0).pages_per_extent == 4
-    assert pool.page_address(KV, 0, 5) == ctypes.addressof(memory) + 5 * PAGE
+    assert region_of(pool, KV, 0).pages_per_extent == 4
+    assert page_address(region_of(pool, KV, 0), 5) == ctypes.addressof(memory) + 5 * PAGE
 
 
 def test_interleaved_layers_share_extents_and_are_cut_at_the_same_page(memory):
@@ -77,7 +75,9 @@ def test_interleaved_layers_share_extents_and_are_cut_at_the_same_page(memory):
     assert [extent.length_bytes // PAGE for extent in pool.extents()] == [12, 6]
     for layer in range(3):
         for page in range(PAGES):
-            assert pool.page_address(KV, layer, page) == ctypes.addressof(memory) + (3 * page + layer) * PAGE
+            assert (
+                page_address(region_of(pool, KV, layer), page) == ctypes.addressof(memory) + (3 * page + layer) * PAGE
+            )
 
 
 def test_an_irregular_pattern_stays_whole(memory):
@@ -90,8 +90,8 @@ def test_an_irregular_pattern_stays_whole(memory):
 def test_memory_in_a_shared_mapping_carries_its_file(shm):
     part = RankPart.of(TINY, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
     counts = {IndexSpace.FULL: 3, IndexSpace.SWA: 3, IndexSpace.REQUEST: 3}
-    with DevicePool.create(device_placement(TINY, part, page_counts=counts), shm, "engine") as owned:
-        pool = AdoptedPool(TINY, part, owned.regions(), holders=[Holder.of(mapping) for mapping in owned.mappings])
+    with MappedPool.create(device_placement(TINY, part, page_counts=counts), shm, "engine") as owned:
+        pool = AdoptedPool(TINY, part, owned.regions(), shared=[mapping_extent(mapping) for mapping in owned.mappings])
         assert pool.extents() == owned.extents()
         assert {extent.origin for extent in pool.extents()} == {FileOrigin(path=path) for path in owned.paths}
 
@@ -135,11 +135,7 @@ def test_page_counts_must_agree(memory):
         AdoptedPool(GQA, PART, [*given[:2], shorter])
 
 
-def test_device_memory_is_described_but_not_viewed(memory):
+def test_device_memory_is_described(memory):
     given = apart(memory, memory=MemoryKind.VRAM, device=1)
     pool = AdoptedPool(GQA, PART, given)
-    assert {(extent.memory, extent.device) for extent in pool.extents()} == {(MemoryKind.VRAM, 1)}
-    with pytest.raises(UnsupportedError, match="cannot view"):
-        pool.page_view(KV, 0, 0)
-    with pytest.raises(NotFoundError):
-        pool.page_view(KV, 9, 0)
+    assert {(extent.kind, extent.device) for extent in pool.extents()} == {(MemoryKind.VRAM, 1)}

@@ -85,8 +85,6 @@ def test_pages_that_a_transfer_may_touch_cannot_be_freed(book, state):
         book.quarantine(A, "peer 3f2a")
     with pytest.raises(ConflictError, match=f"room 7 generation 1: {state} pages cannot be freed"):
         book.free(A)
-    with pytest.raises(ConflictError, match="room 7 generation 1"):
-        book.give_back(A, FULL, [0])
     assert book.counts()[FULL][FREE] == 13
 
 
@@ -194,17 +192,6 @@ def test_a_watcher_hears_what_becomes_of_pages(book):
     assert heard == [("quarantined", B)]
     book.release_quarantined("y")
     assert heard[1:] == [("freed", {FULL: 2}, 16), ("gone", B)]
-
-
-def test_window_pages_can_be_given_back_one_by_one(book):
-    book.reserve(A, {SWA: 3})
-    book.give_back(A, SWA, np.array([0], dtype=np.int32))
-    assert book.pages(A)[SWA].tolist() == [1, 2]
-    assert book.counts()[SWA] == {FREE: 2, HELD: 2, LEASED: 0, QUARANTINED: 0}
-    for wrong in ([0], [1, 1], [3]):
-        with pytest.raises(ConflictError, match="room 7"):
-            book.give_back(A, SWA, wrong)
-    assert book.grow(A, {SWA: 2})[SWA].tolist() == [3, 0] or book.counts()[SWA][FREE] == 0
 
 
 def test_ids_cannot_be_written_to(book):

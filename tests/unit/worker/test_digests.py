@@ -27,9 +27,10 @@ from kvbridge.core.wire.worker_messages import (
 )
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.digest import raw_checksums
-from kvbridge.transport.base import Memory
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.worker import digests as rank_digests
-from kvbridge.worker.loop import RankIdentity, RankWorker
+from kvbridge.worker.loop import RankWorker
+from kvbridge.worker.transports import RankIdentity
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, manifest
 from tests.unit.worker.test_loop import DONE, LOUD, QUIET, FakeTransport, Link, node_ranks
 
@@ -53,7 +54,7 @@ class Bench:
         self.transports: list[FakeTransport] = []
         base = self.bytes.ctypes.data
         self.worker = RankWorker(
-            RankIdentity(GEOMETRY, self.at(base, memory), (Memory(address=base, length_bytes=size),), ("one",)),
+            RankIdentity(GEOMETRY, self.at(base, memory), (Extent(address=base, length_bytes=size),), ("one",)),
             self.link,
             self.create,
             transfer_timeout_s=5.0,

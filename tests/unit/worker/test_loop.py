@@ -7,7 +7,7 @@ import pytest
 
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
-from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
+from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.plan.operations import Operations, Section
 from kvbridge.core.wire.messages import Heartbeat, RankDescription, TransportEndpoint, WireTable, to_wire
 from kvbridge.core.wire.packed_ranks import pack_rank
@@ -28,11 +28,10 @@ from kvbridge.core.wire.worker_messages import (
     WorkerProgress,
     WorkerReady,
 )
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import (
-    Capabilities,
     Connection,
     Endpoint,
-    Memory,
     Peer,
     Steps,
     Transfer,
@@ -42,7 +41,8 @@ from kvbridge.transport.base import (
 )
 from kvbridge.worker import loop as rank_worker
 from kvbridge.worker import peers as rank_peers
-from kvbridge.worker.loop import RankIdentity, RankWorker
+from kvbridge.worker.loop import RankWorker
+from kvbridge.worker.transports import RankIdentity
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, full_amounts, manifest
 
 TOKENS = 2 * PAGE
@@ -94,14 +94,11 @@ class FakeTransport(Transport):
         self.closed = False
 
     @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(memory_kinds=frozenset(MemoryKind), max_operation_bytes=1 << 20)
+    def max_operation_bytes(self) -> int:
+        return 1 << 20
 
     def register(self, memory) -> None:
         self.log.append(f"register {self.name}")
-
-    def unregister(self, memory) -> None:
-        raise AssertionError("a worker never unregisters")
 
     def endpoint(self) -> Endpoint:
         return Endpoint(transport=self.name, data=b"me" if self.epoch == 0 else b"me, epoch %d" % self.epoch)
@@ -197,7 +194,7 @@ class Bench:
         self.built: dict[str, list[FakeTransport]] = {}
         self.names = transports or ("one",)
         self.refuse_build: Exception | None = None
-        memory = tuple(Memory(address=address, length_bytes=1 << 20) for address in (1 << 30, 1 << 31))
+        memory = tuple(Extent(address=address, length_bytes=1 << 20) for address in (1 << 30, 1 << 31))
         self.worker = RankWorker(
             RankIdentity(GEOMETRY, manifest(), memory, self.names),
             self.link,

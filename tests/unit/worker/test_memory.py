@@ -6,20 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.config.transports import FaultySettings, TransportName, TransportSettings
+from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.core.errors import RegistrationError
 from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.shared_memory import DeviceOrder
+from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin
 from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHello, WorkerSetup
-from kvbridge.pool.memory.host_pool import HostPool
 from kvbridge.pool.memory.host_registration import registered_ranges
 from kvbridge.pool.memory.layout import RankPart, device_placement, host_placement
+from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.pool.memory.sharing import MappedRegions
-from kvbridge.transport.base import SharedAllocation, SharedFile
 from kvbridge.worker.lifecycle import serve_rank
 from kvbridge.worker.memory import bring_memory
 from tests.helpers.fake_cuda import FakeCuda
@@ -38,7 +37,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 @pytest.fixture
 def host(tmp_path: Path):
-    with HostPool.create(host_placement(TINY, {C4}, page_count=4), tmp_path, "host") as pool:
+    with MappedPool.create(host_placement(TINY, {C4}, page_count=4), tmp_path, "host") as pool:
         yield pool
 
 
@@ -49,7 +48,7 @@ def stack():
 
 
 def setup(
-    host: HostPool, *, make: bool = False, order: tuple[TransportName, ...] = (TransportName.LOCAL,)
+    host: MappedPool, *, make: bool = False, order: tuple[TransportName, ...] = (TransportName.LOCAL,)
 ) -> WorkerSetup:
     return WorkerSetup(
         geometry=TINY,
@@ -58,9 +57,9 @@ def setup(
         tp_size=1,
         layers=PART.layers,
         device=(),
-        allocate=DeviceOrder(device=1, page_counts=COUNTS, exclude=(C4,)) if make else None,
+        allocate=DeviceAllocationRequest(device=1, page_counts=COUNTS, exclude=(C4,)) if make else None,
         host=host.shared_regions(),
-        transports=TransportSettings(order=order, faulty=FaultySettings(inner=TransportName.LOCAL)).model_dump_json(),
+        transports=TransportSettings(order=order).model_dump_json(),
         transfer_timeout_s=1.0,
     )
 
@@ -81,11 +80,11 @@ def test_a_worker_makes_what_it_is_told_to_and_page_locks_the_host_pool(cuda, ho
     on_device = [region for region in memory.regions if region.space is not IndexSpace.HOST]
     assert {(region.memory, region.device) for region in on_device} == {(MemoryKind.VRAM, 1)}
     assert C4 not in {region.component for region in on_device}
-    assert sum(cuda.registered.values()) == host.total_bytes
-    assert (host.total_bytes, host.total_bytes) in told
-    shared = [piece.shared for piece in memory.for_transports()]
-    assert {type(one) for one in shared} == {SharedAllocation, SharedFile}
-    assert {one.device_uuid for one in shared if isinstance(one, SharedAllocation)} == {cuda.uuids[1]}
+    assert sum(cuda.registered.values()) == host.placement.total_bytes
+    assert (host.placement.total_bytes, host.placement.total_bytes) in told
+    shared = [piece.origin for piece in memory.extents]
+    assert {type(one) for one in shared} == {CudaOrigin, FileOrigin}
+    assert {one.device_uuid for one in shared if isinstance(one, CudaOrigin)} == {cuda.uuids[1]}
     with cuda.other_process(), MappedRegions(memory.made) as engine:
         first = engine.regions[0].extent_addresses[0]
         ctypes.memset(first, 0x77, 4)
@@ -99,21 +98,21 @@ def test_without_a_gpu_nothing_of_cuda_is_touched(cuda, host, stack, tmp_path):
     order = setup(host).model_copy(update={"host": (), "device": host.shared_regions()})
     memory = bring_memory(order, (), stack, on_progress=lambda *_: None)
     assert (memory.made, cuda.registrations, cuda.memory) == ((), 0, {})
-    assert {type(piece.shared) for piece in memory.for_transports()} == {SharedFile}
+    assert {type(piece.origin) for piece in memory.extents} == {FileOrigin}
 
 
 def test_an_engines_own_allocation_is_shared_with_the_offset_of_each_piece(cuda, host, stack):
     given = on_gpu(cuda)
     memory = bring_memory(setup(host), given, stack, on_progress=lambda *_: None)
-    ours = [piece for piece in memory.for_transports() if piece.kind is MemoryKind.VRAM]
+    ours = [piece for piece in memory.extents if piece.kind is MemoryKind.VRAM]
     (base,) = cuda.memory
     assert len(cuda.handles) == 1
-    assert {base + piece.shared.offset_bytes - piece.address for piece in ours} == {0}
+    assert {base + piece.offset_bytes - piece.address for piece in ours} == {0}
     assert memory.made == ()
-    assert sum(cuda.registered.values()) == host.total_bytes
+    assert sum(cuda.registered.values()) == host.placement.total_bytes
 
 
-@pytest.mark.parametrize("order", [(TransportName.LOCAL,), (TransportName.NIXL, TransportName.FAULTY)])
+@pytest.mark.parametrize("order", [(TransportName.LOCAL,), (TransportName.NIXL, TransportName.LOCAL)])
 def test_memory_that_cannot_be_shared_is_refused_where_local_is_to_reach_it(cuda, host, stack, order):
     cuda.shareable = False
     with pytest.raises(RegistrationError, match=r"no expandable_segments; or take `local` out of transports\.order"):
@@ -124,7 +123,7 @@ def test_memory_that_cannot_be_shared_serves_other_transports(cuda, host, stack)
     cuda.shareable = False
     order = setup(host, order=(TransportName.NIXL,))
     memory = bring_memory(order, on_gpu(cuda), stack, on_progress=lambda *_: None)
-    assert {piece.shared for piece in memory.for_transports() if piece.kind is MemoryKind.VRAM} == {None}
+    assert {piece.origin for piece in memory.extents if piece.kind is MemoryKind.VRAM} == {None}
 
 
 def test_a_worker_that_is_stopped_while_its_memory_is_registered_ends_with_the_next_step(cuda, host):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvbridge.core.errors import RegistrationError, TransportError
-from kvbridge.transport.base import Memory, SharedFile
+from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.local.files import MappedFiles
 from kvbridge.transport.local.host import (
     FileIdentity,
@@ -19,7 +20,7 @@ from kvbridge.transport.local.host import (
     identify,
     require_same_host,
 )
-from kvbridge.transport.local.memory import Stretches
+from kvbridge.transport.local.memory import ReachableExtents
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def proof(tmp_path: Path):
 
 def shared_file(path: Path, content: bytes) -> FileIdentity:
     path.write_bytes(content)
-    found = identify(Memory(address=1, length_bytes=len(content), shared=SharedFile(path=str(path))))
+    found = identify(Extent(address=1, length_bytes=len(content), origin=FileOrigin(path=str(path))))
     assert found is not None
     return found
 
@@ -94,10 +95,10 @@ def test_unwritable_directory_is_named() -> None:
 def test_mapping_translates_addresses_of_several_extents(proof: Proof, tmp_path: Path) -> None:
     files = [shared_file(tmp_path / name, bytes([value]) * 8192) for name, value in (("a", 1), ("b", 2))]
     extents = [
-        SharedExtent(address=2**62, length_bytes=4096, file=1, offset_bytes=4096),
-        SharedExtent(address=0x1000, length_bytes=100, file=0, offset_bytes=50),
+        SharedExtent(address=2**62, length_bytes=4096, origin=1, offset_bytes=4096),
+        SharedExtent(address=0x1000, length_bytes=100, origin=0, offset_bytes=50),
     ]
-    mapped = Stretches(MappedFiles(proof.claim, files, extents).stretches)
+    mapped = ReachableExtents(MappedFiles(proof.claim, files, extents).reachable)
     addresses = np.array([0x1000 + 99, 2**62 + 7], dtype=np.uint64)
     here = mapped.here(addresses, mapped.find(addresses))
     import ctypes
@@ -113,8 +114,8 @@ def test_mapping_translates_addresses_of_several_extents(proof: Proof, tmp_path:
 def test_extent_beyond_its_file_is_refused(proof: Proof, tmp_path: Path) -> None:
     files = [shared_file(tmp_path / "a", b"x" * 8192)]
     for extent in (
-        SharedExtent(address=1, length_bytes=8192, file=0, offset_bytes=1),
-        SharedExtent(address=1, length_bytes=1, file=1, offset_bytes=0),
+        SharedExtent(address=1, length_bytes=8192, origin=0, offset_bytes=1),
+        SharedExtent(address=1, length_bytes=1, origin=1, offset_bytes=0),
     ):
         with pytest.raises(TransportError, match="does not have"):
             MappedFiles(proof.claim, files, [extent])
@@ -140,7 +141,7 @@ def test_shared_memory_must_lie_within_its_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"x" * 4096)
     with pytest.raises(RegistrationError, match="do not fit"):
-        identify(Memory(address=1, length_bytes=4096, shared=SharedFile(path=str(path), offset_bytes=1), label="pool"))
+        identify(Extent(address=1, length_bytes=4096, origin=FileOrigin(path=str(path)), offset_bytes=1, label="pool"))
     with pytest.raises(RegistrationError, match="pool: the shared file cannot be reached"):
-        identify(Memory(address=1, length_bytes=1, shared=SharedFile(path=str(tmp_path / "none")), label="pool"))
-    assert identify(Memory(address=1, length_bytes=1)) is None
+        identify(Extent(address=1, length_bytes=1, origin=FileOrigin(path=str(tmp_path / "none")), label="pool"))
+    assert identify(Extent(address=1, length_bytes=1)) is None

@@ -14,7 +14,8 @@ from kvbridge.core.errors import InvalidInputError, RegistrationError, Transport
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
-from kvbridge.transport.base import Memory, TransferState
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.transport.base import TransferState
 from kvbridge.transport.local import peer as local_peer
 from kvbridge.transport.local.host import HostClaim, require_same_host
 from kvbridge.transport.local.transport import LocalTransport
@@ -43,8 +44,8 @@ def one(source: int, destination: int, length: int) -> Operations:
     return Operations(*(np.array([value], dtype=np.uint64) for value in (source, destination, length)))
 
 
-def private(array: np.ndarray) -> Memory:
-    return Memory(address=int(array.ctypes.data), length_bytes=array.nbytes, label="scratch")
+def private(array: np.ndarray) -> Extent:
+    return Extent(address=int(array.ctypes.data), length_bytes=array.nbytes, label="scratch")
 
 
 def test_private_source_to_part_of_a_shared_file(reader, writer, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_closed_peer_is_refused(reader, writer, tmp_path: Path) -> None:
 def test_device_memory_without_a_device_is_refused(writer, monkeypatch) -> None:
     monkeypatch.setattr(runtime, "reason_without_device", lambda: "the driver is on holiday")
     with pytest.raises(RegistrationError, match="cannot use a GPU: the driver is on holiday"):
-        writer.register([Memory(address=4096, length_bytes=4096, kind=MemoryKind.VRAM)])
+        writer.register([Extent(address=4096, length_bytes=4096, kind=MemoryKind.VRAM)])
 
 
 def test_longest_operation_is_the_slice(reader, writer, tmp_path: Path) -> None:
@@ -107,20 +108,10 @@ def test_longest_operation_is_the_slice(reader, writer, tmp_path: Path) -> None:
     reader.register([buffer.memory()])
     small.register([buffer.memory()])
     peer = connect(small, reader.endpoint())
-    assert small.capabilities.max_operation_bytes == 65536
+    assert small.max_operation_bytes == 65536
     with pytest.raises(InvalidInputError, match="cut it first"):
         small.submit(peer, one(buffer.address, buffer.address + 131072, 65537), deadline_s=5.0)
     small.close()
-
-
-def test_unregistered_memory_leaves_the_endpoint(reader, tmp_path: Path) -> None:
-    buffer = SharedBuffer(tmp_path / "pool", SIZE)
-    halves = [buffer.memory(0, SIZE // 2), buffer.memory(SIZE // 2)]
-    reader.register(halves)
-    with_both = reader.endpoint().data
-    reader.unregister(halves[:1])
-    assert str(halves[0].address) in with_both.decode()
-    assert str(halves[0].address) not in reader.endpoint().data.decode()
 
 
 def test_an_endpoint_is_revoked_once_nobody_has_it_mapped(writer, tmp_path: Path) -> None:

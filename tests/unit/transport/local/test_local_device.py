@@ -1,6 +1,6 @@
 """The local transport with device memory, where devices are played by the processor: what tests/contract shows on a GPU.
 
-Device memory is ordinary memory here, its handle names its address, and lanes copy when they are asked after.
+Device memory is ordinary memory here, its handle names its address, and streams copy when they are asked after.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.allocations import Allocation
-from kvbridge.transport.base import Memory, SharedAllocation, TransferState
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.transport.base import TransferState
 from kvbridge.transport.local import allocations as local_allocations
 from kvbridge.transport.local import files as local_files
 from kvbridge.transport.local import own as local_own
@@ -29,7 +31,7 @@ from kvbridge.transport.local.transport import LocalTransport
 from kvbridge.transport.local.ways import Route, Way
 from tests.contract.harness import wait
 from tests.helpers.connecting import connect
-from tests.helpers.fake_lanes import FakeLane
+from tests.helpers.fake_streams import FakeStream
 from tests.helpers.shared_buffer import SharedBuffer
 
 SIZE = 1 << 20
@@ -46,14 +48,15 @@ class DeviceArray:
         self.address = int(self.bytes.ctypes.data)
         self._uuid = uuid
 
-    def memory(self, offset: int = 0, length: int | None = None, *, device: int = 0, private: bool = False) -> Memory:
+    def memory(self, offset: int = 0, length: int | None = None, *, device: int = 0, private: bool = False) -> Extent:
         handle = self.address.to_bytes(8, "little") + len(self.bytes).to_bytes(8, "little") + bytes(48)
-        return Memory(
+        return Extent(
             address=self.address + offset,
             length_bytes=len(self.bytes) - offset if length is None else length,
             kind=MemoryKind.VRAM,
             device=device,
-            shared=None if private else SharedAllocation(handle=handle, device_uuid=self._uuid, offset_bytes=offset),
+            origin=None if private else CudaOrigin(handle=handle, device_uuid=self._uuid, length_bytes=len(self.bytes)),
+            offset_bytes=offset,
             label="window pool",
         )
 
@@ -66,13 +69,13 @@ class World:
     closed: int = 0
     registered: list[int] = None  # type: ignore[assignment]
     refusal: str = ""
-    lanes: dict[Route, FakeLane] = None  # type: ignore[assignment]
+    streams: dict[Route, FakeStream] = None  # type: ignore[assignment]
     gpu: bool = True
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    seen = World(registered=[], lanes={})
+    seen = World(registered=[], streams={})
 
     class Opened:
         def __init__(self, handle: bytes, *, device_uuid: str, device: int | None) -> None:
@@ -104,9 +107,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         if uuid == UNREACHABLE:
             raise UnsupportedError("cuda:0 cannot reach the memory of cuda:1 directly")
 
-    def lane(self: LocalTransport, route: Route) -> FakeLane:
-        seen.lanes[route] = FakeLane(route, at_once=True, slice_operations=64)
-        return seen.lanes[route]
+    def stream(self: LocalTransport, route: Route) -> FakeStream:
+        seen.streams[route] = FakeStream(route, at_once=True, slice_operations=64)
+        return seen.streams[route]
 
     monkeypatch.setattr(runtime, "reason_without_device", lambda: "")
     monkeypatch.setattr(local_allocations, "OpenedAllocation", open_it)
@@ -118,7 +121,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     )
     monkeypatch.setattr(local_own.runtime, "unregister_host", lambda address, length: None)
     monkeypatch.setattr(local, "has_accelerator", lambda: seen.gpu)
-    monkeypatch.setattr(LocalTransport, "_make_lane", lane)
+    monkeypatch.setattr(LocalTransport, "_make_stream", stream)
     return seen
 
 
@@ -162,7 +165,7 @@ def test_each_end_wherever_it_is(world: World, make, tmp_path: Path) -> None:
     assert wait(writer.submit(peer, operations(*rows), deadline_s=5.0)).state is TransferState.DONE
     for goal in (pool, target):
         np.testing.assert_array_equal(goal.bytes, expected[goal.address])
-    copied = {route: sum(len(part) for part in lane.started) for route, lane in world.lanes.items()}
+    copied = {route: sum(len(part) for part in stream.started) for route, stream in world.streams.items()}
     assert copied == {  # from own to pool the processor copies
         Route(Way.KERNEL, 0, over_host_link=True): 4,
         Route(Way.ENGINES, 0, over_host_link=True): 4,
@@ -258,7 +261,7 @@ def test_a_file_is_mapped_and_registered_once_for_all_peers(world: World, make, 
 
 
 def test_an_endpoint_without_files_is_revoked_like_one_with_files(world: World, make, tmp_path: Path) -> None:
-    """Device memory has no file to lock, so a gate stands for it, which outlives the transports that name it."""
+    """Device memory has no file to lock, so a lock file stands for it, which outlives the transports that name it."""
     world.gpu = False
     target, other = DeviceArray(), DeviceArray()
     writer, old = make(), make(epoch=3)
@@ -282,7 +285,9 @@ def test_an_endpoint_without_files_is_revoked_like_one_with_files(world: World, 
     writer.disconnect(again)
 
 
-def test_a_gate_whose_folder_is_gone_is_made_again_and_the_old_one_still_counts(world: World, tmp_path: Path) -> None:
+def test_a_lock_file_whose_folder_is_gone_is_made_again_and_the_old_one_still_counts(
+    world: World, tmp_path: Path
+) -> None:
     """Later memory can have the address of earlier one, and the earlier proof's folder need not be there any more."""
     world.gpu = False
     target, writer = DeviceArray(), LocalTransport(LocalSettings())
@@ -293,7 +298,7 @@ def test_a_gate_whose_folder_is_gone_is_made_again_and_the_old_one_still_counts(
         folder.mkdir()
         readers.append(LocalTransport(LocalSettings(proof_directory=str(folder)), epoch=epoch))
         readers[-1].register([target.memory()])
-        peers.append(writer.connect(readers[-1].endpoint()))
+        peers.append(connect(writer, readers[-1].endpoint()))
         if epoch == 1:
             readers[-1].close()
             shutil.rmtree(folder)

@@ -15,8 +15,9 @@ from kvbridge.config.transports import NixlSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
-from kvbridge.transport.base import Endpoint, Memory
+from kvbridge.transport.base import Endpoint
 from kvbridge.transport.nixl import agent as nixl_agent
 from kvbridge.transport.nixl.agent import Side, UnclearPostError, environment
 from kvbridge.transport.nixl.peers import NixlExtent
@@ -192,7 +193,7 @@ def transport():
 def test_endpoint_whose_metadata_names_somebody_else_is_refused(transport: NixlTransport) -> None:
     other = NixlTransport(NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=1.0, quiet_timeout_s=1.0))
     memory = np.zeros(4096, np.uint8)
-    other.register([Memory(address=int(memory.ctypes.data), length_bytes=4096)])
+    other.register([Extent(address=int(memory.ctypes.data), length_bytes=4096)])
     endpoint = other.endpoint()
     false = endpoint.data.replace(other._agent.name.encode(), b"somebody-else")
     with pytest.raises(TransportError, match="metadata names"):
@@ -206,7 +207,7 @@ def test_registration_that_the_library_refuses_leaves_nothing_behind(
     transport: NixlTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = np.zeros(4096, np.uint8)
-    part = Memory(address=int(memory.ctypes.data), length_bytes=4096, label="pool")
+    part = Extent(address=int(memory.ctypes.data), length_bytes=4096, label="pool")
 
     def refuse(*_: object) -> None:
         raise TransportError("no")
@@ -215,8 +216,8 @@ def test_registration_that_the_library_refuses_leaves_nothing_behind(
         patched.setattr(transport._agent, "register", refuse)
         with pytest.raises(TransportError, match="pool"):
             transport.register([part])
+    assert not transport._memory
     transport.register([part])
-    transport.unregister([part])
 
 
 def test_a_peer_whose_name_is_no_text_is_named_all_the_same():

@@ -1,6 +1,6 @@
-"""Lanes without a device: slices wait until the test, or the lane itself, lets them be copied by the processor.
+"""Copy streams without a device: slices wait until the test, or the stream itself, lets them be copied by the processor.
 
-Owns: `FakeLane`, `FakeMark`. What a slice is copied from is read when it is copied, as a device does.
+Owns: `FakeStream`, `FakeMark`. What a slice is copied from is read when it is copied, as a device does.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ ANY_ROUTE = Route(Way.KERNEL, 0, over_host_link=True)
 class FakeMark:
     """Reached once everything before it has been copied."""
 
-    def __init__(self, lane: FakeLane, after: int) -> None:
-        self._lane = lane
+    def __init__(self, stream: FakeStream, after: int) -> None:
+        self._stream = stream
         self._after = after
 
     def reached(self) -> bool:
-        self._lane.require_health()
-        if self._lane.at_once:
-            self._lane.run()
-        return self._lane.copied >= self._after
+        self._stream.require_health()
+        if self._stream.at_once:
+            self._stream.run()
+        return self._stream.copied >= self._after
 
 
-class FakeLane:
+class FakeStream:
     """Copies when `run` is called, or when it is asked after (`at_once`)."""
 
     def __init__(
@@ -69,7 +69,7 @@ class FakeLane:
         self.marks -= 1
 
     def close(self) -> None:
-        assert not self._waiting, "a lane was closed with copies on their way"
+        assert not self._waiting, "a stream was closed with copies on their way"
         self.closed = True
 
     def run(self, slices: int | None = None) -> None:

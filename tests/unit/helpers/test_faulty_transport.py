@@ -7,20 +7,19 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
-from kvbridge.config.transports import FaultySettings
+from kvbridge.config.transports import TransportSettings
 from kvbridge.core.clock import ManualClock
-from kvbridge.core.errors import TransportError
-from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import (
-    Capabilities,
     Connection,
     Endpoint,
-    Memory,
     Peer,
     Steps,
     Transfer,
@@ -28,8 +27,8 @@ from kvbridge.transport.base import (
     TransferStatus,
     Transport,
 )
-from kvbridge.transport.faulty import FaultyTransport
 from tests.helpers.connecting import connect
+from tests.helpers.faulty_transport import FaultySettings, FaultyTransport, faulty_worker
 
 
 class FakePeer(Peer):
@@ -59,14 +58,13 @@ class FakeTransport(Transport):
     """Remembers which source addresses it has delivered, in order."""
 
     name = "fake"
-    capabilities = Capabilities(memory_kinds=frozenset({MemoryKind.DRAM}), max_operation_bytes=100)
+    max_operation_bytes = 100
 
     def __init__(self) -> None:
         self.delivered: list[int] = []
         self.closed = False
 
-    def register(self, memory: Sequence[Memory]) -> None: ...
-    def unregister(self, memory: Sequence[Memory]) -> None: ...
+    def register(self, memory: Sequence[Extent]) -> None: ...
     def endpoint(self) -> Endpoint:
         return Endpoint(transport="fake", data=b"here")
 
@@ -110,11 +108,28 @@ def state(transfer: Transfer, polls: int = 3) -> TransferState:
 
 def test_without_faults_it_is_the_inner_transport() -> None:
     bench = Bench()
-    assert bench.transport.endpoint() == Endpoint(transport="faulty", data=b"here")
+    assert bench.transport.endpoint() == Endpoint(transport="fake", data=b"here")
     assert state(bench.submit()) is TransferState.DONE
     assert bench.inner.delivered == [1, 2, 3, 4]
-    with pytest.raises(TransportError):
-        connect(bench.transport, Endpoint(transport="fake", data=b"here"))
+
+
+def test_a_rank_workers_process_makes_faulty_transports_and_no_configuration_does(tmp_path: Path) -> None:
+    code = (
+        faulty_worker({"fail_after_operations": 3})
+        + """
+from kvbridge.config.transports import TransportSettings
+from kvbridge.worker import lifecycle
+made = lifecycle.create_transport("local", TransportSettings(), epoch=2)
+print(type(made).__name__, made.name, made._settings.fail_after_operations, made._inner._epoch)
+made.close()
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "FaultyTransport local 3 2\n", done.stderr
+    with pytest.raises(ValidationError):
+        TransportSettings.model_validate({"order": ["faulty"]})
 
 
 def test_reorder_delivers_all_in_an_order_of_the_seed() -> None:
@@ -188,7 +203,7 @@ def test_close_ends_late_deliveries() -> None:
 
 def test_dies_with_its_own_exit_code() -> None:
     code = """
-from tests.unit.transport.test_faulty import Bench, state
+from tests.unit.helpers.test_faulty_transport import Bench, state
 from tests.helpers.connecting import connect
 bench = Bench(die_after_operations=6)
 print(state(bench.submit(4)).value, flush=True)

@@ -1,6 +1,7 @@
-"""Any transport with faults put in on purpose; for tests.
+"""Any transport with faults put in on purpose, here or in the rank workers of a daemon.
 
-Owns: the faults of `FaultySettings`. Must not know: which backend it wraps, or any library.
+Owns: the faults, and how a rank worker's process gets them. Must not know: which backend it wraps, or any library. To the other
+side, and to the configuration, it is the backend that it wraps.
 
 It keeps the promise of `transport.base` while it misbehaves: a transfer that may still write is FAILED_NOT_QUIET, one
 that is FAILED_QUIET never writes again, and after `close` nothing moves. There is no thread: a late delivery is driven
@@ -12,32 +13,34 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from kvbridge.config.transports import FaultySettings
+from kvbridge.config.transports import TransportSettings
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.plan.operations import Operations
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import (
-    Capabilities,
     Connection,
     Endpoint,
-    Memory,
     Peer,
-    Steps,
     Transfer,
     TransferState,
     TransferStatus,
     Transport,
 )
+from kvbridge.worker import lifecycle
 
-NAME = "faulty"
 DEATH_EXIT_CODE = 86
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Fate(Enum):
@@ -60,12 +63,54 @@ class _LateDelivery:
     transfer: Transfer | None = None
 
 
-class FaultyTransport(Transport):
-    """Wraps `inner`; its peers are the inner one's, its endpoints carry this transport's name."""
+class FaultySettings(FrozenModel):
+    """Which faults. None of them unless it is asked for."""
 
-    name: ClassVar[str] = NAME
+    seed: NonNegative = 0
+    delay_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """Each transfer is reported as done no sooner than so long after its start; its bytes arrive when they do."""
+    reorder: bool = False
+    """Shuffle the operations of each transfer (by `seed`)."""
+    fail_after_operations: NonNegative | None = None
+    """Deliver so many operations, counted over the transport's life, then fail every transfer with more, quietly."""
+    die_after_operations: NonNegative | None = None
+    """Deliver so many operations, counted over the transport's life, then end the process with exit code 86."""
+    drop_completion: bool = False
+    """Deliver everything and never say so: at its deadline the transfer fails, not quiet, since nobody can know."""
+    late_delivery_s: Annotated[float, Field(ge=0, le=3600)] | None = None
+    """Report each transfer as failed and not quiet at once, and deliver it so much later, unless closed before."""
+    flip_bit_in_operation: Positive | None = None
+    """Change one bit of the first byte of this operation (1 is the first, counted over the transport's life) on its way."""
+    quiet_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 1.0
+    """How long a transfer whose completion was dropped takes from its failure to `not quiet`."""
+
+
+def install(faults: str) -> None:
+    """Put faults (JSON) into every transport that this rank worker's process makes."""
+    settings, create = FaultySettings.model_validate_json(faults), lifecycle.create_transport
+
+    def create_faulty(name: str, transports: TransportSettings, *, epoch: int = 0) -> Transport:
+        return FaultyTransport(create(name, transports, epoch=epoch), settings)
+
+    lifecycle.create_transport = create_faulty
+
+
+def faulty_worker(faults: Mapping[str, Any]) -> str:
+    """Code that a rank worker's process runs first to have such transports; see `mutated_daemon`."""
+    content = FaultySettings.model_validate(faults).model_dump_json()
+    return f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.helpers.faulty_transport import install
+install({content!r})
+"""
+
+
+class FaultyTransport(Transport):
+    """Wraps `inner`, whose name, endpoints and peers are its own."""
 
     def __init__(self, inner: Transport, settings: FaultySettings, *, clock: Clock = monotonic) -> None:
+        self.name = inner.name
         self._inner = inner
         self._settings = settings
         self._clock = clock
@@ -81,30 +126,21 @@ class FaultyTransport(Transport):
         )
 
     @property
-    def capabilities(self) -> Capabilities:
+    def max_operation_bytes(self) -> int:
         """The inner transport's."""
-        return self._inner.capabilities
+        return self._inner.max_operation_bytes
 
-    def register(self, memory: Sequence[Memory]) -> None:
+    def register(self, memory: Sequence[Extent]) -> None:
         """See `Transport.register`."""
         self._inner.register(memory)
 
-    def unregister(self, memory: Sequence[Memory]) -> None:
-        """See `Transport.unregister`."""
-        self._inner.unregister(memory)
-
     def endpoint(self) -> Endpoint:
-        """The inner endpoint under this transport's name, since the other side wraps the same backend."""
-        return Endpoint(transport=NAME, data=self._inner.endpoint().data)
+        """The inner transport's."""
+        return self._inner.endpoint()
 
     def connect(self, endpoint: Endpoint) -> Connection:
         """See `Transport.connect`."""
-        return Connection(self._connect(endpoint))
-
-    def _connect(self, endpoint: Endpoint) -> Steps[Peer]:
-        if endpoint.transport != NAME:
-            raise TransportError(f"an endpoint of transport '{endpoint.transport}' was given to {NAME}")
-        return (yield from self._inner.connect(Endpoint(transport=self._inner.name, data=endpoint.data)))
+        return self._inner.connect(endpoint)
 
     def disconnect(self, peer: Peer) -> None:
         """See `Transport.disconnect`."""
@@ -171,7 +207,7 @@ class FaultyTransport(Transport):
         self._scratch.write(ctypes.string_at(int(operations.source[chosen]), length_bytes))
         self._scratch[0] ^= 1
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
-        self._inner.register([Memory(address=address, length_bytes=length_bytes, label="flipped bit")])
+        self._inner.register([Extent(address=address, length_bytes=length_bytes, label="flipped bit")])
         source = operations.source.copy()
         source[chosen] = address
         return Operations(source, operations.destination, operations.length)

@@ -1,10 +1,10 @@
-"""Lanes: streams on which one device copies, each in one way.
+"""Streams on which one device copies, each in one way.
 
-Owns: a lane's stream, its events, how slices are given to the device. Must not know: transfers, peers, why a slice
+Owns: a CUDA stream, its events, how slices are given to the device. Must not know: transfers, peers, why a slice
 has the size that it has.
 
-Four lanes a device (engines and kernel, over the host link and between devices), so that what goes over NVLink does
-not wait for what goes over PCIe. How much may be on a lane is bounded, which bounds how long an aborted transfer takes
+Four streams a device (engines and kernel, over the host link and between devices), so that what goes over NVLink does
+not wait for what goes over PCIe. How much may be on a stream is bounded, which bounds how long an aborted transfer takes
 to become quiet, how long a short transfer waits behind long ones, and what still arrives from a process that was killed.
 """
 
@@ -17,21 +17,21 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.stretch_copies import StretchCopier
 from kvbridge.transport.local.ways import Route, Way
 
-LANE_SLICES = 4
-"""Slices on a lane at a time, over all transfers: half a GiB at the default size, 10 ms over a PCIe 5 link."""
+STREAM_SLICES = 4
+"""Slices on a stream at a time, over all transfers: half a GiB at the default size, 10 ms over a PCIe 5 link."""
 
 SLICE_OPERATIONS = {Way.ENGINES: 128, Way.KERNEL: 8192}
 """The engines' queue holds about a thousand copies, and a call waits when it is full."""
 
 
 class Mark(Protocol):
-    """A point in a lane."""
+    """A point in a stream."""
 
     def reached(self) -> bool:
         """Whether all that was started before it is done. Never waits. Raises TransportError for what failed."""
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """Copies slices one after another, without the caller's waiting for them."""
 
     slice_operations: int
@@ -45,7 +45,7 @@ class Lane(Protocol):
         """Give operations to the device. After an error some of them may be on their way."""
 
     def mark(self) -> Mark:
-        """Mark the present end of the lane."""
+        """Mark the present end of the stream."""
 
     def release(self, mark: Mark) -> None:
         """Return a mark that was reached."""
@@ -54,8 +54,8 @@ class Lane(Protocol):
         """Give everything up. Nothing is on its way."""
 
 
-class CudaLane:
-    """A lane on a real device."""
+class CudaCopyStream:
+    """A stream on a real device."""
 
     def __init__(self, route: Route, *, kernel_blocks: int) -> None:
         """`kernel_blocks`: for copies to and from the host; between devices every multiprocessor works.
@@ -72,13 +72,13 @@ class CudaLane:
         if route.way is Way.KERNEL:
             all_blocks = runtime.device_facts(route.device).multiprocessors
             self._kernel = StretchCopier(route.device, blocks=kernel_blocks if route.over_host_link else all_blocks)
-            self._kernel.reserve(self.slice_operations, LANE_SLICES)  # later it would stop an engine of this process
+            self._kernel.reserve(self.slice_operations, STREAM_SLICES)  # later it would stop an engine of this process
 
     def __repr__(self) -> str:
-        return f"<CudaLane cuda:{self._route.device} by {self._route.way.value}: {self.slices} slices>"
+        return f"<CudaCopyStream cuda:{self._route.device} by {self._route.way.value}: {self.slices} slices>"
 
     def start(self, operations: Operations) -> None:
-        """See `Lane.start`."""
+        """See `CopyStream.start`."""
         if self._kernel is not None:
             self._kernel.submit(operations, stream=self._stream.handle)
             return
@@ -91,18 +91,18 @@ class CudaLane:
         )
 
     def mark(self) -> runtime.Event:
-        """See `Lane.mark`."""
+        """See `CopyStream.mark`."""
         event = self._free.pop() if self._free else runtime.Event.create(self._route.device)
         event.record(self._stream.handle)
         return event
 
     def release(self, mark: Mark) -> None:
-        """See `Lane.release`."""
+        """See `CopyStream.release`."""
         if isinstance(mark, runtime.Event):
             self._free.append(mark)
 
     def close(self) -> None:
-        """See `Lane.close`."""
+        """See `CopyStream.close`."""
         for event in self._free:
             event.close()
         self._free.clear()

@@ -1,0 +1,61 @@
+"""Daemons and rank workers that tests change before they start. The product has no hook for this.
+
+Owns: that their processes run given code first, by `python -c` instead of `python -m kvbridge`. Must not know: what the code does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from subprocess import Popen
+
+from kvbridge.testbed.cluster import DaemonProcess
+
+_AS_DAEMON = "from kvbridge.cli.main import main; main()"
+_AS_WORKER = """
+import os, sys
+from kvbridge.worker.process import main
+code = main()
+sys.stderr.flush()
+os._exit(code)
+"""
+_WORKER_TOO = """
+from types import SimpleNamespace
+from kvbridge.daemon import supervisor
+supervisor.sys = SimpleNamespace(executable={script!r})
+"""
+
+
+class MutatedDaemon(DaemonProcess):
+    """A daemon process that runs code of a test first, or whose rank workers do."""
+
+    daemon_code = ""
+    worker_code = ""
+
+    def launch(
+        self, command: Sequence[str], *, piped: bool = False, environment: Mapping[str, str] | None = None
+    ) -> Popen[bytes]:
+        """Start it through `-c`."""
+        assert list(command[1:3]) == ["-m", "kvbridge"]
+        code = self.daemon_code
+        if self.worker_code:
+            code += _WORKER_TOO.format(script=str(self._worker_script()))
+        return super().launch([command[0], "-c", code + _AS_DAEMON, *command[3:]], piped=piped, environment=environment)
+
+    def _worker_script(self) -> str:
+        """A program that is called as the interpreter would be, `-m module` and arguments, and starts a changed worker."""
+        source, script = self.folder / "worker.py", self.folder / "worker.sh"
+        source.write_text(self.worker_code + _AS_WORKER)
+        run = f"exec(open({str(source)!r}).read())"
+        script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -c "{run}" "$@"\n')
+        script.chmod(0o700)
+        return str(script)
+
+
+def mutated(daemon: DaemonProcess, *, daemon_code: str = "", worker_code: str = "") -> DaemonProcess:
+    """The same daemon, changed; or itself when there is no code."""
+    if not daemon_code and not worker_code:
+        return daemon
+    changed = MutatedDaemon(daemon.role, daemon.name, daemon.folder, daemon.config, ends_with_us=True)
+    changed.daemon_code, changed.worker_code = daemon_code, worker_code
+    return changed
