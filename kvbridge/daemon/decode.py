@@ -20,10 +20,10 @@ from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.node import Node
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.daemon.worker_host import WorkerReport
-from kvbridge.node.engine_api import DecodeDoor
+from kvbridge.node.engine_api import DecodeEngineApi
 from kvbridge.node.handshake.nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
-from kvbridge.node.receiver.service import ReceiverLimits, ReceiverService
+from kvbridge.node.receiver.service import ReceiverLimits, ReceiverRooms
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +38,7 @@ class DecodeNode(Node):
         super().__init__(config)
         timeouts = config.timeouts
         self._allowed: AllowedPeers | None = None
-        self._door = DecodeDoor(
+        self._door = DecodeEngineApi(
             lambda: self._receiver,
             lambda: self.desk,
             send=self.send_engine,
@@ -61,7 +61,7 @@ class DecodeNode(Node):
             on_shut=lambda owners: self._receiver.shut(owners),  # noqa: PLW0108
             fence_s=timeouts.fence_s,
         )
-        self._receiver = ReceiverService(
+        self._receiver = ReceiverRooms(
             geometry=self.geometry,
             host=self.layout.host_kinds,
             book=self.book,
@@ -84,12 +84,12 @@ class DecodeNode(Node):
         )
 
     @property
-    def rooms(self) -> ReceiverService:
+    def rooms(self) -> ReceiverRooms:
         """The rooms of this node."""
         return self._receiver
 
     @property
-    def door(self) -> DecodeDoor:
+    def door(self) -> DecodeEngineApi:
         """Where engines come in."""
         return self._door
 

@@ -57,8 +57,8 @@ from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
-from kvbridge.node.admission.controller import AdmissionDesk, ReservingRooms
-from kvbridge.node.engine_api import EngineDoor
+from kvbridge.node.admission.controller import AdmissionController, ReservingRooms
+from kvbridge.node.engine_api import EngineApi
 from kvbridge.pool.accounts.book import PageState
 from kvbridge.pool.memory.layout import even_boundaries
 from kvbridge.pool.memory.leftovers import remove_leftovers
@@ -118,9 +118,9 @@ class Node(ABC):
         self.control: PeerAddress | None = None
 
     @cached_property
-    def desk(self) -> AdmissionDesk:
+    def desk(self) -> AdmissionController:
         """Where users and engines ask for rooms."""
-        return AdmissionDesk(
+        return AdmissionController(
             self.rooms,
             self.book,
             limits=admission_limits(self.config.admission),
@@ -143,7 +143,7 @@ class Node(ABC):
 
     @property
     @abstractmethod
-    def door(self) -> EngineDoor:
+    def door(self) -> EngineApi:
         """Where engines come in."""
 
     @property

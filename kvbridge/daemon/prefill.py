@@ -24,11 +24,11 @@ from kvbridge.daemon.node import Node
 from kvbridge.daemon.peer_setup import why_lost
 from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter
 from kvbridge.daemon.worker_host import WorkerReport
-from kvbridge.node.engine_api import PrefillDoor
+from kvbridge.node.engine_api import PrefillEngineApi
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.nodes import DecodeNodes
-from kvbridge.node.sender.service import SenderLimits, SenderService
+from kvbridge.node.sender.service import SenderLimits, SenderRooms
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +45,7 @@ class PrefillNode(Node):
         self._server: PeerServer | None = None
         self._allowed: AllowedPeers | None = None
         self._traffic = TrafficMeter(self.metrics)
-        self._door = PrefillDoor(
+        self._door = PrefillEngineApi(
             lambda: self._sender,
             lambda: self.desk,
             send=self.send_engine,
@@ -53,7 +53,7 @@ class PrefillNode(Node):
             describe=self.describe_engine,
             ranks=tuple(self.workers.layers),
         )
-        self._sender = SenderService(
+        self._sender = SenderRooms(
             geometry=self.geometry,
             book=self.book,
             workers=MeteredWorkers(self.workers, self._ordered),
@@ -90,12 +90,12 @@ class PrefillNode(Node):
         )
 
     @property
-    def rooms(self) -> SenderService:
+    def rooms(self) -> SenderRooms:
         """The rooms of this node."""
         return self._sender
 
     @property
-    def door(self) -> PrefillDoor:
+    def door(self) -> PrefillEngineApi:
         """Where engines come in."""
         return self._door
 

@@ -50,8 +50,8 @@ from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.nodes import DecodeNodes, PrefillNodes
 from kvbridge.node.receiver.fence import Fence
-from kvbridge.node.receiver.service import ReceiverLimits, ReceiverRoom, ReceiverService
-from kvbridge.node.sender.service import SenderLimits, SenderRoom, SenderService
+from kvbridge.node.receiver.service import ReceiverLimits, ReceiverRoom, ReceiverRooms
+from kvbridge.node.sender.service import SenderLimits, SenderRoom, SenderRooms
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from tests.helpers.room_actors import (
     DESTINATION,
@@ -91,7 +91,7 @@ class PrefillNode:
         self.book = PageBook({}, adopted=space) if world.adopted else PageBook(space)
         self.succeeded: set[int] = set()
         self.ordered: dict[Owner, set[int]] = {}
-        self.service = SenderService(
+        self.service = SenderRooms(
             geometry=GEOMETRY,
             book=self.book,
             workers=self,
@@ -235,7 +235,7 @@ class World:
             on_changed=self.nodes_changed,
             on_gone=lambda peer, reason: self.receiver.peer_gone(peer, reason),  # noqa: PLW0108
         )
-        self.receiver = ReceiverService(
+        self.receiver = ReceiverRooms(
             geometry=GEOMETRY,
             host=frozenset(),
             book=self.book,

@@ -21,8 +21,8 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import PeerMessage
 from kvbridge.core.wire.worker_messages import NodeToWorker
-from kvbridge.node.receiver.service import MetNode, ReceiverLimits, ReceiverService
-from kvbridge.node.sender.service import SenderLimits, SenderService
+from kvbridge.node.receiver.service import MetNode, ReceiverLimits, ReceiverRooms
+from kvbridge.node.sender.service import SenderLimits, SenderRooms
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 
 GEOMETRY = preset("tiny-gqa")
@@ -252,7 +252,7 @@ class SenderBench:
         space = {IndexSpace.FULL: self.pages}
         self.workers = FakeWorkers(*self.ranks)
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
-        self.service = SenderService(
+        self.service = SenderRooms(
             geometry=GEOMETRY,
             book=self.book,
             workers=self.workers,
@@ -291,7 +291,7 @@ class ReceiverBench:
         if self.request_slots:
             space[IndexSpace.REQUEST] = self.request_slots
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
-        self.service = ReceiverService(
+        self.service = ReceiverRooms(
             geometry=GEOMETRY,
             host=frozenset(),
             book=self.book,

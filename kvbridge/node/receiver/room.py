@@ -95,7 +95,7 @@ class WriterFence(Protocol):
     """What shuts writers out that give no proof themselves. See `fence`."""
 
     def ask(self, owner: Owner) -> None:
-        """Shut every way by which the writers of a room could reach this node; `ReceiverService.shut` hears when."""
+        """Shut every way by which the writers of a room could reach this node; `ReceiverRooms.shut` hears when."""
 
 
 @dataclass(frozen=True, slots=True)

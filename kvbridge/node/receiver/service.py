@@ -58,7 +58,7 @@ __all__ = [
     "PrefillNodes",
     "ReceiverLimits",
     "ReceiverRoom",
-    "ReceiverService",
+    "ReceiverRooms",
     "WriterFence",
     "user_state",
 ]
@@ -74,7 +74,7 @@ _BEFORE_COMMIT = frozenset(
 _ARRIVED = frozenset({ReceiverState.COMMITTED, ReceiverState.CLAIMED})
 
 
-class ReceiverService:
+class ReceiverRooms:
     """All rooms of a decode node. Implements ReservingRooms; called from the event loop's thread only."""
 
     def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
@@ -433,4 +433,4 @@ class ReceiverService:
         self._driver.follow(room)
 
     def __repr__(self) -> str:
-        return f"<ReceiverService {self.rooms.states()}>"
+        return f"<ReceiverRooms {self.rooms.states()}>"

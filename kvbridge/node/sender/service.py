@@ -52,13 +52,13 @@ from kvbridge.node.sender.room import (
 )
 from kvbridge.pool.accounts.book import PageBook, PageState
 
-__all__ = ["EngineEvents", "PeerChannel", "SenderLimits", "SenderRoom", "SenderService", "SenderWorkers", "user_state"]
+__all__ = ["EngineEvents", "PeerChannel", "SenderLimits", "SenderRoom", "SenderRooms", "SenderWorkers", "user_state"]
 
 ABORTED = "aborted"
 WORKER_GONE = "worker_gone"
 
 
-class SenderService:
+class SenderRooms:
     """All rooms of a prefill node. Implements ReservingRooms; called from the event loop's thread only."""
 
     def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
@@ -483,7 +483,7 @@ class SenderService:
         self.rooms.sweep()
 
     def __repr__(self) -> str:
-        return f"<SenderService {self.rooms.states()} early offers: {len(self._early)}>"
+        return f"<SenderRooms {self.rooms.states()} early offers: {len(self._early)}>"
 
 
 def _own_layers(work: RankWork, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -865,7 +865,7 @@ def test_receipts_keep_little_and_are_forgotten():
 
 
 def test_repr_counts():
-    assert repr(offered().service) == "<ReceiverService {'offered': 1}>"
+    assert repr(offered().service) == "<ReceiverRooms {'offered': 1}>"
     assert GEOMETRY.name == "tiny-gqa"
 
 

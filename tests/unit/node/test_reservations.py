@@ -1,6 +1,6 @@
 """Reservations have limits: in each state a room says which and how long, and one that runs out gives all back.
 
-Both services behind the desk, and the desk over both: what is reserved is what was asked about, and clients' accounts
+Both services behind the admission, and the admission over both: what is reserved is what was asked about, and clients' accounts
 are even in the end.
 """
 
@@ -19,8 +19,8 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import Admit, Attach, Claim, Extend, Refused
 from kvbridge.core.wire.messages import Done, Drained, Failed, Offer, to_wire
 from kvbridge.core.wire.worker_messages import RoomClosed
-from kvbridge.node.admission.controller import AdmissionDesk, AdmissionLimits, ClientCaps
-from kvbridge.node.engine_api import DecodeDoor, PrefillDoor
+from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits, ClientCaps
+from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
 from kvbridge.pool.accounts.book import PageState
 from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, ReceiverBench, SenderBench
 
@@ -239,11 +239,11 @@ def test_the_demand_is_what_is_reserved(bench):
 def test_adopted_prefill_pools_ask_for_nothing():
     bench = SenderBench(adopted=True)
     assert bench.service.demand(request()) == {}
-    desk = AdmissionDesk(
+    admission = AdmissionController(
         bench.service, bench.book, limits=AdmissionLimits(), observer=bench.observer, clock=bench.clock
     )
-    desk.tick()
-    assert desk.starved_s() == 0.0
+    admission.tick()
+    assert admission.starved_s() == 0.0
 
 
 def test_a_daemon_that_lacks_workers_says_so_before_all_else():
@@ -256,13 +256,13 @@ def test_a_daemon_that_lacks_workers_says_so_before_all_else():
 # ------------------------------------------------------------------------------------------- engines
 
 
-class Door:
-    """An engine's door over a bench and its desk."""
+class Api:
+    """An engine's api over a bench and its admission."""
 
     def __init__(self, bench: SenderBench | ReceiverBench, **limits: object) -> None:
         self.answers: list[object] = []
         self.bench = bench
-        desk = AdmissionDesk(
+        admission = AdmissionController(
             bench.service,
             bench.book,
             limits=AdmissionLimits(**limits),  # type: ignore[arg-type]
@@ -270,38 +270,38 @@ class Door:
             clock=bench.clock,
             draw=lambda: 0.0,
         )
-        kind = PrefillDoor if isinstance(bench, SenderBench) else DecodeDoor
-        self.door = kind(
+        kind = PrefillEngineApi if isinstance(bench, SenderBench) else DecodeEngineApi
+        self.api = kind(
             lambda: bench.service,  # type: ignore[arg-type,return-value]
-            lambda: desk,
+            lambda: admission,
             send=lambda engine, answer: self.answers.append(answer),
             pid=lambda engine: 7,
             describe=lambda call, ranks: None,  # type: ignore[arg-type,return-value]
             ranks=(R0,),
         )
-        self.call(Attach(call=1, role=self.door.role))
+        self.call(Attach(call=1, role=self.api.role))
 
     def call(self, message: object) -> object:
-        self.door.handle("engine", message)  # type: ignore[arg-type]
+        self.api.handle("engine", message)  # type: ignore[arg-type]
         return self.answers[-1]
 
 
 def test_an_engine_is_told_when_to_come_back():
-    door = Door(SenderBench(pages=2), client=ClientCaps(max_rooms=2))
-    door.call(Admit(call=2, room=1, prompt_tokens=TOKENS))
-    first = door.call(Admit(call=3, room=2, prompt_tokens=PAGE))
-    door.bench.clock.advance(7)
-    refused = door.call(Admit(call=4, room=2, prompt_tokens=PAGE))
+    api = Api(SenderBench(pages=2), client=ClientCaps(max_rooms=2))
+    api.call(Admit(call=2, room=1, prompt_tokens=TOKENS))
+    first = api.call(Admit(call=3, room=2, prompt_tokens=PAGE))
+    api.bench.clock.advance(7)
+    refused = api.call(Admit(call=4, room=2, prompt_tokens=PAGE))
     assert isinstance(first, Refused)
     assert isinstance(refused, Refused)
     assert (refused.code, refused.retry_after_s) == ("capacity", 7.0), "as long again as nothing has been released"
-    assert door.bench.observer.refusals == {"capacity": 2}
+    assert api.bench.observer.refusals == {"capacity": 2}
 
 
 def test_engines_are_one_client_of_their_own():
-    door = Door(SenderBench(), client=ClientCaps(max_rooms=1))
-    door.call(Admit(call=2, room=1, prompt_tokens=PAGE))
-    refused = door.call(Admit(call=3, room=2, prompt_tokens=PAGE))
+    api = Api(SenderBench(), client=ClientCaps(max_rooms=1))
+    api.call(Admit(call=2, room=1, prompt_tokens=PAGE))
+    refused = api.call(Admit(call=3, room=2, prompt_tokens=PAGE))
     assert isinstance(refused, Refused)
     assert refused.code == "client_limit"
     assert "client 'engine' has 1 rooms" in refused.message
@@ -310,14 +310,14 @@ def test_engines_are_one_client_of_their_own():
 def test_an_extension_that_lacks_pages_is_told_when_to_come_back():
     bench = ReceiverBench(pages=4)
     bench.nodes.know()
-    door = Door(bench)
+    api = Api(bench)
     for room in (1, 2):
         bench.service.admit_now(request(room=room, prefill=(ADDRESS,)))
     bench.service.rooms.get(1).state = ReceiverState.COMMITTED
-    door.call(Claim(call=2, room=1))
+    api.call(Claim(call=2, room=1))
     for waited_s in (0.0, 9.0):
         bench.clock.advance(waited_s)
-        refused = door.call(Extend(call=3, room=1, tokens=TOKENS + 1))
+        refused = api.call(Extend(call=3, room=1, tokens=TOKENS + 1))
     assert isinstance(refused, Refused)
     assert (refused.code, refused.retry_after_s) == ("capacity", 9.0)
 

@@ -906,7 +906,7 @@ def test_adopted_pages_are_the_engines_own_again_once_nothing_is_in_flight():
 def test_repr_counts():
     bench = sending()
     bench.service.offer(DECODE, offer(room=9))
-    assert repr(bench.service) == "<SenderService {'transferring': 1} early offers: 1>"
+    assert repr(bench.service) == "<SenderRooms {'transferring': 1} early offers: 1>"
 
 
 # ------------------------------------------------------------------------------------------- points of an engine's GPU
