@@ -13,7 +13,8 @@ import pytest
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError, NotReadyError
-from kvbridge.core.ids import IndexSpace, PageTable, Rank
+from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import Admit, Attach, Claim, Extend, Refused
@@ -22,7 +23,7 @@ from kvbridge.core.wire.worker_messages import RoomClosed
 from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits, ClientCaps
 from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
 from kvbridge.pool.accounts.book import PageState
-from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, ReceiverBench, SenderBench
+from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, R1, ReceiverBench, SenderBench
 
 TOKENS = 2 * PAGE
 TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([7, 8], dtype=np.int32))})
@@ -193,9 +194,11 @@ def test_decode_prefill_says_whether_a_ticket_was_used():
 
 def test_decode_a_done_of_one_rank_is_a_use_of_the_ticket():
     bench = ReceiverBench()
-    bench.nodes.know(ranks=(R0, Rank(pp=1, tp=0)))
+    bench.nodes.know(ranks=(R0, R1), tp_size=2)
     bench.service.admit_now(request(prefill=(ADDRESS,), begin_within_s=5.0))
-    bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts={}, phases_s={}))
+    rows = bench.service.rooms.get(1).writers[PREFILL].shares[R0].rows(prompt_tokens=TOKENS, prefix_tokens=0)
+    amounts = {kind: Amount(lane_rows=count, bytes=count) for kind, count in rows.items()}
+    bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
     assert limit(bench) == ("timeouts.room_s", 600)
 
 
