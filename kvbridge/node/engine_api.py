@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
@@ -44,8 +43,9 @@ from kvbridge.core.wire.engine_messages import (
     RoomEvent,
 )
 from kvbridge.core.wire.messages import REASON_CHARS, to_wire
+from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.receiver.service import ReceiverRooms
-from kvbridge.node.rooms import Room
+from kvbridge.node.rooms import Room, Rooms
 from kvbridge.node.sender.service import SenderRooms
 
 log = structlog.get_logger(__name__)
@@ -66,26 +66,6 @@ class AttachedEngine:
     """Why it is not attached any more, while pages wait for the end of its process."""
 
 
-class Admissions(Protocol):
-    """What engines need of admission, which users ask as well."""
-
-    def admit_now(self, request: AdmissionRequest) -> object:
-        """Admit or refuse at once. Raises CapacityError, ClientLimitError, ConflictError, InvalidInputError."""
-
-    def retry_after_s(self, error: CapacityError) -> float:
-        """When to try again what was refused."""
-
-
-class EngineRooms(Protocol):
-    """What the rooms of either role are told of engines."""
-
-    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
-        """An engine's connection has ended. Returns whether pages wait for `engine_ended`."""
-
-    def engine_ended(self, engine: str) -> None:
-        """Nothing of an engine that is gone uses a page any more."""
-
-
 class EngineApi(ABC):
     """Attached engines and the calls that both roles share. Called from the event loop's thread only."""
 
@@ -93,7 +73,7 @@ class EngineApi(ABC):
 
     def __init__(
         self,
-        admission: Callable[[], Admissions],
+        admission: Callable[[], AdmissionController],
         *,
         send: Callable[[str, NodeToEngine], None],
         pid: Callable[[str], int],
@@ -230,7 +210,7 @@ class EngineApi(ABC):
         return []
 
     @abstractmethod
-    def _rooms(self) -> EngineRooms:
+    def _rooms(self) -> Rooms:
         """The rooms of the role."""
 
 
@@ -242,7 +222,7 @@ class PrefillEngineApi(EngineApi):
     def __init__(
         self,
         sender: Callable[[], SenderRooms],
-        admission: Callable[[], Admissions],
+        admission: Callable[[], AdmissionController],
         *,
         send: Callable[[str, NodeToEngine], None],
         pid: Callable[[str], int],
@@ -299,7 +279,7 @@ class DecodeEngineApi(EngineApi):
     def __init__(
         self,
         receiver: Callable[[], ReceiverRooms],
-        admission: Callable[[], Admissions],
+        admission: Callable[[], AdmissionController],
         *,
         send: Callable[[str, NodeToEngine], None],
         pid: Callable[[str], int],

@@ -14,17 +14,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import structlog
 
-from kvbridge.api.rooms import RoomReport
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import ConflictError, NotReadyError, RoomFailedError, StaleError, UnknownRoomError
-from kvbridge.core.ids import ROOM_BITS, Role, Tables
+from kvbridge.core.ids import ROOM_BITS, IndexSpace, Role, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
@@ -184,6 +184,58 @@ def give_back(book: PageBook, room: Room[StateT]) -> None:
                     book.release_quarantined(reason)
         case PageState.FREE:
             pass
+
+
+class Rooms(Protocol):
+    """The rooms of one role, for all that have to do with rooms of either."""
+
+    def missing(self) -> str:
+        """Why no room can be admitted now whatever is free, or an empty text."""
+
+    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
+        """Pages that a request takes of the spaces that this node gives out.
+
+        Raises all that `admit` does, but CapacityError for pages that are not free.
+        """
+
+    def admit(self, request: AdmissionRequest) -> RoomReport:
+        """Reserve all or nothing. Raises CapacityError, NotReadyError, ConflictError, InvalidInputError."""
+
+    def in_use(self) -> Mapping[str, int]:
+        """Rooms that have not ended, or have not given everything back, by client."""
+
+    def not_begun(self) -> Sequence[Reservation]:
+        """What rooms have that end unless a prefill engine begins them, those that end first in front."""
+
+    def report(self, room: int) -> RoomReport:
+        """Describe the newest attempt. Raises UnknownRoomError."""
+
+    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
+        """Return when the room is in one of the states or final, or with its present state after `timeout_s`."""
+
+    async def cancel(self, room: int, reason: str) -> RoomReport:
+        """Abort a room; harmless on a final one. Raises UnknownRoomError."""
+
+    def open(self) -> list[int]:
+        """Rooms that have not ended."""
+
+    def states(self) -> dict[str, int]:
+        """Count rooms by what users see."""
+
+    def quarantined(self) -> dict[str, int]:
+        """Count rooms whose pages are quarantined, by cause."""
+
+    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
+        """An engine's connection has ended: rooms that it used fail.
+
+        Returns whether pages wait for `engine_ended`; `followed`: whether that will come.
+        """
+
+    def engine_ended(self, engine: str) -> None:
+        """Nothing of an engine that is gone uses a page any more: its process has ended, or it said so before it left."""
+
+    def tick(self) -> None:
+        """Fail what has waited too long, forget what has been kept long enough."""
 
 
 RoomT = TypeVar("RoomT", bound=Room)  # type: ignore[type-arg]

@@ -400,9 +400,9 @@ class World:
             prefill=() if on_prefill else (ADDRESS,),
         )
         if on_prefill:
-            self.prefill.service.admit_now(request)
+            self.prefill.service.admit(request)
         else:
-            self.receiver.admit_now(request)
+            self.receiver.admit(request)
 
     # ------------------------------------------------------------------ engines
 

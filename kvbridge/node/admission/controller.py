@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -25,11 +25,11 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.session.states import RoomState
-from kvbridge.node.admission.pressure import ReleaseRates, Reservation, RetryAfter, first_end
+from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
 from kvbridge.node.observer import Observer
+from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import Owner, PageBook
 
 log = structlog.get_logger(__name__)
@@ -69,37 +69,6 @@ class AdmissionLimits:
         return self.clients.get(client, self.client)
 
 
-class ReservingRooms(Protocol):
-    """The rooms of one side, as admission needs them."""
-
-    def missing(self) -> str:
-        """Why no room can be admitted now whatever is free, or an empty text."""
-
-    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """Pages that a request takes of the spaces that this node gives out.
-
-        Raises all that `admit_now` does, but CapacityError for pages that are not free.
-        """
-
-    def admit_now(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve all or nothing. Raises CapacityError, NotReadyError, ConflictError, InvalidInputError."""
-
-    def in_use(self) -> Mapping[str, int]:
-        """Rooms that have not given everything back, by client."""
-
-    def report(self, room: int) -> RoomReport:
-        """See RoomsPort."""
-
-    def not_begun(self) -> Sequence[Reservation]:
-        """What rooms have that end unless a prefill engine begins them, those that end first in front."""
-
-    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
-        """See RoomsPort."""
-
-    async def cancel(self, room: int, reason: str) -> RoomReport:
-        """See RoomsPort."""
-
-
 @dataclass(eq=False)
 class _WaitingRequest(Waiting):
     """A waiting request, and where its answer goes."""
@@ -109,11 +78,11 @@ class _WaitingRequest(Waiting):
 
 
 class AdmissionController:
-    """Implements RoomsPort, and PageWatcher for its book. Called from the event loop's thread only."""
+    """Implements PageWatcher for its book. Called from the event loop's thread only."""
 
     def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
         self,
-        rooms: ReservingRooms,
+        rooms: Rooms,
         book: PageBook,
         *,
         limits: AdmissionLimits,
@@ -142,7 +111,10 @@ class AdmissionController:
     # ------------------------------------------------------------------ admission
 
     async def admit(self, request: AdmissionRequest) -> RoomReport:
-        """Admit at once or within `request.wait_s`. A caller that is cancelled meanwhile leaves nothing behind."""
+        """Admit at once or within `request.wait_s`. Nothing is kept of a request that is refused or whose caller is cancelled.
+
+        Raises CapacityError when it does not fit (in time), ClientLimitError, InvalidInputError, ConflictError, NotReadyError.
+        """
         if not request.wait_s:
             return self.admit_now(request)
         try:
@@ -166,7 +138,7 @@ class AdmissionController:
         return waiter.outcome.result()
 
     def admit_now(self, request: AdmissionRequest) -> RoomReport:
-        """Admit or refuse at once, and past nobody who waits for the same pages. Raises as RoomsPort.admit does."""
+        """Admit or refuse at once, and past nobody who waits for the same pages. Raises as `admit` does."""
         try:
             self._check_caps(request.client)
             if self._queue:
@@ -207,7 +179,7 @@ class AdmissionController:
                 f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms); a room counts until its pages are back",
                 retry_after_s=self._told(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
             )
-        report = self._rooms.admit_now(request)
+        report = self._rooms.admit(request)
         if self._starvation.starving:
             self._starvation.over()
         return report
@@ -275,7 +247,9 @@ class AdmissionController:
 
     def _not_in_time(self, waiter: _WaitingRequest) -> CapacityError:
         free = self._book.free_pages()
-        wanted = ", ".join(f"{count} of '{space}' ({free.get(space, 0)} free)" for space, count in waiter.demand.items())
+        wanted = ", ".join(
+            f"{count} of '{space}' ({free.get(space, 0)} free)" for space, count in waiter.demand.items()
+        )
         return CapacityError(
             f"the pages for {waiter.request.prompt_tokens} prompt tokens were not there within {waiter.request.wait_s:g} s "
             f"(limit: the request's wait_s, at most admission.max_wait_s): {wanted}",
@@ -329,25 +303,11 @@ class AdmissionController:
         self._starvation.look()
 
     def close(self, reason: str) -> None:
-        """Refuse everybody who waits. New requests are the rooms' to refuse (`ReservingRooms.missing`)."""
+        """Refuse everybody who waits. New requests are the rooms' to refuse (`Rooms.missing`)."""
         for waiter in self._queue:
             self._queue.leave(waiter)
             self._observer.waited("refused", self._clock() - waiter.since_s)
             waiter.outcome.set_exception(NotReadyError(f"this daemon admits nothing more: {reason}"))
-
-    # ------------------------------------------------------------------ rooms, forwarded
-
-    def report(self, room: int) -> RoomReport:
-        """See RoomsPort."""
-        return self._rooms.report(room)
-
-    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
-        """See RoomsPort."""
-        return await self._rooms.wait(room, timeout_s, until)
-
-    async def cancel(self, room: int, reason: str) -> RoomReport:
-        """See RoomsPort."""
-        return await self._rooms.cancel(room, reason)
 
     # ------------------------------------------------------------------ for operators
 

@@ -75,7 +75,7 @@ _ARRIVED = frozenset({ReceiverState.COMMITTED, ReceiverState.CLAIMED})
 
 
 class ReceiverRooms:
-    """All rooms of a decode node. Implements ReservingRooms; called from the event loop's thread only."""
+    """All rooms of a decode node. Implements Rooms; called from the event loop's thread only."""
 
     def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
         self,
@@ -112,11 +112,11 @@ class ReceiverRooms:
     # ------------------------------------------------------------------ admission
 
     def missing(self) -> str:
-        """See ReservingRooms."""
+        """See Rooms."""
         return self._ports.ranks.missing()
 
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """See ReservingRooms."""
+        """See Rooms."""
         require_ready(Role.DECODE, self.missing())
         if not request.prefill:
             raise InvalidInputError(
@@ -126,8 +126,8 @@ class ReceiverRooms:
             self.rooms.check_free(request.room, request.generation)
         return self._needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
 
-    def admit_now(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve all that a request can need, or nothing. See ReservingRooms."""
+    def admit(self, request: AdmissionRequest) -> RoomReport:
+        """Reserve all that a request can need, or nothing. See Rooms."""
         demand = self.demand(request)
         room = ReceiverRoom(
             room=self.rooms.draw() if request.room is None else request.room,
@@ -164,23 +164,35 @@ class ReceiverRooms:
         return needed
 
     def in_use(self) -> Mapping[str, int]:
-        """See ReservingRooms."""
+        """See Rooms."""
         return self.rooms.in_use
 
     def not_begun(self) -> list[Reservation]:
-        """See ReservingRooms."""
+        """See Rooms."""
         return self.rooms.not_begun()
 
     def report(self, room: int) -> RoomReport:
         """Raises UnknownRoomError."""
         return self.rooms.report(self.rooms.get(room))
 
+    def open(self) -> list[int]:
+        """See Rooms."""
+        return [room.room for room in self.rooms.open()]
+
+    def states(self) -> dict[str, int]:
+        """See Rooms."""
+        return self.rooms.states()
+
+    def quarantined(self) -> dict[str, int]:
+        """See Rooms."""
+        return self.rooms.quarantined()
+
     async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
-        """See RoomsPort."""
+        """See Rooms."""
         return await self.rooms.wait(room, timeout_s, until)
 
     async def cancel(self, room: int, reason: str) -> RoomReport:
-        """See RoomsPort."""
+        """See Rooms."""
         found = self.rooms.get(room)
         self._driver.raise_event(found, ReceiverEvent.ABORT, ABORTED, reason)
         return self.rooms.report(found)

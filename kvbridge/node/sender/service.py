@@ -59,7 +59,7 @@ WORKER_GONE = "worker_gone"
 
 
 class SenderRooms:
-    """All rooms of a prefill node. Implements ReservingRooms; called from the event loop's thread only."""
+    """All rooms of a prefill node. Implements Rooms; called from the event loop's thread only."""
 
     def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
         self,
@@ -88,11 +88,11 @@ class SenderRooms:
     # ------------------------------------------------------------------ admission
 
     def missing(self) -> str:
-        """See ReservingRooms."""
+        """See Rooms."""
         return self._ports.workers.missing()
 
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """See ReservingRooms."""
+        """See Rooms."""
         require_ready(Role.PREFILL, self.missing())
         if request.room is not None:
             self.rooms.check_free(request.room, request.generation)
@@ -103,8 +103,8 @@ class SenderRooms:
         self._ports.book.require_possible(needed)
         return {} if self._adopted else needed
 
-    def admit_now(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve source pages for a request. See ReservingRooms."""
+    def admit(self, request: AdmissionRequest) -> RoomReport:
+        """Reserve source pages for a request. See Rooms."""
         demand = self.demand(request)
         room = SenderRoom(
             room=self.rooms.draw() if request.room is None else request.room,
@@ -133,23 +133,35 @@ class SenderRooms:
         return self.rooms.report(room)
 
     def in_use(self) -> Mapping[str, int]:
-        """See ReservingRooms."""
+        """See Rooms."""
         return self.rooms.in_use
 
     def not_begun(self) -> list[Reservation]:
-        """See ReservingRooms."""
+        """See Rooms."""
         return self.rooms.not_begun()
 
     def report(self, room: int) -> RoomReport:
         """Raises UnknownRoomError."""
         return self.rooms.report(self.rooms.get(room))
 
+    def open(self) -> list[int]:
+        """See Rooms."""
+        return [room.room for room in self.rooms.open()]
+
+    def states(self) -> dict[str, int]:
+        """See Rooms."""
+        return self.rooms.states()
+
+    def quarantined(self) -> dict[str, int]:
+        """See Rooms."""
+        return self.rooms.quarantined()
+
     async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
-        """See RoomsPort."""
+        """See Rooms."""
         return await self.rooms.wait(room, timeout_s, until)
 
     async def cancel(self, room: int, reason: str) -> RoomReport:
-        """See RoomsPort."""
+        """See Rooms."""
         found = self.rooms.get(room)
         self._driver.raise_event(found, SenderEvent.ABORT, ABORTED, reason)
         return self.rooms.report(found)

@@ -45,7 +45,7 @@ def test_sizes_that_do_not_suit_the_model_are_refused_at_start():
 
 
 def admit(bench: ReceiverBench, room: int):
-    return bench.service.admit_now(AdmissionRequest(room=room, prompt_tokens=PAGE, prefill=(ADDRESS,)))
+    return bench.service.admit(AdmissionRequest(room=room, prompt_tokens=PAGE, prefill=(ADDRESS,)))
 
 
 def test_a_room_takes_a_slot_and_gives_it_back_with_its_pages():

@@ -56,7 +56,7 @@ class Rooms:
         self.book.require_possible(demand)
         return demand
 
-    def admit_now(self, request: AdmissionRequest) -> RoomReport:
+    def admit(self, request: AdmissionRequest) -> RoomReport:
         demand = self.demand(request)
         room = request.room or 1_000 + len(self.admitted)
         self.book.reserve(Owner(room, 1), demand)

@@ -152,7 +152,7 @@ def test_the_decode_verbs():
     api = decode()
     api.attach()
     api.bench.engines.names = set()
-    api.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+    api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
     refused = api.call(Claim(call=2, room=1))
     assert refused.code == "conflict"
     amounts = full_amounts(2 * PAGE)
@@ -173,7 +173,7 @@ def test_the_decode_verbs():
 def test_malformed_tables_are_refused():
     api = decode(adopted=True)
     api.attach()
-    api.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+    api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
     bad = WireTable(space=IndexSpace.FULL, ids=b"abc")
     refused = api.call(Provide(call=2, room=1, tables=(bad,)))
     assert (refused.code, "malformed" in refused.message) == ("invalid_input", True)
@@ -220,7 +220,7 @@ def test_an_engine_that_detaches_waits_for_nothing(role):
         api.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
         api.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
     else:
-        api.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+        api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
         amounts = full_amounts(2 * PAGE)
         api.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
         api.call(Claim(call=3, room=1))
@@ -271,7 +271,7 @@ def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attac
 def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
     api = decode()
     api.attach()
-    api.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,)))
+    api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,)))
     api.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(PAGE), phases_s={}))
     assert isinstance(api.call(Claim(call=2, room=1)), Pages)
     api.api.memory_lost(R0, "killed")

@@ -57,7 +57,7 @@ OWNER = Owner(1, 1)
 
 def admit(bench: ReceiverBench, room: int = 1, generation: int = 1, **fields):
     fields = {"prompt_tokens": TOKENS, "prefill": (ADDRESS,)} | fields
-    return bench.service.admit_now(AdmissionRequest(room=room, generation=generation, **fields))
+    return bench.service.admit(AdmissionRequest(room=room, generation=generation, **fields))
 
 
 def state(bench: ReceiverBench, generation: int = 1) -> ReceiverState:

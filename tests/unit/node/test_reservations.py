@@ -35,7 +35,7 @@ def request(**more: object) -> AdmissionRequest:
 
 def sender() -> SenderBench:
     bench = SenderBench()
-    bench.service.admit_now(request())
+    bench.service.admit(request())
     return bench
 
 
@@ -43,7 +43,7 @@ def receiver(*, known: bool = True, adopted: bool = False) -> ReceiverBench:
     bench = ReceiverBench(adopted=adopted)
     if known:
         bench.nodes.know()
-    bench.service.admit_now(request(prefill=(ADDRESS,)))
+    bench.service.admit(request(prefill=(ADDRESS,)))
     return bench
 
 
@@ -88,7 +88,7 @@ def test_prefill_a_room_that_nobody_offers():
 @pytest.mark.parametrize("offered", [False, True])
 def test_prefill_a_ticket_that_no_engine_uses(offered):
     bench = SenderBench()
-    bench.service.admit_now(request(begin_within_s=20.0))
+    bench.service.admit(request(begin_within_s=20.0))
     bench.clock.advance(5)
     if offered:
         bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
@@ -111,7 +111,7 @@ def test_prefill_a_ticket_that_no_engine_uses(offered):
 @pytest.mark.parametrize("offered", [False, True])
 def test_prefill_a_ticket_that_an_engine_has_used_in_time_has_no_end(offered):
     bench = SenderBench()
-    bench.service.admit_now(request(begin_within_s=20.0))
+    bench.service.admit(request(begin_within_s=20.0))
     if offered:
         bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
     bench.clock.advance(19)
@@ -125,7 +125,7 @@ def test_prefill_a_ticket_that_an_engine_has_used_in_time_has_no_end(offered):
 
 def test_a_ticket_does_not_outlast_the_limits_of_the_daemon():
     bench = SenderBench()
-    bench.service.admit_now(request(begin_within_s=1e300))
+    bench.service.admit(request(begin_within_s=1e300))
     assert limit(bench) == ("timeouts.offer_s", 60)
 
 
@@ -166,7 +166,7 @@ def test_decode_a_room_whose_writers_are_never_met():
 @pytest.mark.parametrize("adopted", [False, True])
 def test_decode_a_ticket_that_runs_out_before_the_offer(adopted):
     bench = ReceiverBench(adopted=adopted)
-    bench.service.admit_now(request(prefill=(ADDRESS,), begin_within_s=5.0))
+    bench.service.admit(request(prefill=(ADDRESS,), begin_within_s=5.0))
     assert limit(bench) == ("begin_within_s", 5)
     assert run_out(bench).reason == "no prefill engine has begun it in time (limit: begin_within_s)"
     all_is_back(bench)
@@ -176,7 +176,7 @@ def test_decode_prefill_says_whether_a_ticket_was_used():
     """Decode counts the ticket down too, but only prefill knows what engines do: silence means that one has begun."""
     bench = ReceiverBench()
     bench.nodes.know()
-    bench.service.admit_now(request(prefill=(ADDRESS,), begin_within_s=5.0))
+    bench.service.admit(request(prefill=(ADDRESS,), begin_within_s=5.0))
     assert limit(bench) == ("begin_within_s", 5)
     assert [one.ends_in_s for one in bench.service.not_begun()] == [5]
     bench.clock.advance(5)
@@ -195,7 +195,7 @@ def test_decode_prefill_says_whether_a_ticket_was_used():
 def test_decode_a_done_of_one_rank_is_a_use_of_the_ticket():
     bench = ReceiverBench()
     bench.nodes.know(ranks=(R0, R1), tp_size=2)
-    bench.service.admit_now(request(prefill=(ADDRESS,), begin_within_s=5.0))
+    bench.service.admit(request(prefill=(ADDRESS,), begin_within_s=5.0))
     rows = bench.service.rooms.get(1).writers[PREFILL].shares[R0].rows(prompt_tokens=TOKENS, prefix_tokens=0)
     amounts = {kind: Amount(lane_rows=count, bytes=count) for kind, count in rows.items()}
     bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
@@ -230,10 +230,10 @@ def test_the_demand_is_what_is_reserved(bench):
     more = {} if isinstance(bench, SenderBench) else {"prefill": (ADDRESS,), "max_new_tokens": PAGE}
     asked = request(**more)
     demand = bench.service.demand(asked)
-    bench.service.admit_now(asked)
+    bench.service.admit(asked)
     assert demand == {IndexSpace.FULL: bench.pages - bench.free}
     with pytest.raises(CapacityError) as caught:
-        bench.service.admit_now(request(room=2, prompt_tokens=3 * PAGE, **(more | {"max_new_tokens": 0})))
+        bench.service.admit(request(room=2, prompt_tokens=3 * PAGE, **(more | {"max_new_tokens": 0})))
     assert caught.value.lacking == {IndexSpace.FULL: 3 - bench.free}
     with pytest.raises(InvalidInputError, match="the whole pool has 3"):
         bench.service.demand(request(room=2, prompt_tokens=4 * PAGE, **more))
@@ -315,7 +315,7 @@ def test_an_extension_that_lacks_pages_is_told_when_to_come_back():
     bench.nodes.know()
     api = Api(bench)
     for room in (1, 2):
-        bench.service.admit_now(request(room=room, prefill=(ADDRESS,)))
+        bench.service.admit(request(room=room, prefill=(ADDRESS,)))
     bench.service.rooms.get(1).state = ReceiverState.COMMITTED
     api.call(Claim(call=2, room=1))
     for waited_s in (0.0, 9.0):

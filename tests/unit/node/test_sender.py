@@ -36,7 +36,7 @@ def offer(room: int = 1, generation: int = 1, **fields) -> Offer:
 
 
 def admit(bench: SenderBench, room: int = 1, generation: int = 1, tokens: int = TOKENS):
-    return bench.service.admit_now(AdmissionRequest(room=room, generation=generation, prompt_tokens=tokens))
+    return bench.service.admit(AdmissionRequest(room=room, generation=generation, prompt_tokens=tokens))
 
 
 def begin(bench: SenderBench, engine: str = "engine", ranks=None, room: int = 1, **fields):
@@ -209,7 +209,7 @@ def test_admission_is_refused_with_the_reason_and_keeps_nothing():
     with pytest.raises(CapacityError):
         admit(bench, room=2)
     with pytest.raises(InvalidInputError, match="is for the decode daemon"):
-        bench.service.admit_now(AdmissionRequest(room=3, prompt_tokens=1, prefill=(PeerAddress(endpoint="tcp://x:1"),)))
+        bench.service.admit(AdmissionRequest(room=3, prompt_tokens=1, prefill=(PeerAddress(endpoint="tcp://x:1"),)))
     with pytest.raises(UnknownRoomError):
         bench.service.report(3)
     assert bench.free == 1
@@ -218,7 +218,7 @@ def test_admission_is_refused_with_the_reason_and_keeps_nothing():
 
 def test_a_room_without_an_id_gets_one():
     bench = SenderBench()
-    report = bench.service.admit_now(AdmissionRequest(prompt_tokens=1))
+    report = bench.service.admit(AdmissionRequest(prompt_tokens=1))
     assert bench.service.report(report.room).state is RoomState.ADMITTED
 
 
@@ -949,5 +949,5 @@ def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
 def test_a_prompt_that_no_adopted_pool_could_hold_is_refused(tokens):
     bench = SenderBench(adopted=True)
     with pytest.raises(InvalidInputError, match=r"one page table names at most|the whole pool has"):
-        bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=tokens))
+        bench.service.admit(AdmissionRequest(room=1, prompt_tokens=tokens))
     assert not bench.service.in_use()
