@@ -23,7 +23,8 @@ from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.node.engine_api import DecodeEngineApi
 from kvbridge.node.handshake.nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
-from kvbridge.node.receiver.service import ReceiverLimits, ReceiverRooms
+from kvbridge.node.receiver.room import ReceiverLimits, ReceiverPorts, ReceiverSettings
+from kvbridge.node.receiver.service import ReceiverRooms
 
 log = structlog.get_logger(__name__)
 
@@ -62,25 +63,29 @@ class DecodeNode(Node):
             fence_s=timeouts.fence_s,
         )
         self._receiver = ReceiverRooms(
-            geometry=self.geometry,
-            host=self.layout.host_kinds,
-            book=self.book,
-            ranks=self.workers,
-            nodes=self._prefill,
-            fence=self._fence,
-            engines=self._door,
-            observer=self.observer,
-            limits=ReceiverLimits(
-                pages_s=timeouts.pages_s,
-                meet_s=timeouts.meet_s,
-                room_s=timeouts.room_s,
-                verify_s=timeouts.verify_s,
-                claim_s=timeouts.claim_s,
-                drain_s=timeouts.drain_s,
+            ReceiverPorts(
+                book=self.book,
+                workers=self.workers,
+                nodes=self._prefill,
+                fence=self._fence,
+                engines=self._door,
+                observer=self.observer,
             ),
-            keep_s=timeouts.room_keep_s,
-            adopted=self.adopted,
-            digest=config.integrity.digest,
+            ReceiverSettings(
+                geometry=self.geometry,
+                keep_s=timeouts.room_keep_s,
+                adopted=self.adopted,
+                host=self.layout.host_kinds,
+                digest=config.integrity.digest,
+                limits=ReceiverLimits(
+                    pages_s=timeouts.pages_s,
+                    meet_s=timeouts.meet_s,
+                    room_s=timeouts.room_s,
+                    verify_s=timeouts.verify_s,
+                    claim_s=timeouts.claim_s,
+                    drain_s=timeouts.drain_s,
+                ),
+            ),
         )
 
     @property

@@ -28,7 +28,8 @@ from kvbridge.node.engine_api import PrefillEngineApi
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.nodes import DecodeNodes
-from kvbridge.node.sender.service import SenderLimits, SenderRooms
+from kvbridge.node.sender.room import SenderLimits, SenderPorts, SenderSettings
+from kvbridge.node.sender.service import SenderRooms
 
 log = structlog.get_logger(__name__)
 
@@ -54,21 +55,25 @@ class PrefillNode(Node):
             ranks=tuple(self.workers.layers),
         )
         self._sender = SenderRooms(
-            geometry=self.geometry,
-            book=self.book,
-            workers=MeteredWorkers(self.workers, self._ordered),
-            peers=self,
-            engines=self._door,
-            observer=self.observer,
-            limits=SenderLimits(
-                begin_s=timeouts.begin_s,
-                offer_s=timeouts.offer_s,
-                room_s=timeouts.room_s,
-                early_offer_s=timeouts.early_offer_s,
-                drain_s=timeouts.drain_s,
+            SenderPorts(
+                book=self.book,
+                workers=MeteredWorkers(self.workers, self._ordered),
+                peers=self,
+                engines=self._door,
+                observer=self.observer,
             ),
-            keep_s=timeouts.room_keep_s,
-            adopted=self.adopted,
+            SenderSettings(
+                geometry=self.geometry,
+                keep_s=timeouts.room_keep_s,
+                adopted=self.adopted,
+                limits=SenderLimits(
+                    begin_s=timeouts.begin_s,
+                    offer_s=timeouts.offer_s,
+                    room_s=timeouts.room_s,
+                    early_offer_s=timeouts.early_offer_s,
+                    drain_s=timeouts.drain_s,
+                ),
+            ),
         )
         self._inspector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inspector")
         self._inspections = Inspections(self._inspect, deliver=self._deliver, limit_s=timeouts.meet_s)

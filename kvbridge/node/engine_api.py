@@ -45,7 +45,8 @@ from kvbridge.core.wire.engine_messages import (
 from kvbridge.core.wire.messages import REASON_CHARS, to_wire
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.receiver.service import ReceiverRooms
-from kvbridge.node.rooms import Room, Rooms
+from kvbridge.node.room import Room
+from kvbridge.node.rooms import Rooms
 from kvbridge.node.sender.service import SenderRooms
 
 log = structlog.get_logger(__name__)

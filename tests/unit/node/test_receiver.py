@@ -81,7 +81,7 @@ def drained(bench: ReceiverBench, peer: str = PREFILL, generation: int = 1, *, i
 
 def cancel(bench: ReceiverBench) -> None:
     room = bench.service.rooms.get(1)
-    bench.service._driver.raise_event(room, "abort", "aborted", "by its client")
+    bench.service._driver.abort(room, "by its client")
 
 
 def offered(**fields) -> ReceiverBench:

@@ -18,7 +18,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, WireTable, to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, RoomClosed, Send, Sent
-from kvbridge.node.sender import service as sender
+from kvbridge.node.sender import room as sender
 from kvbridge.pool.accounts.book import Owner, PageState
 from tests.helpers.rooms import DECODE, PAGE, R0, R1, SenderBench, full_amounts, pick
 
@@ -363,7 +363,7 @@ def test_an_abort_before_the_offer_ends_at_once(who):
         bench.service.abort("engine", 1, "no")
     else:
         room = bench.service.rooms.get(1)
-        bench.service._driver.raise_event(room, "abort", "aborted", "by its client")
+        bench.service._driver.abort(room, "by its client")
     assert state(bench) is SenderState.ABORTED
     if who != "engine":
         # The engine may be writing at this very moment: only its own word gives its pages to others.
@@ -518,7 +518,7 @@ def test_an_engine_that_dies_gives_back_the_pages_of_ended_rooms():
     bench = SenderBench()
     admit(bench)
     begin(bench)
-    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
     assert bench.free == 14
     bench.service.engine_gone("engine", "killed")
     assert (state(bench), bench.free) == (SenderState.ABORTED, 14)
@@ -740,7 +740,7 @@ def test_beginning_anew_lets_go_of_earlier_attempts():
     bench = SenderBench()
     admit(bench)
     begin(bench)
-    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
     admit(bench, generation=2)
     assert bench.free == 12
     begin(bench)
@@ -753,7 +753,7 @@ def test_an_engine_with_a_gpu_aborts_an_earlier_attempt_before_it_begins_anew():
     bench = SenderBench()
     admit(bench)
     begin(bench, by_gpu=True)
-    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
     admit(bench, generation=2)
     with pytest.raises(
         ConflictError, match=r"generation 1\) may still be written by this engine's GPU; abort it first"
