@@ -1,12 +1,12 @@
 """What a daemon is asked about rooms, and what it answers.
 
-Owns: the requests, the answers and the protocol between `http` and a node. Must not know: HTTP, sockets, either side of a room.
+Owns: the requests and the answers. Must not know: HTTP, sockets, either side of a room.
 Field names here are the JSON names of the API.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from pydantic import Field
 
@@ -60,22 +60,3 @@ class RoomReport(FrozenModel):
     """When the present wait ends the room, unless what it waits for happens; null when nothing limits it now."""
     limit: str = ""
     """The configuration key of that limit, or the field of the request that set it."""
-
-
-class RoomsPort(Protocol):
-    """Admission on one daemon (prefill or decode)."""
-
-    async def admit(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve for a request, at once or within its `wait_s`; nothing is kept of one that is refused or cancelled.
-
-        Raises CapacityError when it does not fit (in time), ClientLimitError, InvalidInputError, ConflictError.
-        """
-
-    def report(self, room: int) -> RoomReport:
-        """Raises UnknownRoomError."""
-
-    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
-        """Return when the room is in one of the states or final, or with its present state after `timeout_s`."""
-
-    async def cancel(self, room: int, reason: str) -> RoomReport:
-        """Abort a room; harmless on a final one. Raises UnknownRoomError."""

@@ -20,10 +20,11 @@ from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.node import Node
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.daemon.worker_host import WorkerReport
-from kvbridge.node.engine_api import DecodeDoor
+from kvbridge.node.engine_api import DecodeEngineApi
 from kvbridge.node.handshake.nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
-from kvbridge.node.receiver.service import ReceiverLimits, ReceiverService
+from kvbridge.node.receiver.room import ReceiverLimits, ReceiverPorts, ReceiverSettings
+from kvbridge.node.receiver.service import ReceiverRooms
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +39,7 @@ class DecodeNode(Node):
         super().__init__(config)
         timeouts = config.timeouts
         self._allowed: AllowedPeers | None = None
-        self._door = DecodeDoor(
+        self._door = DecodeEngineApi(
             lambda: self._receiver,
             lambda: self.desk,
             send=self.send_engine,
@@ -61,35 +62,39 @@ class DecodeNode(Node):
             on_shut=lambda owners: self._receiver.shut(owners),  # noqa: PLW0108
             fence_s=timeouts.fence_s,
         )
-        self._receiver = ReceiverService(
-            geometry=self.geometry,
-            host=self.layout.host_kinds,
-            book=self.book,
-            ranks=self.workers,
-            nodes=self._prefill,
-            fence=self._fence,
-            engines=self._door,
-            observer=self.observer,
-            limits=ReceiverLimits(
-                pages_s=timeouts.pages_s,
-                meet_s=timeouts.meet_s,
-                room_s=timeouts.room_s,
-                verify_s=timeouts.verify_s,
-                claim_s=timeouts.claim_s,
-                drain_s=timeouts.drain_s,
+        self._receiver = ReceiverRooms(
+            ReceiverPorts(
+                book=self.book,
+                workers=self.workers,
+                nodes=self._prefill,
+                fence=self._fence,
+                engines=self._door,
+                observer=self.observer,
             ),
-            keep_s=timeouts.room_keep_s,
-            adopted=self.adopted,
-            digest=config.integrity.digest,
+            ReceiverSettings(
+                geometry=self.geometry,
+                keep_s=timeouts.room_keep_s,
+                adopted=self.adopted,
+                host=self.layout.host_kinds,
+                digest=config.integrity.digest,
+                limits=ReceiverLimits(
+                    pages_s=timeouts.pages_s,
+                    meet_s=timeouts.meet_s,
+                    room_s=timeouts.room_s,
+                    verify_s=timeouts.verify_s,
+                    claim_s=timeouts.claim_s,
+                    drain_s=timeouts.drain_s,
+                ),
+            ),
         )
 
     @property
-    def rooms(self) -> ReceiverService:
+    def rooms(self) -> ReceiverRooms:
         """The rooms of this node."""
         return self._receiver
 
     @property
-    def door(self) -> DecodeDoor:
+    def door(self) -> DecodeEngineApi:
         """Where engines come in."""
         return self._door
 

@@ -19,7 +19,7 @@ from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Answer, EngineToNode, NodeToEngine, Refused
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.node.engine_api import EngineDoor
+from kvbridge.node.engine_api import EngineApi
 
 log = structlog.get_logger(__name__)
 
@@ -28,7 +28,7 @@ class EngineHost:
     """Between the engines of a node and its door."""
 
     def __init__(
-        self, door: Callable[[], EngineDoor], *, settle_s: float, on_refused: Callable[[str, str], None]
+        self, door: Callable[[], EngineApi], *, settle_s: float, on_refused: Callable[[str, str], None]
     ) -> None:
         """`door()` is asked for with each message; `settle_s` is `timeouts.engine_settle_s`."""
         self._door = door

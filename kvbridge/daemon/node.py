@@ -17,7 +17,7 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -57,8 +57,9 @@ from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
-from kvbridge.node.admission.controller import AdmissionDesk, ReservingRooms
-from kvbridge.node.engine_api import EngineDoor
+from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.engine_api import EngineApi
+from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import PageState
 from kvbridge.pool.memory.layout import even_boundaries
 from kvbridge.pool.memory.leftovers import remove_leftovers
@@ -72,13 +73,6 @@ TICK_S = 0.05
 """How often deadlines are looked at."""
 CLOSING_PARTS = 8
 """`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, rank workers four, peers one."""
-
-
-class Rooms(ReservingRooms, Protocol):
-    """What a node needs of its role's rooms."""
-
-    def tick(self) -> None:
-        """Look at deadlines."""
 
 
 class Node(ABC):
@@ -118,9 +112,9 @@ class Node(ABC):
         self.control: PeerAddress | None = None
 
     @cached_property
-    def desk(self) -> AdmissionDesk:
+    def desk(self) -> AdmissionController:
         """Where users and engines ask for rooms."""
-        return AdmissionDesk(
+        return AdmissionController(
             self.rooms,
             self.book,
             limits=admission_limits(self.config.admission),
@@ -143,7 +137,7 @@ class Node(ABC):
 
     @property
     @abstractmethod
-    def door(self) -> EngineDoor:
+    def door(self) -> EngineApi:
         """Where engines come in."""
 
     @property
@@ -295,7 +289,11 @@ class Node(ABC):
 
     def _app(self, settings: AppSettings) -> Application:
         return create_daemon_app(
-            rooms=self.desk, status=self, metrics_render=lambda: node_metrics(self), settings=settings
+            admission=self.desk,
+            rooms=self.rooms,
+            status=self,
+            metrics_render=lambda: node_metrics(self),
+            settings=settings,
         )
 
     def _announce(self, url: str) -> None:

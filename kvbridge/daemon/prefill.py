@@ -24,11 +24,12 @@ from kvbridge.daemon.node import Node
 from kvbridge.daemon.peer_setup import why_lost
 from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter
 from kvbridge.daemon.worker_host import WorkerReport
-from kvbridge.node.engine_api import PrefillDoor
+from kvbridge.node.engine_api import PrefillEngineApi
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.nodes import DecodeNodes
-from kvbridge.node.sender.service import SenderLimits, SenderService
+from kvbridge.node.sender.room import SenderLimits, SenderPorts, SenderSettings
+from kvbridge.node.sender.service import SenderRooms
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +46,7 @@ class PrefillNode(Node):
         self._server: PeerServer | None = None
         self._allowed: AllowedPeers | None = None
         self._traffic = TrafficMeter(self.metrics)
-        self._door = PrefillDoor(
+        self._door = PrefillEngineApi(
             lambda: self._sender,
             lambda: self.desk,
             send=self.send_engine,
@@ -53,22 +54,26 @@ class PrefillNode(Node):
             describe=self.describe_engine,
             ranks=tuple(self.workers.layers),
         )
-        self._sender = SenderService(
-            geometry=self.geometry,
-            book=self.book,
-            workers=MeteredWorkers(self.workers, self._ordered),
-            peers=self,
-            engines=self._door,
-            observer=self.observer,
-            limits=SenderLimits(
-                begin_s=timeouts.begin_s,
-                offer_s=timeouts.offer_s,
-                room_s=timeouts.room_s,
-                early_offer_s=timeouts.early_offer_s,
-                drain_s=timeouts.drain_s,
+        self._sender = SenderRooms(
+            SenderPorts(
+                book=self.book,
+                workers=MeteredWorkers(self.workers, self._ordered),
+                peers=self,
+                engines=self._door,
+                observer=self.observer,
             ),
-            keep_s=timeouts.room_keep_s,
-            adopted=self.adopted,
+            SenderSettings(
+                geometry=self.geometry,
+                keep_s=timeouts.room_keep_s,
+                adopted=self.adopted,
+                limits=SenderLimits(
+                    begin_s=timeouts.begin_s,
+                    offer_s=timeouts.offer_s,
+                    room_s=timeouts.room_s,
+                    early_offer_s=timeouts.early_offer_s,
+                    drain_s=timeouts.drain_s,
+                ),
+            ),
         )
         self._inspector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inspector")
         self._inspections = Inspections(self._inspect, deliver=self._deliver, limit_s=timeouts.meet_s)
@@ -90,12 +95,12 @@ class PrefillNode(Node):
         )
 
     @property
-    def rooms(self) -> SenderService:
+    def rooms(self) -> SenderRooms:
         """The rooms of this node."""
         return self._sender
 
     @property
-    def door(self) -> PrefillDoor:
+    def door(self) -> PrefillEngineApi:
         """Where engines come in."""
         return self._door
 

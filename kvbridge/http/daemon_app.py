@@ -10,27 +10,34 @@ from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
-from kvbridge.api.rooms import AdmissionRequest, RoomReport, RoomsPort
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import StatusPort
 from kvbridge.core.errors import ConflictError, InvalidInputError, StaleError
 from kvbridge.core.ids import MAX_ROOM, RoomId
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.numbers import NUMBER, as_described
 from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, MetricsRender, assemble_app
+from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.rooms import Rooms
 
 RoomPath = Annotated[RoomId, NUMBER, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
 ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everybody who asks why the room ended.")]
 
 
 def create_daemon_app(
-    *, rooms: RoomsPort, status: StatusPort, metrics_render: MetricsRender, settings: AppSettings
+    *,
+    admission: AdmissionController,
+    rooms: Rooms,
+    status: StatusPort,
+    metrics_render: MetricsRender,
+    settings: AppSettings,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
-    router = _rooms_router(rooms, settings)
+    router = _rooms_router(admission, rooms, settings)
     return assemble_app("kvbridge daemon", [router], status=status, metrics_render=metrics_render, settings=settings)
 
 
-def _rooms_router(rooms: RoomsPort, settings: AppSettings) -> APIRouter:
+def _rooms_router(admission: AdmissionController, rooms: Rooms, settings: AppSettings) -> APIRouter:
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=PROBLEM_RESPONSES)
 
     @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)])
@@ -40,7 +47,10 @@ def _rooms_router(rooms: RoomsPort, settings: AppSettings) -> APIRouter:
         503 with Retry-After when it does not fit, 429 when its client has as much as it may; nothing is kept then, nor
         when the caller closes the connection while it waits.
         """
-        report = await (_admit_while_connected(rooms, request, connection) if request.wait_s else rooms.admit(request))
+        if request.wait_s:
+            report = await _admit_while_connected(admission, rooms, request, connection)
+        else:
+            report = await admission.admit(request)
         response.headers["Location"] = f"/v1/requests/{report.room}"
         return report
 
@@ -78,22 +88,24 @@ def _rooms_router(rooms: RoomsPort, settings: AppSettings) -> APIRouter:
     return router
 
 
-async def _admit_while_connected(rooms: RoomsPort, request: AdmissionRequest, connection: Request) -> RoomReport:
+async def _admit_while_connected(
+    admission: AdmissionController, rooms: Rooms, request: AdmissionRequest, connection: Request
+) -> RoomReport:
     """Admit, or give everything back when the caller closes the connection before it has its answer."""
-    admission = asyncio.ensure_future(rooms.admit(request))
+    admitted = asyncio.ensure_future(admission.admit(request))
     closed = asyncio.ensure_future(_closed(connection))
     try:
-        await asyncio.wait({admission, closed}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({admitted, closed}, return_when=asyncio.FIRST_COMPLETED)
         left = closed.done()
     finally:
         closed.cancel()
-        admission.cancel()
-        await asyncio.gather(admission, closed, return_exceptions=True)
+        admitted.cancel()
+        await asyncio.gather(admitted, closed, return_exceptions=True)
     if left:
-        if not admission.cancelled() and admission.exception() is None:
-            await rooms.cancel(admission.result().room, "its client left before it was told")
+        if not admitted.cancelled() and admitted.exception() is None:
+            await rooms.cancel(admitted.result().room, "its client left before it was told")
         raise ConflictError("the caller closed the connection while it waited")
-    return admission.result()
+    return admitted.result()
 
 
 async def _closed(connection: Request) -> None:

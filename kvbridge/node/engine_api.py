@@ -1,4 +1,4 @@
-"""Where engines come in: calls are carried out on the node's rooms and answered, events are pushed.
+"""The API of engines: calls are carried out on the node's rooms and answered, events are pushed.
 
 Owns: which engine processes are attached and for which ranks. Must not know: sockets (it is handed messages and a way
 to send them), the tables of either side.
@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
@@ -44,9 +43,11 @@ from kvbridge.core.wire.engine_messages import (
     RoomEvent,
 )
 from kvbridge.core.wire.messages import REASON_CHARS, to_wire
-from kvbridge.node.receiver.service import ReceiverService
-from kvbridge.node.rooms import Room
-from kvbridge.node.sender.service import SenderService
+from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.receiver.service import ReceiverRooms
+from kvbridge.node.room import Room
+from kvbridge.node.rooms import Rooms
+from kvbridge.node.sender.service import SenderRooms
 
 log = structlog.get_logger(__name__)
 
@@ -66,34 +67,14 @@ class AttachedEngine:
     """Why it is not attached any more, while pages wait for the end of its process."""
 
 
-class Admissions(Protocol):
-    """What engines need of the desk that users come to as well."""
-
-    def admit_now(self, request: AdmissionRequest) -> object:
-        """Admit or refuse at once. Raises CapacityError, ClientLimitError, ConflictError, InvalidInputError."""
-
-    def retry_after_s(self, error: CapacityError) -> float:
-        """When to try again what was refused."""
-
-
-class EngineRooms(Protocol):
-    """What the rooms of either role are told of engines."""
-
-    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
-        """An engine's connection has ended. Returns whether pages wait for `engine_ended`."""
-
-    def engine_ended(self, engine: str) -> None:
-        """Nothing of an engine that is gone uses a page any more."""
-
-
-class EngineDoor(ABC):
+class EngineApi(ABC):
     """Attached engines and the calls that both roles share. Called from the event loop's thread only."""
 
     role: Role
 
     def __init__(
         self,
-        desk: Callable[[], Admissions],
+        admission: Callable[[], AdmissionController],
         *,
         send: Callable[[str, NodeToEngine], None],
         pid: Callable[[str], int],
@@ -101,7 +82,7 @@ class EngineDoor(ABC):
         ranks: tuple[Rank, ...],
     ) -> None:
         """`send(engine, message)` never raises; `pid(engine)` is the kernel's word; `describe(call, ranks)` answers an attach."""
-        self._desk = desk
+        self._admission_of = admission
         self._send = send
         self._pid = pid
         self._describe = describe
@@ -147,8 +128,8 @@ class EngineDoor(ABC):
         return self._call(self._attached(engine, message), message)
 
     def _retry_after_s(self, message: Call, error: CapacityError) -> float:
-        """An attach is refused before there is a desk; the desk has put its own estimate into what it refused."""
-        return error.retry_after_s if isinstance(message, Attach | Admit) else self._desk().retry_after_s(error)
+        """An attach is refused before admission is asked; admission has put its own estimate into what it refused."""
+        return error.retry_after_s if isinstance(message, Attach | Admit) else self._admission_of().retry_after_s(error)
 
     def gone(self, engine: str, reason: str, *, followed: bool) -> bool:
         """An engine's connection has ended. Returns whether pages wait for `ended`; `followed`: whether that will come."""
@@ -230,34 +211,34 @@ class EngineDoor(ABC):
         return []
 
     @abstractmethod
-    def _rooms(self) -> EngineRooms:
+    def _rooms(self) -> Rooms:
         """The rooms of the role."""
 
 
-class PrefillDoor(EngineDoor):
+class PrefillEngineApi(EngineApi):
     """The verbs begin, publish, finish, release and abort."""
 
     role = Role.PREFILL
 
     def __init__(
         self,
-        sender: Callable[[], SenderService],
-        desk: Callable[[], Admissions],
+        sender: Callable[[], SenderRooms],
+        admission: Callable[[], AdmissionController],
         *,
         send: Callable[[str, NodeToEngine], None],
         pid: Callable[[str], int],
         describe: Callable[[int, tuple[Rank, ...]], Attached],
         ranks: tuple[Rank, ...],
     ) -> None:
-        """`sender` and `desk` are asked at each call: door and rooms refer to each other."""
-        super().__init__(desk, send=send, pid=pid, describe=describe, ranks=ranks)
+        """`sender` and `admission` are asked at each call: engine API and rooms refer to each other."""
+        super().__init__(admission, send=send, pid=pid, describe=describe, ranks=ranks)
         self._sender = sender
 
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
         rooms = self._sender()
         match message:
             case Admit():
-                self._desk().admit_now(_admission(message))
+                self._admission_of().admit_now(_admission(message))
             case Begin():
                 room = rooms.begin(
                     engine.name,
@@ -287,27 +268,27 @@ class PrefillDoor(EngineDoor):
                 raise InvalidInputError(f"a prefill daemon does not know the call '{type(message).__name__}'")
         return Accepted(call=message.call)
 
-    def _rooms(self) -> SenderService:
+    def _rooms(self) -> SenderRooms:
         return self._sender()
 
 
-class DecodeDoor(EngineDoor):
+class DecodeEngineApi(EngineApi):
     """The verbs claim, extend, release and abort, and provide for adopted pools."""
 
     role = Role.DECODE
 
     def __init__(
         self,
-        receiver: Callable[[], ReceiverService],
-        desk: Callable[[], Admissions],
+        receiver: Callable[[], ReceiverRooms],
+        admission: Callable[[], AdmissionController],
         *,
         send: Callable[[str, NodeToEngine], None],
         pid: Callable[[str], int],
         describe: Callable[[int, tuple[Rank, ...]], Attached],
         ranks: tuple[Rank, ...],
     ) -> None:
-        """`receiver` and `desk` are asked at each call: door and rooms refer to each other."""
-        super().__init__(desk, send=send, pid=pid, describe=describe, ranks=ranks)
+        """`receiver` and `admission` are asked at each call: engine API and rooms refer to each other."""
+        super().__init__(admission, send=send, pid=pid, describe=describe, ranks=ranks)
         self._receiver = receiver
 
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
@@ -336,7 +317,7 @@ class DecodeDoor(EngineDoor):
     def _open_events(self) -> list[RoomEvent]:
         return self._receiver().open_events()
 
-    def _rooms(self) -> ReceiverService:
+    def _rooms(self) -> ReceiverRooms:
         return self._receiver()
 
 

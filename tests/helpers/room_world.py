@@ -50,8 +50,10 @@ from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.nodes import DecodeNodes, PrefillNodes
 from kvbridge.node.receiver.fence import Fence
-from kvbridge.node.receiver.service import ReceiverLimits, ReceiverRoom, ReceiverService
-from kvbridge.node.sender.service import SenderLimits, SenderRoom, SenderService
+from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, ReceiverSettings
+from kvbridge.node.receiver.service import ReceiverRooms
+from kvbridge.node.sender.room import SenderPorts, SenderRoom, SenderSettings
+from kvbridge.node.sender.service import SenderRooms
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from tests.helpers.room_actors import (
     DESTINATION,
@@ -70,6 +72,8 @@ from tests.helpers.rooms import (
     GEOMETRY,
     R0,
     R1,
+    RECEIVER_LIMITS,
+    SENDER_LIMITS,
     CountingObserver,
     pages_in,
     run_inspection,
@@ -91,16 +95,9 @@ class PrefillNode:
         self.book = PageBook({}, adopted=space) if world.adopted else PageBook(space)
         self.succeeded: set[int] = set()
         self.ordered: dict[Owner, set[int]] = {}
-        self.service = SenderService(
-            geometry=GEOMETRY,
-            book=self.book,
-            workers=self,
-            peers=self,
-            engines=self.engines,
-            observer=CountingObserver(),
-            limits=SenderLimits(begin_s=80, offer_s=60, room_s=600, early_offer_s=10, drain_s=50),
-            keep_s=300,
-            adopted=world.adopted,
+        self.service = SenderRooms(
+            SenderPorts(book=self.book, workers=self, peers=self, engines=self.engines, observer=CountingObserver()),
+            SenderSettings(geometry=GEOMETRY, keep_s=300, adopted=world.adopted, limits=SENDER_LIMITS),
             clock=world.clock,
         )
         self.nodes = DecodeNodes(
@@ -239,19 +236,16 @@ class World:
             on_changed=self.nodes_changed,
             on_gone=lambda peer, reason: self.receiver.peer_gone(peer, reason),  # noqa: PLW0108
         )
-        self.receiver = ReceiverService(
-            geometry=GEOMETRY,
-            host=frozenset(),
-            book=self.book,
-            ranks=self.ranks,
-            nodes=self.decode_nodes,
-            fence=self.fence,
-            engines=self.engines,
-            observer=CountingObserver(),
-            limits=ReceiverLimits(pages_s=10, meet_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50),
-            keep_s=300,
-            adopted=adopted,
-            digest=digest,
+        self.receiver = ReceiverRooms(
+            ReceiverPorts(
+                book=self.book,
+                workers=self.ranks,
+                nodes=self.decode_nodes,
+                fence=self.fence,
+                engines=self.engines,
+                observer=CountingObserver(),
+            ),
+            ReceiverSettings(geometry=GEOMETRY, keep_s=300, adopted=adopted, digest=digest, limits=RECEIVER_LIMITS),
             clock=self.clock,
         )
         self.prefill = self.new_life()
@@ -404,9 +398,9 @@ class World:
             prefill=() if on_prefill else (ADDRESS,),
         )
         if on_prefill:
-            self.prefill.service.admit_now(request)
+            self.prefill.service.admit(request)
         else:
-            self.receiver.admit_now(request)
+            self.receiver.admit(request)
 
     # ------------------------------------------------------------------ engines
 

@@ -21,8 +21,10 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import PeerMessage
 from kvbridge.core.wire.worker_messages import NodeToWorker
-from kvbridge.node.receiver.service import MetNode, ReceiverLimits, ReceiverService
-from kvbridge.node.sender.service import SenderLimits, SenderService
+from kvbridge.node.receiver.room import MetNode, ReceiverLimits, ReceiverPorts, ReceiverSettings
+from kvbridge.node.receiver.service import ReceiverRooms
+from kvbridge.node.sender.room import SenderLimits, SenderPorts, SenderSettings
+from kvbridge.node.sender.service import SenderRooms
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 
 GEOMETRY = preset("tiny-gqa")
@@ -30,6 +32,8 @@ PAGE = GEOMETRY.tokens_per_page
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
 ADDRESS = PeerAddress(endpoint="tcp://prefill-a:7000")
 OTHER_ADDRESS = PeerAddress(endpoint="tcp://prefill-b:7000")
+SENDER_LIMITS = SenderLimits(begin_s=80, offer_s=60, room_s=600, early_offer_s=10, drain_s=50)
+RECEIVER_LIMITS = ReceiverLimits(pages_s=10, meet_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50)
 PREFILL, DECODE = "aaaa000000000001", "dddd000000000001"
 """Incarnations."""
 
@@ -252,16 +256,11 @@ class SenderBench:
         space = {IndexSpace.FULL: self.pages}
         self.workers = FakeWorkers(*self.ranks)
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
-        self.service = SenderService(
-            geometry=GEOMETRY,
-            book=self.book,
-            workers=self.workers,
-            peers=self.peers,
-            engines=self.engines,
-            observer=self.observer,
-            limits=SenderLimits(begin_s=80, offer_s=60, room_s=600, early_offer_s=10, drain_s=50),
-            keep_s=300,
-            adopted=self.adopted,
+        self.service = SenderRooms(
+            SenderPorts(
+                book=self.book, workers=self.workers, peers=self.peers, engines=self.engines, observer=self.observer
+            ),
+            SenderSettings(geometry=GEOMETRY, keep_s=300, adopted=self.adopted, limits=SENDER_LIMITS),
             clock=self.clock,
         )
 
@@ -291,19 +290,18 @@ class ReceiverBench:
         if self.request_slots:
             space[IndexSpace.REQUEST] = self.request_slots
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
-        self.service = ReceiverService(
-            geometry=GEOMETRY,
-            host=frozenset(),
-            book=self.book,
-            ranks=self.ranks,
-            nodes=self.nodes,
-            fence=self.fence,
-            engines=self.engines,
-            observer=self.observer,
-            limits=ReceiverLimits(pages_s=10, meet_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50),
-            keep_s=300,
-            adopted=self.adopted,
-            digest=self.digest,
+        self.service = ReceiverRooms(
+            ReceiverPorts(
+                book=self.book,
+                workers=self.ranks,
+                nodes=self.nodes,
+                fence=self.fence,
+                engines=self.engines,
+                observer=self.observer,
+            ),
+            ReceiverSettings(
+                geometry=GEOMETRY, keep_s=300, adopted=self.adopted, digest=self.digest, limits=RECEIVER_LIMITS
+            ),
             clock=self.clock,
         )
 

@@ -1,6 +1,6 @@
 """Whatever arrives and whatever ends: nobody gets pages that are not there, and nobody who fits the pool waits for ever.
 
-The pages are counted by hand here; what is driven is the queue as the desk drives it.
+The pages are counted by hand here; what is driven is the queue as the admission drives it.
 """
 
 from __future__ import annotations

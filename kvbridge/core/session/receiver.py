@@ -24,7 +24,7 @@ class ReceiverState(StrEnum):
     AWAITING_PAGES = "awaiting_pages"
     """Adopted pools: the engine has been asked to name device pages."""
     RESERVED = "reserved"
-    """All pages are there; meeting the prefill nodes."""
+    """All pages are there; waiting until every prefill node is known."""
     OFFERED = "offered"
     """The prefill nodes may write."""
     VERIFYING = "verifying"
@@ -72,8 +72,6 @@ class ReceiverEvent(StrEnum):
 class ReceiverAction(StrEnum):
     """What the service then does."""
 
-    MEET = "meet"
-    """Say hello to every prefill node that we do not know yet."""
     OFFER = "offer"
     """Lease the pages and offer them to every prefill node."""
     TELL_ABORT = "tell_abort"
@@ -96,7 +94,7 @@ _ENDED = (_A.FREE, _A.TELL_ENGINE)
 RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
     {
         _S.AWAITING_PAGES: {
-            _E.PAGES: (_S.RESERVED, (_A.MEET,)),
+            _E.PAGES: (_S.RESERVED, ()),
             _E.ABORT: (_S.ABORTED, _ENDED),
             _E.FAULT: (_S.FAILED, _ENDED),
         },

@@ -39,7 +39,7 @@ class SenderEvent(StrEnum):
     OFFER = "offer"
     ALL_SENT = "all_sent"
     ABORT = "abort"
-    """By the peer, the engine, or the HTTP door."""
+    """By the peer, the engine, or the HTTP API."""
     FAULT = "fault"
     """A transfer failed, a worker died, the peer vanished, a deadline passed."""
     DRAINED = "drained"

@@ -1,4 +1,4 @@
-"""The desk at which every request for a room is handed in, by HTTP or by an engine.
+"""Admission: every request for a room, by HTTP or by an engine, is admitted, made to wait, or refused here.
 
 Owns: caps of clients, the wait for pages, what a refused caller is told of when to come back. Must not know: what a
 room is on either side, HTTP, who comes next (`admission_queue`), how release is estimated (`pressure`).
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -25,11 +25,11 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.session.states import RoomState
-from kvbridge.node.admission.pressure import ReleaseRates, Reservation, RetryAfter, first_end
+from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
 from kvbridge.node.observer import Observer
+from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import Owner, PageBook
 
 log = structlog.get_logger(__name__)
@@ -50,7 +50,7 @@ class ClientCaps:
 
 @dataclass(frozen=True)
 class AdmissionLimits:
-    """Bounds of the desk; each is the configuration key `admission.<name>`."""
+    """Bounds of admission; each is the configuration key `admission.<name>`."""
 
     max_rooms: int = 10_000
     max_wait_s: float = 30.0
@@ -69,51 +69,20 @@ class AdmissionLimits:
         return self.clients.get(client, self.client)
 
 
-class ReservingRooms(Protocol):
-    """The rooms of one side, behind the desk."""
-
-    def missing(self) -> str:
-        """Why no room can be admitted now whatever is free, or an empty text."""
-
-    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """Pages that a request takes of the spaces that this node gives out.
-
-        Raises all that `admit_now` does, but CapacityError for pages that are not free.
-        """
-
-    def admit_now(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve all or nothing. Raises CapacityError, NotReadyError, ConflictError, InvalidInputError."""
-
-    def in_use(self) -> Mapping[str, int]:
-        """Rooms that have not given everything back, by client."""
-
-    def report(self, room: int) -> RoomReport:
-        """See RoomsPort."""
-
-    def not_begun(self) -> Sequence[Reservation]:
-        """What rooms have that end unless a prefill engine begins them, those that end first in front."""
-
-    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
-        """See RoomsPort."""
-
-    async def cancel(self, room: int, reason: str) -> RoomReport:
-        """See RoomsPort."""
-
-
 @dataclass(eq=False)
-class _Seat(Waiting):
+class _WaitingRequest(Waiting):
     """A waiting request, and where its answer goes."""
 
     request: AdmissionRequest
     outcome: asyncio.Future[RoomReport]
 
 
-class AdmissionDesk:
-    """Implements RoomsPort, and PageWatcher for its book. Called from the event loop's thread only."""
+class AdmissionController:
+    """Implements PageWatcher for its book. Called from the event loop's thread only."""
 
     def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
         self,
-        rooms: ReservingRooms,
+        rooms: Rooms,
         book: PageBook,
         *,
         limits: AdmissionLimits,
@@ -128,7 +97,7 @@ class AdmissionDesk:
         self._limits = limits
         self._observer = observer
         self._clock = clock
-        self._queue: AdmissionQueue[_Seat] = AdmissionQueue(
+        self._queue: AdmissionQueue[_WaitingRequest] = AdmissionQueue(
             max_waiting=limits.max_waiting, max_overtakes=limits.max_overtakes
         )
         self._rates = ReleaseRates(clock)
@@ -142,31 +111,34 @@ class AdmissionDesk:
     # ------------------------------------------------------------------ admission
 
     async def admit(self, request: AdmissionRequest) -> RoomReport:
-        """Admit at once or within `request.wait_s`. A caller that is cancelled meanwhile leaves nothing behind."""
+        """Admit at once or within `request.wait_s`. Nothing is kept of a request that is refused or whose caller is cancelled.
+
+        Raises CapacityError when it does not fit (in time), ClientLimitError, InvalidInputError, ConflictError, NotReadyError.
+        """
         if not request.wait_s:
             return self.admit_now(request)
         try:
-            seat = self._admit_or_seat(request)
+            waiter = self._admit_or_wait(request)
         except BridgeError as error:
             self._refused(error, QUEUE_FULL if error.code == CapacityError.code else "")
             raise
-        if isinstance(seat, RoomReport):
-            return seat
+        if isinstance(waiter, RoomReport):
+            return waiter
         try:
             self._serve()
-            await asyncio.wait({seat.outcome}, timeout=request.wait_s)
+            await asyncio.wait({waiter.outcome}, timeout=request.wait_s)
         except asyncio.CancelledError:
-            await self._abandon(seat)
+            await self._abandon(waiter)
             raise
-        if not seat.outcome.done():
-            self._leave(seat, "timeout")
-            late = self._not_in_time(seat)
+        if not waiter.outcome.done():
+            self._leave(waiter, "timeout")
+            late = self._not_in_time(waiter)
             self._refused(late, WAIT_TIMEOUT)
             raise late
-        return seat.outcome.result()
+        return waiter.outcome.result()
 
     def admit_now(self, request: AdmissionRequest) -> RoomReport:
-        """Admit or refuse at once, and past nobody who waits for the same pages. Raises as RoomsPort.admit does."""
+        """Admit or refuse at once, and past nobody who waits for the same pages. Raises as `admit` does."""
         try:
             self._check_caps(request.client)
             if self._queue:
@@ -176,7 +148,7 @@ class AdmissionDesk:
             self._refused(error)
             raise
 
-    def _admit_or_seat(self, request: AdmissionRequest) -> RoomReport | _Seat:
+    def _admit_or_wait(self, request: AdmissionRequest) -> RoomReport | _WaitingRequest:
         if request.wait_s > self._limits.max_wait_s:
             raise InvalidInputError(
                 f"wait_s is {request.wait_s:g} s, at most {self._limits.max_wait_s:g} s are served (admission.max_wait_s)"
@@ -185,20 +157,20 @@ class AdmissionDesk:
         if not self._queue:
             try:
                 return self._admitted(request)
-            except CapacityError:  # `_seat` says what no wait would change
+            except CapacityError:  # `_join` says what no wait would change
                 log.debug("admission_waits", client=request.client, wait_s=request.wait_s)
-        return self._seat(request)
+        return self._join(request)
 
-    def _seat(self, request: AdmissionRequest) -> _Seat:
+    def _join(self, request: AdmissionRequest) -> _WaitingRequest:
         most = self._limits.of(request.client).max_waiting
         waiting = self._queue.waiting_of(request.client)
         if most and waiting >= most:
             raise self._over_cap(request.client, f"{waiting} waiting requests", "max_waiting")
         demand = self._rooms.demand(request)
         outcome: asyncio.Future[RoomReport] = asyncio.get_running_loop().create_future()
-        seat = _Seat(request.client, demand, self._clock(), request, outcome)
-        self._queue.join(seat, self._book.free_pages())
-        return seat
+        waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome)
+        self._queue.join(waiter, self._book.free_pages())
+        return waiter
 
     def _admitted(self, request: AdmissionRequest) -> RoomReport:
         rooms = sum(self._rooms.in_use().values())
@@ -207,7 +179,7 @@ class AdmissionDesk:
                 f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms); a room counts until its pages are back",
                 retry_after_s=self._told(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
             )
-        report = self._rooms.admit_now(request)
+        report = self._rooms.admit(request)
         if self._starvation.starving:
             self._starvation.over()
         return report
@@ -216,30 +188,30 @@ class AdmissionDesk:
         """Admit whoever's turn it is, as long as somebody fits."""
         self._serving_soon = False
         while not self._rooms.missing():
-            seat = self._queue.next(self._book.free_pages(), self._rooms.in_use())
-            if seat is None:
+            waiter = self._queue.next(self._book.free_pages(), self._rooms.in_use())
+            if waiter is None:
                 return
-            self._queue.granted(seat)
-            waited_s = self._clock() - seat.since_s
+            self._queue.granted(waiter)
+            waited_s = self._clock() - waiter.since_s
             try:
-                seat.outcome.set_result(self._admitted(seat.request))
+                waiter.outcome.set_result(self._admitted(waiter.request))
                 self._observer.waited("admitted", waited_s)
             except BridgeError as error:  # such as its room id, which somebody else has used meanwhile
                 self._refused(error)
-                seat.outcome.set_exception(error)
+                waiter.outcome.set_exception(error)
                 self._observer.waited("refused", waited_s)
 
-    def _leave(self, seat: _Seat, outcome: str) -> None:
-        self._queue.leave(seat)
-        self._observer.waited(outcome, self._clock() - seat.since_s)
+    def _leave(self, waiter: _WaitingRequest, outcome: str) -> None:
+        self._queue.leave(waiter)
+        self._observer.waited(outcome, self._clock() - waiter.since_s)
         self._serve()  # it may have held pages back from those behind it
 
-    async def _abandon(self, seat: _Seat) -> None:
+    async def _abandon(self, waiter: _WaitingRequest) -> None:
         """Nobody is there any more to be told: whatever was reserved goes back."""
-        if not seat.outcome.done():
-            self._leave(seat, "left")
-        elif seat.outcome.exception() is None:
-            await self._rooms.cancel(seat.outcome.result().room, "its client left before it was told")
+        if not waiter.outcome.done():
+            self._leave(waiter, "left")
+        elif waiter.outcome.exception() is None:
+            await self._rooms.cancel(waiter.outcome.result().room, "its client left before it was told")
 
     # ------------------------------------------------------------------ refusals
 
@@ -273,13 +245,15 @@ class AdmissionDesk:
                 lacking=lacking,
             )
 
-    def _not_in_time(self, seat: _Seat) -> CapacityError:
+    def _not_in_time(self, waiter: _WaitingRequest) -> CapacityError:
         free = self._book.free_pages()
-        wanted = ", ".join(f"{count} of '{space}' ({free.get(space, 0)} free)" for space, count in seat.demand.items())
+        wanted = ", ".join(
+            f"{count} of '{space}' ({free.get(space, 0)} free)" for space, count in waiter.demand.items()
+        )
         return CapacityError(
-            f"the pages for {seat.request.prompt_tokens} prompt tokens were not there within {seat.request.wait_s:g} s "
+            f"the pages for {waiter.request.prompt_tokens} prompt tokens were not there within {waiter.request.wait_s:g} s "
             f"(limit: the request's wait_s, at most admission.max_wait_s): {wanted}",
-            lacking=self._queue.lacking(seat.demand, free),
+            lacking=self._queue.lacking(waiter.demand, free),
         )
 
     def _refused(self, error: BridgeError, kind: str = "") -> None:
@@ -329,25 +303,11 @@ class AdmissionDesk:
         self._starvation.look()
 
     def close(self, reason: str) -> None:
-        """Refuse everybody who waits. New requests are the rooms' to refuse (`ReservingRooms.missing`)."""
-        for seat in self._queue:
-            self._queue.leave(seat)
-            self._observer.waited("refused", self._clock() - seat.since_s)
-            seat.outcome.set_exception(NotReadyError(f"this daemon admits nothing more: {reason}"))
-
-    # ------------------------------------------------------------------ rooms, as they are behind the desk
-
-    def report(self, room: int) -> RoomReport:
-        """See RoomsPort."""
-        return self._rooms.report(room)
-
-    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
-        """See RoomsPort."""
-        return await self._rooms.wait(room, timeout_s, until)
-
-    async def cancel(self, room: int, reason: str) -> RoomReport:
-        """See RoomsPort."""
-        return await self._rooms.cancel(room, reason)
+        """Refuse everybody who waits. New requests are the rooms' to refuse (`Rooms.missing`)."""
+        for waiter in self._queue:
+            self._queue.leave(waiter)
+            self._observer.waited("refused", self._clock() - waiter.since_s)
+            waiter.outcome.set_exception(NotReadyError(f"this daemon admits nothing more: {reason}"))
 
     # ------------------------------------------------------------------ for operators
 
@@ -400,4 +360,4 @@ class AdmissionDesk:
         ]
 
     def __repr__(self) -> str:
-        return f"<AdmissionDesk {self._queue!r}, starved for {self.starved_s():.1f} s>"
+        return f"<AdmissionController {self._queue!r}, starved for {self.starved_s():.1f} s>"

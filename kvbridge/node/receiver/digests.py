@@ -1,6 +1,6 @@
 """What a decode node does with digests: takes what writers and its own ranks say, and decides whether a room may commit.
 
-Owns: that decision. Must not know: memory, how digests are computed, what a transition leads to (`receiver_driver`).
+Owns: that decision. Must not know: memory, how digests are computed, what a transition leads to (`driver`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvbridge.node.observer import Observer
 from kvbridge.node.receiver.driver import ReceiverDriver
 from kvbridge.node.receiver.room import ReceiverRoom
 from kvbridge.node.receiver.verification import Verification
-from kvbridge.node.rooms import RoomBook
+from kvbridge.node.room_book import RoomBook
 
 
 class ReceiverDigests:
@@ -39,9 +39,7 @@ class ReceiverDigests:
         try:
             room.verification.expect(message)
         except BridgeError as error:
-            self._driver.raise_event(
-                room, ReceiverEvent.FAULT, ProtocolError.code, f"prefill node {writer.node.name}: {error}"
-            )
+            self._driver.fail(room, ProtocolError.code, f"prefill node {writer.node.name}: {error}")
 
     def complete(self, room: ReceiverRoom, done: Done) -> bool:
         """Whether all that a writer says it has said about digests has come; if not, the room has failed."""
@@ -50,7 +48,7 @@ class ReceiverDigests:
         try:
             room.verification.require_all(done)
         except ProtocolError as error:
-            self._driver.raise_event(room, ReceiverEvent.FAULT, error.code, str(error))
+            self._driver.fail(room, error.code, str(error))
             return False
         return True
 
@@ -63,7 +61,7 @@ class ReceiverDigests:
             verification.find(message)
         except BridgeError as error:
             why = f"rank worker {message.rank} reports what the room does not have: {error}"
-            self._driver.raise_event(room, ReceiverEvent.FAULT, error.code, why)
+            self._driver.fail(room, error.code, why)
 
     def verified(self, message: Verified) -> None:
         """A rank of this node has looked at everything, or could not. When all have, the room commits or fails."""
@@ -72,7 +70,7 @@ class ReceiverDigests:
             return
         if message.error_code:
             why = f"rank worker {message.rank} could not verify what has arrived: {message.error}"
-            self._driver.raise_event(room, ReceiverEvent.FAULT, message.error_code, why)
+            self._driver.fail(room, message.error_code, why)
             return
         for phase, seconds in message.seconds.items():
             room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
@@ -85,7 +83,7 @@ class ReceiverDigests:
         for kind, pages in difference.pages.items():
             self._observer.mismatched(kind, pages)
         why = difference.describe(room.tables)
-        self._driver.raise_event(room, ReceiverEvent.FAULT, DigestMismatchError.code, why)
+        self._driver.fail(room, DigestMismatchError.code, why)
 
     def _verifying(self, message: Digested | Verified) -> tuple[ReceiverRoom | None, Verification | None]:
         """The room that a rank speaks of, unless it has ended meanwhile."""

@@ -1,4 +1,4 @@
-"""A room on a decode node, and what the receiving service asks of its surroundings.
+"""A room on a decode node, and what the receiving side asks of its surroundings.
 
 Owns: the facts about one room on this side, who writes it, who reads it, the deadlines' names, the ports. Must not
 know: what is done with them.
@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvbridge.api.rooms import PeerAddress
+from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.accounting import Share
+from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import PeerMessage
-from kvbridge.core.wire.worker_messages import NodeToWorker
-from kvbridge.node.observer import Observer
+from kvbridge.node.driver import RankWorkers, RoomPorts, RoomSettings
 from kvbridge.node.receiver.verification import Verification
-from kvbridge.node.rooms import Room
-from kvbridge.pool.accounts.book import Owner, PageBook
+from kvbridge.node.room import Room
+from kvbridge.pool.accounts.book import Owner
 
 
 @dataclass(frozen=True)
@@ -68,46 +68,27 @@ class PrefillNodes(Protocol):
         """Queue a reliable message. Never raises."""
 
 
-class DecodeRanks(Protocol):
+class DecodeRanks(RankWorkers, Protocol):
     """The rank workers of this node."""
-
-    def missing(self) -> str:
-        """Why not every rank can receive now, or an empty text."""
 
     def manifests(self) -> tuple[RankManifest, ...]:
         """Of every rank, in the order in which they are introduced to peers."""
-
-    def send(self, rank: Rank, message: NodeToWorker) -> None:
-        """Queue an order; dropped when the worker is gone (its end is reported separately). Never raises."""
-
-
-class EngineEvents(Protocol):
-    """The engines attached to this node."""
-
-    def push(self, event: RoomEvent) -> None:
-        """Tell every attached engine. Never raises."""
-
-    def serving(self) -> frozenset[str]:
-        """Names of the engines attached now."""
 
 
 class WriterFence(Protocol):
     """What shuts writers out that give no proof themselves. See `fence`."""
 
     def ask(self, owner: Owner) -> None:
-        """Shut every way by which the writers of a room could reach this node; `ReceiverService.shut` hears when."""
+        """Shut every way by which the writers of a room could reach this node; `ReceiverRooms.shut` hears when."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverPorts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverPorts(RoomPorts):
     """Everything that a room on this side touches."""
 
-    book: PageBook
-    ranks: DecodeRanks
+    workers: DecodeRanks
     nodes: PrefillNodes
     fence: WriterFence
-    engines: EngineEvents
-    observer: Observer
 
 
 @dataclass(frozen=True)
@@ -126,6 +107,17 @@ class ReceiverLimits:
     """The digests of a room that has arrived are computed within this time."""
     drain_s: float
     """A room that is being stopped is let go of within this time, else its pages are quarantined until it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverSettings(RoomSettings):
+    """What is the same for all rooms on this side."""
+
+    limits: ReceiverLimits
+    host: frozenset[ComponentKind] = frozenset()
+    """The components that live in the host pool."""
+    digest: DigestKind = DigestKind.NONE
+    """What writers are asked to compute, our ranks compute once everything has arrived, and a room commits by."""
 
 
 @dataclass(eq=False)
@@ -191,21 +183,36 @@ class ReceiverRoom(Room[ReceiverState]):
         return self.state in {ReceiverState.ABORTING_CLAIMED, ReceiverState.FAILING_CLAIMED}
 
     @property
-    def readers(self) -> set[str]:
-        """Engines that may read the pages."""
+    def users(self) -> set[str]:
+        """See Room: engines that have claimed it and not released it."""
         return self.claimed_by - self.released_by
+
+    def lose(self, engine: str) -> bool:
+        """See Room. One that was only expected is not waited for any more."""
+        self.expected_by.discard(engine)
+        return engine in self.users
+
+    def let_go(self, engine: str) -> None:
+        """See Room."""
+        if engine in self.users:
+            self.released_by.add(engine)
 
     @property
     def released(self) -> bool:
         """Whether a claimed room has no reader left, nor one to come."""
         if self.state is ReceiverState.CLAIMED:
             return self.claimed_by | self.expected_by <= self.released_by
-        return self.awaits_readers and not self.readers
+        return self.awaits_readers and not self.users
 
     @property
-    def loud(self) -> list[WriterNode]:
+    def active(self) -> list[WriterNode]:
         """Prefill nodes that may still send, and may say that they do not."""
         return [writer for writer in self.writers.values() if not writer.quiet and not writer.gone]
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing of any writer can arrive any more by its own account."""
+        return all(writer.clean for writer in self.writers.values())
 
     def forget_details(self) -> None:
         """Keep what a receipt needs."""

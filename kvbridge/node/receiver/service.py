@@ -1,15 +1,12 @@
 """The decode side at work: rooms whose pages prefill nodes write and an engine then reads.
 
 Owns: what users, engines, peers and workers may say about the rooms of a decode node, and in which order it makes
-sense. Must not know: sockets, HTTP, addresses, what a transition leads to (`receiver_driver`).
-
-An engine names a room without its generation. It means the attempt that it has claimed and not released, else the
-newest.
+sense. Must not know: sockets, HTTP, addresses, what a transition leads to (`driver`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import structlog
 
@@ -17,56 +14,27 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     ConflictError,
-    DeadlineError,
     InvalidInputError,
     PeerError,
     ProtocolError,
     RoomFailedError,
 )
-from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed, tables_cover
 from kvbridge.core.geometry.tables import check_demand, joined_tables, request_tables
 from kvbridge.core.ids import IndexSpace, Rank, Role, Tables
-from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverEvent, ReceiverState
-from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Done, Drained, Failed
-from kvbridge.node.admission.pressure import Reservation
-from kvbridge.node.observer import Observer
+from kvbridge.node.driver import WORKER_GONE
 from kvbridge.node.receiver.digests import ReceiverDigests
 from kvbridge.node.receiver.driver import ReceiverDriver
-from kvbridge.node.receiver.room import (
-    DecodeRanks,
-    EngineEvents,
-    MetNode,
-    PrefillNodes,
-    ReceiverLimits,
-    ReceiverPorts,
-    ReceiverRoom,
-    WriterFence,
-    user_state,
-)
-from kvbridge.node.rooms import RoomBook, await_process, require_ready
-from kvbridge.pool.accounts.book import Owner, PageBook, PageState
-
-__all__ = [
-    "DecodeRanks",
-    "EngineEvents",
-    "MetNode",
-    "PrefillNodes",
-    "ReceiverLimits",
-    "ReceiverRoom",
-    "ReceiverService",
-    "WriterFence",
-    "user_state",
-]
+from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, ReceiverSettings, user_state
+from kvbridge.node.room_book import RoomBook
+from kvbridge.node.rooms import Rooms
+from kvbridge.pool.accounts.book import Owner, PageState
 
 log = structlog.get_logger(__name__)
-
-ABORTED = "aborted"
-WORKER_GONE = "worker_gone"
 
 _BEFORE_COMMIT = frozenset(
     {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}
@@ -74,50 +42,28 @@ _BEFORE_COMMIT = frozenset(
 _ARRIVED = frozenset({ReceiverState.COMMITTED, ReceiverState.CLAIMED})
 
 
-class ReceiverService:
-    """All rooms of a decode node. Implements ReservingRooms; called from the event loop's thread only."""
+class ReceiverRooms(Rooms):
+    """All rooms of a decode node."""
 
-    def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
-        self,
-        *,
-        geometry: ModelGeometry,
-        host: frozenset[ComponentKind],
-        book: PageBook,
-        ranks: DecodeRanks,
-        nodes: PrefillNodes,
-        fence: WriterFence,
-        engines: EngineEvents,
-        observer: Observer,
-        limits: ReceiverLimits,
-        keep_s: float,
-        adopted: bool = False,
-        digest: DigestKind = DigestKind.NONE,
-        clock: Clock = monotonic,
-    ) -> None:
-        """`host`: the components that live in the host pool. `adopted`: device pages are named by the engine.
+    rooms: RoomBook[ReceiverRoom]
+    _driver: ReceiverDriver
 
-        `digest`: what is compared before a room commits.
-        """
-        self._geometry = geometry
-        self._host = host
-        self._ports = ReceiverPorts(book, ranks, nodes, fence, engines, observer)
-        self._limits = limits
-        self._adopted = adopted
-        self._clock = clock
-        self.rooms: RoomBook[ReceiverRoom] = RoomBook(Role.DECODE, user_state, clock=clock, keep_s=keep_s)
-        self._driver = ReceiverDriver(self._ports, self.rooms, limits, geometry=geometry, digest=digest, clock=clock)
-        self.digests = ReceiverDigests(self.rooms, self._driver, observer)
+    def __init__(self, ports: ReceiverPorts, settings: ReceiverSettings, *, clock: Clock = monotonic) -> None:
+        rooms: RoomBook[ReceiverRoom] = RoomBook(Role.DECODE, user_state, clock=clock, keep_s=settings.keep_s)
+        super().__init__(rooms, ReceiverDriver(ports, rooms, settings, clock=clock), ports.workers, clock=clock)
+        self._ports = ports
+        self._geometry = settings.geometry
+        self._host = settings.host
+        self._limits = settings.limits
+        self._adopted = settings.adopted
+        self.digests = ReceiverDigests(self.rooms, self._driver, ports.observer)
         """What writers and our own ranks say about digests goes there."""
 
     # ------------------------------------------------------------------ admission
 
-    def missing(self) -> str:
-        """See ReservingRooms."""
-        return self._ports.ranks.missing()
-
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """See ReservingRooms."""
-        require_ready(Role.DECODE, self.missing())
+        """See Rooms."""
+        self._require_ready()
         if not request.prefill:
             raise InvalidInputError(
                 "a decode daemon needs `prefill`: the control addresses of the prefill nodes that will write"
@@ -126,8 +72,8 @@ class ReceiverService:
             self.rooms.check_free(request.room, request.generation)
         return self._needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
 
-    def admit_now(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve all that a request can need, or nothing. See ReservingRooms."""
+    def admit(self, request: AdmissionRequest) -> RoomReport:
+        """Reserve all that a request can need, or nothing. See Rooms."""
         demand = self.demand(request)
         room = ReceiverRoom(
             room=self.rooms.draw() if request.room is None else request.room,
@@ -150,7 +96,7 @@ class ReceiverService:
             room.wait_until(room.created_s + self._limits.pages_s, "timeouts.pages_s")
             self._driver.tell_engine(room)
         else:
-            self._driver.raise_event(room, ReceiverEvent.PAGES)
+            self._begin(room)
         return self.rooms.report(room)
 
     def _needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
@@ -162,28 +108,6 @@ class ReceiverService:
         if IndexSpace.REQUEST in self._ports.book.owned_spaces():
             needed.setdefault(IndexSpace.REQUEST, 1)  # of the hot buffer, where the model's own state needs none
         return needed
-
-    def in_use(self) -> Mapping[str, int]:
-        """See ReservingRooms."""
-        return self.rooms.in_use
-
-    def not_begun(self) -> list[Reservation]:
-        """See ReservingRooms."""
-        return self.rooms.not_begun()
-
-    def report(self, room: int) -> RoomReport:
-        """Raises UnknownRoomError."""
-        return self.rooms.report(self.rooms.get(room))
-
-    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
-        """See RoomsPort."""
-        return await self.rooms.wait(room, timeout_s, until)
-
-    async def cancel(self, room: int, reason: str) -> RoomReport:
-        """See RoomsPort."""
-        found = self.rooms.get(room)
-        self._driver.raise_event(found, ReceiverEvent.ABORT, ABORTED, reason)
-        return self.rooms.report(found)
 
     # ------------------------------------------------------------------ the engine's verbs
 
@@ -201,7 +125,12 @@ class ReceiverService:
         tables_cover(together, self._geometry, tokens=room.prompt_tokens, host=self._host)
         self._ports.book.adopt(room.owner, {space: table.ids for space, table in tables.items()})
         room.tables, room.prefix_tokens = together, prefix_tokens
-        self._driver.raise_event(room, ReceiverEvent.PAGES)
+        self._begin(room)
+
+    def _begin(self, room: ReceiverRoom) -> None:
+        """Every page is there: find who writes them."""
+        self._driver.advance(room, ReceiverEvent.PAGES)
+        self._driver.find_writers(room)
 
     def _check_prefix(self, prefix_tokens: int, prompt_tokens: int) -> None:
         page = self._geometry.tokens_per_page
@@ -219,7 +148,7 @@ class ReceiverService:
     def claim(self, engine: str, room_id: int) -> ReceiverRoom:
         """An engine takes a committed room. Raises RoomFailedError with the first cause when it will never be."""
         room = self.rooms.get(room_id)
-        if any(engine in earlier.readers for earlier in self.rooms.attempts(room_id)[:-1]):
+        if any(engine in earlier.users for earlier in self.rooms.attempts(room_id)[:-1]):
             raise ConflictError(
                 f"an earlier attempt at room {room_id} is still claimed by this engine; release it first"
             )
@@ -233,15 +162,15 @@ class ReceiverService:
             room.expected_by = set(self._ports.engines.serving())
             room.phases_s["commit_to_claim"] = self._clock() - room.committed_s
         room.claimed_by.add(engine)
-        self._driver.raise_event(room, ReceiverEvent.CLAIM)
+        self._driver.advance(room, ReceiverEvent.CLAIM)
         if room.expected_by <= room.claimed_by:
             room.wait_until(None)  # nobody is waited for any more: the engines use it
         return room
 
     def held(self, engine: str, room_id: int) -> ReceiverRoom:
         """Return the room that an engine has claimed and not released. Raises ConflictError when it has not."""
-        room = self.rooms.choose(room_id, lambda attempt: engine in attempt.readers)
-        if engine not in room.readers:
+        room = self.rooms.used_by(engine, room_id)
+        if engine not in room.users:
             raise ConflictError(f"room {room_id} is not claimed by this engine (state '{room.state}')")
         return room
 
@@ -270,51 +199,19 @@ class ReceiverService:
     def release(self, engine: str, room_id: int) -> None:
         """An engine is through with a room. The pages are free once every engine that claimed it, or is to, is."""
         room = self.held(engine, room_id)
-        room.released_by.add(engine)
-        self._driver.follow(room)
-
-    def abort(self, engine: str, room_id: int, reason: str) -> None:
-        """An engine gives a room up, claimed or not. Harmless on an ended room."""
-        room = self.rooms.choose(room_id, lambda attempt: engine in attempt.readers)
-        if engine in room.readers:
-            room.released_by.add(engine)
-        self._driver.raise_event(room, ReceiverEvent.ABORT, ABORTED, f"by the decode engine: {reason}")
+        self._let_go(room, engine)
 
     def open_events(self) -> list[RoomEvent]:
         """What waits for an engine: rooms that want pages (adopted pools), rooms that can be claimed."""
         waiting = {ReceiverState.COMMITTED} | ({ReceiverState.AWAITING_PAGES} if self._adopted else set())
         return [self._driver.event(room) for room in self.rooms if room.state in waiting]
 
-    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
-        """An engine's connection has ended: what it had claimed fails, and ends when every engine has let go of it.
-
-        Returns whether pages wait for `engine_ended`; `followed`: whether that will come.
-        """
-        waits = False
-        for room in self.rooms:
-            room.expected_by.discard(engine)
-            if engine in room.readers:
-                waits = True
-                why = f"the decode engine {engine} is gone: {reason}"
-                self._driver.raise_event(room, ReceiverEvent.FAULT, PeerError.code, why)
-                await_process(self._ports.book, room, engine, followed=followed)
-            self._driver.follow(room)
-        return waits
-
-    def engine_ended(self, engine: str) -> None:
-        """Nothing of an engine that is gone uses pages any more: its process has ended, or it said so before it left."""
-        for room in self.rooms:
-            if engine in room.departed:
-                room.departed.discard(engine)
-                room.released_by.add(engine)
-                self._driver.follow(room)
-
     # ------------------------------------------------------------------ peers
 
     def nodes_changed(self) -> None:
         """A prefill node welcomed or rejected us, or vanished: look at every room that still waits for one."""
         for room in self.rooms:
-            self._driver.follow(room)
+            self._driver.find_writers(room)
 
     def open_offers(self) -> set[Owner]:
         """Rooms that are being written to."""
@@ -326,7 +223,7 @@ class ReceiverService:
             room = self.rooms.find(owner.room, owner.generation)
             if room is not None and room.awaits_writers:
                 room.shut = True
-                self._driver.follow(room)
+                self._driver.advance(room)
 
     def done(self, peer: str, message: Done) -> None:
         """A writer has sent everything that was its to send."""
@@ -343,7 +240,7 @@ class ReceiverService:
             return  # sent again
         writer.missing.discard(message.writer)
         if room.state is not ReceiverState.OFFERED:
-            self._driver.follow(room)  # it crossed our abort; that the writer is quiet counts all the same
+            self._driver.advance(room)  # it crossed our abort; that the writer is quiet counts all the same
             return
         room.begin_by_s = None
         room.amounts = add_amounts(room.amounts, message.amounts)
@@ -354,7 +251,7 @@ class ReceiverService:
                 f"the prefill engines have given {metadata_bytes} bytes of metadata to `finish` on {len(room.metadata)} ranks, a "
                 f"room carries at most {MAX_ROOM_METADATA_BYTES}; give it on fewer ranks, or less of it"
             )
-            self._driver.raise_event(room, ReceiverEvent.FAULT, InvalidInputError.code, why)
+            self._driver.fail(room, InvalidInputError.code, why)
             return
         for phase, seconds in message.phases_s.items():
             room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
@@ -367,7 +264,7 @@ class ReceiverService:
         room = self.rooms.find(message.room, message.generation)
         if room is not None and room.state is ReceiverState.OFFERED and peer in room.writers:
             why = f"prefill node {room.writers[peer].node.name}: {message.message}"
-            self._driver.raise_event(room, ReceiverEvent.FAULT, message.code, why)
+            self._driver.fail(room, message.code, why)
 
     def drained(self, peer: str, message: Drained) -> None:
         """A prefill node proved that it does not write to a room."""
@@ -379,8 +276,8 @@ class ReceiverService:
         writer.in_transit = writer.in_transit or message.in_transit
         if room.state is ReceiverState.OFFERED and writer.missing:
             why = f"prefill node {writer.node.name} stopped without having sent everything"
-            self._driver.raise_event(room, ReceiverEvent.FAULT, ProtocolError.code, why)
-        self._driver.follow(room)
+            self._driver.fail(room, ProtocolError.code, why)
+        self._driver.advance(room)
 
     def peer_gone(self, peer: str, reason: str) -> None:
         """A prefill node vanished. Whether its process has ended or not, it may have sent what has not arrived yet."""
@@ -391,8 +288,8 @@ class ReceiverService:
             writer.gone = reason
             if room.state is ReceiverState.OFFERED and writer.missing:
                 why = f"prefill node {writer.node.name} is gone: {reason}"
-                self._driver.raise_event(room, ReceiverEvent.FAULT, PeerError.code, why)
-            self._driver.follow(room)
+                self._driver.fail(room, PeerError.code, why)
+            self._driver.advance(room)
 
     def worker_gone(self, rank: Rank, reason: str, *, memory_lost: bool = False) -> None:
         """A rank worker of this node died: nothing can arrive through it, so rooms under way fail.
@@ -403,34 +300,4 @@ class ReceiverService:
         for room in self.rooms:
             if room.state in failing:
                 why = f"rank worker {rank} of the decode node died: {reason}"
-                self._driver.raise_event(room, ReceiverEvent.FAULT, WORKER_GONE, why)
-
-    # ------------------------------------------------------------------ time
-
-    def tick(self) -> None:
-        """Fail what has waited too long, forget what has been kept long enough."""
-        now_s = self._clock()
-        for room in self.rooms:
-            limit = room.late(now_s)
-            if not limit:
-                continue
-            if room.awaits_writers or room.awaits_readers:
-                self._driver.overdue(room, limit)
-            elif room.state is ReceiverState.CLAIMED:
-                self._stop_expecting(room, limit)
-            elif limit == room.begin_limit and room.state is ReceiverState.OFFERED:
-                pass  # The prefill nodes know whether an engine has begun, and say Failed if none has.
-            else:
-                self._driver.raise_event(room, ReceiverEvent.FAULT, DeadlineError.code, room.why_late(limit))
-        self.rooms.sweep()
-
-    def _stop_expecting(self, room: ReceiverRoom, limit: str) -> None:
-        """Engines that never claimed a room do not read it: it need not wait for them."""
-        absent = room.expected_by - room.claimed_by
-        if absent:
-            log.warning("room_not_claimed_by_all", room=room.room, engines=sorted(absent), limit=limit)
-        room.expected_by.clear()
-        self._driver.follow(room)
-
-    def __repr__(self) -> str:
-        return f"<ReceiverService {self.rooms.states()}>"
+                self._driver.fail(room, WORKER_GONE, why)

@@ -10,55 +10,54 @@ no engine that has begun the room still writes pages of ours (it said finish or 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import structlog
 
 from kvbridge.core.clock import Clock
+from kvbridge.core.errors import DeadlineError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
-from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PeerMessage, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
-from kvbridge.node.rooms import Quarantine, RoomBook, give_back, quarantine, quarantine_used
+from kvbridge.node.driver import Driver
+from kvbridge.node.room import Quarantine, give_back
+from kvbridge.node.room_book import RoomBook
 from kvbridge.node.sender.room import RankWork, SenderLimits, SenderPorts, SenderRoom
 from kvbridge.pool.accounts.book import PageState
 
 log = structlog.get_logger(__name__)
 
-_BY_OTHERS = frozenset({SenderEvent.ABORT, SenderEvent.FAULT})
-_EVENT_KINDS = {
-    SenderState.COMPLETED: "completed",
-    SenderState.ABORTED: "aborted",
-    SenderState.FAILED: "failed",
-}
 
-
-class SenderDriver:
+class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
     """Moves the rooms of one node forward."""
 
+    role = Role.PREFILL
+    table = SENDER_TABLE
+    ABORT, FAULT = SenderEvent.ABORT, SenderEvent.FAULT
+    engine_words: ClassVar = {
+        SenderState.COMPLETED: "completed",
+        SenderState.ABORTED: "aborted",
+        SenderState.FAILED: "failed",
+    }
+
     def __init__(self, ports: SenderPorts, rooms: RoomBook[SenderRoom], limits: SenderLimits, *, clock: Clock) -> None:
-        self._ports = ports
-        self._rooms = rooms
+        super().__init__(ports, rooms, clock=clock)
+        self._workers = ports.workers
+        self._peers = ports.peers
         self._limits = limits
-        self._clock = clock
         self._orders = 0
 
-    def raise_event(self, room: SenderRoom, event: SenderEvent, code: str = "", reason: str = "") -> None:
-        """Feed the table and carry its actions out. `code` and `reason` say why, for ABORT and FAULT."""
-        state, actions = SENDER_TABLE.step(room.state, event)
-        entered = state is not room.state
-        if entered and event in _BY_OTHERS:
-            room.blame(code, reason)
-            log.warning("room_ends", room=room.room, peer=room.peer, state=state, code=code, reason=room.reason)
-        room.state = state
-        if entered:
-            self._begin_wait(room)
-        for action in actions:
-            self._act(room, action)
-        self.show(room)
-        self.end_if_quiet(room)
+    @staticmethod
+    def _next_event(room: SenderRoom) -> SenderEvent | None:
+        if room.state is SenderState.SENDING and room.ranks and all(work.done for work in room.ranks.values()):
+            return SenderEvent.ALL_SENT
+        if room.stopping and not room.open_ranks:  # every worker has proved that nothing of it is in flight
+            return SenderEvent.DRAINED
+        return None
 
-    def _begin_wait(self, room: SenderRoom) -> None:
+    def _entered(self, room: SenderRoom) -> None:
         now_s = self._clock()
         if room.state is not SenderState.SENDING:
             room.begin_by_s = None
@@ -69,6 +68,11 @@ class SenderDriver:
                 room.wait_until(now_s + self._limits.drain_s, "timeouts.drain_s")
                 if room.owner in self._ports.book:
                     self._ports.book.expect_free(room.owner)
+            case SenderState.COMPLETED:
+                room.wait_until(None)
+                room.phases_s["offer_to_sent"] = now_s - room.offered_s
+                if not any(work.after for work in room.ranks.values()):
+                    room.writing.clear()  # every point that was published has been reached, or nothing would have been sent
             case _:
                 room.wait_until(None)
 
@@ -78,7 +82,7 @@ class SenderDriver:
                 self.open(room)
             case SenderAction.CLOSE_ROOM:
                 for rank in room.open_ranks:
-                    self._ports.workers.send(rank, CloseRoom(room=room.room, generation=room.generation))
+                    self._workers.send(rank, CloseRoom(room=room.room, generation=room.generation))
             case SenderAction.TELL_FAILED:
                 self._tell(
                     room,
@@ -87,31 +91,13 @@ class SenderDriver:
             case SenderAction.TELL_DRAINED:
                 self._tell(room, Drained(room=room.room, generation=room.generation, in_transit=room.in_transit))
             case SenderAction.TELL_ENGINE:
-                self._tell_engine(room)
+                self.tell_engine(room)
             case SenderAction.FREE_SOURCE:
                 room.free_wanted = True
-                self.conclude_if_unused(room)
-
-    def show(self, room: SenderRoom) -> None:
-        """Wake who waits for the room, and count a state that users see for the first time."""
-        state = self._rooms.changed(room)
-        if state is not None:
-            self._ports.observer.room(Role.PREFILL, state, room.reason_code)
 
     def _tell(self, room: SenderRoom, message: PeerMessage) -> None:
         if room.peer:
-            self._ports.peers.send(room.peer, message)
-
-    def _tell_engine(self, room: SenderRoom) -> None:
-        event = RoomEvent(
-            room=room.room,
-            generation=room.generation,
-            kind=_EVENT_KINDS[room.state],
-            prompt_tokens=room.prompt_tokens,
-            code=room.reason_code,
-            reason=room.reason,
-        )
-        self._ports.engines.push(event)
+            self._peers.send(room.peer, message)
 
     # ------------------------------------------------------------------ what follows from the facts
 
@@ -132,7 +118,7 @@ class SenderDriver:
             )
             self._ports.book.move(room.owner, PageState.HELD, PageState.LEASED)
             for rank, work in room.ranks.items():
-                self._ports.workers.send(rank, opening)
+                self._workers.send(rank, opening)
                 work.open = True
         self.flush(room)
 
@@ -152,10 +138,10 @@ class SenderDriver:
                 order = Send(
                     room=room.room, generation=room.generation, order=self._orders, section=section, after=after
                 )
-                self._ports.workers.send(rank, order)
+                self._workers.send(rank, order)
 
     def settle(self, room: SenderRoom) -> None:
-        """Say Done for every rank that has nothing left to do, and end the room when all have."""
+        """Say Done for every rank that has nothing left to do; when all have, the room is complete."""
         if room.state is not SenderState.SENDING or not room.open_ranks:
             return
         for rank, work in room.ranks.items():
@@ -174,11 +160,7 @@ class SenderDriver:
                 digest_parts=self._tell_digests(room, rank, work),
             )
             self._tell(room, done)
-        if all(work.done for work in room.ranks.values()):
-            room.phases_s["offer_to_sent"] = self._clock() - room.offered_s
-            if not any(work.after for work in room.ranks.values()):
-                room.writing.clear()  # every point that was published has been reached, or nothing would have been sent
-            self.raise_event(room, SenderEvent.ALL_SENT)
+        self.advance(room)
 
     def _tell_digests(self, room: SenderRoom, rank: Rank, work: RankWork) -> int:
         """Say what a rank has sent, ahead of its Done; returns in how many parts."""
@@ -194,12 +176,7 @@ class SenderDriver:
         room.blame(code, reason)
         log.warning("room_rejected", room=room.room, peer=room.peer, code=code, reason=room.reason)
 
-    def end_if_quiet(self, room: SenderRoom) -> None:
-        """End a room that is being stopped once every worker has proved that nothing of it is in flight."""
-        if room.stopping and not room.open_ranks:
-            self.raise_event(room, SenderEvent.DRAINED)
-
-    def conclude_if_unused(self, room: SenderRoom) -> None:
+    def _at_rest(self, room: SenderRoom) -> None:
         """Give the pages back once the table and every engine have let go of them; happens once."""
         if not room.free_wanted or room.concluded:
             return
@@ -215,13 +192,16 @@ class SenderDriver:
 
     def not_quiet(self, room: SenderRoom, rank: Rank, why: str) -> None:
         """A transport may still read the room's pages: they stay away from everybody until it has been torn down."""
-        quarantine(self._ports.book, room, Quarantine.NOT_QUIET, f"rank {rank}: {why}")
+        self.quarantine(room, Quarantine.NOT_QUIET, f"rank {rank}: {why}")
 
-    def overdue(self, room: SenderRoom, limit: str) -> None:
-        """A room that is being stopped is not quiet in time: its pages stay away from everybody, and that shows."""
+    def late(self, room: SenderRoom, limit: str) -> None:
+        """See Driver. The pages of a room that is being stopped stay away from everybody, and that shows."""
         if room.over:
-            quarantine_used(self._ports.book, room, room.writing, limit)
+            self.quarantine_used(room, limit)
             return
-        loud = ", ".join(map(str, room.open_ranks))
-        why = f"rank workers {loud} have not said that they are quiet (limit: {limit})"
-        quarantine(self._ports.book, room, Quarantine.NOT_QUIET, why)
+        if not room.stopping:
+            self.fail(room, DeadlineError.code, room.why_late(limit))
+            return
+        active = ", ".join(map(str, room.open_ranks))
+        why = f"rank workers {active} have not said that they are quiet (limit: {limit})"
+        self.quarantine(room, Quarantine.NOT_QUIET, why)

@@ -1,4 +1,4 @@
-"""A room on a prefill node, and what the sending service asks of its surroundings.
+"""A room on a prefill node, and what the sending side asks of its surroundings.
 
 Owns: the facts about one room on this side, the deadlines' names, the ports. Must not know: what is done with them.
 """
@@ -15,27 +15,19 @@ from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SENDER_TABLE, SenderState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import PeerMessage, WireTable
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.core.wire.worker_messages import NodeToWorker
-from kvbridge.node.observer import Observer
-from kvbridge.node.rooms import Room
-from kvbridge.pool.accounts.book import PageBook
+from kvbridge.core.wire.worker_messages import MAX_POINTS
+from kvbridge.node.driver import RankWorkers, RoomPorts, RoomSettings
+from kvbridge.node.room import Room
 
 
-class SenderWorkers(Protocol):
+class SenderWorkers(RankWorkers, Protocol):
     """The rank workers of the node."""
 
     @property
     def layers(self) -> dict[Rank, tuple[int, ...]]:
         """The global layer ids of every rank of the node."""
-
-    def missing(self) -> str:
-        """Why not every rank can work now, or an empty text."""
-
-    def send(self, rank: Rank, message: NodeToWorker) -> None:
-        """Queue an order; dropped when the worker is gone (its end is reported separately). Never raises."""
 
 
 class PeerChannel(Protocol):
@@ -45,22 +37,12 @@ class PeerChannel(Protocol):
         """Queue a message; what cannot be delivered in time is reported as the loss of the peer. Never raises."""
 
 
-class EngineEvents(Protocol):
-    """The engines attached to this node."""
-
-    def push(self, event: RoomEvent) -> None:
-        """Tell every attached engine. Never raises."""
-
-
-@dataclass(frozen=True, slots=True)
-class SenderPorts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderPorts(RoomPorts):
     """Everything that a room on this side touches."""
 
-    book: PageBook
     workers: SenderWorkers
     peers: PeerChannel
-    engines: EngineEvents
-    observer: Observer
 
 
 @dataclass(frozen=True)
@@ -77,6 +59,13 @@ class SenderLimits:
     """An offer waits so long for its room to be admitted."""
     drain_s: float
     """A room that is being stopped is quiet within this time, else its pages are quarantined until it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderSettings(RoomSettings):
+    """What is the same for all rooms on this side."""
+
+    limits: SenderLimits
 
 
 @dataclass(eq=False)
@@ -99,6 +88,18 @@ class RankWork:
     open: bool = False
     """The worker has the room, and has not yet proved that it let it go."""
 
+    def own_layers(self, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Return the layers of a publication that the rank holds; None stays all of them."""
+        return None if layers is None else tuple(layer for layer in layers if layer in self.progress.layers)
+
+    def note_point(self, point: StreamPoint | None) -> None:
+        """Keep where a publication is final. The oldest goes when there are too many: later ones of a GPU cover it."""
+        if point is None:
+            return
+        self.after[point] = None
+        if len(self.after) > MAX_POINTS:
+            del self.after[next(iter(self.after))]
+
 
 @dataclass(eq=False)
 class SenderRoom(Room[SenderState]):
@@ -119,6 +120,20 @@ class SenderRoom(Room[SenderState]):
     free_wanted: bool = False
     concluded: bool = False
     """Pages are given back; only the receipt is left."""
+
+    @property
+    def users(self) -> set[str]:
+        """See Room."""
+        return self.writing
+
+    def lose(self, engine: str) -> bool:
+        """See Room. What it has begun and not finished nobody else will finish."""
+        unfinished = any(work.engine == engine and not work.finished for work in self.ranks.values())
+        return unfinished or engine in self.writing
+
+    def let_go(self, engine: str) -> None:
+        """See Room."""
+        self.writing.discard(engine)
 
     @property
     def stopping(self) -> bool:

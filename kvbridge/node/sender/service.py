@@ -1,10 +1,7 @@
 """The prefill side at work: rooms whose pages an engine fills and rank workers send.
 
 Owns: what users, engines, peers and workers may say about the rooms of a prefill node, and in which order it makes
-sense. Must not know: sockets, HTTP, addresses, how bytes move, what a transition leads to (`sender_driver`).
-
-An engine names a room without its generation. It means the attempt that it has begun and not let go of, else the
-newest.
+sense. Must not know: sockets, HTTP, addresses, how bytes move, what a transition leads to (`driver`).
 """
 
 from __future__ import annotations
@@ -16,14 +13,12 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,
     ConflictError,
-    DeadlineError,
     InvalidInputError,
     PeerError,
     StaleError,
     TransportError,
     UnknownRoomError,
 )
-from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed, tables_cover
 from kvbridge.core.geometry.tables import check_demand, request_tables, same_tables
 from kvbridge.core.ids import IndexSpace, Rank, Role, Tables
@@ -31,69 +26,38 @@ from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SENDER_TABLE, SenderEvent, SenderState
-from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Offer
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.core.wire.worker_messages import MAX_POINTS, Digested, RoomClosed, Sent
-from kvbridge.node.admission.pressure import Reservation
-from kvbridge.node.observer import Observer
-from kvbridge.node.rooms import RoomBook, await_process, require_ready
+from kvbridge.core.wire.worker_messages import Digested, RoomClosed, Sent
+from kvbridge.node.driver import WORKER_GONE
+from kvbridge.node.room_book import RoomBook
+from kvbridge.node.rooms import Rooms
 from kvbridge.node.sender.driver import SenderDriver
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
-from kvbridge.node.sender.room import (
-    EngineEvents,
-    PeerChannel,
-    RankWork,
-    SenderLimits,
-    SenderPorts,
-    SenderRoom,
-    SenderWorkers,
-    user_state,
-)
-from kvbridge.pool.accounts.book import PageBook, PageState
-
-__all__ = ["EngineEvents", "PeerChannel", "SenderLimits", "SenderRoom", "SenderService", "SenderWorkers", "user_state"]
-
-ABORTED = "aborted"
-WORKER_GONE = "worker_gone"
+from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, SenderSettings, user_state
+from kvbridge.pool.accounts.book import PageState
 
 
-class SenderService:
-    """All rooms of a prefill node. Implements ReservingRooms; called from the event loop's thread only."""
+class SenderRooms(Rooms):
+    """All rooms of a prefill node."""
 
-    def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
-        self,
-        *,
-        geometry: ModelGeometry,
-        book: PageBook,
-        workers: SenderWorkers,
-        peers: PeerChannel,
-        engines: EngineEvents,
-        observer: Observer,
-        limits: SenderLimits,
-        keep_s: float,
-        adopted: bool = False,
-        clock: Clock = monotonic,
-    ) -> None:
-        """`adopted`: the engine names its own pages in `begin`; otherwise pages are reserved at admission."""
-        self._geometry = geometry
-        self._ports = SenderPorts(book, workers, peers, engines, observer)
-        self._limits = limits
-        self._adopted = adopted
-        self._clock = clock
-        self._early = EarlyOffers(wait_s=limits.early_offer_s, clock=clock)
-        self.rooms: RoomBook[SenderRoom] = RoomBook(Role.PREFILL, user_state, clock=clock, keep_s=keep_s)
-        self._driver = SenderDriver(self._ports, self.rooms, limits, clock=clock)
+    rooms: RoomBook[SenderRoom]
+    _driver: SenderDriver
+
+    def __init__(self, ports: SenderPorts, settings: SenderSettings, *, clock: Clock = monotonic) -> None:
+        rooms: RoomBook[SenderRoom] = RoomBook(Role.PREFILL, user_state, clock=clock, keep_s=settings.keep_s)
+        super().__init__(rooms, SenderDriver(ports, rooms, settings.limits, clock=clock), ports.workers, clock=clock)
+        self._ports = ports
+        self._geometry = settings.geometry
+        self._limits = settings.limits
+        self._adopted = settings.adopted
+        self._early = EarlyOffers(wait_s=settings.limits.early_offer_s, clock=clock)
 
     # ------------------------------------------------------------------ admission
 
-    def missing(self) -> str:
-        """See ReservingRooms."""
-        return self._ports.workers.missing()
-
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """See ReservingRooms."""
-        require_ready(Role.PREFILL, self.missing())
+        """See Rooms."""
+        self._require_ready()
         if request.room is not None:
             self.rooms.check_free(request.room, request.generation)
         if request.prefill:
@@ -103,8 +67,8 @@ class SenderService:
         self._ports.book.require_possible(needed)
         return {} if self._adopted else needed
 
-    def admit_now(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve source pages for a request. See ReservingRooms."""
+    def admit(self, request: AdmissionRequest) -> RoomReport:
+        """Reserve source pages for a request. See Rooms."""
         demand = self.demand(request)
         room = SenderRoom(
             room=self.rooms.draw() if request.room is None else request.room,
@@ -131,28 +95,6 @@ class SenderService:
         if early is not None:
             self._take_offer(room, early.peer, early.offer)
         return self.rooms.report(room)
-
-    def in_use(self) -> Mapping[str, int]:
-        """See ReservingRooms."""
-        return self.rooms.in_use
-
-    def not_begun(self) -> list[Reservation]:
-        """See ReservingRooms."""
-        return self.rooms.not_begun()
-
-    def report(self, room: int) -> RoomReport:
-        """Raises UnknownRoomError."""
-        return self.rooms.report(self.rooms.get(room))
-
-    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
-        """See RoomsPort."""
-        return await self.rooms.wait(room, timeout_s, until)
-
-    async def cancel(self, room: int, reason: str) -> RoomReport:
-        """See RoomsPort."""
-        found = self.rooms.get(room)
-        self._driver.raise_event(found, SenderEvent.ABORT, ABORTED, reason)
-        return self.rooms.report(found)
 
     # ------------------------------------------------------------------ the engine's verbs
 
@@ -230,10 +172,10 @@ class SenderService:
 
         `after`: the point at which they are, for each rank (by name) whose pages a GPU writes.
         """
-        room = self._room_of(engine, room_id)
+        room = self.rooms.used_by(engine, room_id)
         self._require_alive(room)
         self._require_begun(room, engine, ranks)
-        chosen = {rank: _own_layers(room.ranks[rank], layers) for rank in ranks}
+        chosen = {rank: room.ranks[rank].own_layers(layers) for rank in ranks}
         unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen.values())))
         if unknown:
             raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
@@ -241,7 +183,7 @@ class SenderService:
             room.ranks[rank].progress.check(upto_token, chosen[rank])
         for rank in ranks:
             room.ranks[rank].progress.publish(upto_token, chosen[rank])
-            _note_point(room, rank, (after or {}).get(str(rank)))
+            room.ranks[rank].note_point((after or {}).get(str(rank)))
         self._driver.flush(room)
 
     def finish(
@@ -253,7 +195,7 @@ class SenderService:
         Raises ConflictError when it has not published everything, or when the room is over (the pages are let go of
         all the same).
         """
-        room = self._room_of(engine, room_id)
+        room = self.rooms.used_by(engine, room_id)
         if room.over or room.stopping:
             if not by_gpu:
                 self._let_go(room, engine)
@@ -288,37 +230,6 @@ class SenderService:
             raise ConflictError(f"room {room_id} is not finished by this engine; finish or abort it")
         self._let_go(room, engine)
 
-    def abort(self, engine: str, room_id: int, reason: str) -> None:
-        """An engine gives a room up; it does not write the room's pages any more. Harmless on an ended room."""
-        room = self._room_of(engine, room_id)
-        self._driver.raise_event(room, SenderEvent.ABORT, ABORTED, f"by the prefill engine: {reason}")
-        self._let_go(room, engine)
-
-    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
-        """An engine's connection has ended: what it had begun and not finished fails.
-
-        Returns whether pages wait for `engine_ended`; `followed`: whether that will come.
-        """
-        waits = False
-        for room in self.rooms:
-            writes = engine in room.writing
-            if writes or any(work.engine == engine and not work.finished for work in room.ranks.values()):
-                why = f"the prefill engine {engine} is gone: {reason}"
-                self._driver.raise_event(room, SenderEvent.FAULT, PeerError.code, why)
-            if writes:
-                await_process(self._ports.book, room, engine, followed=followed)
-            waits = waits or writes
-        return waits
-
-    def engine_ended(self, engine: str) -> None:
-        """Nothing of an engine that is gone writes any more: its process has ended, or it said so before it left."""
-        for room in self.rooms:
-            room.departed.discard(engine)
-            self._let_go(room, engine)
-
-    def _room_of(self, engine: str, room_id: int) -> SenderRoom:
-        return self.rooms.choose(room_id, lambda room: engine in room.writing)
-
     @staticmethod
     def _require_alive(room: SenderRoom) -> None:
         if room.over or room.stopping:
@@ -329,10 +240,6 @@ class SenderService:
         for rank in ranks:
             if room.ranks[rank].engine != engine:
                 raise ConflictError(f"room {room.room} was not begun on rank {rank} by this engine")
-
-    def _let_go(self, room: SenderRoom, engine: str) -> None:
-        room.writing.discard(engine)
-        self._driver.conclude_if_unused(room)
 
     # ------------------------------------------------------------------ peers
 
@@ -369,12 +276,12 @@ class SenderService:
             check_offer(offer, self._geometry, prompt_tokens=room.prompt_tokens)
         except BridgeError as error:
             self._refuse_offer(peer, offer, error.code, str(error))
-            self._driver.raise_event(room, SenderEvent.FAULT, error.code, str(error))
+            self._driver.fail(room, error.code, str(error))
             return
         room.peer, room.destination, room.offered_s = peer, offer.tables, self._clock()
         room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
         room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
-        self._driver.raise_event(room, SenderEvent.OFFER)
+        self._driver.advance(room, SenderEvent.OFFER)
         self._driver.settle(room)
 
     def _refuse_offer(self, peer: str, offer: Offer, code: str, message: str) -> None:
@@ -393,7 +300,7 @@ class SenderService:
             # its Offer on one ordered link, so a room that has taken no offer of this peer is not its to end.
             self._ports.peers.send(peer, Drained(room=message.room, generation=message.generation))
             return
-        self._driver.raise_event(room, SenderEvent.ABORT, message.code, f"by the decode side: {message.message}")
+        self._driver.abort(room, f"by the decode side: {message.message}", message.code)
 
     def peer_failed(self, peer: str, message: Failed) -> None:
         """Everything of a room was sent, and the decode side could not use it: too late to fail, not to say why."""
@@ -407,7 +314,7 @@ class SenderService:
         for room in self.rooms:
             if room.peer == peer:
                 why = f"the decode node is gone: {reason}"
-                self._driver.raise_event(room, SenderEvent.FAULT, PeerError.code, why)
+                self._driver.fail(room, PeerError.code, why)
 
     # ------------------------------------------------------------------ workers
 
@@ -423,7 +330,7 @@ class SenderService:
         try:
             work.digests.merge(message.digests)
         except BridgeError as error:
-            self._driver.raise_event(room, SenderEvent.FAULT, error.code, f"rank {message.rank}: {error}")
+            self._driver.fail(room, error.code, f"rank {message.rank}: {error}")
 
     def sent(self, message: Sent) -> None:
         """A worker ended an order."""
@@ -435,7 +342,7 @@ class SenderService:
         room.in_transit = room.in_transit or message.in_transit
         if message.error_code or not message.quiet:
             code = message.error_code or TransportError.code
-            self._driver.raise_event(room, SenderEvent.FAULT, code, f"rank {message.rank}: {message.error}")
+            self._driver.fail(room, code, f"rank {message.rank}: {message.error}")
             return
         work.amounts = add_amounts(work.amounts, message.amounts)
         for phase, seconds in message.seconds.items():
@@ -452,7 +359,7 @@ class SenderService:
             self._driver.not_quiet(room, message.rank, message.reason)
             return
         work.open = False
-        self._driver.end_if_quiet(room)
+        self._driver.advance(room)
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """A rank worker's process ended, and with it everything that it had in flight."""
@@ -464,38 +371,16 @@ class SenderService:
             work.outstanding.clear()
             work.open = False
             why = f"rank worker {rank} of the prefill node died: {reason}"
-            self._driver.raise_event(room, SenderEvent.FAULT, WORKER_GONE, why)
+            self._driver.fail(room, WORKER_GONE, why)
 
     # ------------------------------------------------------------------ time
 
     def tick(self) -> None:
-        """Fail what has waited too long, forget what has been kept long enough."""
-        now_s = self._clock()
-        for room in self.rooms:
-            limit = room.late(now_s)
-            if limit and (room.stopping or room.over):
-                self._driver.overdue(room, limit)
-            elif limit:
-                self._driver.raise_event(room, SenderEvent.FAULT, DeadlineError.code, room.why_late(limit))
+        """See Rooms; and refuse offers whose rooms are not admitted in time."""
+        super().tick()
         for late in self._early.expired():
             why = "the room was never admitted on the prefill side (limit: timeouts.early_offer_s)"
             self._refuse_offer(late.peer, late.offer, UnknownRoomError.code, why)
-        self.rooms.sweep()
 
     def __repr__(self) -> str:
-        return f"<SenderService {self.rooms.states()} early offers: {len(self._early)}>"
-
-
-def _own_layers(work: RankWork, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The layers of a publication that a rank holds; None stays all of them."""
-    return None if layers is None else tuple(layer for layer in layers if layer in work.progress.layers)
-
-
-def _note_point(room: SenderRoom, rank: Rank, point: StreamPoint | None) -> None:
-    """Keep where a publication is final. The oldest goes when there are too many: later ones of a GPU cover it."""
-    if point is None:
-        return
-    points = room.ranks[rank].after
-    points[point] = None
-    if len(points) > MAX_POINTS:
-        del points[next(iter(points))]
+        return f"<SenderRooms {self.rooms.states()} early offers: {len(self._early)}>"

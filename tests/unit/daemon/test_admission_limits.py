@@ -1,4 +1,4 @@
-"""The admission section of the configuration: what is refused, and what the desk is given."""
+"""The admission section of the configuration: what is refused, and what the admission is given."""
 
 from __future__ import annotations
 

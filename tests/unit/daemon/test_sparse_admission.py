@@ -45,7 +45,7 @@ def test_sizes_that_do_not_suit_the_model_are_refused_at_start():
 
 
 def admit(bench: ReceiverBench, room: int):
-    return bench.service.admit_now(AdmissionRequest(room=room, prompt_tokens=PAGE, prefill=(ADDRESS,)))
+    return bench.service.admit(AdmissionRequest(room=room, prompt_tokens=PAGE, prefill=(ADDRESS,)))
 
 
 def test_a_room_takes_a_slot_and_gives_it_back_with_its_pages():
@@ -60,7 +60,7 @@ def test_a_room_takes_a_slot_and_gives_it_back_with_its_pages():
         admit(bench, 3)
     assert refused.value.lacking == {IndexSpace.REQUEST: 1}
     assert bench.book.counts() == before, "nothing of it was kept"
-    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
     assert bench.service.rooms.get(1).state is not ReceiverState.OFFERED
     bench.book.check_integrity()
 

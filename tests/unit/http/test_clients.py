@@ -34,7 +34,11 @@ def answering(handler) -> DaemonClient:
 
 def daemon(rooms: FakeRooms, status: FakeStatus | None = None, *, token: str = "t") -> DaemonClient:
     app = create_daemon_app(
-        rooms=rooms, status=status or FakeStatus(), metrics_render=metrics, settings=settings(token="t")
+        admission=rooms,
+        rooms=rooms,
+        status=status or FakeStatus(),
+        metrics_render=metrics,
+        settings=settings(token="t"),
     )
     return DaemonClient(token=token, timeout_s=5.0, transport=httpx.ASGITransport(app))
 

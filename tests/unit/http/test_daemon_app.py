@@ -32,7 +32,9 @@ def status() -> FakeStatus:
 
 
 def caller(rooms, status, **changes) -> httpx.AsyncClient:
-    app = create_daemon_app(rooms=rooms, status=status, metrics_render=metrics, settings=settings(**changes))
+    app = create_daemon_app(
+        admission=rooms, rooms=rooms, status=status, metrics_render=metrics, settings=settings(**changes)
+    )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://daemon")
 
 

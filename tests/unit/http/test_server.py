@@ -26,7 +26,9 @@ TLS = TlsFiles(certificate=DATA / "tls-certificate.pem", key=DATA / "tls-key.pem
 
 
 def app(rooms: FakeRooms):
-    return create_daemon_app(rooms=rooms, status=FakeStatus(), metrics_render=metrics, settings=settings(token="t"))
+    return create_daemon_app(
+        admission=rooms, rooms=rooms, status=FakeStatus(), metrics_render=metrics, settings=settings(token="t")
+    )
 
 
 async def serve(

@@ -1,4 +1,4 @@
-"""The desk over a real page book: waiting, caps, hints, cancels, and what it looks like from outside."""
+"""The admission controller over a real page book: waiting, caps, hints, cancels, and what it looks like from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import RoomState
-from kvbridge.node.admission.controller import AdmissionDesk, AdmissionLimits, ClientCaps
+from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits, ClientCaps
 from kvbridge.node.admission.pressure import Reservation
 from kvbridge.pool.accounts.book import Owner, PageBook
 from tests.helpers.rooms import CountingObserver
@@ -56,7 +56,7 @@ class Rooms:
         self.book.require_possible(demand)
         return demand
 
-    def admit_now(self, request: AdmissionRequest) -> RoomReport:
+    def admit(self, request: AdmissionRequest) -> RoomReport:
         demand = self.demand(request)
         room = request.room or 1_000 + len(self.admitted)
         self.book.reserve(Owner(room, 1), demand)
@@ -93,7 +93,7 @@ class Bench:
         self.rooms = Rooms(self.book)
         self.observer = CountingObserver()
         self.ready_changes = 0
-        self.desk = AdmissionDesk(
+        self.admission = AdmissionController(
             self.rooms,
             self.book,
             limits=AdmissionLimits(**limits),  # type: ignore[arg-type]
@@ -108,14 +108,14 @@ class Bench:
         self.ready_changes += 1
 
     def now(self, room: int, pages: int = 1, client: str = "") -> RoomReport:
-        return self.desk.admit_now(AdmissionRequest(room=room, prompt_tokens=pages, client=client))
+        return self.admission.admit_now(AdmissionRequest(room=room, prompt_tokens=pages, client=client))
 
     async def waits(
         self, room: int, pages: int = 1, client: str = "", wait_s: float = LONG_S
     ) -> asyncio.Task[RoomReport]:
         """Hand a request in that waits, and let it come to wait (or to its answer)."""
         request = AdmissionRequest(room=room, prompt_tokens=pages, client=client, wait_s=wait_s)
-        task = asyncio.ensure_future(self.desk.admit(request))
+        task = asyncio.ensure_future(self.admission.admit(request))
         self.tasks.append(task)
         await turn()
         return task
@@ -151,7 +151,7 @@ async def made():
         for task in bench.tasks:
             task.cancel()
         await asyncio.gather(*bench.tasks, return_exceptions=True)
-        assert bench.desk.waiting == 0
+        assert bench.admission.waiting == 0
         bench.book.check_integrity()
 
 
@@ -211,7 +211,7 @@ async def test_who_waits_too_long_is_refused_with_the_limit(made):
     assert error.lacking == {FULL: 2}
     assert bench.observer.refusals == {"wait_timeout": 1}
     assert bench.observer.waits[0][0] == "timeout"
-    assert bench.desk.waiting == 0
+    assert bench.admission.waiting == 0
 
 
 async def test_a_request_that_does_not_wait_does_not_pass(made):
@@ -220,7 +220,7 @@ async def test_a_request_that_does_not_wait_does_not_pass(made):
     await bench.waits(2, 4)
     with pytest.raises(CapacityError, match="1 requests wait for pages of 'full' before this one"):
         bench.now(3, 1)
-    await refused("capacity", bench.desk.admit(AdmissionRequest(room=3, prompt_tokens=1)))
+    await refused("capacity", bench.admission.admit(AdmissionRequest(room=3, prompt_tokens=1)))
     bench.rooms.end(1)
     await turn()
     bench.now(3, 1)
@@ -256,7 +256,7 @@ async def test_a_caller_cancelled_after_its_admission_leaves_no_room(made):
     bench.now(1, PAGES)
     task = await bench.waits(2, 4)
     bench.rooms.end(1)
-    bench.desk.tick()
+    bench.admission.tick()
     assert bench.rooms.admitted == [1, 2]
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -285,7 +285,7 @@ async def test_what_can_never_be_served_does_not_wait(made):
     await refused("invalid_input", await bench.waits(4, PAGES + 1, wait_s=5))
     bench.rooms.lacking = "a worker is starting"
     await refused("not_ready", await bench.waits(5, wait_s=5))
-    assert bench.desk.waiting == 1
+    assert bench.admission.waiting == 1
 
 
 async def test_while_workers_are_away_everybody_waits_on(made):
@@ -297,7 +297,7 @@ async def test_while_workers_are_away_everybody_waits_on(made):
     await turn()
     assert not task.done()
     bench.rooms.lacking = ""
-    bench.desk.tick()
+    bench.admission.tick()
     assert (await asyncio.wait_for(task, 5)).room == 2
 
 
@@ -314,7 +314,7 @@ async def test_the_end_refuses_everybody_who_waits(made):
     bench = made()
     bench.now(1, PAGES)
     tasks = [await bench.waits(room) for room in (2, 3)]
-    bench.desk.close("the daemon is shutting down")
+    bench.admission.close("the daemon is shutting down")
     for task in tasks:
         assert "shutting down" in str(await refused("not_ready", task))
 
@@ -360,7 +360,7 @@ async def test_a_client_may_have_so_many_waiting(made):
     error = await refused("client_limit", await bench.waits(3, client="a"))
     assert "1 waiting requests on this daemon, as many as it may (admission.client_max_waiting is 1)" in str(error)
     await bench.waits(4, client="b")
-    assert bench.desk.waiting == 2
+    assert bench.admission.waiting == 2
 
 
 # ------------------------------------------------------------------------------------------- when to come back
@@ -459,19 +459,19 @@ async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
     bench.now(1, 5)
     bench.now(2, 3)
     bench.book.quarantine(Owner(2, 1), "worker pp0.tp0 is silent")
-    bench.desk.tick()
+    bench.admission.tick()
     bench.clock.advance(29.9)
-    bench.desk.tick()
-    assert (bench.desk.problem(), bench.ready_changes) == ("", 0)
+    bench.admission.tick()
+    assert (bench.admission.problem(), bench.ready_changes) == ("", 0)
     bench.clock.advance(0.1)
-    bench.desk.tick()
-    assert bench.desk.problem() == (
+    bench.admission.tick()
+    assert bench.admission.problem() == (
         "nothing could be admitted for 30 s (limit: admission.unready_after_s): space 'full' has no free page of 8 "
         "(5 held, 3 quarantined); quarantined for: worker pp0.tp0 is silent"
     )
-    assert (bench.ready_changes, bench.desk.starved_s()) == (1, 30.0)
+    assert (bench.ready_changes, bench.admission.starved_s()) == (1, 30.0)
     bench.rooms.end(1)
-    assert (bench.desk.problem(), bench.ready_changes, bench.desk.starved_s()) == ("", 2, 0.0), (
+    assert (bench.admission.problem(), bench.ready_changes, bench.admission.starved_s()) == ("", 2, 0.0), (
         "at once, without a tick"
     )
 
@@ -480,15 +480,15 @@ async def test_a_full_pool_whose_rooms_come_and_go_is_ready(made):
     bench = made(unready_after_s=30)
     bench.now(1, PAGES)
     for room in range(2, 10):
-        bench.desk.tick()
+        bench.admission.tick()
         await bench.waits(room, PAGES)
         bench.clock.advance(20)
-        bench.desk.tick()
+        bench.admission.tick()
         bench.rooms.end(room - 1)
         await turn()
-        bench.desk.tick()
+        bench.admission.tick()
         assert bench.rooms.admitted[-1] == room
-        assert bench.desk.problem() == ""
+        assert bench.admission.problem() == ""
 
 
 # ------------------------------------------------------------------------------------------- what is shown
@@ -500,14 +500,14 @@ async def test_what_operators_see(made):
     await bench.waits(2, client="b")
     await bench.waits(3, client="b")
     bench.clock.advance(1.5)
-    shown = bench.desk.status()
-    assert (shown["waiting"], shown["oldest_wait_s"], bench.desk.oldest_wait_s()) == (2, 1.5, 1.5)
+    shown = bench.admission.status()
+    assert (shown["waiting"], shown["oldest_wait_s"], bench.admission.oldest_wait_s()) == (2, 1.5, 1.5)
     assert shown["clients"] == [
         {"client": "b", "rooms": 0, "waiting": 2, "head_waits_s": 1.5, "max_rooms": 5, "max_waiting": 0},
         {"client": "a", "rooms": 1, "waiting": 0, "head_waits_s": 0.0, "max_rooms": 5, "max_waiting": 0},
     ]
-    assert repr(bench.desk) == (
-        "<AdmissionDesk <admission queue: 2 waiting of 1 clients, 0 heads firm>, starved for 0.0 s>"
+    assert repr(bench.admission) == (
+        "<AdmissionController <admission queue: 2 waiting of 1 clients, 0 heads firm>, starved for 0.0 s>"
     )
 
 
@@ -516,8 +516,8 @@ async def test_status_is_bounded(made):
     bench.now(1, PAGES)
     for room in range(2, 62):
         await bench.waits(room, client=f"client{room}")
-    assert len(bench.desk.status()["clients"]) == 20
-    assert bench.desk.waiting == 60
+    assert len(bench.admission.status()["clients"]) == 20
+    assert bench.admission.waiting == 60
 
 
 async def test_input_errors_are_counted_and_keep_their_kind(made):
@@ -530,11 +530,11 @@ async def test_input_errors_are_counted_and_keep_their_kind(made):
 async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours():
     book = PageBook({FULL: PAGES})
     rooms = Rooms(book)
-    desk = AdmissionDesk(rooms, book, limits=AdmissionLimits(max_rooms=2), observer=CountingObserver())
+    admission = AdmissionController(rooms, book, limits=AdmissionLimits(max_rooms=2), observer=CountingObserver())
     for room in (1, 2):
-        desk.admit_now(AdmissionRequest(room=room, prompt_tokens=1))
+        admission.admit_now(AdmissionRequest(room=room, prompt_tokens=1))
     for wait_s in (0.0, 0.01):
         with pytest.raises(CapacityError, match=r"has 2 rooms, as many as it may \(admission.max_rooms\)"):
-            await desk.admit(AdmissionRequest(room=3, prompt_tokens=1, wait_s=wait_s))
+            await admission.admit(AdmissionRequest(room=3, prompt_tokens=1, wait_s=wait_s))
     rooms.end(1)
-    assert (await desk.admit(AdmissionRequest(room=3, prompt_tokens=1))).room == 3
+    assert (await admission.admit(AdmissionRequest(room=3, prompt_tokens=1))).room == 3

@@ -27,8 +27,8 @@ from kvbridge.core.wire.engine_messages import (
     RoomEvent,
 )
 from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
-from kvbridge.node.admission.controller import AdmissionDesk, AdmissionLimits
-from kvbridge.node.engine_api import DecodeDoor, PrefillDoor
+from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits
+from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -46,17 +46,17 @@ from tests.helpers.rooms import (
 TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([4, 5], dtype=np.int32))})
 
 
-class Door:
-    """A door in front of a bench's service, whose engines are those attached here."""
+class Api:
+    """A api in front of a bench's service, whose engines are those attached here."""
 
     def __init__(self, kind, bench, ranks=(R0,)) -> None:
         self.bench = bench
         self.messages: list[tuple[str, object]] = []
         self.ready = True
-        desk = AdmissionDesk(bench.service, bench.book, limits=AdmissionLimits(), observer=bench.observer)
-        self.door = kind(
+        admission = AdmissionController(bench.service, bench.book, limits=AdmissionLimits(), observer=bench.observer)
+        self.api = kind(
             lambda: bench.service,
-            lambda: desk,
+            lambda: admission,
             send=lambda engine, message: self.messages.append((engine, message)),
             pid=lambda engine: 77,
             describe=self.describe,
@@ -71,30 +71,30 @@ class Door:
         )
 
     def call(self, message, engine: str = "engine"):
-        self.door.handle(engine, message)
+        self.api.handle(engine, message)
         return self.messages[-1][1]
 
     def attach(self, engine: str = "engine", role: Role | None = None, ranks=()) -> object:
-        return self.call(Attach(call=1, role=role or self.door.role, ranks=ranks), engine)
+        return self.call(Attach(call=1, role=role or self.api.role, ranks=ranks), engine)
 
 
-def prefill(**fields) -> Door:
-    return Door(PrefillDoor, SenderBench(**fields), fields.get("ranks", (R0,)))
+def prefill(**fields) -> Api:
+    return Api(PrefillEngineApi, SenderBench(**fields), fields.get("ranks", (R0,)))
 
 
-def decode(**fields) -> Door:
+def decode(**fields) -> Api:
     bench = ReceiverBench(**fields)
     bench.nodes.know()
-    return Door(DecodeDoor, bench)
+    return Api(DecodeEngineApi, bench)
 
 
 def test_an_engine_attaches_for_ranks_of_this_node():
-    door = prefill(ranks=(R0, R1))
-    answer = door.attach(ranks=(R1,))
+    api = prefill(ranks=(R0, R1))
+    answer = api.attach(ranks=(R1,))
     assert isinstance(answer, Attached)
-    assert door.door.serving() == {"engine"}
-    assert door.door.engines()[0].ranks == (R1,)
-    assert door.attach("b").ranks == (R0, R1)
+    assert api.api.serving() == {"engine"}
+    assert api.api.engines()[0].ranks == (R1,)
+    assert api.attach("b").ranks == (R0, R1)
 
 
 @pytest.mark.parametrize(
@@ -102,145 +102,145 @@ def test_an_engine_attaches_for_ranks_of_this_node():
     [({"role": Role.DECODE}, "this is a prefill daemon"), ({"ranks": (R1,)}, "do not live on this node")],
 )
 def test_an_attach_that_does_not_fit_is_refused(fields, text):
-    door = prefill()
-    refused = door.attach(**fields)
+    api = prefill()
+    refused = api.attach(**fields)
     assert isinstance(refused, Refused)
     assert text in refused.message
-    assert door.door.serving() == frozenset()
+    assert api.api.serving() == frozenset()
 
 
 def test_a_daemon_that_is_not_ready_says_when_to_come_again():
-    door = prefill()
-    door.ready = False
-    refused = door.attach()
+    api = prefill()
+    api.ready = False
+    refused = api.attach()
     assert (refused.code, refused.retry_after_s) == ("not_ready", 7)
-    assert door.door.serving() == frozenset()
+    assert api.api.serving() == frozenset()
 
 
 def test_calls_before_attach_unknown_calls_and_heartbeats():
-    door = prefill()
-    refused = door.call(Begin(call=4, room=1, prompt_tokens=1))
+    api = prefill()
+    refused = api.call(Begin(call=4, room=1, prompt_tokens=1))
     assert (refused.call, refused.code) == (4, "conflict")
-    door.attach()
-    assert "does not know the call 'Claim'" in door.call(Claim(call=5, room=1)).message
-    count = len(door.messages)
-    door.door.handle("engine", Heartbeat())
-    assert len(door.messages) == count
+    api.attach()
+    assert "does not know the call 'Claim'" in api.call(Claim(call=5, room=1)).message
+    count = len(api.messages)
+    api.api.handle("engine", Heartbeat())
+    assert len(api.messages) == count
     other = decode()
     other.attach()
     assert "does not know the call 'Begin'" in other.call(Begin(call=5, room=1, prompt_tokens=1)).message
 
 
 def test_the_prefill_verbs():
-    door = prefill()
-    door.attach()
-    assert door.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE)) == Accepted(call=2)
-    pages = door.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
+    api = prefill()
+    api.attach()
+    assert api.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE)) == Accepted(call=2)
+    pages = api.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
     assert isinstance(pages, Pages)
-    assert pages.tables == to_wire(door.bench.service.rooms.get(1).tables)
-    door.bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=TABLES))
-    assert door.call(Publish(call=4, room=1, upto_token=2 * PAGE)) == Accepted(call=4)
-    assert door.call(Finish(call=5, room=1, metadata=b"m")) == Accepted(call=5)
-    assert door.call(AbortRoom(call=6, room=1, reason="x" * 4_000)) == Accepted(call=6)
-    assert door.bench.service.report(1).state is RoomState.ABORTING
-    refused = door.call(Publish(call=7, room=1, upto_token=2 * PAGE))
+    assert pages.tables == to_wire(api.bench.service.rooms.get(1).tables)
+    api.bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=TABLES))
+    assert api.call(Publish(call=4, room=1, upto_token=2 * PAGE)) == Accepted(call=4)
+    assert api.call(Finish(call=5, room=1, metadata=b"m")) == Accepted(call=5)
+    assert api.call(AbortRoom(call=6, room=1, reason="x" * 4_000)) == Accepted(call=6)
+    assert api.bench.service.report(1).state is RoomState.ABORTING
+    refused = api.call(Publish(call=7, room=1, upto_token=2 * PAGE))
     assert (refused.call, refused.code) == (7, "conflict")
     assert len(refused.message) <= 4_000
 
 
 def test_the_decode_verbs():
-    door = decode()
-    door.attach()
-    door.bench.engines.names = set()
-    door.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
-    refused = door.call(Claim(call=2, room=1))
+    api = decode()
+    api.attach()
+    api.bench.engines.names = set()
+    api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+    refused = api.call(Claim(call=2, room=1))
     assert refused.code == "conflict"
     amounts = full_amounts(2 * PAGE)
     done = Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={"move": 1.0}, metadata=b"first token")
-    door.bench.service.done(PREFILL, done)
-    pages = door.call(Claim(call=3, room=1))
+    api.bench.service.done(PREFILL, done)
+    pages = api.call(Claim(call=3, room=1))
     assert (pages.metadata, pages.amounts) == ({"pp0.tp0": b"first token"}, amounts)
     assert pages.phases_s["move"] == 1.0
-    extended = door.call(Extend(call=4, room=1, tokens=3 * PAGE))
+    extended = api.call(Extend(call=4, room=1, tokens=3 * PAGE))
     assert len(extended.tables[0].ids) == 3 * 4
-    assert door.call(Release(call=5, room=1)) == Accepted(call=5)
-    assert door.bench.free == 16
-    assert door.call(AbortRoom(call=6, room=1, reason="late")) == Accepted(call=6)
-    assert door.call(Claim(call=7, room=1)).code == "room_failed"
-    assert door.call(Claim(call=8, room=2)).code == "unknown_room"
+    assert api.call(Release(call=5, room=1)) == Accepted(call=5)
+    assert api.bench.free == 16
+    assert api.call(AbortRoom(call=6, room=1, reason="late")) == Accepted(call=6)
+    assert api.call(Claim(call=7, room=1)).code == "room_failed"
+    assert api.call(Claim(call=8, room=2)).code == "unknown_room"
 
 
 def test_malformed_tables_are_refused():
-    door = decode(adopted=True)
-    door.attach()
-    door.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+    api = decode(adopted=True)
+    api.attach()
+    api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
     bad = WireTable(space=IndexSpace.FULL, ids=b"abc")
-    refused = door.call(Provide(call=2, room=1, tables=(bad,)))
+    refused = api.call(Provide(call=2, room=1, tables=(bad,)))
     assert (refused.code, "malformed" in refused.message) == ("invalid_input", True)
-    assert door.call(Provide(call=3, room=1, tables=TABLES)) == Accepted(call=3)
+    assert api.call(Provide(call=3, room=1, tables=TABLES)) == Accepted(call=3)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_engine_that_is_gone_is_told_to_the_rooms_once(role):
-    door = prefill() if role == "prefill" else decode()
+    api = prefill() if role == "prefill" else decode()
     told: list[str] = []
-    door.bench.service.engine_gone = lambda engine, reason, followed: bool(told.append(reason))
-    door.attach()
-    door.door.gone("engine", "killed", followed=True)
-    door.door.gone("engine", "killed", followed=True)
+    api.bench.service.engine_gone = lambda engine, reason, followed: bool(told.append(reason))
+    api.attach()
+    api.api.gone("engine", "killed", followed=True)
+    api.api.gone("engine", "killed", followed=True)
     assert told == ["killed"]
-    assert door.door.serving() == frozenset()
-    assert door.door.engines() == [], "no page waits for it"
+    assert api.api.serving() == frozenset()
+    assert api.api.engines() == [], "no page waits for it"
 
 
 def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
-    door = prefill()
-    door.attach()
-    door.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
-    door.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
-    assert door.door.gone("engine", "its connection has ended", followed=True)
-    assert door.bench.service.report(1).state is RoomState.FAILED
-    assert door.bench.free == 14
-    [left] = door.door.engines()
+    api = prefill()
+    api.attach()
+    api.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
+    api.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
+    assert api.api.gone("engine", "its connection has ended", followed=True)
+    assert api.bench.service.report(1).state is RoomState.FAILED
+    assert api.bench.free == 14
+    [left] = api.api.engines()
     assert (left.pid, left.gone) == (77, "its connection has ended; its process has not ended")
-    refused = door.attach()
+    refused = api.attach()
     assert (refused.code, "take another name" in refused.message) == ("conflict", True)
-    door.door.ended("engine")
-    door.door.ended("engine")
-    assert door.bench.free == 16
-    assert door.door.engines() == []
-    assert isinstance(door.attach(), Attached)
+    api.api.ended("engine")
+    api.api.ended("engine")
+    assert api.bench.free == 16
+    assert api.api.engines() == []
+    assert isinstance(api.attach(), Attached)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_engine_that_detaches_waits_for_nothing(role):
-    door = prefill() if role == "prefill" else decode()
-    door.attach()
+    api = prefill() if role == "prefill" else decode()
+    api.attach()
     if role == "prefill":
-        door.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
-        door.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
+        api.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
+        api.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
     else:
-        door.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+        api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
         amounts = full_amounts(2 * PAGE)
-        door.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
-        door.call(Claim(call=3, room=1))
-    assert door.call(Detach(call=4)) == Accepted(call=4)
-    assert (door.bench.free, door.bench.service.report(1).state) == (16, RoomState.FAILED)
-    assert not door.door.gone("engine", "its connection has ended", followed=True)
-    assert door.call(Detach(call=5)).code == "conflict"
+        api.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
+        api.call(Claim(call=3, room=1))
+    assert api.call(Detach(call=4)) == Accepted(call=4)
+    assert (api.bench.free, api.bench.service.report(1).state) == (16, RoomState.FAILED)
+    assert not api.api.gone("engine", "its connection has ended", followed=True)
+    assert api.call(Detach(call=5)).code == "conflict"
 
 
 def test_events_go_to_everybody_who_is_attached():
-    door = prefill()
-    door.attach("a")
-    door.attach("b")
+    api = prefill()
+    api.attach("a")
+    api.attach("b")
     event = RoomEvent(room=1, generation=1, kind="failed")
-    door.door.push(event)
-    assert [engine for engine, _ in pick_events(door)] == ["a", "b"]
+    api.api.push(event)
+    assert [engine for engine, _ in pick_events(api)] == ["a", "b"]
 
 
-def pick_events(door: Door):
-    return [(engine, message) for engine, message in door.messages if isinstance(message, RoomEvent)]
+def pick_events(api: Api):
+    return [(engine, message) for engine, message in api.messages if isinstance(message, RoomEvent)]
 
 
 def test_pick_is_not_confused_by_other_messages():
@@ -248,34 +248,34 @@ def test_pick_is_not_confused_by_other_messages():
 
 
 def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attach_again():
-    door = prefill(ranks=(R0, R1))
-    door.attach("of both")
-    door.attach("of the other", ranks=(R1,))
-    door.call(Admit(call=2, room=1, prompt_tokens=PAGE), "of both")
-    door.call(Begin(call=3, room=1, prompt_tokens=PAGE), "of both")
-    door.messages.clear()
+    api = prefill(ranks=(R0, R1))
+    api.attach("of both")
+    api.attach("of the other", ranks=(R1,))
+    api.call(Admit(call=2, room=1, prompt_tokens=PAGE), "of both")
+    api.call(Begin(call=3, room=1, prompt_tokens=PAGE), "of both")
+    api.messages.clear()
     for _ in range(2):
-        door.door.memory_lost(R0, "rank worker pp0.tp0 is gone: killed")
-    assert door.messages == [("of both", Detached(reason="rank worker pp0.tp0 is gone: killed"))]
-    door.bench.service.worker_gone(R0, "killed")
-    refused = door.call(Publish(call=4, room=1, upto_token=PAGE), "of both")
+        api.api.memory_lost(R0, "rank worker pp0.tp0 is gone: killed")
+    assert api.messages == [("of both", Detached(reason="rank worker pp0.tp0 is gone: killed"))]
+    api.bench.service.worker_gone(R0, "killed")
+    refused = api.call(Publish(call=4, room=1, upto_token=PAGE), "of both")
     assert (refused.code, "attach again" in refused.message) == ("detached", True)
-    assert door.bench.free == 15
-    assert isinstance(door.call(AbortRoom(call=5, room=1, reason="lost"), "of both"), Accepted)
-    assert door.bench.free == 16
-    assert isinstance(door.call(Admit(call=2, room=2, prompt_tokens=PAGE), "of the other"), Accepted)
-    assert isinstance(door.attach("of both"), Attached)
-    assert isinstance(door.call(Admit(call=2, room=3, prompt_tokens=PAGE), "of both"), Accepted)
+    assert api.bench.free == 15
+    assert isinstance(api.call(AbortRoom(call=5, room=1, reason="lost"), "of both"), Accepted)
+    assert api.bench.free == 16
+    assert isinstance(api.call(Admit(call=2, room=2, prompt_tokens=PAGE), "of the other"), Accepted)
+    assert isinstance(api.attach("of both"), Attached)
+    assert isinstance(api.call(Admit(call=2, room=3, prompt_tokens=PAGE), "of both"), Accepted)
 
 
 def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
-    door = decode()
-    door.attach()
-    door.bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,)))
-    door.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(PAGE), phases_s={}))
-    assert isinstance(door.call(Claim(call=2, room=1)), Pages)
-    door.door.memory_lost(R0, "killed")
-    door.bench.service.worker_gone(R0, "killed", memory_lost=True)
-    assert door.call(Extend(call=3, room=1, tokens=2 * PAGE)).code == "detached"
-    assert isinstance(door.call(Release(call=4, room=1)), Accepted)
-    assert door.bench.free == 16
+    api = decode()
+    api.attach()
+    api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,)))
+    api.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(PAGE), phases_s={}))
+    assert isinstance(api.call(Claim(call=2, room=1)), Pages)
+    api.api.memory_lost(R0, "killed")
+    api.bench.service.worker_gone(R0, "killed", memory_lost=True)
+    assert api.call(Extend(call=3, room=1, tokens=2 * PAGE)).code == "detached"
+    assert isinstance(api.call(Release(call=4, room=1)), Accepted)
+    assert api.bench.free == 16

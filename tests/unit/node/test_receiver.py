@@ -15,7 +15,7 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import IndexSpace, PageTable, Rank
+from kvbridge.core.ids import MAX_ROOM, IndexSpace, PageTable, Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.states import RoomState
@@ -57,7 +57,7 @@ OWNER = Owner(1, 1)
 
 def admit(bench: ReceiverBench, room: int = 1, generation: int = 1, **fields):
     fields = {"prompt_tokens": TOKENS, "prefill": (ADDRESS,)} | fields
-    return bench.service.admit_now(AdmissionRequest(room=room, generation=generation, **fields))
+    return bench.service.admit(AdmissionRequest(room=room, generation=generation, **fields))
 
 
 def state(bench: ReceiverBench, generation: int = 1) -> ReceiverState:
@@ -81,7 +81,7 @@ def drained(bench: ReceiverBench, peer: str = PREFILL, generation: int = 1, *, i
 
 def cancel(bench: ReceiverBench) -> None:
     room = bench.service.rooms.get(1)
-    bench.service._driver.raise_event(room, "abort", "aborted", "by its client")
+    bench.service._driver.abort(room, "by its client")
 
 
 def offered(**fields) -> ReceiverBench:
@@ -865,18 +865,20 @@ def test_receipts_keep_little_and_are_forgotten():
 
 
 def test_repr_counts():
-    assert repr(offered().service) == "<ReceiverService {'offered': 1}>"
+    assert repr(offered().service) == "<ReceiverRooms {'offered': 1}>"
     assert GEOMETRY.name == "tiny-gqa"
 
 
 def test_metadata_beyond_what_the_answer_to_a_claim_holds_fails_the_room():
-    ranks = tuple(Rank(pp=0, tp=tp) for tp in range(49))
+    ranks = tuple(Rank(pp=0, tp=tp) for tp in range(32))
     bench = ReceiverBench()
-    bench.nodes.know(ranks=ranks)
+    bench.nodes.know(ranks=ranks, tp_size=len(ranks))
     admit(bench)
+    shares = bench.service.rooms.get(1).writers[PREFILL].shares
     for rank in ranks:
-        message = Done(room=1, generation=1, writer=rank, amounts={}, phases_s={}, metadata=bytes(MAX_METADATA_BYTES))
-        bench.service.done(PREFILL, message)
+        owed = shares[rank].rows(prompt_tokens=TOKENS, prefix_tokens=0)
+        amounts = {kind: Amount(lane_rows=rows, bytes=rows) for kind, rows in owed.items() if rows}
+        done(bench, rank=rank, amounts=amounts, metadata=bytes(MAX_METADATA_BYTES))
     report = bench.service.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "invalid_input")
     assert "1900544 bytes of metadata to `finish` on 29 ranks, a room carries at most 1835008" in report.reason
@@ -886,7 +888,7 @@ def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a
     count = MAX_ROOM_METADATA_BYTES // MAX_METADATA_BYTES
     pages = Pages(
         call=1,
-        room=2**64 - 1,
+        room=MAX_ROOM,
         generation=1,
         prompt_tokens=2**40,
         tables=tuple(WireTable(space=space, ids=bytes(MAX_TABLE_BYTES)) for space in IndexSpace),

@@ -1,6 +1,6 @@
 """Reservations have limits: in each state a room says which and how long, and one that runs out gives all back.
 
-Both services behind the desk, and the desk over both: what is reserved is what was asked about, and clients' accounts
+Both services behind the admission, and the admission over both: what is reserved is what was asked about, and clients' accounts
 are even in the end.
 """
 
@@ -13,16 +13,17 @@ import pytest
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError, NotReadyError
-from kvbridge.core.ids import IndexSpace, PageTable, Rank
+from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import Admit, Attach, Claim, Extend, Refused
 from kvbridge.core.wire.messages import Done, Drained, Failed, Offer, to_wire
 from kvbridge.core.wire.worker_messages import RoomClosed
-from kvbridge.node.admission.controller import AdmissionDesk, AdmissionLimits, ClientCaps
-from kvbridge.node.engine_api import DecodeDoor, PrefillDoor
+from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits, ClientCaps
+from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
 from kvbridge.pool.accounts.book import PageState
-from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, ReceiverBench, SenderBench
+from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, R1, ReceiverBench, SenderBench
 
 TOKENS = 2 * PAGE
 TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([7, 8], dtype=np.int32))})
@@ -34,7 +35,7 @@ def request(**more: object) -> AdmissionRequest:
 
 def sender() -> SenderBench:
     bench = SenderBench()
-    bench.service.admit_now(request())
+    bench.service.admit(request())
     return bench
 
 
@@ -42,7 +43,7 @@ def receiver(*, known: bool = True, adopted: bool = False) -> ReceiverBench:
     bench = ReceiverBench(adopted=adopted)
     if known:
         bench.nodes.know()
-    bench.service.admit_now(request(prefill=(ADDRESS,)))
+    bench.service.admit(request(prefill=(ADDRESS,)))
     return bench
 
 
@@ -87,7 +88,7 @@ def test_prefill_a_room_that_nobody_offers():
 @pytest.mark.parametrize("offered", [False, True])
 def test_prefill_a_ticket_that_no_engine_uses(offered):
     bench = SenderBench()
-    bench.service.admit_now(request(begin_within_s=20.0))
+    bench.service.admit(request(begin_within_s=20.0))
     bench.clock.advance(5)
     if offered:
         bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
@@ -110,7 +111,7 @@ def test_prefill_a_ticket_that_no_engine_uses(offered):
 @pytest.mark.parametrize("offered", [False, True])
 def test_prefill_a_ticket_that_an_engine_has_used_in_time_has_no_end(offered):
     bench = SenderBench()
-    bench.service.admit_now(request(begin_within_s=20.0))
+    bench.service.admit(request(begin_within_s=20.0))
     if offered:
         bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
     bench.clock.advance(19)
@@ -124,7 +125,7 @@ def test_prefill_a_ticket_that_an_engine_has_used_in_time_has_no_end(offered):
 
 def test_a_ticket_does_not_outlast_the_limits_of_the_daemon():
     bench = SenderBench()
-    bench.service.admit_now(request(begin_within_s=1e300))
+    bench.service.admit(request(begin_within_s=1e300))
     assert limit(bench) == ("timeouts.offer_s", 60)
 
 
@@ -165,7 +166,7 @@ def test_decode_a_room_whose_writers_are_never_met():
 @pytest.mark.parametrize("adopted", [False, True])
 def test_decode_a_ticket_that_runs_out_before_the_offer(adopted):
     bench = ReceiverBench(adopted=adopted)
-    bench.service.admit_now(request(prefill=(ADDRESS,), begin_within_s=5.0))
+    bench.service.admit(request(prefill=(ADDRESS,), begin_within_s=5.0))
     assert limit(bench) == ("begin_within_s", 5)
     assert run_out(bench).reason == "no prefill engine has begun it in time (limit: begin_within_s)"
     all_is_back(bench)
@@ -175,7 +176,7 @@ def test_decode_prefill_says_whether_a_ticket_was_used():
     """Decode counts the ticket down too, but only prefill knows what engines do: silence means that one has begun."""
     bench = ReceiverBench()
     bench.nodes.know()
-    bench.service.admit_now(request(prefill=(ADDRESS,), begin_within_s=5.0))
+    bench.service.admit(request(prefill=(ADDRESS,), begin_within_s=5.0))
     assert limit(bench) == ("begin_within_s", 5)
     assert [one.ends_in_s for one in bench.service.not_begun()] == [5]
     bench.clock.advance(5)
@@ -193,9 +194,11 @@ def test_decode_prefill_says_whether_a_ticket_was_used():
 
 def test_decode_a_done_of_one_rank_is_a_use_of_the_ticket():
     bench = ReceiverBench()
-    bench.nodes.know(ranks=(R0, Rank(pp=1, tp=0)))
-    bench.service.admit_now(request(prefill=(ADDRESS,), begin_within_s=5.0))
-    bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts={}, phases_s={}))
+    bench.nodes.know(ranks=(R0, R1), tp_size=2)
+    bench.service.admit(request(prefill=(ADDRESS,), begin_within_s=5.0))
+    rows = bench.service.rooms.get(1).writers[PREFILL].shares[R0].rows(prompt_tokens=TOKENS, prefix_tokens=0)
+    amounts = {kind: Amount(lane_rows=count, bytes=count) for kind, count in rows.items()}
+    bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
     assert limit(bench) == ("timeouts.room_s", 600)
 
 
@@ -227,10 +230,10 @@ def test_the_demand_is_what_is_reserved(bench):
     more = {} if isinstance(bench, SenderBench) else {"prefill": (ADDRESS,), "max_new_tokens": PAGE}
     asked = request(**more)
     demand = bench.service.demand(asked)
-    bench.service.admit_now(asked)
+    bench.service.admit(asked)
     assert demand == {IndexSpace.FULL: bench.pages - bench.free}
     with pytest.raises(CapacityError) as caught:
-        bench.service.admit_now(request(room=2, prompt_tokens=3 * PAGE, **(more | {"max_new_tokens": 0})))
+        bench.service.admit(request(room=2, prompt_tokens=3 * PAGE, **(more | {"max_new_tokens": 0})))
     assert caught.value.lacking == {IndexSpace.FULL: 3 - bench.free}
     with pytest.raises(InvalidInputError, match="the whole pool has 3"):
         bench.service.demand(request(room=2, prompt_tokens=4 * PAGE, **more))
@@ -239,11 +242,11 @@ def test_the_demand_is_what_is_reserved(bench):
 def test_adopted_prefill_pools_ask_for_nothing():
     bench = SenderBench(adopted=True)
     assert bench.service.demand(request()) == {}
-    desk = AdmissionDesk(
+    admission = AdmissionController(
         bench.service, bench.book, limits=AdmissionLimits(), observer=bench.observer, clock=bench.clock
     )
-    desk.tick()
-    assert desk.starved_s() == 0.0
+    admission.tick()
+    assert admission.starved_s() == 0.0
 
 
 def test_a_daemon_that_lacks_workers_says_so_before_all_else():
@@ -256,13 +259,13 @@ def test_a_daemon_that_lacks_workers_says_so_before_all_else():
 # ------------------------------------------------------------------------------------------- engines
 
 
-class Door:
-    """An engine's door over a bench and its desk."""
+class Api:
+    """An engine's api over a bench and its admission."""
 
     def __init__(self, bench: SenderBench | ReceiverBench, **limits: object) -> None:
         self.answers: list[object] = []
         self.bench = bench
-        desk = AdmissionDesk(
+        admission = AdmissionController(
             bench.service,
             bench.book,
             limits=AdmissionLimits(**limits),  # type: ignore[arg-type]
@@ -270,38 +273,38 @@ class Door:
             clock=bench.clock,
             draw=lambda: 0.0,
         )
-        kind = PrefillDoor if isinstance(bench, SenderBench) else DecodeDoor
-        self.door = kind(
+        kind = PrefillEngineApi if isinstance(bench, SenderBench) else DecodeEngineApi
+        self.api = kind(
             lambda: bench.service,  # type: ignore[arg-type,return-value]
-            lambda: desk,
+            lambda: admission,
             send=lambda engine, answer: self.answers.append(answer),
             pid=lambda engine: 7,
             describe=lambda call, ranks: None,  # type: ignore[arg-type,return-value]
             ranks=(R0,),
         )
-        self.call(Attach(call=1, role=self.door.role))
+        self.call(Attach(call=1, role=self.api.role))
 
     def call(self, message: object) -> object:
-        self.door.handle("engine", message)  # type: ignore[arg-type]
+        self.api.handle("engine", message)  # type: ignore[arg-type]
         return self.answers[-1]
 
 
 def test_an_engine_is_told_when_to_come_back():
-    door = Door(SenderBench(pages=2), client=ClientCaps(max_rooms=2))
-    door.call(Admit(call=2, room=1, prompt_tokens=TOKENS))
-    first = door.call(Admit(call=3, room=2, prompt_tokens=PAGE))
-    door.bench.clock.advance(7)
-    refused = door.call(Admit(call=4, room=2, prompt_tokens=PAGE))
+    api = Api(SenderBench(pages=2), client=ClientCaps(max_rooms=2))
+    api.call(Admit(call=2, room=1, prompt_tokens=TOKENS))
+    first = api.call(Admit(call=3, room=2, prompt_tokens=PAGE))
+    api.bench.clock.advance(7)
+    refused = api.call(Admit(call=4, room=2, prompt_tokens=PAGE))
     assert isinstance(first, Refused)
     assert isinstance(refused, Refused)
     assert (refused.code, refused.retry_after_s) == ("capacity", 7.0), "as long again as nothing has been released"
-    assert door.bench.observer.refusals == {"capacity": 2}
+    assert api.bench.observer.refusals == {"capacity": 2}
 
 
 def test_engines_are_one_client_of_their_own():
-    door = Door(SenderBench(), client=ClientCaps(max_rooms=1))
-    door.call(Admit(call=2, room=1, prompt_tokens=PAGE))
-    refused = door.call(Admit(call=3, room=2, prompt_tokens=PAGE))
+    api = Api(SenderBench(), client=ClientCaps(max_rooms=1))
+    api.call(Admit(call=2, room=1, prompt_tokens=PAGE))
+    refused = api.call(Admit(call=3, room=2, prompt_tokens=PAGE))
     assert isinstance(refused, Refused)
     assert refused.code == "client_limit"
     assert "client 'engine' has 1 rooms" in refused.message
@@ -310,14 +313,14 @@ def test_engines_are_one_client_of_their_own():
 def test_an_extension_that_lacks_pages_is_told_when_to_come_back():
     bench = ReceiverBench(pages=4)
     bench.nodes.know()
-    door = Door(bench)
+    api = Api(bench)
     for room in (1, 2):
-        bench.service.admit_now(request(room=room, prefill=(ADDRESS,)))
+        bench.service.admit(request(room=room, prefill=(ADDRESS,)))
     bench.service.rooms.get(1).state = ReceiverState.COMMITTED
-    door.call(Claim(call=2, room=1))
+    api.call(Claim(call=2, room=1))
     for waited_s in (0.0, 9.0):
         bench.clock.advance(waited_s)
-        refused = door.call(Extend(call=3, room=1, tokens=TOKENS + 1))
+        refused = api.call(Extend(call=3, room=1, tokens=TOKENS + 1))
     assert isinstance(refused, Refused)
     assert (refused.code, refused.retry_after_s) == ("capacity", 9.0)
 

@@ -44,7 +44,7 @@ def page_digests(value: int):
 def offered(digest: DigestKind = DigestKind.CRC32C) -> ReceiverBench:
     bench = ReceiverBench(digest=digest)
     bench.nodes.know()
-    bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=TOKENS, prefill=(ADDRESS,)))
+    bench.service.admit(AdmissionRequest(room=1, prompt_tokens=TOKENS, prefill=(ADDRESS,)))
     return bench
 
 
@@ -215,7 +215,7 @@ def test_verifying_has_a_deadline_of_its_own():
 
 def test_an_abort_ends_a_room_that_is_being_verified_at_once():
     bench = arrived()
-    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
     assert bench.service.report(1).state is RoomState.ABORTED
     assert bench.free == 16
     find(bench, 5)
@@ -236,7 +236,7 @@ def test_a_prefill_node_that_vanishes_while_its_room_is_verified_does_no_harm():
 
 def sending(digest: DigestKind = DigestKind.CRC32C, ranks=(R0,)) -> SenderBench:
     bench = SenderBench(ranks=ranks)
-    room = bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=TOKENS)).room
+    room = bench.service.admit(AdmissionRequest(room=1, prompt_tokens=TOKENS)).room
     tables = bench.service.rooms.get(room).tables
     bench.service.offer(
         DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=to_wire(tables), digest=digest)

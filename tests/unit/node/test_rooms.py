@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -9,7 +10,8 @@ from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.node.rooms import Quarantine, Room, RoomBook, give_back, quarantine
+from kvbridge.node.room import Quarantine, Room, give_back, quarantine
+from kvbridge.node.room_book import RoomBook
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 
 OWNER = Owner(1, 1)
@@ -20,8 +22,17 @@ def make_book(clock: ManualClock | None = None, **settings) -> RoomBook:
     return RoomBook(Role.DECODE, lambda room: room.state, clock=clock or ManualClock(), **settings)
 
 
-def make_room(room: int = 1, generation: int = 1, state: RoomState = RoomState.ADMITTED) -> Room:
-    return Room(
+@dataclass(eq=False)
+class UsedRoom(Room):
+    using: set[str] = field(default_factory=set)
+
+    @property
+    def users(self) -> set[str]:
+        return self.using
+
+
+def make_room(room: int = 1, generation: int = 1, state: RoomState = RoomState.ADMITTED) -> UsedRoom:
+    return UsedRoom(
         room=room,
         generation=generation,
         prompt_tokens=10,
@@ -58,8 +69,9 @@ def test_an_ended_attempt_that_is_not_cleaned_up_is_kept_beside_its_successor():
     assert book.attempts(1) == (old, new)
     assert list(book) == [old, new]
     assert len(book) == 2
-    assert book.choose(1, lambda room: room.generation == 1) is old
-    assert book.choose(1, lambda room: False) is new
+    old.using.add("a")
+    assert book.used_by("a", 1) is old
+    assert book.used_by("b", 1) is new
     book.ended(old)
     assert book.states() == {"failed": 1, "admitted": 1}
 
@@ -115,7 +127,7 @@ def test_draw_avoids_known_ids_and_zero(monkeypatch):
     book = make_book()
     book.add(make_room(7))
     numbers = iter([0, 7, 9])
-    monkeypatch.setattr("kvbridge.node.rooms.secrets.randbits", lambda bits: next(numbers))
+    monkeypatch.setattr("kvbridge.node.room_book.secrets.randbits", lambda bits: next(numbers))
     assert book.draw() == 9
 
 

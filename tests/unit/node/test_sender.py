@@ -18,7 +18,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, WireTable, to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, RoomClosed, Send, Sent
-from kvbridge.node.sender import service as sender
+from kvbridge.node.sender import room as sender
 from kvbridge.pool.accounts.book import Owner, PageState
 from tests.helpers.rooms import DECODE, PAGE, R0, R1, SenderBench, full_amounts, pick
 
@@ -36,7 +36,7 @@ def offer(room: int = 1, generation: int = 1, **fields) -> Offer:
 
 
 def admit(bench: SenderBench, room: int = 1, generation: int = 1, tokens: int = TOKENS):
-    return bench.service.admit_now(AdmissionRequest(room=room, generation=generation, prompt_tokens=tokens))
+    return bench.service.admit(AdmissionRequest(room=room, generation=generation, prompt_tokens=tokens))
 
 
 def begin(bench: SenderBench, engine: str = "engine", ranks=None, room: int = 1, **fields):
@@ -209,7 +209,7 @@ def test_admission_is_refused_with_the_reason_and_keeps_nothing():
     with pytest.raises(CapacityError):
         admit(bench, room=2)
     with pytest.raises(InvalidInputError, match="is for the decode daemon"):
-        bench.service.admit_now(AdmissionRequest(room=3, prompt_tokens=1, prefill=(PeerAddress(endpoint="tcp://x:1"),)))
+        bench.service.admit(AdmissionRequest(room=3, prompt_tokens=1, prefill=(PeerAddress(endpoint="tcp://x:1"),)))
     with pytest.raises(UnknownRoomError):
         bench.service.report(3)
     assert bench.free == 1
@@ -218,7 +218,7 @@ def test_admission_is_refused_with_the_reason_and_keeps_nothing():
 
 def test_a_room_without_an_id_gets_one():
     bench = SenderBench()
-    report = bench.service.admit_now(AdmissionRequest(prompt_tokens=1))
+    report = bench.service.admit(AdmissionRequest(prompt_tokens=1))
     assert bench.service.report(report.room).state is RoomState.ADMITTED
 
 
@@ -363,7 +363,7 @@ def test_an_abort_before_the_offer_ends_at_once(who):
         bench.service.abort("engine", 1, "no")
     else:
         room = bench.service.rooms.get(1)
-        bench.service._driver.raise_event(room, "abort", "aborted", "by its client")
+        bench.service._driver.abort(room, "by its client")
     assert state(bench) is SenderState.ABORTED
     if who != "engine":
         # The engine may be writing at this very moment: only its own word gives its pages to others.
@@ -518,7 +518,7 @@ def test_an_engine_that_dies_gives_back_the_pages_of_ended_rooms():
     bench = SenderBench()
     admit(bench)
     begin(bench)
-    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
     assert bench.free == 14
     bench.service.engine_gone("engine", "killed")
     assert (state(bench), bench.free) == (SenderState.ABORTED, 14)
@@ -740,7 +740,7 @@ def test_beginning_anew_lets_go_of_earlier_attempts():
     bench = SenderBench()
     admit(bench)
     begin(bench)
-    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
     admit(bench, generation=2)
     assert bench.free == 12
     begin(bench)
@@ -753,7 +753,7 @@ def test_an_engine_with_a_gpu_aborts_an_earlier_attempt_before_it_begins_anew():
     bench = SenderBench()
     admit(bench)
     begin(bench, by_gpu=True)
-    bench.service._driver.raise_event(bench.service.rooms.get(1), "abort", "aborted", "by its client")
+    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
     admit(bench, generation=2)
     with pytest.raises(
         ConflictError, match=r"generation 1\) may still be written by this engine's GPU; abort it first"
@@ -906,7 +906,7 @@ def test_adopted_pages_are_the_engines_own_again_once_nothing_is_in_flight():
 def test_repr_counts():
     bench = sending()
     bench.service.offer(DECODE, offer(room=9))
-    assert repr(bench.service) == "<SenderService {'transferring': 1} early offers: 1>"
+    assert repr(bench.service) == "<SenderRooms {'transferring': 1} early offers: 1>"
 
 
 # ------------------------------------------------------------------------------------------- points of an engine's GPU
@@ -949,5 +949,5 @@ def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
 def test_a_prompt_that_no_adopted_pool_could_hold_is_refused(tokens):
     bench = SenderBench(adopted=True)
     with pytest.raises(InvalidInputError, match=r"one page table names at most|the whole pool has"):
-        bench.service.admit_now(AdmissionRequest(room=1, prompt_tokens=tokens))
+        bench.service.admit(AdmissionRequest(room=1, prompt_tokens=tokens))
     assert not bench.service.in_use()

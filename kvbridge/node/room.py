@@ -1,0 +1,152 @@
+"""A room, as both sides keep it, and what becomes of its pages when somebody may still touch them.
+
+Owns: `Room` (the facts common to both sides), why pages are quarantined, how they are given back. Must not know: which side it is
+on, messages, what a fact leads to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from kvbridge.core.errors import RoomFailedError
+from kvbridge.core.ids import Tables
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+
+StateT = TypeVar("StateT", bound=StrEnum)
+
+
+class Quarantine(StrEnum):
+    """Why a room's pages stay away from everybody, in one word."""
+
+    NOT_QUIET = "transport_not_quiet"
+    """Prefill: a transport of ours may still read them."""
+    WRITER_SHUT_OUT = "writer_being_shut_out"
+    """Decode: a writer gives no proof that it has stopped, or something that it has sent may still arrive."""
+    NOT_RELEASED = "engine_not_released"
+    """An engine has not let go of them."""
+    ENGINE_ALIVE = "engine_process_alive"
+    """An engine has left without letting go of them, and its process has not ended, as far as can be seen."""
+
+
+@dataclass(eq=False)
+class Room(Generic[StateT]):
+    """One attempt at one request on this node. Written by its service only."""
+
+    room: int
+    generation: int
+    prompt_tokens: int
+    prefix_tokens: int
+    max_new_tokens: int
+    client: str
+    state: StateT
+    created_s: float
+    tables: Tables = field(default_factory=dict)
+    reason_code: str = ""
+    reason: str = ""
+    amounts: Amounts = field(default_factory=dict)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    deadline_s: float | None = None
+    """When the present wait counts as failed, on the service's clock."""
+    deadline_name: str = ""
+    """The configuration key of that wait."""
+    begin_by_s: float | None = None
+    """Until then a prefill engine has to begin the room, on the service's clock; None once that does not matter any more."""
+    begin_limit: str = ""
+    """Who set that limit: a configuration key, or a field of the admission."""
+    shown: RoomState | None = None
+    """The state that users were told of last."""
+    quarantine: Quarantine | None = None
+    """Why its pages are quarantined, while they are."""
+    departed: set[str] = field(default_factory=set)
+    """Engines that may use its pages, whose connection has ended and whose process has not."""
+
+    @property
+    def owner(self) -> Owner:
+        """The key under which pages are booked."""
+        return Owner(self.room, self.generation)
+
+    @property
+    def users(self) -> set[str]:
+        """Engines that may use its pages."""
+        raise NotImplementedError
+
+    def lose(self, engine: str) -> bool:
+        """An engine will not come back; whether the room cannot go on without it."""
+        raise NotImplementedError
+
+    def let_go(self, engine: str) -> None:
+        """An engine does not use the pages any more; harmless for one that did not."""
+        raise NotImplementedError
+
+    def blame(self, code: str, reason: str) -> None:
+        """Keep the first cause; what others wrote is cut to a length that every message can carry."""
+        if not self.reason_code:
+            self.reason_code = code[:200] or RoomFailedError.code
+            self.reason = reason[:REASON_CHARS]
+
+    def wait_until(self, deadline_s: float | None, name: str = "") -> None:
+        """Start another wait (None: no limit)."""
+        self.deadline_s, self.deadline_name = deadline_s, name
+
+    def begin_within(self, within_s: float | None, *, or_else: tuple[float, str] | None = None) -> None:
+        """Limit the wait for a prefill engine, from the room's creation, by its admission's word or as named."""
+        limit = (within_s, "begin_within_s") if within_s is not None else or_else
+        if limit is not None:
+            self.begin_by_s, self.begin_limit = self.created_s + limit[0], limit[1]
+
+    @property
+    def next_limit(self) -> tuple[float | None, str]:
+        """What ends the room first unless something happens: when, on the service's clock, and the limit's name."""
+        if self.begin_by_s is not None and (self.deadline_s is None or self.begin_by_s <= self.deadline_s):
+            return self.begin_by_s, self.begin_limit
+        return self.deadline_s, self.deadline_name
+
+    def late(self, now_s: float) -> str:
+        """Return the name of the limit that has passed, once; empty when none has."""
+        limit_s, name = self.next_limit
+        if limit_s is None or now_s < limit_s:
+            return ""
+        if limit_s == self.begin_by_s:
+            self.begin_by_s = None
+        else:
+            self.wait_until(None)
+        return name
+
+    def why_late(self, limit: str) -> str:
+        """Return what did not happen within a limit that `late` has returned."""
+        what = f"nothing happened in time in state '{self.state}'"
+        if limit == self.begin_limit:
+            what = "no prefill engine has begun it in time"
+        return f"{what} (limit: {limit})"
+
+
+def quarantine(book: PageBook, room: Room[StateT], cause: Quarantine, why: str) -> bool:
+    """Keep the pages of a room from everybody until `give_back`; whether that is new."""
+    if room.owner not in book or room.quarantine is cause:
+        return False
+    room.quarantine = cause
+    book.quarantine(room.owner, f"{room.owner}: {why}")
+    return True
+
+
+def give_back(book: PageBook, room: Room[StateT]) -> None:
+    """Free the pages of a room, given proof that nobody touches them any more; harmless when it has none."""
+    owner, room.quarantine = room.owner, None
+    match book.state(owner):
+        case PageState.LEASED:
+            book.move(owner, PageState.LEASED, PageState.HELD)
+            book.free(owner)
+        case PageState.HELD:
+            book.free(owner)
+        case PageState.QUARANTINED:
+            # A room's reasons begin with its name, so they are nobody else's.
+            for reason, owners in book.quarantine_reasons().items():
+                if owners == (owner,):
+                    book.release_quarantined(reason)
+        case PageState.FREE:
+            pass

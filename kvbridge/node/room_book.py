@@ -1,0 +1,227 @@
+"""Every room of a daemon by its id, who waits for it, and the receipts of ended ones.
+
+Owns: these. Must not know: which side it is on, messages, pages of memory.
+
+One room id names one attempt at a time. A second admission of an id that is still in flight is a conflict; after it
+ended, the same id may be used again with a higher generation only, so that late messages of the first attempt can be
+told apart. An attempt that has ended for users may still wait for the proof that nobody touches its pages: it is kept
+beside its successor until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from kvbridge.api.rooms import RoomReport
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
+from kvbridge.core.ids import ROOM_BITS, Role
+from kvbridge.core.session.states import RoomState
+from kvbridge.node.admission.pressure import Reservation
+from kvbridge.node.room import Quarantine, Room
+
+RoomT = TypeVar("RoomT", bound=Room[Any])
+
+
+class RoomBook(Generic[RoomT]):
+    """Every room of a daemon. Used from the event loop's thread only.
+
+    Iterating gives the rooms of which something is left to be done. Those that have ended are found by their id, and are not
+    looked at otherwise: there are thousands of them, and deadlines, engines and peers are looked through often.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        describe_state: Callable[[RoomT], RoomState],
+        *,
+        clock: Clock,
+        keep_s: float,
+        keep_rooms: int = 10_000,
+    ) -> None:
+        """`describe_state` maps a room to what users see; ended rooms are kept `keep_s`, `keep_rooms` at most."""
+        self._role = role
+        self._describe_state = describe_state
+        self._clock = clock
+        self._keep_s = keep_s
+        self._keep_rooms = keep_rooms
+        self._attempts: dict[int, list[RoomT]] = {}
+        self._live: dict[RoomT, None] = {}
+        self._ended: deque[tuple[float, RoomT, RoomState]] = deque()
+        self._ended_states: Counter[RoomState] = Counter()
+        self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+        self.in_use: Counter[str] = Counter()
+        """Rooms that have not ended, or have not given everything back, by client."""
+
+    def __len__(self) -> int:
+        return len(self._live) + len(self._ended)
+
+    def __iter__(self) -> Iterator[RoomT]:
+        return iter(tuple(self._live))
+
+    def open(self) -> list[RoomT]:
+        """Return the rooms that have not ended for users."""
+        return [room for room in self if not self._describe_state(room).final]
+
+    def draw(self) -> int:
+        """Return an id that no room of this daemon has; never 0."""
+        while True:
+            room = secrets.randbits(ROOM_BITS)
+            if room and room not in self._attempts:
+                return room
+
+    def check_free(self, room: int, generation: int) -> None:
+        """Raise ConflictError or StaleError unless (room, generation) may be admitted now."""
+        if room not in self._attempts:
+            return
+        known = self.get(room)
+        if not self._describe_state(known).final:
+            raise ConflictError(
+                f"room {room} is already in flight here (generation {known.generation}, state '{known.state}')"
+            )
+        if generation <= known.generation:
+            raise StaleError(
+                f"room {room} generation {generation} has already ended here ({self._describe_state(known)}); "
+                f"use generation {known.generation + 1} or another room id"
+            )
+
+    def add(self, room: RoomT) -> None:
+        """Take a room in; `check_free` has been called."""
+        self._attempts.setdefault(room.room, []).append(room)
+        self._live[room] = None
+        self.in_use[room.client] += 1
+
+    def get(self, room: int) -> RoomT:
+        """Return the newest attempt of a room. Raises UnknownRoomError."""
+        attempts = self._attempts.get(room)
+        if not attempts:
+            raise UnknownRoomError(
+                f"room {room} is not known to this {self._role} daemon (never admitted, or ended and forgotten)"
+            )
+        return attempts[-1]
+
+    def attempts(self, room: int) -> tuple[RoomT, ...]:
+        """Return every attempt that is still known, the oldest first."""
+        return tuple(self._attempts.get(room, ()))
+
+    def used_by(self, engine: str, room: int) -> RoomT:
+        """Return the oldest attempt that an engine uses, or the newest when it uses none. Raises UnknownRoomError."""
+        newest = self.get(room)
+        return next((found for found in self._attempts[room] if engine in found.users), newest)
+
+    def find(self, room: int, generation: int) -> RoomT | None:
+        """Return the room if this very attempt is known."""
+        return next((found for found in self._attempts.get(room, ()) if found.generation == generation), None)
+
+    def newest_generation(self, room: int) -> int:
+        """Return the newest generation seen of a room, 0 when it is unknown."""
+        attempts = self._attempts.get(room)
+        return attempts[-1].generation if attempts else 0
+
+    def changed(self, room: RoomT) -> RoomState | None:
+        """Wake everybody who waits for the room; returns the state that users see now if it is another than before."""
+        for waiter in self._waiters.pop(room.room, []):
+            if not waiter.done():
+                waiter.set_result(None)
+        state = self._describe_state(room)
+        if state is room.shown:
+            return None
+        room.shown = state
+        return state
+
+    def ended(self, room: RoomT) -> None:
+        """Keep the room's receipt for a while. Called once, when nothing of the room is left to be done."""
+        self.in_use[room.client] -= 1
+        if not self.in_use[room.client]:
+            del self.in_use[room.client]
+        state = self._describe_state(room)
+        del self._live[room]
+        self._ended.append((self._clock() + self._keep_s, room, state))
+        self._ended_states[state] += 1
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Forget receipts that have been kept long enough, and the oldest when there are too many."""
+        now_s = self._clock()
+        while self._ended and (self._ended[0][0] <= now_s or len(self._ended) > self._keep_rooms):
+            _, room, state = self._ended.popleft()
+            self._ended_states[state] -= 1
+            attempts = self._attempts[room.room]
+            attempts.remove(room)
+            if not attempts:
+                del self._attempts[room.room]
+
+    def report(self, room: RoomT) -> RoomReport:
+        """Describe a room for users."""
+        now_s = self._clock()
+        limit_s, limit = room.next_limit
+        return RoomReport(
+            room=room.room,
+            generation=room.generation,
+            role=self._role,
+            state=self._describe_state(room),
+            prompt_tokens=room.prompt_tokens,
+            prefix_tokens=room.prefix_tokens,
+            reason_code=room.reason_code,
+            reason=room.reason,
+            amounts=room.amounts,
+            phases_s=room.phases_s,
+            age_s=now_s - room.created_s,
+            expires_in_s=None if limit_s is None else max(0.0, limit_s - now_s),
+            limit=limit,
+        )
+
+    def not_begun(self) -> list[Reservation]:
+        """Return what rooms have that end unless a prefill engine begins them, those that end first in front."""
+        now_s = self._clock()
+        found = [
+            Reservation(
+                room.begin_by_s - now_s, {space: len(table) for space, table in room.tables.items()}, room.client
+            )
+            for room in self._live
+            if room.begin_by_s is not None
+        ]
+        return sorted(found, key=lambda reservation: reservation.ends_in_s)
+
+    async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
+        """Return the report once the state is in `until` or final, or whatever it is after `timeout_s`."""
+        deadline_s = self._clock() + timeout_s
+        while True:
+            found = self.get(room)
+            state = self._describe_state(found)
+            left_s = deadline_s - self._clock()
+            if state in until or state.final or left_s <= 0:
+                return self.report(found)
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(room, []).append(waiter)
+            try:
+                await asyncio.wait_for(waiter, left_s)
+            except TimeoutError:
+                return self.report(self.get(room))
+            finally:
+                self._forget_waiter(room, waiter)
+
+    def _forget_waiter(self, room: int, waiter: asyncio.Future[None]) -> None:
+        waiting = self._waiters.get(room, [])
+        if waiter in waiting:
+            waiting.remove(waiter)
+            if not waiting:
+                del self._waiters[room]
+
+    def quarantined(self) -> dict[str, int]:
+        """Count rooms whose pages are quarantined, by cause."""
+        counts = dict.fromkeys(map(str, Quarantine), 0)
+        for room in self:
+            if room.quarantine is not None:
+                counts[room.quarantine] += 1
+        return counts
+
+    def states(self) -> dict[str, int]:
+        """Count rooms by what users see."""
+        counts = Counter(self._ended_states)
+        counts.update(map(self._describe_state, self))
+        return {state.value: count for state, count in counts.items() if count}
