@@ -58,11 +58,7 @@ main()
 def started(command: list[str]) -> subprocess.Popen[str]:
     """A process that Ctrl-C reaches, though the tests themselves may run in the background, where it is ignored."""
     return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ["env", "--default-signal=INT", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
