@@ -12,7 +12,6 @@ from kvbridge.core.errors import CapacityError, IntegrityError
 from kvbridge.pool.accounts.allocator import RunAllocator
 
 PAGES = 48
-RESERVED = (7, 8, 30)
 
 
 def run_lengths(pages: set[int]) -> list[int]:
@@ -38,8 +37,8 @@ def fewest_runs(free: set[int], count: int) -> int:
 class AllocatorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = RunAllocator(PAGES, reserved=RESERVED)
-        self.free = set(range(PAGES)) - set(RESERVED)
+        self.allocator = RunAllocator(PAGES)
+        self.free = set(range(PAGES))
         self.out: list[int] = []
 
     @rule(count=st.integers(0, 20))
@@ -88,7 +87,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def agrees_with_the_set(self):
         self.allocator.check_integrity()
         assert self.allocator.free == len(self.free)
-        assert self.allocator.run_count == len(run_lengths(self.free))
+        assert len(self.allocator._length_at_start) == len(run_lengths(self.free))
         assert self.allocator.largest_run == max(run_lengths(self.free), default=0)
 
 

@@ -15,7 +15,6 @@ microseconds.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,34 +24,24 @@ from kvbridge.core.ids import PageIdArray
 
 
 class RunAllocator:
-    """Page ids [0, page_count) of one index space, less `reserved` ones, which are never given out.
+    """Page ids [0, page_count) of one index space.
 
     Not thread-safe: it belongs to the one thread that decides.
     """
 
-    def __init__(self, page_count: int, *, name: str = "pages", reserved: Sequence[int] = ()) -> None:
+    def __init__(self, page_count: int, *, name: str = "pages") -> None:
         if page_count < 1 or page_count > np.iinfo(np.int32).max:
             raise InvalidInputError(f"{name}: a pool has 1 to 2^31 - 1 pages, got {page_count}")
         self.name = name
         self.page_count = page_count
-        self._reserved = np.unique(np.asarray(reserved, dtype=np.int64))
-        if len(self._reserved) and (self._reserved[0] < 0 or self._reserved[-1] >= page_count):
-            raise PageOutOfBoundsError(f"{name}: reserved pages {list(reserved)} are not all in [0, {page_count})")
         self._is_free = np.ones(page_count, dtype=np.bool_)
-        self._is_free[self._reserved] = False
         self._free = 0
         self._length_at_start: dict[int, int] = {}
         self._length_at_stop: dict[int, int] = {}
         self._starts_of_length: dict[int, list[int]] = {}
         self._place_of_start: dict[int, int] = {}
         self._lengths: list[int] = []
-        for start, stop in _runs(np.flatnonzero(self._is_free)):
-            self._add_run(start, stop - start)
-
-    @property
-    def usable(self) -> int:
-        """Pages that can ever be given out: all but the reserved ones."""
-        return self.page_count - len(self._reserved)
+        self._add_run(0, page_count)
 
     @property
     def free(self) -> int:
@@ -63,11 +52,6 @@ class RunAllocator:
     def largest_run(self) -> int:
         """Length of the longest run of consecutive free pages; 0 when nothing is free."""
         return self._lengths[-1] if self._lengths else 0
-
-    @property
-    def run_count(self) -> int:
-        """How many separate runs the free pages form; `run_count / free` says how fragmented the pool is."""
-        return len(self._length_at_start)
 
     def take(self, count: int, *, after: int | None = None) -> PageIdArray:
         """Give out `count` pages, all or nothing: int32 ids, ascending, in the fewest runs possible.
@@ -94,7 +78,7 @@ class RunAllocator:
         """Take pages back, all or nothing. `ids` are distinct pages that are out, in any order.
 
         Raises PageOutOfBoundsError for an id that the space does not have and IntegrityError for a page that is not
-        out (given twice, or reserved): both mean that somebody's books are wrong, so nothing is changed.
+        out (given twice): both mean that somebody's books are wrong, so nothing is changed.
         """
         pages = np.sort(np.asarray(ids, dtype=np.int64), axis=None)
         if not len(pages):
@@ -104,7 +88,7 @@ class RunAllocator:
                 f"{self.name}: page {pages[0] if pages[0] < 0 else pages[-1]} is not in [0, {self.page_count})"
             )
         repeated = pages[1:][pages[1:] == pages[:-1]]
-        not_out = pages[self._is_free[pages] | np.isin(pages, self._reserved)]
+        not_out = pages[self._is_free[pages]]
         for wrong, why in ((repeated, "named twice"), (not_out, "not out")):
             if len(wrong):
                 raise IntegrityError(f"{self.name}: pages given back that are {why}: {_abbreviated(wrong)}")
@@ -124,7 +108,6 @@ class RunAllocator:
             == {start: place for starts in self._starts_of_length.values() for place, start in enumerate(starts)},
             "sorted lengths": self._lengths == sorted(self._starts_of_length),
             "free count": self._free == sum(expected.values()),
-            "reserved pages": not self._is_free[self._reserved].any(),
         }
         for fact, holds in facts.items():
             if not holds:

@@ -13,7 +13,7 @@ here; what the engine does with the rest of its pages is not known, so "free" th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,18 +51,13 @@ class PageBook:
         owned: Mapping[IndexSpace, int],
         *,
         adopted: Mapping[IndexSpace, int] | None = None,
-        reserved: Mapping[IndexSpace, Sequence[int]] | None = None,
     ) -> None:
-        """Open the accounts: pages of each space that we allocate from, and of each that an engine does.
-
-        `reserved` names page ids of owned spaces that are never given out (an engine's dummy page).
-        """
+        """Open the accounts: pages of each space that we allocate from, and of each that an engine does."""
         both = owned.keys() & (adopted or {}).keys()
         if both:
             raise InvalidInputError(f"spaces {sorted(both)} cannot be both owned and adopted")
-        keep = reserved or {}
         self._spaces: dict[IndexSpace, OwnedSpace | AdoptedSpace] = {
-            space: OwnedSpace(space, count, reserved=keep.get(space, ())) for space, count in owned.items()
+            space: OwnedSpace(space, count) for space, count in owned.items()
         }
         self._spaces |= {space: AdoptedSpace(space, count) for space, count in (adopted or {}).items()}
         if not self._spaces:
@@ -217,7 +212,7 @@ class PageBook:
 
     def totals(self) -> dict[IndexSpace, int]:
         """Usable pages of each space."""
-        return {space: account.usable for space, account in self._spaces.items()}
+        return {space: account.page_count for space, account in self._spaces.items()}
 
     def counts(self) -> dict[IndexSpace, dict[PageState, int]]:
         """Pages of each space in each state. They add up to `totals()`."""
@@ -236,10 +231,10 @@ class PageBook:
         for space, count in demand.items():
             if space not in self._spaces:
                 raise InvalidInputError(f"{of}: needs pages of '{space}', which this node does not have")
-            usable = self._spaces[space].usable
-            if count > usable:
+            page_count = self._spaces[space].page_count
+            if count > page_count:
                 raise InvalidInputError(
-                    f"{of}: needs {count} pages of '{space}', the whole pool has {usable}; "
+                    f"{of}: needs {count} pages of '{space}', the whole pool has {page_count}; "
                     f"enlarge the pool or shorten the request"
                 )
 
@@ -337,7 +332,7 @@ class PageBook:
     def _lack(self, space: IndexSpace, count: int) -> str:
         free = self._spaces[space].free
         return (
-            f"space '{space}' lacks {count - free} pages ({count} wanted, {free} of {self._spaces[space].usable} free, "
+            f"space '{space}' lacks {count - free} pages ({count} wanted, {free} of {self._spaces[space].page_count} free, "
             f"{self.pages_being_released()[space]} being released, {self._in_state[space][_Q]} quarantined)"
         )
 

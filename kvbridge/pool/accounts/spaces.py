@@ -18,13 +18,13 @@ from kvbridge.pool.accounts.allocator import RunAllocator
 class OwnedSpace(RunAllocator):
     """A space whose ids we give out."""
 
-    def __init__(self, space: IndexSpace, page_count: int, *, reserved: Sequence[int] = ()) -> None:
-        super().__init__(page_count, name=str(space), reserved=reserved)
+    def __init__(self, space: IndexSpace, page_count: int) -> None:
+        super().__init__(page_count, name=str(space))
 
     def check_owners(self, owned: Sequence[PageIdArray]) -> None:
         """Check that the owners' pages are exactly those that are out, each once, and every inner structure."""
         self.check_integrity()
-        _check_disjoint(self.name, owned, self.usable - self.free)
+        _check_disjoint(self.name, owned, self.page_count - self.free)
         if any(self._is_free[ids].any() for ids in owned):
             raise IntegrityError(f"space '{self.name}': an owned page is also free in {self!r}")
 
@@ -36,14 +36,14 @@ class AdoptedSpace:
         if page_count < 1:
             raise InvalidInputError(f"adopted space '{space}' needs at least one page, got {page_count}")
         self.name = str(space)
-        self.usable = page_count
+        self.page_count = page_count
         self._is_used = np.zeros(page_count, dtype=np.bool_)
         self._used = 0
 
     @property
     def free(self) -> int:
         """Pages that have not been given to us; whether the engine could give them is its own affair."""
-        return self.usable - self._used
+        return self.page_count - self._used
 
     def check(self, ids: npt.ArrayLike) -> PageIdArray:
         """Return ids that an engine named as our own int32 copy. Raises when one does not exist or is named twice."""
@@ -53,9 +53,11 @@ class AdoptedSpace:
                 f"pages of adopted space '{self.name}' are a one-dimensional list of integers, "
                 f"got {pages.dtype} of shape {pages.shape}"
             )
-        outside = pages[(pages < 0) | (pages >= self.usable)]
+        outside = pages[(pages < 0) | (pages >= self.page_count)]
         if len(outside):
-            raise PageOutOfBoundsError(f"page {outside[0]} is not in [0, {self.usable}) of adopted space '{self.name}'")
+            raise PageOutOfBoundsError(
+                f"page {outside[0]} is not in [0, {self.page_count}) of adopted space '{self.name}'"
+            )
         if len(np.unique(pages)) != len(pages):
             raise InvalidInputError(f"a page of adopted space '{self.name}' is named twice among {len(pages)}")
         return pages.astype(np.int32)

@@ -31,12 +31,11 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
-from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.cuda import has_accelerator, runtime
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.background import Call, take_turn
 from kvbridge.transport.base import Connection, Endpoint, Peer, Steps, Transfer, Transport
 from kvbridge.transport.endpoints import read_endpoint
-from kvbridge.transport.local.accelerators import has_accelerator
 from kvbridge.transport.local.access import DeviceAccess
 from kvbridge.transport.local.copier import Copier, CopyTransfer
 from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob

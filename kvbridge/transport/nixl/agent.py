@@ -27,8 +27,7 @@ import numpy.typing as npt
 from kvbridge.config.transports import NixlSettings
 from kvbridge.core.errors import ConfigError, TransportError
 from kvbridge.core.ids import MemoryKind
-from kvbridge.kernels.cuda import runtime
-from kvbridge.transport.local.accelerators import has_accelerator
+from kvbridge.kernels.cuda import has_accelerator, runtime
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")

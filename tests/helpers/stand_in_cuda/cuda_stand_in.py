@@ -235,15 +235,15 @@ class Copier:
 
 def install(replace: Any = setattr) -> Runtime:
     """Take CUDA's place in this process; `replace` sets an attribute (`monkeypatch.setattr` undoes it again)."""
+    from kvbridge.kernels import cuda
     from kvbridge.kernels.cuda import allocations, runtime
-    from kvbridge.transport.local import accelerators
     from kvbridge.transport.local import streams as local_streams
 
     made = Runtime()
     driver = Driver(made)
     replace(runtime, "_library", lambda: made)
     replace(allocations, "_driver", lambda: driver)
-    replace(accelerators, "ACCELERATOR_NODES", (Path("/dev/null"),))
+    replace(cuda, "ACCELERATOR_NODES", (Path("/dev/null"),))
     replace(local_streams, "StretchCopier", Copier)
     return made
 

@@ -10,7 +10,7 @@ import pytest
 from kvbridge.pool.memory import leftovers
 from kvbridge.pool.memory.leftovers import Leftover, Verdict, sweep
 from kvbridge.pool.memory.shared_mapping import SharedMapping
-from kvbridge.transport.local.host import Gates, Proof
+from kvbridge.transport.local.host import LockFiles, Proof
 
 POOL = "kvbridge-0123456789ab-0123456789abcdef.host.host"
 PROOF = ".kvbridge-0123456789abcdef"
@@ -79,11 +79,11 @@ def test_no_sweep_meets_a_file_that_somebody_is_creating(shm):
     assert seen == []
 
 
-def test_gates_end_with_their_process_where_exit_handlers_do_not_run(shm):
-    gates = Gates()
-    gate = gates.to_name(99, 4096, shm)
-    assert verdicts(sweep([shm])) == {Path(gate.file.path).name: Verdict.IN_USE}
-    gates.remove_names()
+def test_lock_files_end_with_their_process_where_exit_handlers_do_not_run(shm):
+    lock_files = LockFiles()
+    lock_file = lock_files.to_name(99, 4096, shm)
+    assert verdicts(sweep([shm])) == {Path(lock_file.file.path).name: Verdict.IN_USE}
+    lock_files.remove_names()
     assert not list(shm.iterdir())
 
 

@@ -211,13 +211,6 @@ def test_a_space_that_does_not_exist_is_refused_before_anything_is_taken(book):
     assert book.counts()[FULL][FREE] == 16
 
 
-def test_reserved_page_ids_are_not_given_out():
-    book = PageBook({FULL: 4}, reserved={FULL: (0,)})
-    assert book.totals() == {FULL: 3}
-    assert book.reserve(A, {FULL: 3})[FULL].tolist() == [1, 2, 3]
-    book.check_integrity()
-
-
 def test_repr_is_for_the_operator(book):
     book.reserve(A, {FULL: 3, SWA: 1}, state=LEASED)
     assert repr(book) == (
