@@ -3,14 +3,13 @@
 Owns: streams and events, of which a CPU has none. Must not know: what is done on them.
 
 *Compute* is torch's current stream at the time of a call, which is the engine's. A *side stream* is one of ours. Events make
-one stream wait for another on the device; the host waits only in `synchronize`. On a CPU every call has done its work when it
-returns, so nothing waits.
+one stream wait for another on the device; the host waits only in `synchronize`. The classes with public names are those of a CPU,
+where every call has done its work when it returns, so that nothing waits; those of a CUDA device derive from them.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -20,73 +19,66 @@ from kvbridge.core.errors import DeadlineError
 POLL_S = 0.0002
 
 
-class Point(ABC):
+class Point:
     """A point in a stream. Before it is marked it counts as reached."""
 
-    @abstractmethod
     def reached(self) -> bool:
         """Whether everything before the last mark is done; never waits."""
+        return True
 
-    @abstractmethod
     def synchronize(self) -> None:
         """The host waits for the last mark."""
 
 
-class SideStream(ABC):
+class SideStream:
     """A stream beside compute."""
 
-    @abstractmethod
     def handle(self) -> int:
         """The stream's handle, as launches take it."""
+        return 0
 
-    @abstractmethod
     def follow_compute(self) -> None:
         """Begin later work here only after all that compute has been given so far."""
 
-    @abstractmethod
     def follow(self, other: SideStream) -> None:
         """Begin later work here only after all that another side stream has been given so far."""
 
-    @abstractmethod
     def mark(self, point: Point) -> None:
         """Mark this stream's present end."""
 
-    @abstractmethod
     def running(self) -> AbstractContextManager[object]:
         """A context in which torch's own operations go to this stream."""
+        return nullcontext()
 
 
-class Streams(ABC):
+class Streams:
     """Compute and its side streams, on one device."""
-
-    @abstractmethod
-    def handle(self) -> int:
-        """The compute stream's handle, as launches take it."""
-
-    @abstractmethod
-    def point(self) -> Point:
-        """A new point."""
-
-    @abstractmethod
-    def side_stream(self) -> SideStream:
-        """A new side stream."""
-
-    @abstractmethod
-    def mark(self, point: Point) -> None:
-        """Mark compute's present end."""
-
-    @abstractmethod
-    def wait(self, point: Point) -> None:
-        """Compute goes on only after a point; the host does not wait."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """The host waits for everything on the device."""
 
     @staticmethod
     def on(device: torch.device) -> Streams:
         """The streams of a device, `cpu` or `cuda:N`."""
-        return _CudaStreams(device) if device.type == "cuda" else _HostStreams()
+        return _CudaStreams(device) if device.type == "cuda" else Streams()
+
+    def handle(self) -> int:
+        """The compute stream's handle, as launches take it."""
+        return 0
+
+    def point(self) -> Point:
+        """A new point."""
+        return Point()
+
+    def side_stream(self) -> SideStream:
+        """A new side stream."""
+        return SideStream()
+
+    def mark(self, point: Point) -> None:
+        """Mark compute's present end."""
+
+    def wait(self, point: Point) -> None:
+        """Compute goes on only after a point; the host does not wait."""
+
+    def synchronize(self) -> None:
+        """The host waits for everything on the device."""
 
 
 class PendingCopies:
@@ -107,57 +99,6 @@ class PendingCopies:
             if time.monotonic() > deadline_s:
                 raise DeadlineError(f"{self._label}: copies of its rows are still under way after {timeout_s:g} s")
             time.sleep(POLL_S)
-
-
-# ------------------------------------------------------------------------------------------- a CPU
-
-
-class _Now(Point):
-    def reached(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return
-
-
-class _HostSideStream(SideStream):
-    def handle(self) -> int:
-        return 0
-
-    def follow_compute(self) -> None:
-        return
-
-    def follow(self, other: SideStream) -> None:
-        del other
-
-    def mark(self, point: Point) -> None:
-        del point
-
-    def running(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
-class _HostStreams(Streams):
-    def handle(self) -> int:
-        return 0
-
-    def point(self) -> Point:
-        return _Now()
-
-    def side_stream(self) -> SideStream:
-        return _HostSideStream()
-
-    def mark(self, point: Point) -> None:
-        del point
-
-    def wait(self, point: Point) -> None:
-        del point
-
-    def synchronize(self) -> None:
-        return
-
-
-# ------------------------------------------------------------------------------------------- a CUDA device
 
 
 class _Event(Point):

@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 
 from pydantic import TypeAdapter
 
-from kvbridge.core.errors import BridgeError, PeerError
+from kvbridge.core.errors import BridgeError, DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.children import stop_all, wait_for
 from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, first_worker_error, plan_cluster
@@ -109,13 +109,19 @@ class ClusterRun:
 
 def wait_ready(cluster: Cluster) -> None:
     """Wait until requests can be paired. Raises PeerError when a daemon or a rank worker cannot, DeadlineError."""
+    waiting = cluster.all()
 
     def look() -> bool:
         if why := first_worker_error([cluster.prefill, cluster.decode]):
             raise PeerError(why)
-        return all(daemon.is_ready() for daemon in cluster.all())
+        waiting[:] = [daemon for daemon in waiting if not daemon.is_ready()]
+        return not waiting
 
-    wait_for("daemons ready", look, timeout_s=START_S, watched=cluster.all())
+    try:
+        wait_for("daemons ready", look, timeout_s=START_S, watched=cluster.all())
+    except DeadlineError as error:
+        names = ", ".join(daemon.name for daemon in waiting)
+        raise DeadlineError(f"{names} not ready within {START_S:g} s; --keep-logs keeps what they say") from error
 
 
 def used_pages(daemon: DaemonProcess) -> dict[str, int]:

@@ -211,8 +211,3 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="typ
 
 
 DemoChannel: TypeAlias = Channel[Attach | Serve]
-
-
-def open_channel() -> DemoChannel:
-    """Take this process's standard input and output for orders and events."""
-    return Channel(ORDERS)

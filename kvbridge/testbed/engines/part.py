@@ -10,7 +10,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from kvbridge.core.errors import BridgeError, UnsupportedError
 from kvbridge.testbed.engines.channel import Channel, Failed
@@ -24,16 +24,17 @@ def run_part(
     arguments: list[str],
     *,
     job: type[BaseModel],
-    channel: Channel[Any],
+    orders: TypeAdapter[Any],
     missing: str = "",
 ) -> int:
     """Run `PACKAGE.PART_process.serve(job, channel)` to its end and return the exit code; its last word is an event.
 
-    `arguments` are the part and the file of its job; `missing` says what to do when a library is not there.
+    `arguments` are the part and the file of its job; `orders` validates orders; `missing` says what to do without a library.
     """
     part, job_file = arguments
     if part not in parts:
         raise UnsupportedError(f"{package} has the parts {', '.join(parts)}, got '{part}'")
+    channel = Channel(orders)
     try:
         module = importlib.import_module(f"{package}.{part}_process")
         module.serve(job.model_validate_json(Path(job_file).read_text()), channel)

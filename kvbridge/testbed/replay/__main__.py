@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from kvbridge.testbed.engines.part import run_part
-from kvbridge.testbed.replay.job import Job, open_channel
+from kvbridge.testbed.replay.job import ORDERS, Job
 
 PARTS = ("prefill", "decode")
 
 if __name__ == "__main__":
-    sys.exit(run_part("kvbridge.testbed.replay", PARTS, sys.argv[1:], job=Job, channel=open_channel()))
+    sys.exit(run_part("kvbridge.testbed.replay", PARTS, sys.argv[1:], job=Job, orders=ORDERS))

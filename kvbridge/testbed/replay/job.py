@@ -144,8 +144,3 @@ ORDERS: TypeAdapter[Serve] = TypeAdapter(Serve)
 EVENTS: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
 
 ReplayChannel: TypeAlias = Channel[Serve]
-
-
-def open_channel() -> ReplayChannel:
-    """Take this process's standard input and output for orders and events."""
-    return Channel(ORDERS)

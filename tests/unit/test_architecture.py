@@ -1,0 +1,24 @@
+"""The architecture page names the layers that the import linter keeps, and files that exist."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "kvbridge" / "ARCHITECTURE.md").read_text()
+
+
+def test_the_table_of_layers_is_the_one_that_is_checked():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    checked = [package for layer in layers for package in layer.split(" | ")]
+    assert re.findall(r"^\| `(\w+)` \|", PAGE.split("## Layers")[1], re.MULTILINE) == checked
+
+
+def test_the_files_that_it_names_exist():
+    named = set(re.findall(r"`((?:[a-z_0-9]+/)+(?:[a-z_0-9]+\.(?:py|cu))?)`", PAGE))
+    assert len(named) > 30
+    roots = (ROOT / "kvbridge", ROOT, *(ROOT / "kvbridge").iterdir())
+    assert not [name for name in named if not any((root / name).exists() for root in roots)]
