@@ -169,7 +169,6 @@ class WorkerSet:
         worker.packed = pack_rank(message.description)
         worker.state, worker.description, worker.error = WorkerState.READY, message.description, ""
         worker.epoch, worker.device = message.epoch, message.device
-        log.info("worker_ready", rank=str(message.rank), pid=message.pid)
 
     def failed(self, message: WorkerFailed) -> None:
         """A worker cannot serve; its process is about to end."""

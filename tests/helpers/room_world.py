@@ -55,6 +55,7 @@ from kvbridge.node.receiver.service import ReceiverRooms
 from kvbridge.node.sender.room import SenderPorts, SenderRoom, SenderSettings
 from kvbridge.node.sender.service import SenderRooms
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+from kvbridge.telemetry.events import EventStream
 from tests.helpers.room_actors import (
     DESTINATION,
     PAGES,
@@ -74,7 +75,6 @@ from tests.helpers.rooms import (
     R1,
     RECEIVER_LIMITS,
     SENDER_LIMITS,
-    CountingObserver,
     pages_in,
     run_inspection,
 )
@@ -96,7 +96,7 @@ class PrefillNode:
         self.succeeded: set[int] = set()
         self.ordered: dict[Owner, set[int]] = {}
         self.service = SenderRooms(
-            SenderPorts(book=self.book, workers=self, peers=self, engines=self.engines, observer=CountingObserver()),
+            SenderPorts(book=self.book, workers=self, peers=self, engines=self.engines, events=EventStream()),
             SenderSettings(geometry=GEOMETRY, keep_s=300, adopted=world.adopted, limits=SENDER_LIMITS),
             clock=world.clock,
         )
@@ -128,6 +128,9 @@ class PrefillNode:
             self.workers[whom].inbox.append(message)
         elif whom == DECODE:
             self.world.to_decode(message)
+
+    def transport(self, peer: str, rank: Rank) -> str:
+        return self.nodes.transport(peer, rank)
 
     def take(self, message: PeerMessage) -> None:
         if self.nodes.holds(DECODE, message):
@@ -219,8 +222,7 @@ class World:
         self.fence = Fence(
             (R0,),
             send=lambda rank, message: self.towards_rank.append(message),
-            open_offers=lambda: self.receiver.open_offers(),  # noqa: PLW0108 - made below
-            on_shut=lambda owners: self.receiver.shut(owners),  # noqa: PLW0108
+            events=EventStream(),
             fence_s=30,
             clock=self.clock,
         )
@@ -230,7 +232,7 @@ class World:
             describe=self.describe,
             links=OneLink(self),
             on_changed=self.nodes_changed,
-            on_gone=lambda peer, reason: self.receiver.peer_gone(peer, reason),  # noqa: PLW0108
+            on_gone=lambda peer, reason: self.receiver.peer_gone(peer, reason),  # noqa: PLW0108 - made below
         )
         self.receiver = ReceiverRooms(
             ReceiverPorts(
@@ -239,11 +241,12 @@ class World:
                 nodes=self.decode_nodes,
                 fence=self.fence,
                 engines=self.engines,
-                observer=CountingObserver(),
+                events=EventStream(),
             ),
             ReceiverSettings(geometry=GEOMETRY, keep_s=300, adopted=adopted, digest=digest, limits=RECEIVER_LIMITS),
             clock=self.clock,
         )
+        self.fence.watch(self.receiver)
         self.prefill = self.new_life()
 
     def describe(self) -> NodeDescription:

@@ -29,6 +29,7 @@ from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import Quarantine, give_back
 from kvbridge.node.room_book import RoomBook
 from kvbridge.pool.accounts.book import PageState
+from kvbridge.telemetry.events import RoomReceived
 
 log = structlog.get_logger(__name__)
 
@@ -182,7 +183,7 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
         room.committed_s = self._clock()
         room.phases_s["offer_to_commit"] = room.committed_s - room.offered_s
         room.phases_s["admit_to_commit"] = room.committed_s - room.created_s
-        self._ports.observer.received(room.amounts, room.phases_s)
+        self._ports.events.emit(RoomReceived(**room.identity, amounts=room.amounts, phases_s=room.phases_s))
         self.advance(room, event)
 
     def _at_rest(self, room: ReceiverRoom) -> None:

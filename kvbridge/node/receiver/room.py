@@ -183,6 +183,11 @@ class ReceiverRoom(Room[ReceiverState]):
         return self.state in {ReceiverState.ABORTING_CLAIMED, ReceiverState.FAILING_CLAIMED}
 
     @property
+    def first_peer(self) -> str:
+        """See Room."""
+        return next(iter(self.writers), "")
+
+    @property
     def users(self) -> set[str]:
         """See Room: engines that have claimed it and not released it."""
         return self.claimed_by - self.released_by
