@@ -22,7 +22,12 @@ from kvbridge.core.session.states import RoomState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoomFact:
+class Fact:
+    """Something that has happened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomFact(Fact):
     """Something about one attempt at one room. `peer` is the other node's incarnation, empty while there is none."""
 
     room: int
@@ -101,7 +106,7 @@ class PagesDiffer(RoomFact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRefused:
+class RequestRefused(Fact):
     """A request was not admitted; `code` is one of few words."""
 
     code: str
@@ -126,7 +131,7 @@ class WaitOutcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestWaited:
+class RequestWaited(Fact):
     """A request that waited for pages waits no more."""
 
     outcome: WaitOutcome
@@ -135,7 +140,7 @@ class RequestWaited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerLost:
+class PeerLost(Fact):
     """A peer is gone or silent: rooms do not rely on it any more. `peer` is its incarnation, or its address."""
 
     peer: str
@@ -143,7 +148,7 @@ class PeerLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageUndelivered:
+class MessageUndelivered(Fact):
     """A control message was given up unacknowledged."""
 
     peer: str
@@ -152,14 +157,14 @@ class MessageUndelivered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessagesResent:
+class MessagesResent(Fact):
     """Control messages were sent again."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrameRefused:
+class FrameRefused(Fact):
     """A frame or a connection was refused; `kind` is one of few words, `detail` is for people."""
 
     kind: str
@@ -167,7 +172,7 @@ class FrameRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryRegistered:
+class MemoryRegistered(Fact):
     """A rank worker has registered this share of its memory with its transports (0 to 1)."""
 
     rank: Rank
@@ -175,7 +180,7 @@ class MemoryRegistered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStarted:
+class WorkerStarted(Fact):
     """A rank worker is ready (again)."""
 
     rank: Rank
@@ -183,7 +188,7 @@ class WorkerStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLost:
+class WorkerLost(Fact):
     """A rank worker has ended, and with it all that it had under way."""
 
     rank: Rank
@@ -193,7 +198,7 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFact:
+class EngineFact(Fact):
     """Something about one engine process, by the name of its connection."""
 
     engine: str
@@ -227,7 +232,7 @@ class EngineEnded(EngineFact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FenceBegan:
+class FenceBegan(Fact):
     """Endpoints of `epoch` replace the earlier ones, because `rooms` rooms have writers that give no proof."""
 
     epoch: int
@@ -235,39 +240,12 @@ class FenceBegan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritersShutOut:
+class WritersShutOut(Fact):
     """Everything that writers knew of this node's memory before `epoch` is void; `rooms` rooms were waiting for that."""
 
     epoch: int
     rooms: int
 
-
-Fact = (
-    RoomEntered
-    | RoomRejected
-    | RoomQuarantined
-    | OrderBegan
-    | OrderEnded
-    | RankSent
-    | RoomReceived
-    | PagesDiffer
-    | RequestRefused
-    | RoomMessageRefused
-    | RequestWaited
-    | PeerLost
-    | MessageUndelivered
-    | MessagesResent
-    | FrameRefused
-    | MemoryRegistered
-    | WorkerStarted
-    | WorkerLost
-    | EngineAttached
-    | EngineLeft
-    | EngineLost
-    | EngineEnded
-    | FenceBegan
-    | WritersShutOut
-)
 
 Reader = Callable[[float, Fact], None]
 """(monotonic seconds, fact). Must not raise."""
