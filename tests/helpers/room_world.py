@@ -363,19 +363,19 @@ class World:
 
     def lose(self, worker: Worker, orders: Iterable[Send] | None = None) -> None:
         """What some orders of a worker (or all) have sent stays behind."""
-        for order in [*worker.orders, *worker.loud] if orders is None else orders:
+        for order in [*worker.orders, *worker.active] if orders is None else orders:
             self.on_their_way.add((owner_of(order), worker.epochs[order.order]))
 
     def order_ends(self, worker: Worker, order: Send, *, how: str) -> None:
-        """`how`: well, stopped (nothing of it is on its way), lost (something is), loud (it goes on)."""
+        """`how`: well, stopped (nothing of it is on its way), lost (something is), active (it goes on)."""
         cut_off = worker.epochs[order.order] < self.revoked_before
         if how == "lost":
             self.lose(worker, [order])
         well = how == "well" and not cut_off
-        worker.end(order, well=well, in_transit=how == "lost", quiet=how != "loud")
+        worker.end(order, well=well, in_transit=how == "lost", quiet=how != "active")
 
     def transport_closed(self, worker: Worker) -> None:
-        self.lose(worker, worker.loud)
+        self.lose(worker, worker.active)
         worker.close_transport()
 
     def prefill_dies(self) -> None:
@@ -551,7 +551,7 @@ class World:
                 worker.read()
             elif worker.orders and orders:
                 self.order_ends(worker, worker.orders[0], how="well")
-            elif worker.loud and orders:
+            elif worker.active and orders:
                 self.transport_closed(worker)
             elif worker.outbox:
                 self.prefill.hear(rank)

@@ -21,7 +21,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import PeerMessage
 from kvbridge.core.wire.worker_messages import NodeToWorker
-from kvbridge.node.receiver.room import MetNode, ReceiverLimits, ReceiverPorts, ReceiverSettings
+from kvbridge.node.receiver.room import KnownNode, ReceiverLimits, ReceiverPorts, ReceiverSettings
 from kvbridge.node.receiver.service import ReceiverRooms
 from kvbridge.node.sender.room import SenderLimits, SenderPorts, SenderSettings
 from kvbridge.node.sender.service import SenderRooms
@@ -182,7 +182,7 @@ class FakeEngines:
 
 class FakeNodes:
     def __init__(self) -> None:
-        self.answers: dict[PeerAddress, MetNode | BridgeError] = {}
+        self.answers: dict[PeerAddress, KnownNode | BridgeError] = {}
         self.asked: list[PeerAddress] = []
         self.messages: list[tuple[object, object]] = []
 
@@ -196,7 +196,7 @@ class FakeNodes:
         tp_size: int = 1,
         stage_boundaries: tuple[int, ...] = (),
     ) -> None:
-        self.answers[address] = MetNode(
+        self.answers[address] = KnownNode(
             peer,
             instance=instance,
             node=peer[:4],
@@ -206,7 +206,7 @@ class FakeNodes:
             ranks=ranks,
         )
 
-    def met(self, address: PeerAddress) -> MetNode | None:
+    def known_node(self, address: PeerAddress) -> KnownNode | None:
         self.asked.append(address)
         answer = self.answers.get(address)
         if isinstance(answer, BridgeError):

@@ -101,7 +101,7 @@ class AdmissionController:
             max_waiting=limits.max_waiting, max_overtakes=limits.max_overtakes
         )
         self._rates = ReleaseRates(clock)
-        self._told = RetryAfter(limits.retry_after_min_s, limits.retry_after_max_s, draw)
+        self._retry_after = RetryAfter(limits.retry_after_min_s, limits.retry_after_max_s, draw)
         self._starvation = Starvation(
             book, unready_after_s=limits.unready_after_s, clock=clock, on_changed=on_readiness
         )
@@ -177,7 +177,7 @@ class AdmissionController:
         if rooms >= self._limits.max_rooms:
             raise CapacityError(
                 f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms); a room counts until its pages are back",
-                retry_after_s=self._told(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
+                retry_after_s=self._retry_after(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
             )
         report = self._rooms.admit(request)
         if self._starvation.starving:
@@ -236,7 +236,7 @@ class AdmissionController:
         return ClientLimitError(
             f"client '{client}' has {having} on this daemon, as many as it may ({key} is "
             f"{getattr(self._limits.of(client), cap)}); a room counts until its pages are back{first_end(own)}",
-            retry_after_s=self._told(seconds),
+            retry_after_s=self._retry_after(seconds),
         )
 
     def _check_unclaimed(self, request: AdmissionRequest) -> None:
@@ -272,7 +272,7 @@ class AdmissionController:
         if not error.lacking:
             return error.retry_after_s
         soon = self._book.pages_being_released()
-        return self._told(self._rates.seconds_until(error.lacking, soon, self._rooms.not_begun()))
+        return self._retry_after(self._rates.seconds_until(error.lacking, soon, self._rooms.not_begun()))
 
     # ------------------------------------------------------------------ what becomes of pages
 

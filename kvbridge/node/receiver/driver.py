@@ -1,7 +1,7 @@
 """What happens to one room on a decode node once something has happened to it.
 
 Owns: feeding `RECEIVER_TABLE`, carrying its actions out, and what follows from the facts alone (the offer once
-everybody is met, the commit once every writer has sent what it owes, the end once nobody writes or reads).
+every writer is known, the commit once every writer has sent what it owes, the end once nobody writes or reads).
 Must not know: who raised the event.
 
 From the offer on, pages are leased to the writers. They come back by proof only: Done from every writer with the
@@ -62,7 +62,7 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
     @staticmethod
     def _next_event(room: ReceiverRoom) -> ReceiverEvent | None:
         if room.state is ReceiverState.RESERVED and room.writers:
-            return ReceiverEvent.MET
+            return ReceiverEvent.WRITERS_KNOWN
         if room.awaits_writers and not room.active and (room.shut or room.clean):
             return ReceiverEvent.DRAINED
         return ReceiverEvent.RELEASE if room.released else None
@@ -153,7 +153,7 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
         if room.state is not ReceiverState.RESERVED:
             return
         try:
-            found = [self._ports.nodes.met(address) for address in room.addresses]
+            found = [self._ports.nodes.known_node(address) for address in room.addresses]
             nodes = [node for node in found if node is not None]
             if len(nodes) == len(found):
                 room.writers = self._writer_sets.writers(nodes, self._ports.workers.manifests())

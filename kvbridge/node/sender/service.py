@@ -313,7 +313,7 @@ class SenderRooms(Rooms):
             self._driver.rejected(room, message.code, f"by the decode side: {message.message}")
 
     def peer_gone(self, peer: str, reason: str) -> None:
-        """A decode node's life ended or it is silent: its rooms fail."""
+        """A decode node's process has ended, or it is silent: its rooms fail."""
         self._early.forget_peer(peer)
         for room in self.rooms:
             if room.peer == peer:
