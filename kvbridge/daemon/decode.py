@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import structlog
-
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
@@ -25,8 +23,7 @@ from kvbridge.node.handshake.nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.room import ReceiverLimits, ReceiverPorts, ReceiverSettings
 from kvbridge.node.receiver.service import ReceiverRooms
-
-log = structlog.get_logger(__name__)
+from kvbridge.telemetry.events import MessagesResent, MessageUndelivered, PeerLost
 
 
 class DecodeNode(Node):
@@ -39,14 +36,7 @@ class DecodeNode(Node):
         super().__init__(config)
         timeouts = config.timeouts
         self._allowed: AllowedPeers | None = None
-        self._door = DecodeEngineApi(
-            lambda: self._receiver,
-            lambda: self.desk,
-            send=self.send_engine,
-            pid=self.engine_pid,
-            describe=self.describe_engine,
-            ranks=tuple(self.workers.layers),
-        )
+        self._door = DecodeEngineApi(lambda: self._receiver, lambda: self.desk, self.engine_ports())
         self._links = PrefillLinks(self._callbacks)
         self._prefill = PrefillNodes(
             describe=self.description,
@@ -58,8 +48,7 @@ class DecodeNode(Node):
         self._fence = Fence(
             self.workers.layers,
             send=self.workers.send,
-            open_offers=lambda: self._receiver.open_offers(),  # noqa: PLW0108
-            on_shut=lambda owners: self._receiver.shut(owners),  # noqa: PLW0108
+            events=self.events,
             fence_s=timeouts.fence_s,
         )
         self._receiver = ReceiverRooms(
@@ -69,7 +58,7 @@ class DecodeNode(Node):
                 nodes=self._prefill,
                 fence=self._fence,
                 engines=self._door,
-                observer=self.observer,
+                events=self.events,
             ),
             ReceiverSettings(
                 geometry=self.geometry,
@@ -87,6 +76,7 @@ class DecodeNode(Node):
                 ),
             ),
         )
+        self._fence.watch(self._receiver)
 
     @property
     def rooms(self) -> ReceiverRooms:
@@ -127,7 +117,7 @@ class DecodeNode(Node):
             lambda peer, message: self._on_message(address, peer, message),
             on_undelivered=lambda _peer, message, age_s: self._on_undelivered(address, message, age_s),
             on_refused=self.frame_refused,
-            on_resent=self.metrics.resent,
+            on_resent=lambda count: self.events.emit(MessagesResent(count=count)),
             on_reset=lambda _incarnation: self._prefill.restarted(address),
         )
 
@@ -140,7 +130,7 @@ class DecodeNode(Node):
 
     def _lose(self, address: PeerAddress, reason: str) -> None:
         """Give a prefill node up, and its link with it: the next room that names it begins anew."""
-        log.warning("peer_lost", peer=address.endpoint, reason=reason)
+        self.events.emit(PeerLost(peer=address.endpoint, reason=reason))
         self._prefill.lost(address, reason)
 
     def _on_message(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
@@ -165,7 +155,7 @@ class DecodeNode(Node):
                 self.frame_refused("wrong_direction", f"{message.type} from {peer}: a decode daemon does not take it")
 
     def _on_undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
-        self.metrics.undelivered()
+        self.events.emit(MessageUndelivered(peer=address.endpoint, message=message.type, age_s=age_s))
         # A younger message fell with its link, which the node has forgotten: `restarted` introduces us anew.
         if address in self._links and age_s >= self.config.timeouts.control_delivery_s:
             why = f"a {message.type} of {age_s:.1f} s ago was never acknowledged (limit: timeouts.control_delivery_s)"

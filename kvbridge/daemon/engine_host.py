@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -28,7 +29,7 @@ class EngineHost:
     """Between the engines of a node and its door."""
 
     def __init__(
-        self, door: Callable[[], EngineApi], *, settle_s: float, on_refused: Callable[[str, str], None]
+        self, door: Callable[[], EngineApi[Any]], *, settle_s: float, on_refused: Callable[[str, str], None]
     ) -> None:
         """`door()` is asked for with each message; `settle_s` is `timeouts.engine_settle_s`."""
         self._door = door

@@ -50,7 +50,6 @@ from kvbridge.daemon.memory import (
 )
 from kvbridge.daemon.model import load_geometry
 from kvbridge.daemon.node_status import node_metrics, node_status
-from kvbridge.daemon.observe import MetricsObserver
 from kvbridge.daemon.peer_setup import control_modes, curve_keys, peer_settings
 from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
 from kvbridge.http.client import DirectoryClient
@@ -58,14 +57,15 @@ from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import EngineApi
+from kvbridge.node.engine_api import EngineApi, EnginePorts
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import PageState
 from kvbridge.pool.memory.layout import even_boundaries
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.telemetry.logs import Seldom
+from kvbridge.telemetry.events import EventStream, FrameRefused
 from kvbridge.telemetry.metrics import Metrics
+from kvbridge.telemetry.readers import LogReader, MetricsReader, StatusReader
 
 log = structlog.get_logger(__name__)
 
@@ -89,21 +89,22 @@ class Node(ABC):
         self.adopted = config.pools.memory is MemoryOwner.ADOPTED
         self.book = self.layout.book()
         self.metrics = Metrics(role=self.role.value, version=__version__)
-        self.observer = MetricsObserver(self.metrics)
+        self.events, self.recent = EventStream(), StatusReader()
+        for reader in (MetricsReader(self.metrics), LogReader(), self.recent):
+            self.events.add_reader(reader)
         self.memory = NodeMemory(self.layout)
         self._host = WorkerHost(
             config,
             {rank: part.layers for rank, part in self.layout.parts.items()},
             setup=self._worker_setup,
             listener=self,
-            metrics=self.metrics,
+            events=self.events,
         )
         self.workers = self._host.workers
         self._engines = EngineHost(
             lambda: self.door, settle_s=config.timeouts.engine_settle_s, on_refused=self.frame_refused
         )
         self.started_s = time.monotonic()
-        self._refusals = Seldom()
         self._memory_problem = "memory is being created"
         self._broken: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,7 +119,7 @@ class Node(ABC):
             self.rooms,
             self.book,
             limits=admission_limits(self.config.admission),
-            observer=self.observer,
+            events=self.events,
             on_readiness=self._readiness_changed,
         )
 
@@ -137,7 +138,7 @@ class Node(ABC):
 
     @property
     @abstractmethod
-    def door(self) -> EngineApi:
+    def door(self) -> EngineApi[Any]:
         """Where engines come in."""
 
     @property
@@ -440,6 +441,16 @@ class Node(ABC):
             host=self.memory.host,
         )
 
+    def engine_ports(self) -> EnginePorts:
+        """What the engine API needs of the node."""
+        return EnginePorts(
+            send=self.send_engine,
+            pid=self.engine_pid,
+            describe=self.describe_engine,
+            ranks=tuple(self.workers.layers),
+            events=self.events,
+        )
+
     def description(self) -> NodeDescription:
         """How this node introduces itself to peers."""
         return NodeDescription(
@@ -452,10 +463,8 @@ class Node(ABC):
         )
 
     def frame_refused(self, kind: str, detail: str) -> None:
-        """Count a frame that was refused, and log the first few of its kind every ten seconds."""
-        self.metrics.frame_refused(kind)
-        if self._refusals.admits(kind):
-            log.warning("frame_refused", kind=kind, detail=detail)
+        """A frame was refused; `kind` is one of few words, `detail` is for people."""
+        self.events.emit(FrameRefused(kind=kind, detail=detail))
 
     # ------------------------------------------------------------------ StatusPort
 

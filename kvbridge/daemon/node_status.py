@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 def node_status(node: Node) -> dict[str, Any]:
     """Everything an operator wants to see, as JSON-able data."""
-    config = node.config
+    config, now_s = node.config, time.monotonic()
     return {
         "role": node.role,
         "instance": config.instance,
         "node": config.node,
         "incarnation": node.incarnation,
         "version": __version__,
-        "uptime_s": round(time.monotonic() - node.started_s, 1),
+        "uptime_s": round(now_s - node.started_s, 1),
         "model": {"name": node.geometry.name, "fingerprint": fingerprint(node.geometry)},
         "memory_bytes": node.layout.total_bytes,
         "ready": node.readiness().model_dump(),
@@ -44,6 +44,25 @@ def node_status(node: Node) -> dict[str, Any]:
         },
         "quarantine": {
             reason: [str(owner) for owner in owners] for reason, owners in node.book.quarantine_reasons().items()
+        },
+        "problems": [
+            {
+                "ago_s": round(now_s - problem.at_s, 1),
+                "what": problem.what,
+                "whom": problem.whom,
+                "reason": problem.reason,
+            }
+            for problem in node.recent.problems()
+        ],
+        "traffic": {
+            peer: {
+                "sent_bytes": traffic.sent_bytes,
+                "received_bytes": traffic.received_bytes,
+                "rooms_completed": traffic.rooms_completed,
+                "rooms_failed": traffic.rooms_failed,
+                "last_ago_s": round(now_s - traffic.last_s, 1),
+            }
+            for peer, traffic in node.recent.traffic().items()
         },
     }
 

@@ -18,11 +18,10 @@ from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.errors import BridgeError, NotReadyError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import Abort, Drained, Failed, Heartbeat, Hello, Offer, PeerMessage
-from kvbridge.core.wire.worker_messages import Digested, PeerConnected, RoomClosed, Send, Sent
+from kvbridge.core.wire.worker_messages import Digested, PeerConnected, RoomClosed, Sent
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.node import Node
 from kvbridge.daemon.peer_setup import why_lost
-from kvbridge.daemon.traffic import MeteredWorkers, TrafficMeter
 from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.node.engine_api import PrefillEngineApi
 from kvbridge.node.handshake.inspections import Inspections
@@ -30,6 +29,7 @@ from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.nodes import DecodeNodes
 from kvbridge.node.sender.room import SenderLimits, SenderPorts, SenderSettings
 from kvbridge.node.sender.service import SenderRooms
+from kvbridge.telemetry.events import MessagesResent, MessageUndelivered, PeerLost
 
 log = structlog.get_logger(__name__)
 
@@ -45,22 +45,14 @@ class PrefillNode(Node):
         timeouts = config.timeouts
         self._server: PeerServer | None = None
         self._allowed: AllowedPeers | None = None
-        self._traffic = TrafficMeter(self.metrics)
-        self._door = PrefillEngineApi(
-            lambda: self._sender,
-            lambda: self.desk,
-            send=self.send_engine,
-            pid=self.engine_pid,
-            describe=self.describe_engine,
-            ranks=tuple(self.workers.layers),
-        )
+        self._door = PrefillEngineApi(lambda: self._sender, lambda: self.desk, self.engine_ports())
         self._sender = SenderRooms(
             SenderPorts(
                 book=self.book,
-                workers=MeteredWorkers(self.workers, self._ordered),
+                workers=self.workers,
                 peers=self,
                 engines=self._door,
-                observer=self.observer,
+                events=self.events,
             ),
             SenderSettings(
                 geometry=self.geometry,
@@ -112,7 +104,7 @@ class PrefillNode(Node):
             self._on_message,
             on_undelivered=self._on_undelivered,
             on_refused=self.frame_refused,
-            on_resent=self.metrics.resent,
+            on_resent=lambda count: self.events.emit(MessagesResent(count=count)),
             on_reset=self._on_reset,
         )
         self._server = PeerServer(identity, callbacks, settings=settings)
@@ -135,6 +127,10 @@ class PrefillNode(Node):
             self._server.send(peer, message)
         except BridgeError as error:
             log.warning("peer_unreachable", peer=peer, message=message.type, code=error.code, reason=str(error))
+
+    def transport(self, peer: str, rank: Rank) -> str:
+        """Name what a rank of ours reaches a decode node over (PeerChannel)."""
+        return self._decode.transport(peer, rank)
 
     def watch_peers(self) -> None:
         """Send heartbeats and look for silent decode nodes."""
@@ -159,7 +155,7 @@ class PrefillNode(Node):
             self._lose(peer, "its key was taken off the list of allowed keys (control.curve)")
 
     def _lose(self, peer: str, reason: str) -> None:
-        log.warning("peer_lost", peer=peer, reason=reason)
+        self.events.emit(PeerLost(peer=peer, reason=reason))
         self._decode.gone(peer, reason)
         if self._server is not None:
             self._server.forget(peer)
@@ -215,7 +211,7 @@ class PrefillNode(Node):
         self.send(peer, Drained(room=room, generation=generation))
 
     def _on_undelivered(self, peer: str, message: PeerMessage, age_s: float) -> None:
-        self.metrics.undelivered()
+        self.events.emit(MessageUndelivered(peer=peer, message=message.type, age_s=age_s))
         if peer in self._decode.known():
             # Its link is forgotten too: a node that is there after all is told so, and introduces itself again.
             self._lose(
@@ -234,7 +230,6 @@ class PrefillNode(Node):
 
     def worker_lost(self, rank: Rank, reason: str) -> None:
         """A rank worker is gone."""
-        self._traffic.lost(rank)
         self._sender.worker_gone(rank, reason)
 
     def worker_said(self, rank: Rank, message: WorkerReport) -> None:
@@ -245,17 +240,11 @@ class PrefillNode(Node):
             case Digested():
                 self._sender.digested(message)
             case Sent():
-                self._traffic.sent(message)
                 self._sender.sent(message)
             case RoomClosed():
                 self._sender.room_closed(message)
             case _:
                 self.frame_refused("wrong_direction", f"{message.type} from rank worker {rank} of a prefill node")
-
-    def _ordered(self, rank: Rank, message: Send) -> None:
-        room = self._sender.rooms.find(message.room, message.generation)
-        transport = self._decode.transport(room.peer, rank) if room is not None else ""
-        self._traffic.ordered(rank, message, transport)
 
     def open_rooms(self) -> int:
         """Rooms that have not ended."""

@@ -40,7 +40,7 @@ from kvbridge.core.wire.worker_messages import (
 )
 from kvbridge.daemon.supervisor import Supervisor
 from kvbridge.node.workers import WorkerSet, WorkerState
-from kvbridge.telemetry.metrics import Metrics
+from kvbridge.telemetry.events import EventStream, MemoryRegistered, WorkerLost, WorkerStarted
 
 log = structlog.get_logger(__name__)
 
@@ -87,12 +87,12 @@ class WorkerHost:
         *,
         setup: Callable[[Rank], WorkerSetup],
         listener: WorkerListener,
-        metrics: Metrics,
+        events: EventStream,
     ) -> None:
         """`setup(rank)` says what a worker is to serve; it is called once the memory is there."""
         self._config = config
         self._listener = listener
-        self._metrics = metrics
+        self._events = events
         self._server: LocalServer[WorkerToNode, NodeToWorker] | None = None
         self._supervisor: Supervisor | None = None
         self._early: dict[str, WorkerHello] | None = {}
@@ -108,7 +108,7 @@ class WorkerHost:
             layers,
             send=self._send,
             setup=setup,
-            on_progress=lambda _rank, share: metrics.registration(int(share * 1000), 1000),
+            on_progress=lambda rank, share: events.emit(MemoryRegistered(rank=rank, share=share)),
         )
 
     def open(self, incarnation: str) -> None:
@@ -202,6 +202,7 @@ class WorkerHost:
                 self.workers.progress(message)
             case WorkerReady():
                 self.workers.ready(message)
+                self._events.emit(WorkerStarted(rank=rank, pid=message.pid))
                 self._listener.worker_up(rank)
             case WorkerFailed():
                 self.workers.failed(message)
@@ -258,9 +259,9 @@ class WorkerHost:
             self._listener.worker_said(rank, self._revoked.pop(rank))
 
     def _on_process_gone(self, rank: Rank, reason: str) -> None:
-        self._metrics.worker_restarted(reason.split(" ", maxsplit=1)[0])
-        self._lost(rank, reason)
+        self._lost(rank, reason, cause=reason.split(" ", maxsplit=1)[0])
 
-    def _lost(self, rank: Rank, reason: str) -> None:
+    def _lost(self, rank: Rank, reason: str, *, cause: str = "") -> None:
+        self._events.emit(WorkerLost(rank=rank, cause=cause, reason=reason))
         self.workers.gone(rank, reason)
         self._listener.worker_down(rank, reason)

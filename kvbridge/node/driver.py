@@ -12,20 +12,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-import structlog
-
 from kvbridge.core.clock import Clock
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.session.machine import Table
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.worker_messages import NodeToWorker
-from kvbridge.node.observer import Observer
 from kvbridge.node.room import Quarantine, Room, quarantine
 from kvbridge.node.room_book import RoomBook
 from kvbridge.pool.accounts.book import PageBook
-
-log = structlog.get_logger(__name__)
+from kvbridge.telemetry.events import EventStream, RoomEntered, RoomQuarantined
 
 ABORTED = "aborted"
 """Code of rooms that somebody wanted stopped."""
@@ -63,7 +59,7 @@ class RoomPorts:
     book: PageBook
     workers: RankWorkers
     engines: EngineEvents
-    observer: Observer
+    events: EventStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +115,6 @@ class Driver(ABC, Generic[RoomT, EventT, ActionT]):
         if entered:
             if event in {self.ABORT, self.FAULT}:
                 room.blame(code, reason)
-                log.warning("room_ends", room=room.room, state=state, code=code, reason=room.reason)
             self._entered(room)
         for action in actions:
             self._act(room, action)
@@ -150,7 +145,9 @@ class Driver(ABC, Generic[RoomT, EventT, ActionT]):
         """Wake who waits for the room, and tell of a state that users see for the first time."""
         state = self._rooms.changed(room)
         if state is not None:
-            self._ports.observer.room(self.role, state, room.reason_code)
+            self._ports.events.emit(
+                RoomEntered(**room.identity, state=state, code=room.reason_code, reason=room.reason)
+            )
 
     def tell_engine(self, room: RoomT) -> None:
         """Tell every engine where the room stands."""
@@ -171,7 +168,7 @@ class Driver(ABC, Generic[RoomT, EventT, ActionT]):
     def quarantine(self, room: RoomT, cause: Quarantine, why: str) -> None:
         """Keep the pages of a room from everybody, and say why. Harmless when that was said before."""
         if quarantine(self._ports.book, room, cause, why):
-            log.error("room_quarantined", room=room.room, generation=room.generation, cause=cause, reason=why)
+            self._ports.events.emit(RoomQuarantined(**room.identity, cause=cause, reason=why))
 
     def await_process(self, room: RoomT, engine: str, *, followed: bool) -> None:
         """Note that only the end of an engine's process proves that it uses no page any more: its connection has ended.

@@ -13,8 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import structlog
+from typing import Generic, TypeVar
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, DetachedError, InvalidInputError
@@ -48,8 +47,7 @@ from kvbridge.node.receiver.service import ReceiverRooms
 from kvbridge.node.room import Room
 from kvbridge.node.rooms import Rooms
 from kvbridge.node.sender.service import SenderRooms
-
-log = structlog.get_logger(__name__)
+from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineLeft, EngineLost, EventStream
 
 _LETTING_GO = Finish | Release | AbortRoom
 
@@ -67,26 +65,37 @@ class AttachedEngine:
     """Why it is not attached any more, while pages wait for the end of its process."""
 
 
-class EngineApi(ABC):
+RoomsT = TypeVar("RoomsT", bound=Rooms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePorts:
+    """What the API needs of its surroundings."""
+
+    send: Callable[[str, NodeToEngine], None]
+    """`send(engine, message)`. Never raises."""
+    pid: Callable[[str], int]
+    """`pid(engine)`: the kernel's word, 0 for a process of another pid namespace."""
+    describe: Callable[[int, tuple[Rank, ...]], Attached]
+    """`describe(call, ranks)` answers an attach. Raises NotReadyError."""
+    ranks: tuple[Rank, ...]
+    """Those of the node."""
+    events: EventStream
+
+
+class EngineApi(ABC, Generic[RoomsT]):
     """Attached engines and the calls that both roles share. Called from the event loop's thread only."""
 
     role: Role
 
     def __init__(
-        self,
-        admission: Callable[[], AdmissionController],
-        *,
-        send: Callable[[str, NodeToEngine], None],
-        pid: Callable[[str], int],
-        describe: Callable[[int, tuple[Rank, ...]], Attached],
-        ranks: tuple[Rank, ...],
+        self, rooms: Callable[[], RoomsT], admission: Callable[[], AdmissionController], ports: EnginePorts
     ) -> None:
-        """`send(engine, message)` never raises; `pid(engine)` is the kernel's word; `describe(call, ranks)` answers an attach."""
-        self._admission_of = admission
-        self._send = send
-        self._pid = pid
-        self._describe = describe
-        self._ranks = ranks
+        """`rooms` and `admission` are asked at each call: they are built after what tells engines of rooms."""
+        self._rooms = rooms
+        self._admission = admission
+        self._ports = ports
+        self._send = ports.send
         self._engines: dict[str, AttachedEngine] = {}
         self._departed: dict[str, AttachedEngine] = {}
         """Engines whose connection has ended, and for the end of whose process pages wait."""
@@ -129,7 +138,7 @@ class EngineApi(ABC):
 
     def _retry_after_s(self, message: Call, error: CapacityError) -> float:
         """An attach is refused before admission is asked; admission has put its own estimate into what it refused."""
-        return error.retry_after_s if isinstance(message, Attach | Admit) else self._admission_of().retry_after_s(error)
+        return error.retry_after_s if isinstance(message, Attach | Admit) else self._admission().retry_after_s(error)
 
     def gone(self, engine: str, reason: str, *, followed: bool) -> bool:
         """An engine's connection has ended. Returns whether pages wait for `ended`; `followed`: whether that will come."""
@@ -137,7 +146,7 @@ class EngineApi(ABC):
         if left is None:
             return False
         waits = self._rooms().engine_gone(engine, reason, followed=followed)
-        log.warning("engine_gone", engine=engine, pid=left.pid, reason=reason, pages_wait=waits, followed=followed)
+        self._ports.events.emit(EngineLost(engine=engine, reason=reason, pages_wait=waits))
         if waits:
             end = "has not ended" if followed else "cannot be followed (another pid namespace)"
             left.gone = f"{reason}; its process {end}"
@@ -147,14 +156,14 @@ class EngineApi(ABC):
     def ended(self, engine: str) -> None:
         """The process of an engine that is gone has ended, and what its GPUs may have had to do."""
         if self._departed.pop(engine, None) is not None:
-            log.info("engine_ended", engine=engine)
+            self._ports.events.emit(EngineEnded(engine=engine))
             self._rooms().engine_ended(engine)
 
     def _detach(self, engine: str, message: Detach) -> Accepted:
         """An engine leaves and does not use any page any more: what it has not ended fails, and nothing waits for it."""
         self._known(engine)
         del self._engines[engine]
-        log.info("engine_detached", engine=engine, reason="it has left")
+        self._ports.events.emit(EngineLeft(engine=engine))
         self._rooms().engine_gone(engine, "it has left")
         self._rooms().engine_ended(engine)
         return Accepted(call=message.call)
@@ -166,15 +175,16 @@ class EngineApi(ABC):
             )
         if message.role is not self.role:
             raise InvalidInputError(f"this is a {self.role} daemon; a {message.role} engine cannot attach to it")
-        ranks = message.ranks or self._ranks
-        unknown = [str(rank) for rank in ranks if rank not in self._ranks]
+        ranks = message.ranks or self._ports.ranks
+        unknown = [str(rank) for rank in ranks if rank not in self._ports.ranks]
         if unknown:
             raise InvalidInputError(
-                f"ranks {unknown} do not live on this node (it has {[str(rank) for rank in self._ranks]}); attach to their node"
+                f"ranks {unknown} do not live on this node (it has {[str(rank) for rank in self._ports.ranks]}); "
+                "attach to their node"
             )
-        answer = self._describe(message.call, ranks)
-        attached = self._engines[engine] = AttachedEngine(engine, self._pid(engine), ranks)
-        log.info("engine_attached", engine=engine, pid=attached.pid, ranks=[str(rank) for rank in ranks])
+        answer = self._ports.describe(message.call, ranks)
+        attached = self._engines[engine] = AttachedEngine(engine, self._ports.pid(engine), ranks)
+        self._ports.events.emit(EngineAttached(engine=engine, pid=attached.pid, ranks=ranks))
         return answer
 
     def memory_lost(self, rank: Rank, reason: str) -> None:
@@ -182,7 +192,7 @@ class EngineApi(ABC):
         for engine in self._engines.values():
             if rank in engine.ranks and not engine.lost:
                 engine.lost = reason
-                log.warning("engine_detached", engine=engine.name, reason=reason)
+                self._ports.events.emit(EngineLost(engine=engine.name, reason=reason))
                 self._send(engine.name, Detached(reason=reason[:REASON_CHARS]))
 
     def _attached(self, engine: str, message: Call) -> AttachedEngine:
@@ -210,35 +220,17 @@ class EngineApi(ABC):
         """What an engine that attaches now would have been told, had it been there before."""
         return []
 
-    @abstractmethod
-    def _rooms(self) -> Rooms:
-        """The rooms of the role."""
 
-
-class PrefillEngineApi(EngineApi):
-    """The verbs begin, publish, finish, release and abort."""
+class PrefillEngineApi(EngineApi[SenderRooms]):
+    """The verbs admit, begin, publish, finish, release and abort."""
 
     role = Role.PREFILL
 
-    def __init__(
-        self,
-        sender: Callable[[], SenderRooms],
-        admission: Callable[[], AdmissionController],
-        *,
-        send: Callable[[str, NodeToEngine], None],
-        pid: Callable[[str], int],
-        describe: Callable[[int, tuple[Rank, ...]], Attached],
-        ranks: tuple[Rank, ...],
-    ) -> None:
-        """`sender` and `admission` are asked at each call: engine API and rooms refer to each other."""
-        super().__init__(admission, send=send, pid=pid, describe=describe, ranks=ranks)
-        self._sender = sender
-
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
-        rooms = self._sender()
+        rooms = self._rooms()
         match message:
             case Admit():
-                self._admission_of().admit_now(_admission(message))
+                self._admission().admit_now(_admission_request(message))
             case Begin():
                 room = rooms.begin(
                     engine.name,
@@ -268,31 +260,14 @@ class PrefillEngineApi(EngineApi):
                 raise InvalidInputError(f"a prefill daemon does not know the call '{type(message).__name__}'")
         return Accepted(call=message.call)
 
-    def _rooms(self) -> SenderRooms:
-        return self._sender()
 
-
-class DecodeEngineApi(EngineApi):
+class DecodeEngineApi(EngineApi[ReceiverRooms]):
     """The verbs claim, extend, release and abort, and provide for adopted pools."""
 
     role = Role.DECODE
 
-    def __init__(
-        self,
-        receiver: Callable[[], ReceiverRooms],
-        admission: Callable[[], AdmissionController],
-        *,
-        send: Callable[[str, NodeToEngine], None],
-        pid: Callable[[str], int],
-        describe: Callable[[int, tuple[Rank, ...]], Attached],
-        ranks: tuple[Rank, ...],
-    ) -> None:
-        """`receiver` and `admission` are asked at each call: engine API and rooms refer to each other."""
-        super().__init__(admission, send=send, pid=pid, describe=describe, ranks=ranks)
-        self._receiver = receiver
-
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
-        rooms = self._receiver()
+        rooms = self._rooms()
         match message:
             case Provide():
                 tables = tables_from_wire(message.tables)
@@ -315,17 +290,14 @@ class DecodeEngineApi(EngineApi):
         return Accepted(call=message.call)
 
     def _open_events(self) -> list[RoomEvent]:
-        return self._receiver().open_events()
-
-    def _rooms(self) -> ReceiverRooms:
-        return self._receiver()
+        return self._rooms().open_events()
 
 
 def _refused(call: Call, error: BridgeError, *, retry_after_s: float = 0.0) -> Refused:
     return Refused(call=call.call, code=error.code, message=str(error)[:REASON_CHARS], retry_after_s=retry_after_s)
 
 
-def _admission(message: Admit) -> AdmissionRequest:
+def _admission_request(message: Admit) -> AdmissionRequest:
     return AdmissionRequest(
         room=message.room,
         generation=message.generation,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Generic, TypedDict, TypeVar
 
 from kvbridge.core.errors import RoomFailedError
 from kvbridge.core.ids import Tables
@@ -31,6 +31,14 @@ class Quarantine(StrEnum):
     """An engine has not let go of them."""
     ENGINE_ALIVE = "engine_process_alive"
     """An engine has left without letting go of them, and its process has not ended, as far as can be seen."""
+
+
+class RoomIdentity(TypedDict):
+    """Which attempt at which room, and with whom."""
+
+    room: int
+    generation: int
+    peer: str
 
 
 @dataclass(eq=False)
@@ -69,6 +77,16 @@ class Room(Generic[StateT]):
     def owner(self) -> Owner:
         """The key under which pages are booked."""
         return Owner(self.room, self.generation)
+
+    @property
+    def first_peer(self) -> str:
+        """The incarnation of the node at the other end, the first of several; empty while there is none."""
+        return ""
+
+    @property
+    def identity(self) -> RoomIdentity:
+        """What every fact about the room says of it."""
+        return {"room": self.room, "generation": self.generation, "peer": self.first_peer}
 
     @property
     def users(self) -> set[str]:

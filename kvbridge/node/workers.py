@@ -1,6 +1,6 @@
 """The rank workers of a node, as the node sees them.
 
-Owns: which rank's worker is there, in which life, with what memory; and the words for what is missing. Must not know:
+Owns: which rank's worker is there, in which incarnation, with what memory; and the words for what is missing. Must not know:
 how a worker is started or restarted (the daemon's supervisor), what rooms do with it.
 """
 
@@ -57,7 +57,7 @@ class _Worker:
     error: str = ""
     epoch: int = 0
     """Of the endpoints in its description."""
-    lives: int = 0
+    processes: int = 0
     """Processes that have said hello for this rank."""
 
 
@@ -151,7 +151,7 @@ class WorkerSet:
         self._links[link] = worker
         worker.state, worker.link, worker.pid = WorkerState.STARTING, link, message.pid
         worker.description, worker.device, worker.progress, worker.error = None, (), 0.0, ""
-        worker.lives += 1
+        worker.processes += 1
         self._send(link, setup)
         return replaced
 
@@ -169,7 +169,6 @@ class WorkerSet:
         worker.packed = pack_rank(message.description)
         worker.state, worker.description, worker.error = WorkerState.READY, message.description, ""
         worker.epoch, worker.device = message.epoch, message.device
-        log.info("worker_ready", rank=str(message.rank), pid=message.pid)
 
     def failed(self, message: WorkerFailed) -> None:
         """A worker cannot serve; its process is about to end."""
@@ -203,7 +202,7 @@ class WorkerSet:
                 "pid": worker.pid,
                 "layers": len(worker.layers),
                 "registered": round(worker.progress, 3),
-                "restarts": max(0, worker.lives - 1),
+                "restarts": max(0, worker.processes - 1),
                 "error": worker.error,
                 "transports": [endpoint.transport for endpoint in worker.description.endpoints]
                 if worker.description

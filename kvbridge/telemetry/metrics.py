@@ -351,9 +351,9 @@ class Metrics:
         """Count a rank worker that was started again."""
         self._counters[WORKER_RESTARTS].labels(self._known(WORKER_RESTARTS, reason)).inc()
 
-    def registration(self, done_bytes: int, total_bytes: int) -> None:
-        """Set how much of the pools is registered."""
-        self._gauges[REGISTRATION].set(done_bytes / total_bytes if total_bytes else 1.0)
+    def registration(self, share: float) -> None:
+        """Set how much of the pools is registered, from 0 to 1."""
+        self._gauges[REGISTRATION].set(share)
 
     def store_value_refused(self, reason: str) -> None:
         """Count a malformed value in the directory's store."""

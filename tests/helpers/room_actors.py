@@ -77,7 +77,7 @@ class Worker:
     orders: list[Send] = field(default_factory=list)
     epochs: dict[int, int] = field(default_factory=dict)
     """Of the endpoints by which each order is carried out."""
-    loud: list[Send] = field(default_factory=list)
+    active: list[Send] = field(default_factory=list)
     """Orders that have failed without being quiet."""
     connected: int | None = None
     """Epoch of the endpoints of the decode node; None while it is not connected."""
@@ -87,7 +87,7 @@ class Worker:
 
     def writes(self) -> set[tuple[Owner, int]]:
         """Rooms whose pages this worker may touch, now or when it reads its messages, and by which endpoints."""
-        found = {(owner_of(order), self.epochs[order.order]) for order in [*self.orders, *self.loud]}
+        found = {(owner_of(order), self.epochs[order.order]) for order in [*self.orders, *self.active]}
         connected = self.connected
         for message in self.inbox:
             if isinstance(message, ConnectPeer):
@@ -122,7 +122,7 @@ class Worker:
     def end(self, order: Send, *, well: bool, in_transit: bool = False, quiet: bool = True) -> None:
         self.orders.remove(order)
         if not quiet:
-            self.loud.append(order)
+            self.active.append(order)
         owner = owner_of(order)
         amounts: Amounts = {}
         if well:
@@ -150,14 +150,14 @@ class Worker:
 
     def close_transport(self) -> None:
         """The transport that would not become quiet is gone."""
-        quiet, self.loud = self.loud, []
+        quiet, self.active = self.active, []
         for order in quiet:
             self._confirm(owner_of(order))
 
     def _confirm(self, owner: Owner) -> None:
         if owner not in self.closing or any(owner_of(order) == owner for order in self.orders):
             return
-        quiet = not any(owner_of(order) == owner for order in self.loud)
+        quiet = not any(owner_of(order) == owner for order in self.active)
         if quiet:
             self.closing.discard(owner)
             self.rooms.pop(owner, None)

@@ -55,6 +55,7 @@ from kvbridge.node.receiver.service import ReceiverRooms
 from kvbridge.node.sender.room import SenderPorts, SenderRoom, SenderSettings
 from kvbridge.node.sender.service import SenderRooms
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+from kvbridge.telemetry.events import EventStream
 from tests.helpers.room_actors import (
     DESTINATION,
     PAGES,
@@ -74,7 +75,6 @@ from tests.helpers.rooms import (
     R1,
     RECEIVER_LIMITS,
     SENDER_LIMITS,
-    CountingObserver,
     pages_in,
     run_inspection,
 )
@@ -96,7 +96,7 @@ class PrefillNode:
         self.succeeded: set[int] = set()
         self.ordered: dict[Owner, set[int]] = {}
         self.service = SenderRooms(
-            SenderPorts(book=self.book, workers=self, peers=self, engines=self.engines, observer=CountingObserver()),
+            SenderPorts(book=self.book, workers=self, peers=self, engines=self.engines, events=EventStream()),
             SenderSettings(geometry=GEOMETRY, keep_s=300, adopted=world.adopted, limits=SENDER_LIMITS),
             clock=world.clock,
         )
@@ -128,6 +128,9 @@ class PrefillNode:
             self.workers[whom].inbox.append(message)
         elif whom == DECODE:
             self.world.to_decode(message)
+
+    def transport(self, peer: str, rank: Rank) -> str:
+        return self.nodes.transport(peer, rank)
 
     def take(self, message: PeerMessage) -> None:
         if self.nodes.holds(DECODE, message):
@@ -223,8 +226,7 @@ class World:
         self.fence = Fence(
             (R0,),
             send=lambda rank, message: self.towards_rank.append(message),
-            open_offers=lambda: self.receiver.open_offers(),  # noqa: PLW0108 - made below
-            on_shut=lambda owners: self.receiver.shut(owners),  # noqa: PLW0108
+            events=EventStream(),
             fence_s=30,
             clock=self.clock,
         )
@@ -234,7 +236,7 @@ class World:
             describe=self.describe,
             links=OneLink(self),
             on_changed=self.nodes_changed,
-            on_gone=lambda peer, reason: self.receiver.peer_gone(peer, reason),  # noqa: PLW0108
+            on_gone=lambda peer, reason: self.receiver.peer_gone(peer, reason),  # noqa: PLW0108 - made below
         )
         self.receiver = ReceiverRooms(
             ReceiverPorts(
@@ -243,11 +245,12 @@ class World:
                 nodes=self.decode_nodes,
                 fence=self.fence,
                 engines=self.engines,
-                observer=CountingObserver(),
+                events=EventStream(),
             ),
             ReceiverSettings(geometry=GEOMETRY, keep_s=300, adopted=adopted, digest=digest, limits=RECEIVER_LIMITS),
             clock=self.clock,
         )
+        self.fence.watch(self.receiver)
         self.prefill = self.new_life()
 
     def describe(self) -> NodeDescription:
@@ -364,19 +367,19 @@ class World:
 
     def lose(self, worker: Worker, orders: Iterable[Send] | None = None) -> None:
         """What some orders of a worker (or all) have sent stays behind."""
-        for order in [*worker.orders, *worker.loud] if orders is None else orders:
+        for order in [*worker.orders, *worker.active] if orders is None else orders:
             self.on_their_way.add((owner_of(order), worker.epochs[order.order]))
 
     def order_ends(self, worker: Worker, order: Send, *, how: str) -> None:
-        """`how`: well, stopped (nothing of it is on its way), lost (something is), loud (it goes on)."""
+        """`how`: well, stopped (nothing of it is on its way), lost (something is), active (it goes on)."""
         cut_off = worker.epochs[order.order] < self.revoked_before
         if how == "lost":
             self.lose(worker, [order])
         well = how == "well" and not cut_off
-        worker.end(order, well=well, in_transit=how == "lost", quiet=how != "loud")
+        worker.end(order, well=well, in_transit=how == "lost", quiet=how != "active")
 
     def transport_closed(self, worker: Worker) -> None:
-        self.lose(worker, worker.loud)
+        self.lose(worker, worker.active)
         worker.close_transport()
 
     def prefill_dies(self) -> None:
@@ -552,7 +555,7 @@ class World:
                 worker.read()
             elif worker.orders and orders:
                 self.order_ends(worker, worker.orders[0], how="well")
-            elif worker.loud and orders:
+            elif worker.active and orders:
                 self.transport_closed(worker)
             elif worker.outbox:
                 self.prefill.hear(rank)

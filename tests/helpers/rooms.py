@@ -13,7 +13,7 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Role
+from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.plan.accounting import Demand, LaneRows
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount, Amounts
@@ -21,11 +21,21 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import PeerMessage
 from kvbridge.core.wire.worker_messages import NodeToWorker
-from kvbridge.node.receiver.room import MetNode, ReceiverLimits, ReceiverPorts, ReceiverSettings
+from kvbridge.node.receiver.room import KnownNode, ReceiverLimits, ReceiverPorts, ReceiverSettings
 from kvbridge.node.receiver.service import ReceiverRooms
 from kvbridge.node.sender.room import SenderLimits, SenderPorts, SenderSettings
 from kvbridge.node.sender.service import SenderRooms
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+from kvbridge.telemetry.events import (
+    EventStream,
+    Fact,
+    PagesDiffer,
+    RequestRefused,
+    RequestWaited,
+    RoomEntered,
+    RoomMessageRefused,
+    RoomReceived,
+)
 
 GEOMETRY = preset("tiny-gqa")
 PAGE = GEOMETRY.tokens_per_page
@@ -98,34 +108,36 @@ def pick(messages: list[tuple[object, object]], kind: type[MessageT], to: object
     return [message for whom, message in messages if isinstance(message, kind) and to in {None, whom}]
 
 
-class CountingObserver:
+class RecordedEvents(EventStream):
+    """Every fact, in order, and what tests ask of them."""
+
     def __init__(self) -> None:
-        self.refusals: Counter[str] = Counter()
-        self.states: list[RoomState] = []
-        self.codes: list[str] = []
-        self.sent_amounts: list[Amounts] = []
-        self.received_amounts: list[Amounts] = []
-        self.mismatches: Counter[ComponentKind] = Counter()
-        self.waits: list[tuple[str, float]] = []
+        super().__init__()
+        self.facts: list[Fact] = []
+        self.add_reader(lambda _now_s, fact: self.facts.append(fact))
 
-    def waited(self, outcome: str, seconds: float) -> None:
-        self.waits.append((outcome, seconds))
+    def of(self, kind: type[MessageT]) -> list[MessageT]:
+        return [fact for fact in self.facts if isinstance(fact, kind)]
 
-    def refused(self, reason: str) -> None:
-        self.refusals[reason] += 1
+    @property
+    def refusals(self) -> Counter[str]:
+        return Counter(fact.code for fact in self.facts if isinstance(fact, RequestRefused | RoomMessageRefused))
 
-    def room(self, role: Role, state: RoomState, code: str) -> None:
-        self.states.append(state)
-        self.codes.append(code)
+    @property
+    def states(self) -> list[RoomState]:
+        return [fact.state for fact in self.of(RoomEntered)]
 
-    def sent(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
-        self.sent_amounts.append(amounts)
+    @property
+    def received_amounts(self) -> list[Amounts]:
+        return [fact.amounts for fact in self.of(RoomReceived)]
 
-    def mismatched(self, component: ComponentKind, pages: int) -> None:
-        self.mismatches[component] += pages
+    @property
+    def mismatches(self) -> dict[ComponentKind, int]:
+        return {fact.component: fact.pages for fact in self.of(PagesDiffer)}
 
-    def received(self, amounts: Amounts, phases_s: dict[str, float]) -> None:
-        self.received_amounts.append(amounts)
+    @property
+    def waits(self) -> list[tuple[str, float]]:
+        return [(fact.outcome, fact.seconds) for fact in self.of(RequestWaited)]
 
 
 class FakeWorkers:
@@ -148,6 +160,9 @@ class FakePeers:
     def send(self, peer: str, message: PeerMessage) -> None:
         self.messages.append((peer, message))
 
+    def transport(self, peer: str, rank: Rank) -> str:
+        return "local"
+
 
 class FakeEngines:
     def __init__(self, *names: str) -> None:
@@ -167,7 +182,7 @@ class FakeEngines:
 
 class FakeNodes:
     def __init__(self) -> None:
-        self.answers: dict[PeerAddress, MetNode | BridgeError] = {}
+        self.answers: dict[PeerAddress, KnownNode | BridgeError] = {}
         self.asked: list[PeerAddress] = []
         self.messages: list[tuple[object, object]] = []
 
@@ -181,7 +196,7 @@ class FakeNodes:
         tp_size: int = 1,
         stage_boundaries: tuple[int, ...] = (),
     ) -> None:
-        self.answers[address] = MetNode(
+        self.answers[address] = KnownNode(
             peer,
             instance=instance,
             node=peer[:4],
@@ -191,7 +206,7 @@ class FakeNodes:
             ranks=ranks,
         )
 
-    def met(self, address: PeerAddress) -> MetNode | None:
+    def known_node(self, address: PeerAddress) -> KnownNode | None:
         self.asked.append(address)
         answer = self.answers.get(address)
         if isinstance(answer, BridgeError):
@@ -250,7 +265,7 @@ class SenderBench:
     clock: ManualClock = field(default_factory=ManualClock)
     peers: FakePeers = field(default_factory=FakePeers)
     engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
-    observer: CountingObserver = field(default_factory=CountingObserver)
+    events: RecordedEvents = field(default_factory=RecordedEvents)
 
     def __post_init__(self) -> None:
         space = {IndexSpace.FULL: self.pages}
@@ -258,7 +273,7 @@ class SenderBench:
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
         self.service = SenderRooms(
             SenderPorts(
-                book=self.book, workers=self.workers, peers=self.peers, engines=self.engines, observer=self.observer
+                book=self.book, workers=self.workers, peers=self.peers, engines=self.engines, events=self.events
             ),
             SenderSettings(geometry=GEOMETRY, keep_s=300, adopted=self.adopted, limits=SENDER_LIMITS),
             clock=self.clock,
@@ -283,7 +298,7 @@ class ReceiverBench:
     fence: FakeFence = field(default_factory=FakeFence)
     ranks: FakeRanks = field(default_factory=FakeRanks)
     engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
-    observer: CountingObserver = field(default_factory=CountingObserver)
+    events: RecordedEvents = field(default_factory=RecordedEvents)
 
     def __post_init__(self) -> None:
         space = {IndexSpace.FULL: self.pages}
@@ -297,7 +312,7 @@ class ReceiverBench:
                 nodes=self.nodes,
                 fence=self.fence,
                 engines=self.engines,
-                observer=self.observer,
+                events=self.events,
             ),
             ReceiverSettings(
                 geometry=GEOMETRY, keep_s=300, adopted=self.adopted, digest=self.digest, limits=RECEIVER_LIMITS

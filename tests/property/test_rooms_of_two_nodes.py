@@ -175,7 +175,7 @@ class RoomsMachine(RuleBasedStateMachine):
             worker.read()
 
     @rule(
-        rank=st.sampled_from(RANKS), which=st.integers(0, 3), how=st.sampled_from(["well", "stopped", "lost", "loud"])
+        rank=st.sampled_from(RANKS), which=st.integers(0, 3), how=st.sampled_from(["well", "stopped", "lost", "active"])
     )
     def order_ends(self, rank, which, how):
         worker = self.world.prefill.workers[rank]

@@ -51,7 +51,7 @@ class ReceiverEvent(StrEnum):
 
     PAGES = "pages"
     """The engine named its pages."""
-    MET = "met"
+    WRITERS_KNOWN = "writers_known"
     """Every prefill node is known and ready to write."""
     ALL_DONE = "all_done"
     """Every writer reported Done and the sums are right."""
@@ -99,7 +99,7 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
             _E.FAULT: (_S.FAILED, _ENDED),
         },
         _S.RESERVED: {
-            _E.MET: (_S.OFFERED, (_A.OFFER,)),
+            _E.WRITERS_KNOWN: (_S.OFFERED, (_A.OFFER,)),
             _E.ABORT: (_S.ABORTED, _ENDED),
             _E.FAULT: (_S.FAILED, _ENDED),
         },

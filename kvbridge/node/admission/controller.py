@@ -28,9 +28,9 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
-from kvbridge.node.observer import Observer
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import Owner, PageBook
+from kvbridge.telemetry.events import EventStream, RequestRefused, RequestWaited, WaitOutcome
 
 log = structlog.get_logger(__name__)
 
@@ -86,7 +86,7 @@ class AdmissionController:
         book: PageBook,
         *,
         limits: AdmissionLimits,
-        observer: Observer,
+        events: EventStream,
         on_readiness: Callable[[], None] = lambda: None,
         clock: Clock = monotonic,
         draw: Callable[[], float] = random.random,
@@ -95,13 +95,13 @@ class AdmissionController:
         self._rooms = rooms
         self._book = book
         self._limits = limits
-        self._observer = observer
+        self._events = events
         self._clock = clock
         self._queue: AdmissionQueue[_WaitingRequest] = AdmissionQueue(
             max_waiting=limits.max_waiting, max_overtakes=limits.max_overtakes
         )
         self._rates = ReleaseRates(clock)
-        self._told = RetryAfter(limits.retry_after_min_s, limits.retry_after_max_s, draw)
+        self._retry_after = RetryAfter(limits.retry_after_min_s, limits.retry_after_max_s, draw)
         self._starvation = Starvation(
             book, unready_after_s=limits.unready_after_s, clock=clock, on_changed=on_readiness
         )
@@ -120,7 +120,7 @@ class AdmissionController:
         try:
             waiter = self._admit_or_wait(request)
         except BridgeError as error:
-            self._refused(error, QUEUE_FULL if error.code == CapacityError.code else "")
+            self._refused(request.client, error, QUEUE_FULL if error.code == CapacityError.code else "")
             raise
         if isinstance(waiter, RoomReport):
             return waiter
@@ -131,9 +131,9 @@ class AdmissionController:
             await self._abandon(waiter)
             raise
         if not waiter.outcome.done():
-            self._leave(waiter, "timeout")
+            self._leave(waiter, WaitOutcome.TIMEOUT)
             late = self._not_in_time(waiter)
-            self._refused(late, WAIT_TIMEOUT)
+            self._refused(request.client, late, WAIT_TIMEOUT)
             raise late
         return waiter.outcome.result()
 
@@ -145,7 +145,7 @@ class AdmissionController:
                 self._check_unclaimed(request)
             return self._admitted(request)
         except BridgeError as error:
-            self._refused(error)
+            self._refused(request.client, error)
             raise
 
     def _admit_or_wait(self, request: AdmissionRequest) -> RoomReport | _WaitingRequest:
@@ -177,7 +177,7 @@ class AdmissionController:
         if rooms >= self._limits.max_rooms:
             raise CapacityError(
                 f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms); a room counts until its pages are back",
-                retry_after_s=self._told(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
+                retry_after_s=self._retry_after(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
             )
         report = self._rooms.admit(request)
         if self._starvation.starving:
@@ -192,24 +192,27 @@ class AdmissionController:
             if waiter is None:
                 return
             self._queue.granted(waiter)
-            waited_s = self._clock() - waiter.since_s
             try:
                 waiter.outcome.set_result(self._admitted(waiter.request))
-                self._observer.waited("admitted", waited_s)
+                self._waited(waiter, WaitOutcome.ADMITTED)
             except BridgeError as error:  # such as its room id, which somebody else has used meanwhile
-                self._refused(error)
+                self._refused(waiter.client, error)
                 waiter.outcome.set_exception(error)
-                self._observer.waited("refused", waited_s)
+                self._waited(waiter, WaitOutcome.REFUSED)
 
-    def _leave(self, waiter: _WaitingRequest, outcome: str) -> None:
+    def _leave(self, waiter: _WaitingRequest, outcome: WaitOutcome) -> None:
         self._queue.leave(waiter)
-        self._observer.waited(outcome, self._clock() - waiter.since_s)
+        self._waited(waiter, outcome)
         self._serve()  # it may have held pages back from those behind it
+
+    def _waited(self, waiter: _WaitingRequest, outcome: WaitOutcome) -> None:
+        seconds = self._clock() - waiter.since_s
+        self._events.emit(RequestWaited(outcome=outcome, seconds=seconds, client=waiter.client))
 
     async def _abandon(self, waiter: _WaitingRequest) -> None:
         """Nobody is there any more to be told: whatever was reserved goes back."""
         if not waiter.outcome.done():
-            self._leave(waiter, "left")
+            self._leave(waiter, WaitOutcome.LEFT)
         elif waiter.outcome.exception() is None:
             await self._rooms.cancel(waiter.outcome.result().room, "its client left before it was told")
 
@@ -233,7 +236,7 @@ class AdmissionController:
         return ClientLimitError(
             f"client '{client}' has {having} on this daemon, as many as it may ({key} is "
             f"{getattr(self._limits.of(client), cap)}); a room counts until its pages are back{first_end(own)}",
-            retry_after_s=self._told(seconds),
+            retry_after_s=self._retry_after(seconds),
         )
 
     def _check_unclaimed(self, request: AdmissionRequest) -> None:
@@ -256,20 +259,20 @@ class AdmissionController:
             lacking=self._queue.lacking(waiter.demand, free),
         )
 
-    def _refused(self, error: BridgeError, kind: str = "") -> None:
+    def _refused(self, client: str, error: BridgeError, kind: str = "") -> None:
         """Count a refusal, and put into it what will be free when, and when to come back."""
         if isinstance(error, CapacityError):
             error.retry_after_s = self.retry_after_s(error)
             having = [one for one in self._rooms.not_begun() if error.lacking.keys() & one.pages.keys()]
             error.args = (f"{error}{first_end(having)}",)
-        self._observer.refused(kind or error.code)
+        self._events.emit(RequestRefused(code=kind or error.code, client=client))
 
     def retry_after_s(self, error: CapacityError) -> float:
         """When to try again what was refused: from the pages that lack, else what the error says already."""
         if not error.lacking:
             return error.retry_after_s
         soon = self._book.pages_being_released()
-        return self._told(self._rates.seconds_until(error.lacking, soon, self._rooms.not_begun()))
+        return self._retry_after(self._rates.seconds_until(error.lacking, soon, self._rooms.not_begun()))
 
     # ------------------------------------------------------------------ what becomes of pages
 
@@ -306,7 +309,7 @@ class AdmissionController:
         """Refuse everybody who waits. New requests are the rooms' to refuse (`Rooms.missing`)."""
         for waiter in self._queue:
             self._queue.leave(waiter)
-            self._observer.waited("refused", self._clock() - waiter.since_s)
+            self._waited(waiter, WaitOutcome.REFUSED)
             waiter.outcome.set_exception(NotReadyError(f"this daemon admits nothing more: {reason}"))
 
     # ------------------------------------------------------------------ for operators

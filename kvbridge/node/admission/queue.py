@@ -1,7 +1,7 @@
 """Who of those that wait for pages comes next: a pure policy.
 
 Owns: the requests that wait, their order, the bounds on their number. Must not know: time, loops, who asked and how;
-whether a request fits is arithmetic on the free pages that it is told.
+whether a request fits is arithmetic on the free pages that it is given.
 
 The rule. Every client waits in a line of its own, first in, first out. The first of each line is a *head*; its *turn*
 began when it became one. Of the heads that fit, the one whose client has the fewest rooms in use is admitted; of

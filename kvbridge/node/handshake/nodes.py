@@ -34,7 +34,7 @@ from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, Node
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Introduced, Self, check_introduction
 from kvbridge.node.handshake.names import Bearer, check_name
-from kvbridge.node.receiver.room import MetNode
+from kvbridge.node.receiver.room import KnownNode
 
 log = structlog.get_logger(__name__)
 
@@ -245,7 +245,7 @@ class DecodeNodes:
 @dataclass(eq=False)
 class _KnownPrefill:
     address: PeerAddress
-    met: MetNode | None = None
+    met: KnownNode | None = None
     error: BridgeError | None = None
 
 
@@ -292,7 +292,7 @@ class PrefillNodes:
         self._former: OrderedDict[PeerAddress, str] = OrderedDict()
         """The incarnation that was met last behind an address, as long as it is not met there now."""
 
-    def met(self, address: PeerAddress) -> MetNode | None:
+    def known_node(self, address: PeerAddress) -> KnownNode | None:
         """See `receiver.PrefillNodes`."""
         known = self._known.get(address)
         if known is None:
@@ -340,7 +340,7 @@ class PrefillNodes:
         if known.met is not None and known.met.peer != message.incarnation:
             self._vanish(known, f"another life answers at {address.endpoint}")
         facts = message.model_dump(exclude={"type", "incarnation", "ranks"})
-        known.met = MetNode(message.incarnation, **facts, ranks=message.ranks)
+        known.met = KnownNode(message.incarnation, **facts, ranks=message.ranks)
         self._on_changed()
 
     def _disbelief(self, address: PeerAddress, message: Welcome) -> str:

@@ -9,30 +9,35 @@ from kvbridge.core.errors import BridgeError, DigestMismatchError, ProtocolError
 from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
 from kvbridge.core.wire.messages import Digests, Done
 from kvbridge.core.wire.worker_messages import Digested, Verified
-from kvbridge.node.observer import Observer
 from kvbridge.node.receiver.driver import ReceiverDriver
 from kvbridge.node.receiver.room import ReceiverRoom
 from kvbridge.node.receiver.verification import Verification
 from kvbridge.node.room_book import RoomBook
+from kvbridge.telemetry.events import EventStream, PagesDiffer, RoomMessageRefused
+
+
+def refuse_message(events: EventStream, peer: str, message: Digests | Done, code: str) -> None:
+    """Say that a writer's message about a room is ignored."""
+    events.emit(RoomMessageRefused(room=message.room, generation=message.generation, peer=peer, code=code))
 
 
 class ReceiverDigests:
     """The digests of all rooms of a decode node. Called from the event loop's thread only."""
 
-    def __init__(self, rooms: RoomBook[ReceiverRoom], driver: ReceiverDriver, observer: Observer) -> None:
+    def __init__(self, rooms: RoomBook[ReceiverRoom], driver: ReceiverDriver, events: EventStream) -> None:
         self._rooms = rooms
         self._driver = driver
-        self._observer = observer
+        self._events = events
 
     def expect(self, peer: str, message: Digests) -> None:
         """A writer says what it has sent. What cannot be right fails the room: nobody could say later what arrived."""
         room = self._rooms.find(message.room, message.generation)
         writer = None if room is None else room.writers.get(peer)
         if room is None or room.over:
-            self._observer.refused("stale_digests")
+            refuse_message(self._events, peer, message, "stale_digests")
             return
         if writer is None or message.writer not in writer.node.ranks or room.verification is None:
-            self._observer.refused("foreign_digests")
+            refuse_message(self._events, peer, message, "foreign_digests")
             return
         if room.state is not ReceiverState.OFFERED or message.writer not in writer.missing:
             return
@@ -81,7 +86,7 @@ class ReceiverDigests:
             self._driver.commit(room, ReceiverEvent.VERIFIED)
             return
         for kind, pages in difference.pages.items():
-            self._observer.mismatched(kind, pages)
+            self._events.emit(PagesDiffer(**room.identity, component=kind, pages=pages))
         why = difference.describe(room.tables)
         self._driver.fail(room, DigestMismatchError.code, why)
 

@@ -1,7 +1,7 @@
 """What happens to one room on a decode node once something has happened to it.
 
 Owns: feeding `RECEIVER_TABLE`, carrying its actions out, and what follows from the facts alone (the offer once
-everybody is met, the commit once every writer has sent what it owes, the end once nobody writes or reads).
+every writer is known, the commit once every writer has sent what it owes, the end once nobody writes or reads).
 Must not know: who raised the event.
 
 From the offer on, pages are leased to the writers. They come back by proof only: Done from every writer with the
@@ -29,6 +29,7 @@ from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import Quarantine, give_back
 from kvbridge.node.room_book import RoomBook
 from kvbridge.pool.accounts.book import PageState
+from kvbridge.telemetry.events import RoomReceived
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +62,7 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
     @staticmethod
     def _next_event(room: ReceiverRoom) -> ReceiverEvent | None:
         if room.state is ReceiverState.RESERVED and room.writers:
-            return ReceiverEvent.MET
+            return ReceiverEvent.WRITERS_KNOWN
         if room.awaits_writers and not room.active and (room.shut or room.clean):
             return ReceiverEvent.DRAINED
         return ReceiverEvent.RELEASE if room.released else None
@@ -152,7 +153,7 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
         if room.state is not ReceiverState.RESERVED:
             return
         try:
-            found = [self._ports.nodes.met(address) for address in room.addresses]
+            found = [self._ports.nodes.known_node(address) for address in room.addresses]
             nodes = [node for node in found if node is not None]
             if len(nodes) == len(found):
                 room.writers = self._writer_sets.writers(nodes, self._ports.workers.manifests())
@@ -182,7 +183,7 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
         room.committed_s = self._clock()
         room.phases_s["offer_to_commit"] = room.committed_s - room.offered_s
         room.phases_s["admit_to_commit"] = room.committed_s - room.created_s
-        self._ports.observer.received(room.amounts, room.phases_s)
+        self._ports.events.emit(RoomReceived(**room.identity, amounts=room.amounts, phases_s=room.phases_s))
         self.advance(room, event)
 
     def _at_rest(self, room: ReceiverRoom) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
+from typing import Protocol
 
 import structlog
 
@@ -28,6 +29,7 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints
 from kvbridge.pool.accounts.book import Owner
+from kvbridge.telemetry.events import EventStream, FenceBegan, WritersShutOut
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +43,16 @@ class FencePhase(StrEnum):
     REVOKING = "revoking"
 
 
+class FencedRooms(Protocol):
+    """The rooms of the node, as the fence needs them."""
+
+    def open_offers(self) -> set[Owner]:
+        """Rooms that are being written to."""
+
+    def shut(self, owners: Collection[Owner]) -> None:
+        """A round has ended: whoever wrote to these rooms cannot reach this node any more."""
+
+
 class Fence:
     """The rounds of one decode node, one at a time. Called from the event loop's thread only."""
 
@@ -49,16 +61,14 @@ class Fence:
         ranks: Iterable[Rank],
         *,
         send: Callable[[Rank, NodeToWorker], None],
-        open_offers: Callable[[], set[Owner]],
-        on_shut: Callable[[Collection[Owner]], None],
+        events: EventStream,
         fence_s: float,
         clock: Clock = monotonic,
     ) -> None:
-        """`open_offers()`: the rooms that are being written to; `on_shut(rooms)` is called when a round has ended."""
         self._ranks = frozenset(ranks)
         self._send = send
-        self._open_offers = open_offers
-        self._on_shut = on_shut
+        self._rooms: FencedRooms
+        self._events = events
         self._fence_s = fence_s
         self._clock = clock
         self.epoch = 0
@@ -74,6 +84,10 @@ class Fence:
 
     def __repr__(self) -> str:
         return f"<Fence epoch {self.epoch}: {self.phase}, {len(self._served)} rooms served, {len(self._next)} wait>"
+
+    def watch(self, rooms: FencedRooms) -> None:
+        """Say whose writers are shut out; before anybody asks."""
+        self._rooms = rooms
 
     def ask(self, owner: Owner) -> None:
         """Shut out whoever wrote to a room. Harmless when it has been asked for."""
@@ -106,7 +120,7 @@ class Fence:
         """Look whether the rooms that write by the old endpoints have ended, or had their time."""
         if self.phase is not FencePhase.WAITING:
             return
-        self._earlier &= self._open_offers()
+        self._earlier &= self._rooms.open_offers()
         if self._earlier and self._clock() < self._until_s:
             return
         if self._earlier:
@@ -126,13 +140,13 @@ class Fence:
     def _begin(self) -> None:
         self._served, self._next = self._next, set()
         self.epoch += 1
-        log.warning("fence_begins", epoch=self.epoch, rooms=len(self._served))
+        self._events.emit(FenceBegan(epoch=self.epoch, rooms=len(self._served)))
         self.phase, self._missing = FencePhase.RENEWING, set(self._ranks)
         for rank in self._ranks:
             self._send(rank, RenewEndpoints(epoch=self.epoch))
 
     def _wait(self) -> None:
-        self.phase, self._earlier = FencePhase.WAITING, self._open_offers()
+        self.phase, self._earlier = FencePhase.WAITING, self._rooms.open_offers()
         self._until_s = self._clock() + self._fence_s
         self.tick()
 
@@ -143,7 +157,7 @@ class Fence:
 
     def _end(self) -> None:
         served, self._served, self.phase = self._served, set(), FencePhase.IDLE
-        log.info("fence_ended", epoch=self.epoch, rooms=len(served))
-        self._on_shut(served)
+        self._events.emit(WritersShutOut(epoch=self.epoch, rooms=len(served)))
+        self._rooms.shut(served)
         if self._next and self.phase is FencePhase.IDLE:
             self._begin()

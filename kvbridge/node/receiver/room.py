@@ -25,7 +25,7 @@ from kvbridge.pool.accounts.book import Owner
 
 
 @dataclass(frozen=True)
-class MetNode:
+class KnownNode:
     """A prefill node that has welcomed us."""
 
     peer: str
@@ -58,7 +58,7 @@ class MetNode:
 class PrefillNodes(Protocol):
     """The prefill nodes that this decode node knows."""
 
-    def met(self, address: PeerAddress) -> MetNode | None:
+    def known_node(self, address: PeerAddress) -> KnownNode | None:
         """Return the node behind an address if it has welcomed us, else say hello (once) and return None.
 
         Raises PeerError or FingerprintMismatchError when it has rejected us since the last attempt.
@@ -124,7 +124,7 @@ class ReceiverSettings(RoomSettings):
 class WriterNode:
     """One prefill node of one room."""
 
-    node: MetNode
+    node: KnownNode
     shares: dict[Rank, Share]
     """What each of its ranks has to send."""
     missing: set[Rank]
@@ -152,7 +152,7 @@ class ReceiverRoom(Room[ReceiverState]):
 
     addresses: tuple[PeerAddress, ...] = ()
     writers: dict[str, WriterNode] = field(default_factory=dict)
-    """By incarnation; empty before every node has been met."""
+    """By incarnation; empty before every node is known."""
     metadata: dict[str, bytes] = field(default_factory=dict)
     expected_by: set[str] = field(default_factory=set)
     """Engines that were attached when the room was first claimed and are expected to claim it too."""
@@ -181,6 +181,11 @@ class ReceiverRoom(Room[ReceiverState]):
     def awaits_readers(self) -> bool:
         """Whether it is being stopped and waits until no engine reads."""
         return self.state in {ReceiverState.ABORTING_CLAIMED, ReceiverState.FAILING_CLAIMED}
+
+    @property
+    def first_peer(self) -> str:
+        """See Room."""
+        return next(iter(self.writers), "")
 
     @property
     def users(self) -> set[str]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import structlog
-
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
@@ -27,14 +25,12 @@ from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverEvent, Receiv
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Done, Drained, Failed
 from kvbridge.node.driver import WORKER_GONE
-from kvbridge.node.receiver.digests import ReceiverDigests
+from kvbridge.node.receiver.digests import ReceiverDigests, refuse_message
 from kvbridge.node.receiver.driver import ReceiverDriver
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, ReceiverSettings, user_state
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import Owner, PageState
-
-log = structlog.get_logger(__name__)
 
 _BEFORE_COMMIT = frozenset(
     {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}
@@ -56,7 +52,7 @@ class ReceiverRooms(Rooms):
         self._host = settings.host
         self._limits = settings.limits
         self._adopted = settings.adopted
-        self.digests = ReceiverDigests(self.rooms, self._driver, ports.observer)
+        self.digests = ReceiverDigests(self.rooms, self._driver, ports.events)
         """What writers and our own ranks say about digests goes there."""
 
     # ------------------------------------------------------------------ admission
@@ -230,11 +226,10 @@ class ReceiverRooms(Rooms):
         room = self.rooms.find(message.room, message.generation)
         writer = None if room is None else room.writers.get(peer)
         if room is None or room.over:
-            self._ports.observer.refused("stale_done")
+            refuse_message(self._ports.events, peer, message, "stale_done")
             return
         if writer is None or message.writer not in writer.node.ranks:
-            self._ports.observer.refused("foreign_done")
-            log.error("done_from_stranger", room=room.room, peer=peer, rank=str(message.writer))
+            refuse_message(self._ports.events, peer, message, "foreign_done")
             return
         if message.writer not in writer.missing:
             return  # sent again

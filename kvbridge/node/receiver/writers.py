@@ -1,7 +1,7 @@
 """Who writes a room, and how much each of them owes it.
 
-Owns: whether the prefill nodes that a request names are one instance, the whole of it. Must not know: how they were met, what they
-report.
+Owns: whether the prefill nodes that a request names are one instance, the whole of it. Must not know: how they became known,
+what they report.
 
 Nodes of different instances may have ranks with different names and shares that add up, and still leave pages unwritten: what a
 rank sends follows from the sizes of its instance. So nodes are taken for one instance only if they agree on its name, its sizes and
@@ -18,7 +18,7 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.accounting import Demand, Share
-from kvbridge.node.receiver.room import MetNode, WriterNode
+from kvbridge.node.receiver.room import KnownNode, WriterNode
 from kvbridge.pool.memory.layout import stage_layers
 
 MOST_SETS = 64
@@ -32,9 +32,9 @@ class WriterSets:
     def __init__(self, geometry: ModelGeometry) -> None:
         self._geometry = geometry
         self._manifests: tuple[RankManifest, ...] = ()
-        self._known: dict[tuple[MetNode, ...], dict[Rank, Share]] = {}
+        self._known: dict[tuple[KnownNode, ...], dict[Rank, Share]] = {}
 
-    def writers(self, met: Sequence[MetNode], manifests: tuple[RankManifest, ...]) -> dict[str, WriterNode]:
+    def writers(self, known: Sequence[KnownNode], manifests: tuple[RankManifest, ...]) -> dict[str, WriterNode]:
         """Return who writes a room to ranks with these manifests, by incarnation.
 
         Raises InvalidInputError, naming nodes, ranks and sizes, unless the nodes are one prefill instance with each of its ranks
@@ -42,7 +42,7 @@ class WriterSets:
         """
         if len(self._known) >= MOST_SETS or not _same(manifests, self._manifests):
             self._known, self._manifests = {}, manifests
-        nodes = tuple({node.peer: node for node in met}.values())  # one may have been named by two addresses
+        nodes = tuple({node.peer: node for node in known}.values())  # one may have been named by two addresses
         shares = self._known.get(nodes)
         if shares is None:
             shares = self._known[nodes] = _shares(nodes, self._geometry, Demand(self._geometry, manifests))
@@ -55,7 +55,7 @@ def _same(ours: tuple[RankManifest, ...], known: tuple[RankManifest, ...]) -> bo
     return len(ours) == len(known) and all(map(operator.is_, ours, known))
 
 
-def _shares(nodes: Sequence[MetNode], geometry: ModelGeometry, demand: Demand) -> dict[Rank, Share]:
+def _shares(nodes: Sequence[KnownNode], geometry: ModelGeometry, demand: Demand) -> dict[Rank, Share]:
     first = nodes[0]
     for node in nodes[1:]:
         if node.parallelism != first.parallelism:
@@ -73,8 +73,8 @@ def _shares(nodes: Sequence[MetNode], geometry: ModelGeometry, demand: Demand) -
     return shares
 
 
-def _check_complete(nodes: Sequence[MetNode]) -> None:
-    first, holders = nodes[0], dict[Rank, MetNode]()
+def _check_complete(nodes: Sequence[KnownNode]) -> None:
+    first, holders = nodes[0], dict[Rank, KnownNode]()
     for node in nodes:
         if not node.ranks:
             raise InvalidInputError(f"prefill node {node} has no rank; leave it out of `prefill`")

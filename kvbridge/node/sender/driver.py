@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import structlog
-
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import DeadlineError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.plan.operations import add_amounts
+from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PeerMessage, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
@@ -26,8 +24,7 @@ from kvbridge.node.room import Quarantine, give_back
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.sender.room import RankWork, SenderLimits, SenderPorts, SenderRoom
 from kvbridge.pool.accounts.book import PageState
-
-log = structlog.get_logger(__name__)
+from kvbridge.telemetry.events import OrderBegan, OrderEnded, RankSent, RoomRejected
 
 
 class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
@@ -133,12 +130,30 @@ class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
                 work.after.clear()
             for section in sections:
                 self._orders += 1
-                work.outstanding.add(self._orders)
+                transport = work.outstanding[self._orders] = self._peers.transport(room.peer, rank)
                 work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
                 order = Send(
                     room=room.room, generation=room.generation, order=self._orders, section=section, after=after
                 )
+                self._ports.events.emit(OrderBegan(**room.identity, rank=rank, order=self._orders, transport=transport))
                 self._workers.send(rank, order)
+
+    def order_ended(self, room: SenderRoom, rank: Rank, order: int, amounts: Amounts) -> bool:
+        """A worker has ended an order, in which it has sent `amounts`; whether it was under way."""
+        transport = room.ranks[rank].outstanding.pop(order, None)
+        if transport is None:
+            return False
+        self._ports.events.emit(
+            OrderEnded(**room.identity, rank=rank, order=order, transport=transport, amounts=amounts)
+        )
+        return True
+
+    def closed(self, room: SenderRoom, rank: Rank) -> None:
+        """Nothing of the room is in flight on a rank, whose worker has proved it or has ended."""
+        work = room.ranks[rank]
+        for order in tuple(work.outstanding):
+            self.order_ended(room, rank, order, {})
+        work.open = False
 
     def settle(self, room: SenderRoom) -> None:
         """Say Done for every rank that has nothing left to do; when all have, the room is complete."""
@@ -149,7 +164,7 @@ class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
                 continue
             work.done = True
             room.amounts = add_amounts(room.amounts, work.amounts)
-            self._ports.observer.sent(work.amounts, work.phases_s)
+            self._ports.events.emit(RankSent(**room.identity, rank=rank, amounts=work.amounts, phases_s=work.phases_s))
             done = Done(
                 room=room.room,
                 generation=room.generation,
@@ -170,11 +185,10 @@ class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
             self._tell(room, message)
         return len(parts)
 
-    @staticmethod
-    def rejected(room: SenderRoom, code: str, reason: str) -> None:
+    def rejected(self, room: SenderRoom, code: str, reason: str) -> None:
         """Keep why the decode side could not use what was sent."""
         room.blame(code, reason)
-        log.warning("room_rejected", room=room.room, peer=room.peer, code=code, reason=room.reason)
+        self._ports.events.emit(RoomRejected(**room.identity, code=code, reason=room.reason))
 
     def _at_rest(self, room: SenderRoom) -> None:
         """Give the pages back once the table and every engine have let go of them; happens once."""

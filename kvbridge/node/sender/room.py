@@ -36,6 +36,9 @@ class PeerChannel(Protocol):
     def send(self, peer: str, message: PeerMessage) -> None:
         """Queue a message; what cannot be delivered in time is reported as the loss of the peer. Never raises."""
 
+    def transport(self, peer: str, rank: Rank) -> str:
+        """Name what a rank of ours reaches a peer over; empty while it is not connected."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderPorts(RoomPorts):
@@ -79,7 +82,8 @@ class RankWork:
     metadata: bytes = b""
     after: dict[StreamPoint, None] = field(default_factory=dict)
     """Where in the work of the engine's GPU all that is published and not ordered yet is final; a set in order."""
-    outstanding: set[int] = field(default_factory=set)
+    outstanding: dict[int, str] = field(default_factory=dict)
+    """Orders that the worker has not ended, and over which transport each of them goes."""
     amounts: Amounts = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
     digests: DigestSums | None = None
@@ -120,6 +124,11 @@ class SenderRoom(Room[SenderState]):
     free_wanted: bool = False
     concluded: bool = False
     """Pages are given back; only the receipt is left."""
+
+    @property
+    def first_peer(self) -> str:
+        """See Room."""
+        return self.peer
 
     @property
     def users(self) -> set[str]:

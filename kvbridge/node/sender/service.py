@@ -36,6 +36,7 @@ from kvbridge.node.sender.driver import SenderDriver
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, SenderSettings, user_state
 from kvbridge.pool.accounts.book import PageState
+from kvbridge.telemetry.events import RoomMessageRefused
 
 
 class SenderRooms(Rooms):
@@ -266,7 +267,7 @@ class SenderRooms(Rooms):
     def _take_offer(self, room: SenderRoom, peer: str, offer: Offer) -> None:
         if room.peer == peer:
             # Sent again, or a second thought: neither may end what the first offer began.
-            self._ports.observer.refused("duplicate_offer")
+            self._refuse_message(peer, offer, "duplicate_offer")
             return
         if room.state is not SenderState.ADMITTED:
             why = room.reason or f"the room is already {room.state} on the prefill side"
@@ -286,10 +287,13 @@ class SenderRooms(Rooms):
 
     def _refuse_offer(self, peer: str, offer: Offer, code: str, message: str) -> None:
         """Nothing was ever written for this offer, nor will be: saying so at once is the truth."""
-        self._ports.observer.refused(code)
+        self._refuse_message(peer, offer, code)
         text = message[:REASON_CHARS]
         self._ports.peers.send(peer, Failed(room=offer.room, generation=offer.generation, code=code, message=text))
         self._ports.peers.send(peer, Drained(room=offer.room, generation=offer.generation))
+
+    def _refuse_message(self, peer: str, offer: Offer, code: str) -> None:
+        self._ports.events.emit(RoomMessageRefused(room=offer.room, generation=offer.generation, peer=peer, code=code))
 
     def peer_abort(self, peer: str, message: Abort) -> None:
         """The decode side wants a room stopped. Always answered with Drained, at once or when it is quiet."""
@@ -309,7 +313,7 @@ class SenderRooms(Rooms):
             self._driver.rejected(room, message.code, f"by the decode side: {message.message}")
 
     def peer_gone(self, peer: str, reason: str) -> None:
-        """A decode node's life ended or it is silent: its rooms fail."""
+        """A decode node's process has ended, or it is silent: its rooms fail."""
         self._early.forget_peer(peer)
         for room in self.rooms:
             if room.peer == peer:
@@ -336,9 +340,10 @@ class SenderRooms(Rooms):
         """A worker ended an order."""
         room = self.rooms.find(message.room, message.generation)
         work = None if room is None else room.ranks.get(message.rank)
-        if room is None or work is None or message.order not in work.outstanding:
+        if room is None or work is None:
             return
-        work.outstanding.discard(message.order)
+        if not self._driver.order_ended(room, message.rank, message.order, message.amounts):
+            return
         room.in_transit = room.in_transit or message.in_transit
         if message.error_code or not message.quiet:
             code = message.error_code or TransportError.code
@@ -358,7 +363,7 @@ class SenderRooms(Rooms):
         if not message.quiet:
             self._driver.not_quiet(room, message.rank, message.reason)
             return
-        work.open = False
+        self._driver.closed(room, message.rank)
         self._driver.advance(room)
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
@@ -368,8 +373,7 @@ class SenderRooms(Rooms):
             if work is None:
                 continue
             room.in_transit = room.in_transit or bool(work.outstanding)
-            work.outstanding.clear()
-            work.open = False
+            self._driver.closed(room, rank)
             why = f"rank worker {rank} of the prefill node died: {reason}"
             self._driver.fail(room, WORKER_GONE, why)
 

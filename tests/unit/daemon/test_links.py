@@ -17,7 +17,7 @@ from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError
 from kvbridge.core.wire.messages import Hello, PeerMessage, Rejected, Welcome
 from kvbridge.daemon.decode import DecodeNode
-from kvbridge.node.receiver.room import MetNode
+from kvbridge.node.receiver.room import KnownNode
 
 pytestmark = pytest.mark.asyncio
 
@@ -67,13 +67,13 @@ async def opened() -> AsyncIterator[Callable[[PeerSettings], DecodeNode]]:
         yield make
 
 
-async def met(node: DecodeNode, where: PeerAddress) -> MetNode | BridgeError:
+async def met(node: DecodeNode, where: PeerAddress) -> KnownNode | BridgeError:
     """What a room learns that waits for a node."""
-    answer: asyncio.Queue[MetNode | BridgeError] = asyncio.Queue()
+    answer: asyncio.Queue[KnownNode | BridgeError] = asyncio.Queue()
 
     def look() -> None:
         try:
-            found = node._prefill.met(where)
+            found = node._prefill.known_node(where)
         except BridgeError as error:
             answer.put_nowait(error)
         else:
@@ -89,11 +89,11 @@ async def met(node: DecodeNode, where: PeerAddress) -> MetNode | BridgeError:
 async def test_links_are_bounded_and_one_that_is_given_up_makes_room(opened):
     node = opened(PeerSettings(max_connections=2))
     for number in (1, 2):
-        assert node._prefill.met(address(number)) is None
+        assert node._prefill.known_node(address(number)) is None
     with pytest.raises(CapacityError, match=r"2 links to prefill addresses.*control\.max_connections"):
-        node._prefill.met(address(3))
+        node._prefill.known_node(address(3))
     node._lose(address(1), "silent")
-    assert node._prefill.met(address(3)) is None
+    assert node._prefill.known_node(address(3)) is None
 
 
 def open_descriptors() -> int:
@@ -115,7 +115,7 @@ async def test_a_link_to_a_node_that_refuses_is_closed_and_it_can_be_met_later(o
             await asyncio.sleep(0.01)
     first.welcomes = True
     found = await met(node, first.address)
-    assert isinstance(found, MetNode)
+    assert isinstance(found, KnownNode)
     assert found.peer == first.incarnation
     node.watch_peers()
     assert node._prefill.addresses() == [first.address]

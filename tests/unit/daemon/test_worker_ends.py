@@ -13,6 +13,7 @@ from kvbridge.core.wire.engine_messages import Accepted, Pages, Refused
 from kvbridge.core.wire.worker_messages import EndpointsRevoked, Shutdown, WorkerClosed, WorkerHello
 from kvbridge.daemon.engine_host import EngineHost
 from kvbridge.daemon.worker_host import WorkerHost
+from kvbridge.telemetry.events import EventStream
 
 RANK = Rank(pp=0, tp=0)
 REVOKED = EndpointsRevoked(rank=RANK, before_epoch=1)
@@ -76,7 +77,7 @@ class Listener:
 def host():
     listener = Listener()
     made = WorkerHost(
-        SimpleNamespace(), {RANK: (0,)}, setup=lambda rank: "setup", listener=listener, metrics=SimpleNamespace()
+        SimpleNamespace(), {RANK: (0,)}, setup=lambda rank: "setup", listener=listener, events=EventStream()
     )
     made._server = Server()
     made.start(own_processes=False)

@@ -12,7 +12,7 @@ from kvbridge.core.wire.messages import Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import RoomClosed, WorkerFailed, WorkerHello, WorkerReady
 from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
 from kvbridge.node.workers import WorkerState
-from kvbridge.telemetry.metrics import Metrics
+from kvbridge.telemetry.events import EventStream
 from tests.helpers.rooms import R0, R1, manifest
 from tests.unit.node.test_workers import setup
 
@@ -55,9 +55,7 @@ def host(listener: Listener, tmp_path: Path) -> WorkerHost:
             "runtime_dir": "/tmp/kvbridge-test-host",  # short, as a path of sockets has to be; nothing is made there
         }
     )
-    made = WorkerHost(
-        config, {R0: (0, 1), R1: (0, 1)}, setup=setup, listener=listener, metrics=Metrics(role="decode", version="0")
-    )
+    made = WorkerHost(config, {R0: (0, 1), R1: (0, 1)}, setup=setup, listener=listener, events=EventStream())
     made.start(own_processes=False)
     for link, rank in (("a", R0), ("b", R1)):
         made._on_message(link, WorkerHello(rank=rank, pid=11))

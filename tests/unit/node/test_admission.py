@@ -24,7 +24,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits, ClientCaps
 from kvbridge.node.admission.pressure import Reservation
 from kvbridge.pool.accounts.book import Owner, PageBook
-from tests.helpers.rooms import CountingObserver
+from tests.helpers.rooms import RecordedEvents
 
 pytestmark = pytest.mark.asyncio
 
@@ -91,13 +91,13 @@ class Bench:
         self.clock = ManualClock(100.0)
         self.book = PageBook({FULL: PAGES})
         self.rooms = Rooms(self.book)
-        self.observer = CountingObserver()
+        self.events = RecordedEvents()
         self.ready_changes = 0
         self.admission = AdmissionController(
             self.rooms,
             self.book,
             limits=AdmissionLimits(**limits),  # type: ignore[arg-type]
-            observer=self.observer,
+            events=self.events,
             on_readiness=self.changed,
             clock=self.clock,
             draw=lambda: 0.0,
@@ -163,7 +163,7 @@ async def test_what_fits_is_admitted_at_once(made):
     bench.now(1, 3)
     assert (await bench.waits(2, 5)).done()
     assert bench.rooms.admitted == [1, 2]
-    assert bench.observer.waits == []
+    assert bench.events.waits == []
 
 
 async def test_who_waits_is_admitted_when_pages_become_free(made):
@@ -174,7 +174,7 @@ async def test_who_waits_is_admitted_when_pages_become_free(made):
     bench.clock.advance(3)
     bench.rooms.end(1)
     assert (await asyncio.wait_for(task, 5)).room == 2
-    assert bench.observer.waits == [("admitted", 3.0)]
+    assert bench.events.waits == [("admitted", 3.0)]
     assert bench.free == 4
 
 
@@ -209,8 +209,8 @@ async def test_who_waits_too_long_is_refused_with_the_limit(made):
     assert "0.01 s (limit: the request's wait_s" in str(error)
     assert "4 of 'full' (2 free)" in str(error)
     assert error.lacking == {FULL: 2}
-    assert bench.observer.refusals == {"wait_timeout": 1}
-    assert bench.observer.waits[0][0] == "timeout"
+    assert bench.events.refusals == {"wait_timeout": 1}
+    assert bench.events.waits[0][0] == "timeout"
     assert bench.admission.waiting == 0
 
 
@@ -248,7 +248,7 @@ async def test_who_waited_and_leaves_makes_way(made):
     assert not small.done()
     large.cancel()
     assert (await asyncio.wait_for(small, 5)).room == 3
-    assert bench.observer.waits[0][0] == "left"
+    assert bench.events.waits[0][0] == "left"
 
 
 async def test_a_caller_cancelled_after_its_admission_leaves_no_room(made):
@@ -273,7 +273,7 @@ async def test_a_room_id_taken_meanwhile_is_a_conflict_for_the_second(made):
     assert (await asyncio.wait_for(first, 5)).room == 2
     await refused("conflict", second)
     assert (await asyncio.wait_for(third, 5)).room == 3
-    assert bench.observer.refusals == {"conflict": 1}
+    assert bench.events.refusals == {"conflict": 1}
 
 
 async def test_what_can_never_be_served_does_not_wait(made):
@@ -307,7 +307,7 @@ async def test_the_queue_is_bounded(made):
     await bench.waits(2)
     error = await refused("capacity", await bench.waits(3))
     assert "admission.max_waiting" in str(error)
-    assert bench.observer.refusals == {"queue_full": 1}
+    assert bench.events.refusals == {"queue_full": 1}
 
 
 async def test_the_end_refuses_everybody_who_waits(made):
@@ -337,7 +337,7 @@ async def test_a_client_at_its_cap_is_refused_whatever_is_free(made):
     bench.now(6)
     bench.rooms.end(1)
     bench.now(7, client="a")
-    assert bench.observer.refusals == {"client_limit": 2}
+    assert bench.events.refusals == {"client_limit": 2}
     assert ClientLimitError.http_status == 429
 
 
@@ -524,13 +524,13 @@ async def test_input_errors_are_counted_and_keep_their_kind(made):
     bench = made()
     with pytest.raises(InvalidInputError):
         bench.now(1, PAGES + 1)
-    assert bench.observer.refusals == {"invalid_input": 1}
+    assert bench.events.refusals == {"invalid_input": 1}
 
 
 async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours():
     book = PageBook({FULL: PAGES})
     rooms = Rooms(book)
-    admission = AdmissionController(rooms, book, limits=AdmissionLimits(max_rooms=2), observer=CountingObserver())
+    admission = AdmissionController(rooms, book, limits=AdmissionLimits(max_rooms=2), events=RecordedEvents())
     for room in (1, 2):
         admission.admit_now(AdmissionRequest(room=room, prompt_tokens=1))
     for wait_s in (0.0, 0.01):

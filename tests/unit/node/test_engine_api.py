@@ -28,7 +28,8 @@ from kvbridge.core.wire.engine_messages import (
 )
 from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
 from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits
-from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
+from kvbridge.node.engine_api import DecodeEngineApi, EnginePorts, PrefillEngineApi
+from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineFact, EngineLost
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -53,14 +54,17 @@ class Api:
         self.bench = bench
         self.messages: list[tuple[str, object]] = []
         self.ready = True
-        admission = AdmissionController(bench.service, bench.book, limits=AdmissionLimits(), observer=bench.observer)
+        admission = AdmissionController(bench.service, bench.book, limits=AdmissionLimits(), events=bench.events)
         self.api = kind(
             lambda: bench.service,
             lambda: admission,
-            send=lambda engine, message: self.messages.append((engine, message)),
-            pid=lambda engine: 77,
-            describe=self.describe,
-            ranks=ranks,
+            EnginePorts(
+                send=lambda engine, message: self.messages.append((engine, message)),
+                pid=lambda engine: 77,
+                describe=self.describe,
+                ranks=ranks,
+                events=bench.events,
+            ),
         )
 
     def describe(self, call: int, ranks) -> Attached:
@@ -207,6 +211,11 @@ def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
     assert (refused.code, "take another name" in refused.message) == ("conflict", True)
     api.api.ended("engine")
     api.api.ended("engine")
+    assert [fact for fact in api.bench.events.facts if isinstance(fact, EngineFact)] == [
+        EngineAttached(engine="engine", pid=77, ranks=(R0,)),
+        EngineLost(engine="engine", reason="its connection has ended", pages_wait=True),
+        EngineEnded(engine="engine"),
+    ]
     assert api.bench.free == 16
     assert api.api.engines() == []
     assert isinstance(api.attach(), Attached)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvbridge.core.clock import ManualClock
@@ -9,6 +11,8 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import RenewEndpoints, RevokeEndpoints
 from kvbridge.node.receiver.fence import Fence, FencePhase
 from kvbridge.pool.accounts.book import Owner
+from kvbridge.telemetry.events import FenceBegan, WritersShutOut
+from tests.helpers.rooms import RecordedEvents
 
 ONE, TWO = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
 FAILED, OTHER, LATER = Owner(1, 1), Owner(2, 1), Owner(3, 1)
@@ -17,16 +21,19 @@ FAILED, OTHER, LATER = Owner(1, 1), Owner(2, 1), Owner(3, 1)
 class Bench:
     def __init__(self) -> None:
         self.clock = ManualClock()
+        self.events = RecordedEvents()
         self.sent: list[tuple[Rank, object]] = []
         self.offers: set[Owner] = set()
         self.shut: list[set[Owner]] = []
         self.fence = Fence(
             (ONE, TWO),
             send=lambda rank, message: self.sent.append((rank, message)),
-            open_offers=lambda: set(self.offers),
-            on_shut=lambda owners: self.shut.append(set(owners)),
+            events=self.events,
             fence_s=30.0,
             clock=self.clock,
+        )
+        self.fence.watch(
+            SimpleNamespace(open_offers=lambda: set(self.offers), shut=lambda owners: self.shut.append(set(owners)))
         )
 
     def orders(self) -> dict[Rank, object]:
@@ -58,6 +65,7 @@ def test_a_round_renews_then_revokes_on_every_rank(bench: Bench) -> None:
     assert bench.shut == []
     bench.fence.revoked(TWO, 1)
     assert bench.shut == [{FAILED}]
+    assert bench.events.facts == [FenceBegan(epoch=1, rooms=1), WritersShutOut(epoch=1, rooms=1)]
     assert bench.fence.phase is FencePhase.IDLE
 
 
@@ -136,7 +144,7 @@ def test_stray_answers_change_nothing(bench: Bench) -> None:
 
 def test_a_room_that_asks_while_it_hears_of_the_end_begins_another_round() -> None:
     bench = Bench()
-    bench.fence._on_shut = lambda owners: bench.fence.ask(LATER)
+    bench.fence.watch(SimpleNamespace(open_offers=set, shut=lambda owners: bench.fence.ask(LATER)))
     bench.fence.ask(FAILED)
     bench.renewed()
     bench.revoked()

@@ -378,7 +378,7 @@ class DecodeSide:
     def changed(self) -> None:
         self.changes += 1
         try:
-            self.met_at_change.append(self.nodes.met(ADDRESS))
+            self.met_at_change.append(self.nodes.known_node(ADDRESS))
         except BridgeError as error:
             self.met_at_change.append(error)
 
@@ -387,7 +387,7 @@ class DecodeSide:
         self.nodes.welcome(address, welcome)
 
     def meet(self) -> None:
-        assert self.nodes.met(ADDRESS) is None
+        assert self.nodes.known_node(ADDRESS) is None
         self.welcome()
 
     @property
@@ -397,11 +397,11 @@ class DecodeSide:
 
 def test_a_node_is_greeted_once_and_then_known():
     side = DecodeSide()
-    assert side.nodes.met(ADDRESS) is None
-    assert side.nodes.met(ADDRESS) is None
+    assert side.nodes.known_node(ADDRESS) is None
+    assert side.nodes.known_node(ADDRESS) is None
     assert (side.opened, side.hellos) == ([ADDRESS], 1)
     side.welcome()
-    met = side.nodes.met(ADDRESS)
+    met = side.nodes.known_node(ADDRESS)
     assert met is not None
     assert (met.peer, met.name, met.ranks) == (PREFILL, "prefill/p0", (R0,))
     assert met.parallelism == ("prefill", 1, 1, ())
@@ -417,7 +417,7 @@ def test_a_node_that_takes_too_long_to_describe_says_so_to_the_room():
     side = DecodeSide()
     side.nodes._describe = lambda: description(ranks=(bytes(1 << 20),) * 3)
     with pytest.raises(InvalidInputError, match=r"3145728 bytes to describe its 3 ranks.*pools\.host\.extent_bytes"):
-        side.nodes.met(ADDRESS)
+        side.nodes.known_node(ADDRESS)
     assert (side.opened, side.nodes.addresses()) == ([], [])
 
 
@@ -426,7 +426,7 @@ def test_an_address_that_cannot_be_opened_is_not_remembered():
     side.error = ConfigError("no public key is known")
     for _ in range(2):
         with pytest.raises(ConfigError):
-            side.nodes.met(ADDRESS)
+            side.nodes.known_node(ADDRESS)
     assert side.nodes.addresses() == []
 
 
@@ -436,11 +436,11 @@ def test_an_address_that_cannot_be_opened_is_not_remembered():
 )
 def test_a_rejection_reaches_every_waiting_room_and_the_next_one_greets_anew(code, kind):
     side = DecodeSide()
-    side.nodes.met(ADDRESS)
+    side.nodes.known_node(ADDRESS)
     side.nodes.rejected(ADDRESS, Rejected(code=code, message="no"))
     assert isinstance(side.met_at_change[0], kind)
     assert side.closed == [ADDRESS]
-    assert side.nodes.met(ADDRESS) is None
+    assert side.nodes.known_node(ADDRESS) is None
     assert side.opened == [ADDRESS, ADDRESS]
     assert side.hellos == 2
     assert side.gone == []
@@ -479,7 +479,7 @@ def test_nobody_speaks_in_the_name_of_a_node_behind_another_key():
     stranger = ADDRESS.model_copy(update={"endpoint": "tcp://10.0.0.9:1", "public_key": "k" * 40})
     same = ADDRESS.model_copy(update={"endpoint": "tcp://10.0.0.9:2"})
     for address in (stranger, same):
-        assert side.nodes.met(address) is None
+        assert side.nodes.known_node(address) is None
         assert not side.nodes.speaks(address, PREFILL)
     side.welcome(address=stranger)
     assert isinstance(side.met_at_change[-1], BridgeError) or stranger not in side.nodes.addresses()
@@ -495,7 +495,7 @@ def test_few_of_those_who_were_met_once_are_remembered(monkeypatch):
     side = DecodeSide()
     side.meet()
     side.nodes.lost(ADDRESS, "silent")
-    assert side.nodes.met(OTHER_ADDRESS) is None
+    assert side.nodes.known_node(OTHER_ADDRESS) is None
     side.welcome(NEXT_LIFE, address=OTHER_ADDRESS)
     side.nodes.lost(OTHER_ADDRESS, "silent")
     assert not side.nodes.speaks(ADDRESS, PREFILL)
@@ -514,7 +514,7 @@ def test_nothing_is_said_to_addresses_that_nobody_knows():
 def test_everybody_hears_when_we_have_changed():
     side = DecodeSide()
     side.meet()
-    side.nodes.met(OTHER_ADDRESS)
+    side.nodes.known_node(OTHER_ADDRESS)
     side.nodes.refresh()
     assert side.hellos == 2
     assert len(pick(side.messages, Hello, OTHER_ADDRESS)) == 2

@@ -36,6 +36,7 @@ from kvbridge.core.wire.messages import (
     to_wire,
 )
 from kvbridge.pool.accounts.book import Owner, PageState
+from kvbridge.telemetry.events import RoomEntered
 from tests.helpers.rooms import (
     ADDRESS,
     GEOMETRY,
@@ -142,7 +143,7 @@ def test_a_room_is_offered_committed_claimed_and_released():
     assert report.phases_s["commit_to_claim"] == 2.0
     assert report.phases_s["move"] == 1.0
     assert report.amounts == full_amounts(TOKENS)
-    assert bench.observer.states == [
+    assert bench.events.states == [
         RoomState.ADMITTED,
         RoomState.OFFERED,
         RoomState.TRANSFERRING,
@@ -150,7 +151,7 @@ def test_a_room_is_offered_committed_claimed_and_released():
         RoomState.CLAIMED,
         RoomState.COMPLETED,
     ]
-    assert bench.observer.received_amounts == [full_amounts(TOKENS)]
+    assert bench.events.received_amounts == [full_amounts(TOKENS)]
 
 
 def halves():
@@ -163,7 +164,7 @@ def test_every_rank_of_every_node_has_to_report():
     done(bench, amounts=halves(), metadata=b"one")
     done(bench, amounts=halves(), metadata=b"one")
     done(bench, SECOND, R0, amounts=halves())
-    assert bench.observer.refusals["foreign_done"] == 1
+    assert bench.events.refusals["foreign_done"] == 1
     assert bench.service.report(1).state is RoomState.TRANSFERRING
     done(bench, SECOND, R1, amounts=halves(), metadata=b"two")
     assert state(bench) is ReceiverState.COMMITTED
@@ -367,7 +368,7 @@ def test_a_done_that_crosses_our_abort_is_proof_but_not_a_commit():
     assert bench.service.report(1).amounts == {}
     assert bench.free == 16
     done(bench)
-    assert bench.observer.refusals["stale_done"] == 1
+    assert bench.events.refusals["stale_done"] == 1
 
 
 def test_drained_without_done_fails_the_room():
@@ -399,7 +400,7 @@ def test_strangers_and_stale_messages_are_harmless():
     drained(bench, generation=7)
     bench.service.peer_gone(STRANGER, "silent")
     assert state(bench) is ReceiverState.OFFERED
-    assert bench.observer.refusals == {"foreign_done": 2, "stale_done": 1}
+    assert bench.events.refusals == {"foreign_done": 2, "stale_done": 1}
 
 
 def test_a_reason_of_any_length_fits_into_the_messages():
@@ -503,7 +504,7 @@ def test_a_dead_worker_fails_what_is_not_committed(stage):
     admit(bench)
     bench.service.worker_gone(R0, "killed")
     assert bench.service.report(1).state is RoomState.FAILED
-    assert (bench.observer.states[-1], bench.observer.codes[-1]) == (RoomState.FAILED, "worker_gone")
+    assert [(fact.state, fact.code) for fact in bench.events.of(RoomEntered)][-1] == (RoomState.FAILED, "worker_gone")
     assert state(bench) is (ReceiverState.FAILING if stage == "offered" else ReceiverState.FAILED)
     assert bench.free == (14 if stage == "offered" else 16)
 

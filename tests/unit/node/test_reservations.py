@@ -21,7 +21,7 @@ from kvbridge.core.wire.engine_messages import Admit, Attach, Claim, Extend, Ref
 from kvbridge.core.wire.messages import Done, Drained, Failed, Offer, to_wire
 from kvbridge.core.wire.worker_messages import RoomClosed
 from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits, ClientCaps
-from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
+from kvbridge.node.engine_api import DecodeEngineApi, EnginePorts, PrefillEngineApi
 from kvbridge.pool.accounts.book import PageState
 from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, R1, ReceiverBench, SenderBench
 
@@ -243,7 +243,7 @@ def test_adopted_prefill_pools_ask_for_nothing():
     bench = SenderBench(adopted=True)
     assert bench.service.demand(request()) == {}
     admission = AdmissionController(
-        bench.service, bench.book, limits=AdmissionLimits(), observer=bench.observer, clock=bench.clock
+        bench.service, bench.book, limits=AdmissionLimits(), events=bench.events, clock=bench.clock
     )
     admission.tick()
     assert admission.starved_s() == 0.0
@@ -269,7 +269,7 @@ class Api:
             bench.service,
             bench.book,
             limits=AdmissionLimits(**limits),  # type: ignore[arg-type]
-            observer=bench.observer,
+            events=bench.events,
             clock=bench.clock,
             draw=lambda: 0.0,
         )
@@ -277,10 +277,13 @@ class Api:
         self.api = kind(
             lambda: bench.service,  # type: ignore[arg-type,return-value]
             lambda: admission,
-            send=lambda engine, answer: self.answers.append(answer),
-            pid=lambda engine: 7,
-            describe=lambda call, ranks: None,  # type: ignore[arg-type,return-value]
-            ranks=(R0,),
+            EnginePorts(
+                send=lambda engine, answer: self.answers.append(answer),
+                pid=lambda engine: 7,
+                describe=lambda call, ranks: None,  # type: ignore[arg-type,return-value]
+                ranks=(R0,),
+                events=bench.events,
+            ),
         )
         self.call(Attach(call=1, role=self.api.role))
 
@@ -298,7 +301,7 @@ def test_an_engine_is_told_when_to_come_back():
     assert isinstance(first, Refused)
     assert isinstance(refused, Refused)
     assert (refused.code, refused.retry_after_s) == ("capacity", 7.0), "as long again as nothing has been released"
-    assert api.bench.observer.refusals == {"capacity": 2}
+    assert api.bench.events.refusals == {"capacity": 2}
 
 
 def test_engines_are_one_client_of_their_own():

@@ -102,14 +102,14 @@ def test_a_room_commits_when_what_has_arrived_is_what_was_sent():
     assert bench.engines.kinds == ["committed"]
     phases = bench.service.report(1).phases_s
     assert (phases["verify"], phases["offer_to_commit"]) == (2.0, 3.0)
-    assert bench.observer.received_amounts == [full_amounts(TOKENS)]
-    assert not bench.observer.mismatches
+    assert bench.events.received_amounts == [full_amounts(TOKENS)]
+    assert not bench.events.mismatches
 
 
 def test_a_room_that_asks_for_no_digest_is_not_verified():
     bench = offered(DigestKind.NONE)
     expect(bench, 5)
-    assert bench.observer.refusals["foreign_digests"] == 1
+    assert bench.events.refusals["foreign_digests"] == 1
     done(bench, parts=0)
     assert state(bench) is ReceiverState.COMMITTED
     assert not bench.ranks.messages
@@ -125,13 +125,13 @@ def test_a_page_that_differs_fails_the_room_by_name_on_both_sides(sent, found):
     assert (report.state, report.reason_code) == (RoomState.FAILED, "digest_mismatch")
     assert f"{KIND} of layer 0, logical page 0: page {table.ids[0]} of space 'full' in rank pp0.tp0" in report.reason
     assert f"the digest {found:08x}, the prefill node read {sent:08x}" in report.reason
-    assert bench.observer.mismatches == {KIND: 1}
+    assert bench.events.mismatches == {KIND: 1}
     [told] = pick(bench.nodes.messages, Failed, PREFILL)
     assert not pick(bench.nodes.messages, Abort), "an Abort would be answered, when the room may be long forgotten"
     assert (told.code, told.message) == ("digest_mismatch", report.reason)
     assert bench.free == 16
     assert bench.engines.kinds == ["failed"]
-    assert bench.observer.received_amounts == []
+    assert bench.events.received_amounts == []
 
 
 @pytest.mark.parametrize("parts", [[1], [0, 0], [0, 2]])
@@ -167,7 +167,7 @@ def test_strangers_and_latecomers_change_nothing():
     bench = offered()
     expect(bench, 5, peer="eeee000000000001")
     expect(bench, 5, writer=R1)
-    assert bench.observer.refusals["foreign_digests"] == 2
+    assert bench.events.refusals["foreign_digests"] == 2
     find(bench, 1)
     verified(bench)
     assert state(bench) is ReceiverState.OFFERED
@@ -181,7 +181,7 @@ def test_strangers_and_latecomers_change_nothing():
     verified(bench, error_code="unsupported", error="too late")
     assert state(bench) is ReceiverState.COMMITTED
     bench.service.digests.expect(PREFILL, Digests(room=9, generation=1, writer=R0, part=0, digests=()))
-    assert bench.observer.refusals["stale_digests"] == 1
+    assert bench.events.refusals["stale_digests"] == 1
 
 
 def test_a_rank_that_cannot_look_fails_the_room():

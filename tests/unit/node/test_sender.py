@@ -20,6 +20,7 @@ from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, RoomClosed, Send, Sent
 from kvbridge.node.sender import room as sender
 from kvbridge.pool.accounts.book import Owner, PageState
+from kvbridge.telemetry.events import OrderBegan, OrderEnded
 from tests.helpers.rooms import DECODE, PAGE, R0, R1, SenderBench, full_amounts, pick
 
 TOKENS = 2 * PAGE
@@ -121,7 +122,7 @@ def test_a_room_is_sent_while_it_is_computed():
     report = bench.service.report(1)
     assert report.state is RoomState.COMPLETED
     assert report.phases_s["admit_to_offer"] == 2.0
-    assert bench.observer.states == [RoomState.ADMITTED, RoomState.TRANSFERRING, RoomState.COMPLETED]
+    assert bench.events.states == [RoomState.ADMITTED, RoomState.TRANSFERRING, RoomState.COMPLETED]
     close(bench)
     assert pick(bench.peers.messages, Drained) == []
 
@@ -951,3 +952,26 @@ def test_a_prompt_that_no_adopted_pool_could_hold_is_refused(tokens):
     with pytest.raises(InvalidInputError, match=r"one page table names at most|the whole pool has"):
         bench.service.admit(AdmissionRequest(room=1, prompt_tokens=tokens))
     assert not bench.service.in_use()
+
+
+def order_facts(bench: SenderBench) -> list[object]:
+    return [fact for fact in bench.events.facts if isinstance(fact, OrderBegan | OrderEnded)]
+
+
+def test_an_order_is_a_fact_from_its_beginning_to_its_end_with_room_peer_rank_and_transport():
+    bench = sending()
+    order = orders(bench)[-1].order
+    answer(bench)
+    who = {"room": 1, "generation": 1, "peer": DECODE, "rank": R0, "order": order, "transport": "local"}
+    [began, ended] = order_facts(bench)
+    assert began == OrderBegan(**who)
+    assert ended == OrderEnded(**who, amounts=full_amounts(TOKENS))
+
+
+def test_an_order_ends_with_its_worker():
+    bench = sending()
+    bench.service.worker_gone(R0, "killed")
+    assert [type(fact) for fact in order_facts(bench)] == [OrderBegan, OrderEnded]
+    assert order_facts(bench)[-1].amounts == {}
+    answer(bench)  # too late: it is forgotten
+    assert len(order_facts(bench)) == 2

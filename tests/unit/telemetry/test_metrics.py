@@ -113,7 +113,7 @@ def test_the_rest(metrics):
     metrics.resent(3)
     metrics.undelivered()
     metrics.worker_restarted("died")
-    metrics.registration(1, 4)
+    metrics.registration(0.25)
     metrics.ready(True)
     found = samples(metrics)
     assert found["kvbridge_phase_duration_seconds_sum", "move"] == 0.02

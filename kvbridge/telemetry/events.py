@@ -1,0 +1,269 @@
+"""What happens on a node, as one typed stream: the only way by which facts reach metrics, logs and `/status`.
+
+Owns: the facts (who, which room, which peer, which rank), their order, and the time that each of them gets. Must not
+know: who reads them, or what is done with them.
+
+A fact is something that has happened and cannot be taken back. What *is* (rooms by state, free pages, who is connected) is
+not a fact: readers look it up when they are asked. Facts are emitted in the event loop's thread only; a reader is
+called at once, in the order in which readers were added, must not raise, and must not emit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.ids import Rank
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.session.states import RoomState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Something that has happened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomFact(Fact):
+    """Something about one attempt at one room. `peer` is the other node's incarnation, empty while there is none."""
+
+    room: int
+    generation: int
+    peer: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomEntered(RoomFact):
+    """A room came into another state, as users see it. `code` and `reason` are its first cause, empty while there is none."""
+
+    state: RoomState
+    code: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomRejected(RoomFact):
+    """Everything of a room was sent, and the decode side could not use it."""
+
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomQuarantined(RoomFact):
+    """The pages of a room stay away from everybody until something is proved; `cause` is one of few words."""
+
+    cause: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderBegan(RoomFact):
+    """A rank worker was told to send a section of a room to `peer`, over `transport`."""
+
+    rank: Rank
+    order: int
+    transport: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderEnded(RoomFact):
+    """An order has ended, well or badly; for each OrderBegan there is one, also when its worker ends first."""
+
+    rank: Rank
+    order: int
+    transport: str
+    amounts: Amounts = field(default_factory=dict)
+    """What has arrived, as far as its worker could say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSent(RoomFact):
+    """A rank has sent everything of a room that was its to send."""
+
+    rank: Rank
+    amounts: Amounts
+    phases_s: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomReceived(RoomFact):
+    """Everything of a room has arrived; `peer` is the first of its writers, `amounts` are those of all of them."""
+
+    amounts: Amounts
+    phases_s: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesDiffer(RoomFact):
+    """Pages of a component have arrived with other bytes than were sent."""
+
+    component: ComponentKind
+    pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRefused(Fact):
+    """A request was not admitted; `code` is one of few words."""
+
+    code: str
+    client: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomMessageRefused(RoomFact):
+    """A peer's message about a room was refused; `code` is one of few words."""
+
+    code: str
+
+
+class WaitOutcome(StrEnum):
+    """How a wait for pages ended."""
+
+    ADMITTED = "admitted"
+    REFUSED = "refused"
+    TIMEOUT = "timeout"
+    LEFT = "left"
+    """Its client went away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestWaited(Fact):
+    """A request that waited for pages waits no more."""
+
+    outcome: WaitOutcome
+    seconds: float
+    client: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLost(Fact):
+    """A peer is gone or silent: rooms do not rely on it any more. `peer` is its incarnation, or its address."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageUndelivered(Fact):
+    """A control message was given up unacknowledged."""
+
+    peer: str
+    message: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesResent(Fact):
+    """Control messages were sent again."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameRefused(Fact):
+    """A frame or a connection was refused; `kind` is one of few words, `detail` is for people."""
+
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRegistered(Fact):
+    """A rank worker has registered this share of its memory with its transports (0 to 1)."""
+
+    rank: Rank
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStarted(Fact):
+    """A rank worker is ready (again)."""
+
+    rank: Rank
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost(Fact):
+    """A rank worker has ended, and with it all that it had under way."""
+
+    rank: Rank
+    cause: str
+    """One of few words for a process that is started again; empty for the worker of an engine."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFact(Fact):
+    """Something about one engine process, by the name of its connection."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAttached(EngineFact):
+    """An engine has attached to ranks of this node. `pid` is the kernel's word, 0 for one of another pid namespace."""
+
+    pid: int
+    ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLeft(EngineFact):
+    """An engine has said that it leaves and uses no page any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLost(EngineFact):
+    """An engine's connection has ended, or the memory that it was attached to is gone."""
+
+    reason: str
+    pages_wait: bool = False
+    """Pages wait for the end of its process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEnded(EngineFact):
+    """The process of a lost engine has ended, for whose end pages waited."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FenceBegan(Fact):
+    """Endpoints of `epoch` replace the earlier ones, because `rooms` rooms have writers that give no proof."""
+
+    epoch: int
+    rooms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritersShutOut(Fact):
+    """Everything that writers knew of this node's memory before `epoch` is void; `rooms` rooms were waiting for that."""
+
+    epoch: int
+    rooms: int
+
+
+Reader = Callable[[float, Fact], None]
+"""(monotonic seconds, fact). Must not raise."""
+
+
+class EventStream:
+    """Hands each fact to every reader. Used from the event loop's thread only."""
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
+        self._readers: list[Reader] = []
+
+    def add_reader(self, reader: Reader) -> None:
+        """Let `reader` have every fact from now on."""
+        self._readers.append(reader)
+
+    def emit(self, fact: Fact) -> None:
+        """Say that something has happened, now."""
+        now_s = self._clock()
+        for reader in self._readers:
+            reader(now_s, fact)

@@ -1,0 +1,31 @@
+"""The stream of facts: order, time, and that facts do not change."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.ids import Rank
+from kvbridge.telemetry import events
+from kvbridge.telemetry.events import EventStream, Fact, MemoryRegistered, MessagesResent
+
+
+def test_every_reader_has_every_fact_in_order_with_its_time() -> None:
+    clock = ManualClock(5.0)
+    stream = EventStream(clock)
+    first: list[tuple[float, Fact]] = []
+    second: list[tuple[float, Fact]] = []
+    stream.add_reader(lambda now_s, fact: first.append((now_s, fact)))
+    one, two = MessagesResent(count=2), MemoryRegistered(rank=Rank(pp=0, tp=0), share=0.5)
+    stream.emit(one)
+    clock.advance(1)
+    stream.add_reader(lambda now_s, fact: second.append((now_s, fact)))
+    stream.emit(two)
+    assert first == [(5.0, one), (6.0, two)]
+    assert second == [(6.0, two)]
+
+
+def test_facts_do_not_change() -> None:
+    kinds = {kind for _, kind in inspect.getmembers(events, inspect.isclass) if dataclasses.is_dataclass(kind)}
+    assert all(issubclass(kind, Fact) and kind.__dataclass_params__.frozen for kind in kinds)

@@ -1,0 +1,201 @@
+"""What becomes of facts in metrics, in logs, and in what `/status` keeps of the recent past."""
+
+from __future__ import annotations
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvbridge.core.clock import ManualClock
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.ids import Rank
+from kvbridge.core.plan.operations import Amount
+from kvbridge.core.session.states import RoomState
+from kvbridge.telemetry.events import (
+    EngineLost,
+    EventStream,
+    Fact,
+    FrameRefused,
+    MemoryRegistered,
+    MessagesResent,
+    MessageUndelivered,
+    OrderBegan,
+    OrderEnded,
+    PagesDiffer,
+    PeerLost,
+    RequestRefused,
+    RequestWaited,
+    RoomEntered,
+    RoomMessageRefused,
+    RoomQuarantined,
+    RoomReceived,
+    RoomRejected,
+    WaitOutcome,
+    WorkerLost,
+)
+from kvbridge.telemetry.metrics import Metrics
+from kvbridge.telemetry.readers import RECENT_PEERS, RECENT_PROBLEMS, LogReader, MetricsReader, StatusReader
+
+R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
+ROOM = {"room": 1, "generation": 2, "peer": "dddd"}
+AMOUNTS = {ComponentKind.C4_KV: Amount(lane_rows=1, bytes=584, operations=2)}
+
+
+def began(order: int, transport: str = "mooncake") -> OrderBegan:
+    return OrderBegan(**ROOM, rank=R0, order=order, transport=transport)
+
+
+def ended(order: int, transport: str = "mooncake", **fields: object) -> OrderEnded:
+    return OrderEnded(**ROOM, rank=R0, order=order, transport=transport, **fields)
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.metrics = Metrics(role="prefill", version="0", clock=self.clock)
+        self.events = EventStream(self.clock)
+        self.events.add_reader(MetricsReader(self.metrics))
+
+    def sample(self, name: str, **labels: str) -> float:
+        self.metrics.render()
+        return sum(
+            found.value
+            for family in self.metrics.registry.collect()
+            for found in family.samples
+            if found.name == name and labels.items() <= found.labels.items()
+        )
+
+
+@pytest.fixture
+def counted() -> Counted:
+    return Counted()
+
+
+def test_overlapping_orders_count_the_time_once_and_every_byte(counted: Counted) -> None:
+    counted.events.emit(began(1))
+    counted.clock.advance(1)
+    counted.events.emit(began(2))
+    counted.clock.advance(1)
+    counted.events.emit(ended(1, amounts=AMOUNTS))
+    counted.clock.advance(1)
+    counted.events.emit(ended(2))
+    counted.clock.advance(10)
+    assert counted.sample("kvbridge_transfer_busy_seconds_total", transport="mooncake") == 3
+    assert counted.sample("kvbridge_transferred_bytes_total", direction="sent", transport="mooncake") == 584
+
+
+def test_an_ended_room_is_counted_with_the_code_of_its_first_cause(counted: Counted) -> None:
+    counted.events.emit(RoomEntered(**ROOM, state=RoomState.OFFERED))
+    counted.events.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="peer_failed", reason="gone"))
+    assert counted.sample("kvbridge_rooms_ended_total") == 1
+    assert counted.sample("kvbridge_rooms_ended_total", state="failed", code="peer_failed") == 1
+
+
+def test_a_node_is_registered_as_far_as_its_slowest_rank(counted: Counted) -> None:
+    for rank, share in ((R0, 0.5), (R1, 0.25), (R0, 1.0)):
+        counted.events.emit(MemoryRegistered(rank=rank, share=share))
+    assert counted.sample("kvbridge_registration_progress_ratio") == 0.25
+
+
+@pytest.mark.parametrize(
+    ("fact", "name", "labels", "value"),
+    [
+        (RequestRefused(code="capacity"), "kvbridge_admissions_refused_total", {"code": "capacity"}, 1),
+        (RoomMessageRefused(**ROOM, code="stale_done"), "kvbridge_admissions_refused_total", {"code": "stale_done"}, 1),
+        (
+            RequestWaited(outcome=WaitOutcome.TIMEOUT, seconds=2.0),
+            "kvbridge_admission_wait_seconds_sum",
+            {"outcome": "timeout"},
+            2,
+        ),
+        (FrameRefused(kind="stale", detail="x"), "kvbridge_control_frames_refused_total", {"reason": "stale"}, 1),
+        (MessagesResent(count=3), "kvbridge_control_resends_total", {}, 3),
+        (MessageUndelivered(peer="dddd", message="done", age_s=1.0), "kvbridge_control_undelivered_total", {}, 1),
+        (
+            PagesDiffer(**ROOM, component=ComponentKind.C4_KV, pages=2),
+            "kvbridge_digest_mismatches_total",
+            {"component": "c4_kv"},
+            2,
+        ),
+        (
+            RoomReceived(**ROOM, amounts=AMOUNTS, phases_s={"offer_to_commit": 1.0}),
+            "kvbridge_transferred_bytes_total",
+            {"direction": "received", "transport": "any"},
+            584,
+        ),
+        (WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"), "kvbridge_worker_restarts_total", {}, 1),
+        (WorkerLost(rank=R0, cause="", reason="its engine has closed it"), "kvbridge_worker_restarts_total", {}, 0),
+    ],
+)
+def test_facts_count_in_their_metric(counted: Counted, fact: Fact, name: str, labels: dict[str, str], value: float):
+    counted.events.emit(fact)
+    assert counted.sample(name, **labels) == value
+
+
+def test_the_log_has_a_line_for_each_room_that_ended_and_says_why_it_failed() -> None:
+    stream = EventStream()
+    stream.add_reader(LogReader())
+    with capture_logs() as lines:
+        stream.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED))
+        stream.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="timeout", reason="too late"))
+        stream.emit(OrderBegan(**ROOM, rank=R0, order=1, transport="local"))
+    assert lines == [
+        {"event": "room_ended", "log_level": "info", **ROOM, "state": "completed"},
+        {
+            "event": "room_ended",
+            "log_level": "warning",
+            **ROOM,
+            "state": "failed",
+            "code": "timeout",
+            "reason": "too late",
+        },
+    ]
+
+
+def test_what_strangers_can_cause_is_logged_seldom() -> None:
+    clock = ManualClock()
+    stream = EventStream(clock)
+    stream.add_reader(LogReader(clock))
+    with capture_logs() as lines:
+        for _ in range(100):
+            stream.emit(FrameRefused(kind="malformed", detail="x"))
+            stream.emit(RoomMessageRefused(**ROOM, code="foreign_done"))
+    assert len(lines) == 20
+
+
+def test_status_keeps_the_last_problems_with_their_time() -> None:
+    clock = ManualClock(7.0)
+    stream, recent = EventStream(clock), StatusReader()
+    stream.add_reader(recent)
+    for number in range(RECENT_PROBLEMS):
+        stream.emit(RoomEntered(room=number, generation=1, state=RoomState.FAILED, code="c", reason="r"))
+    clock.advance(1)
+    stream.emit(PeerLost(peer="dddd", reason="silent"))
+    stream.emit(WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"))
+    stream.emit(EngineLost(engine="e", reason="its connection has ended"))
+    stream.emit(RoomQuarantined(**ROOM, cause="not_quiet", reason="q"))
+    stream.emit(RoomRejected(**ROOM, code="c", reason="digests"))
+    problems = recent.problems()
+    assert len(problems) == RECENT_PROBLEMS
+    assert (problems[0].at_s, problems[0].what, problems[0].whom) == (7.0, "room failed", "5")
+    assert [problem.reason for problem in problems[-5:]] == [
+        "silent",
+        "killed by SIGKILL",
+        "its connection has ended",
+        "q",
+        "digests",
+    ]
+
+
+def test_status_knows_the_traffic_with_each_peer_and_forgets_the_longest_unheard_of() -> None:
+    stream, recent = EventStream(), StatusReader()
+    stream.add_reader(recent)
+    stream.emit(ended(1, amounts=AMOUNTS))
+    stream.emit(RoomReceived(**ROOM, amounts=AMOUNTS, phases_s={}))
+    stream.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED))
+    stream.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="c"))
+    peer = recent.traffic()["dddd"]
+    assert (peer.sent_bytes, peer.received_bytes, peer.rooms_completed, peer.rooms_failed) == (584, 584, 1, 1)
+    for number in range(RECENT_PEERS):
+        stream.emit(RoomEntered(room=number, generation=1, peer=str(number), state=RoomState.COMPLETED))
+    assert len(recent.traffic()) == RECENT_PEERS
+    assert "dddd" not in recent.traffic()
