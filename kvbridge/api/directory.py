@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
+from kvbridge.core.wire.features import Features
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
@@ -69,6 +70,8 @@ class NodeRegistration(FrozenModel):
     reasons: Reasons = ()
     """Why it is not ready."""
     load: Load = Load()
+    features: Features = Features()
+    """What the node has, and requires of bootstrap, for their conversation."""
 
     @property
     def heartbeat(self) -> NodeHeartbeat:

@@ -81,6 +81,12 @@ class StaleError(ConflictError):
     code = "stale"
 
 
+class FeatureError(ConflictError):
+    """One side requires a feature that the other does not have; the message says which side to upgrade."""
+
+    code = "feature_missing"
+
+
 class DetachedError(ConflictError):
     """The memory that the caller is attached to is gone with the process that made it: let go, and attach again."""
 

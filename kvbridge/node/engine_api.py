@@ -43,6 +43,7 @@ from kvbridge.core.wire.engine_messages import (
     Release,
     RoomEvent,
 )
+from kvbridge.core.wire.features import ENGINE_FEATURES, agree
 from kvbridge.core.wire.messages import REASON_CHARS, to_wire
 from kvbridge.node.receiver.service import ReceiverService
 from kvbridge.node.rooms import Room
@@ -185,6 +186,7 @@ class EngineDoor(ABC):
             )
         if message.role is not self.role:
             raise InvalidInputError(f"this is a {self.role} daemon; a {message.role} engine cannot attach to it")
+        agree(ENGINE_FEATURES, message.features, us="this node", them="the engine")
         ranks = message.ranks or self._ranks
         unknown = [str(rank) for rank in ranks if rank not in self._ranks]
         if unknown:
