@@ -23,7 +23,7 @@ from kvbridge.control.addresses import bind_error, is_loopback, parse_tcp
 from kvbridge.control.authentication import ZAP_DOMAIN, Doorkeeper, Gate, user_of
 from kvbridge.control.connections import ConnectionLimit
 from kvbridge.control.keys import CurveKeys, check_key
-from kvbridge.control.link import Link, PeerCallbacks, PeerSettings, Refusal, Station
+from kvbridge.control.link import Link, PeerCallbacks, PeerSettings, Refusal, LinkContext
 from kvbridge.control.monitor import (
     ACCEPTED,
     DISCONNECTED,
@@ -77,7 +77,7 @@ class PeerServer:
     ) -> None:
         self._identity = identity
         self._callbacks = callbacks
-        self._station = Station(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
+        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
         self._links: dict[str, Link] = {}
         self._fenced: OrderedDict[str, None] = OrderedDict()
         self.gate = Gate(identity.keys)
@@ -114,8 +114,8 @@ class PeerServer:
             socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-        _set_limits(socket, self._station.settings, endpoint)
-        self._connections = ConnectionLimit(self._station.settings.max_connections, self._on_too_many)
+        _set_limits(socket, self._shared.settings, endpoint)
+        self._connections = ConnectionLimit(self._shared.settings.max_connections, self._on_too_many)
         monitor = Monitor(socket, HANDSHAKE_FAILED | ACCEPTED | DISCONNECTED, self._on_event)
         self._socket = LoopSocket(socket, self._on_parts)
         self._closers += [self._connections.close, self._socket.close, monitor.close]
@@ -134,7 +134,7 @@ class PeerServer:
 
     def last_heard_s(self, peer: str) -> float:
         """Seconds since the last valid frame of a known peer. Raises NotFoundError."""
-        return self._station.clock() - self._link(peer).heard_at_s
+        return self._shared.clock() - self._link(peer).heard_at_s
 
     def cut_s(self, peer: str) -> float:
         """Seconds since no connection to a known peer stands, 0 when one does: see `Link`. Raises NotFoundError."""
@@ -163,7 +163,7 @@ class PeerServer:
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
-        return await _flush(self._links.values, self._station, timeout_s)
+        return await _flush(self._links.values, self._shared, timeout_s)
 
     def close(self) -> None:
         """Close the door; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more.
@@ -193,7 +193,7 @@ class PeerServer:
         self._callbacks.on_refused(kind, detail)
 
     def _on_too_many(self) -> None:
-        most = self._station.settings.max_connections
+        most = self._shared.settings.max_connections
         self._refuse(Refusal.TOO_MANY_CONNECTIONS, f"{most} connections stand, the most (control.max_connections)")
 
     def _on_event(self, event: int, value: int) -> None:
@@ -210,7 +210,7 @@ class PeerServer:
             self._refuse("malformed", f"a message of {len(parts)} parts, expected one frame")
             return
         try:
-            envelope = self._station.codec.decode(parts[1].bytes)
+            envelope = self._shared.codec.decode(parts[1].bytes)
             link = self._find(envelope, parts[0].bytes, user_of(parts[1]) if self._identity.keys else "")
             if link is not None:
                 link.take(envelope, len(parts[1]))
@@ -245,12 +245,12 @@ class PeerServer:
         return link
 
     def _begin(self, envelope: Envelope[PeerMessage], user: str) -> Link | None:
-        if envelope.sender not in self._links and len(self._links) >= self._station.settings.max_peers:
+        if envelope.sender not in self._links and len(self._links) >= self._shared.settings.max_peers:
             self._refuse(Refusal.TOO_MANY_PEERS, f"{len(self._links)} peers are known; forget the dead ones")
             return None
         anew = envelope.sender in self._links
         self.forget(envelope.sender)
-        link = Link(self._station, envelope.link, envelope.sender)
+        link = Link(self._shared, envelope.link, envelope.sender)
         link.user = user
         self._links[envelope.sender] = link
         if anew:
@@ -264,7 +264,7 @@ class PeerServer:
             sender=self._identity.incarnation, recipient=envelope.sender, link=-envelope.link
         )
         if self._socket is not None:
-            self._socket.send((route, self._station.codec.encode(answer)))
+            self._socket.send((route, self._shared.codec.encode(answer)))
 
 
 class PeerClient:
@@ -286,9 +286,9 @@ class PeerClient:
         self._identity = identity
         self._callbacks = callbacks
         self._context = context
-        self._station = Station(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
+        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
         # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
-        self._link = Link(self._station, time.monotonic_ns())
+        self._link = Link(self._shared, time.monotonic_ns())
         self._socket: LoopSocket | None = None
         self._monitor: Monitor | None = None
         self._endpoint = ""
@@ -314,7 +314,7 @@ class PeerClient:
         socket.setsockopt(zmq.IMMEDIATE, 1)  # Nothing queues for a connection that does not stand: delivery resends.
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_FIRST_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
-        _set_limits(socket, self._station.settings, endpoint)
+        _set_limits(socket, self._shared.settings, endpoint)
         keys = self._identity.keys
         if keys is not None and server_key:
             socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
@@ -337,7 +337,7 @@ class PeerClient:
 
     def last_heard_s(self) -> float:
         """Seconds since the last valid frame of the server; infinity before the first."""
-        return self._station.clock() - self._link.heard_at_s
+        return self._shared.clock() - self._link.heard_at_s
 
     def cut_s(self) -> float:
         """Seconds since no connection to the server stands, 0 when one does: see `Link`."""
@@ -345,7 +345,7 @@ class PeerClient:
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
-        return await _flush(lambda: (self._link,), self._station, timeout_s)
+        return await _flush(lambda: (self._link,), self._shared, timeout_s)
 
     def close(self) -> None:
         """Close the connection. Nothing is reported undelivered any more."""
@@ -381,7 +381,7 @@ class PeerClient:
     def _on_parts(self, parts: Parts) -> None:
         try:
             frame = b"".join(part.bytes for part in parts)
-            envelope = self._station.codec.decode(frame)
+            envelope = self._shared.codec.decode(frame)
             if self._accepts(envelope):
                 self._link.take(envelope, len(frame))
         except FrameError as error:
@@ -399,7 +399,7 @@ class PeerClient:
             link.peer = envelope.sender
             return True
         if link.peer:
-            self._link = Link(self._station, link.number + 1)
+            self._link = Link(self._shared, link.number + 1)
             link.close()
             self._callbacks.on_reset(envelope.sender)
         return False
@@ -415,10 +415,10 @@ def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings, endpoint: str
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
 
 
-async def _flush(links: Callable[[], Iterable[Link]], station: Station, timeout_s: float) -> bool:
-    deadline_s = station.clock() + timeout_s
+async def _flush(links: Callable[[], Iterable[Link]], shared: LinkContext, timeout_s: float) -> bool:
+    deadline_s = shared.clock() + timeout_s
     while any(link.unacknowledged for link in links()):
-        if station.clock() >= deadline_s:
+        if shared.clock() >= deadline_s:
             return False
-        await asyncio.sleep(station.settings.flush_poll_s)
+        await asyncio.sleep(shared.settings.flush_poll_s)
     return True

@@ -81,7 +81,7 @@ async def met(node: DecodeNode, where: PeerAddress) -> MetNode | BridgeError:
             if found is not None:
                 answer.put_nowait(found)
 
-    node._prefill.watch(SimpleNamespace(nodes_changed=look, peer_gone=lambda _peer, _reason: None))
+    node._prefill._listeners[:] = [SimpleNamespace(nodes_changed=look, peer_gone=lambda _peer, _reason: None)]
     look()
     async with asyncio.timeout(WAIT_S):
         return await answer.get()

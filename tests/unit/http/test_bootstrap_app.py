@@ -149,13 +149,13 @@ async def test_what_a_later_release_adds_to_a_registration_and_a_heartbeat_is_ig
     answer = await http.post("/v1/instances/p/nodes/node-0/heartbeat", json=later(beat))
     assert (answer.status_code, answer.json()["load"]["rooms"]) == (200, 3)
     answer = await http.post("/v1/requests", json={"prompt_tokens": 300, "of_a_later_release": 1})
-    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_input")
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
 
 
 async def test_a_mistake_in_a_registration_is_still_named(http):
     wrong = later(node("p", Role.PREFILL)) | {"pp_size": "one"}
     answer = await http.put("/v1/instances/p/nodes/node-0", json=wrong)
-    assert answer.status_code == 422
+    assert answer.status_code == 400
     assert "body.pp_size" in answer.json()["detail"]
 
 

@@ -99,7 +99,6 @@ def test_the_senders_text_is_not_repeated():
     secret = "hunter2-" * 4
     for body in (
         {"type": secret},
-        {"type": "heartbeat", secret: 1},
         {"type": "drained", "room": secret, "generation": secret},
         {"type": "offer", "room": 1, "generation": 1, "prompt_tokens": 1, "tables": [{"space": secret, "ids": b""}]},
     ):
