@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, ConfigError, ProtocolError
 from kvbridge.core.wire.codec import PEER, Envelope, FrameLimits, MessageCodec
-from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox, Parcel, Undelivered
+from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox, Outgoing, Undelivered
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 
 _ACK_AT_ONCE_PART = 4
@@ -55,7 +55,7 @@ class PeerCallbacks:
     """How many messages were just sent again."""
     on_reset: Callable[[str], None] = _ignore
     """(peer incarnation): the conversation begins anew, and what was agreed in the former one is void. On a client: the
-    server began a new life or has forgotten us; introduce yourself again. On a server: a known client had given us up.
+    server was restarted or has forgotten us; introduce yourself again. On a server: a known client had given us up.
     What was not acknowledged has been reported undelivered."""
 
 
@@ -175,7 +175,7 @@ class Link:
         """The way to the peer is new: let it know, and send again at once what is unacknowledged."""
         if self.peer:
             self._transmit(0, b"")
-        self._outbox.hurry(self._shared.clock())
+        self._outbox.resend_now(self._shared.clock())
         self._work()
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class Link:
     def _work(self) -> None:
         now_s = self._shared.clock()
         expired = self._outbox.take_expired(now_s)
-        due: list[Parcel[Packed]] = self._outbox.take_due(now_s)
+        due: list[Outgoing[Packed]] = self._outbox.take_due(now_s)
         for sequence, packed in due:
             self._transmit(sequence, packed.body)
         if due:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from kvbridge.control.addresses import bind_error, is_loopback, parse_tcp
 from kvbridge.control.authentication import ZAP_DOMAIN, Doorkeeper, Gate, user_of
 from kvbridge.control.connections import ConnectionLimit
 from kvbridge.control.keys import CurveKeys, check_key
-from kvbridge.control.link import Link, PeerCallbacks, PeerSettings, Refusal, LinkContext
+from kvbridge.control.link import Link, LinkContext, PeerCallbacks, PeerSettings, Refusal
 from kvbridge.control.monitor import (
     ACCEPTED,
     DISCONNECTED,
@@ -38,7 +37,6 @@ from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, Prot
 from kvbridge.core.wire.codec import Envelope, FrameError
 from kvbridge.core.wire.messages import PeerMessage
 
-_FENCED_KEPT = 4_096
 _ZMTP_PING_MS = 5_000
 _ZMTP_TIMEOUT_MS = 15_000
 _RECONNECT_FIRST_MS = 50
@@ -65,7 +63,7 @@ class PeerIdentity:
 
 
 class PeerServer:
-    """The control door of a node: a ROUTER that clients connect to. Built and used in one running loop."""
+    """The control socket of a node: a ROUTER that clients connect to. Built and used in one running loop."""
 
     def __init__(
         self,
@@ -79,7 +77,6 @@ class PeerServer:
         self._callbacks = callbacks
         self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
         self._links: dict[str, Link] = {}
-        self._fenced: OrderedDict[str, None] = OrderedDict()
         self.gate = Gate(identity.keys)
         self._context: SocketContext | None = None
         self._socket: LoopSocket | None = None
@@ -95,13 +92,13 @@ class PeerServer:
         return tuple(self._links)
 
     def bind(self, endpoint: str) -> str:
-        """Open the door and return the real endpoint (port 0 picks a port).
+        """Listen, and return the real endpoint (port 0 picks a port).
 
         Raises ConflictError when the address is taken, ConfigError when it does not exist here, is malformed, or leaves
         this machine without keys.
         """
         if self._socket is not None:
-            raise ConflictError("the control door is open already")
+            raise ConflictError("this server listens already")
         self._identity.require_keys(endpoint, "listen on")
         self._context = context = SocketContext()
         keys = self._identity.keys
@@ -149,24 +146,17 @@ class PeerServer:
         return tuple(peer for peer, link in self._links.items() if not self.gate.allows(link.user))
 
     def forget(self, peer: str) -> None:
-        """Drop a peer, reporting what it has not acknowledged. If it lives it is told, and begins anew."""
+        """Drop a peer, reporting what it has not acknowledged. If it is still there, it learns of it and begins a new link."""
         link = self._links.pop(peer, None)
         if link is not None:
             link.close()
-
-    def fence(self, peer: str) -> None:
-        """Drop an incarnation and never hear it again."""
-        self._fenced[peer] = None
-        if len(self._fenced) > _FENCED_KEPT:
-            self._fenced.popitem(last=False)
-        self.forget(peer)
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
         return await _flush(self._links.values, self._shared, timeout_s)
 
     def close(self) -> None:
-        """Close the door; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more.
+        """Stop listening; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more.
 
         A client that has not read its last messages by then loses them: `flush` first.
         """
@@ -222,8 +212,8 @@ class PeerServer:
     def _find(self, envelope: Envelope[PeerMessage], route: bytes, user: str) -> Link | None:
         """Return the link that an envelope belongs to, made now if it is a new one, or None after refusing it."""
         sender, link = envelope.sender, self._links.get(envelope.sender)
-        if sender in self._fenced or envelope.link < 1 or (link is not None and envelope.link < link.number):
-            self._refuse(Refusal.STALE, f"link {envelope.link} of {sender}: an earlier one, or its sender is fenced")
+        if envelope.link < 1 or (link is not None and envelope.link < link.number):
+            self._refuse(Refusal.STALE, f"link {envelope.link} of {sender}: an earlier one")
             return None
         if not self.gate.allows(user):
             self._refuse(Refusal.UNAUTHENTICATED, f"the key {user} of {sender} is not allowed any more")
@@ -268,7 +258,7 @@ class PeerServer:
 
 
 class PeerClient:
-    """The way to one node's control door: a DEALER that reconnects by itself. Built and used in one running loop.
+    """The connection to one node's control socket: a DEALER that reconnects by itself. Built and used in one running loop.
 
     Messages sent before the connection stands wait for it. `context` is shared by all clients of the process and is
     closed by its owner after them.
