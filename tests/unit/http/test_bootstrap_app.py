@@ -148,6 +148,9 @@ async def test_what_a_later_release_adds_to_a_registration_and_a_heartbeat_is_ig
     beat = NodeHeartbeat(incarnation=registration.incarnation, ready=True, load=Load(rooms=3))
     answer = await http.post("/v1/instances/p/nodes/node-0/heartbeat", json=later(beat))
     assert (answer.status_code, answer.json()["load"]["rooms"]) == (200, 3)
+    described = (await http.get("/openapi.json")).json()["components"]["schemas"]
+    may_grow = {kind for kind, schema in described.items() if schema.get("additionalProperties")}
+    assert may_grow == {"NodeRegistration", "NodeHeartbeat"}
     answer = await http.post("/v1/requests", json={"prompt_tokens": 300, "of_a_later_release": 1})
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
 
