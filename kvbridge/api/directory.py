@@ -9,11 +9,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
+from kvbridge.core.wire.features import Features
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
@@ -43,8 +44,14 @@ class ControlMode(StrEnum):
 Reasons = Annotated[tuple[Annotated[str, Field(max_length=2_000)], ...], Field(max_length=32)]
 
 
+_GROWS = ConfigDict(json_schema_extra={"additionalProperties": True})
+"""For the description of what nodes send by themselves: bootstrap ignores what a later release adds to it."""
+
+
 class NodeRegistration(FrozenModel):
     """One daemon's entry in the directory."""
+
+    model_config = _GROWS
 
     instance: Name
     node: Name
@@ -69,6 +76,8 @@ class NodeRegistration(FrozenModel):
     reasons: Reasons = ()
     """Why it is not ready."""
     load: Load = Load()
+    features: Features = Features()
+    """What the node has, and requires of bootstrap, for their conversation."""
 
     @property
     def heartbeat(self) -> NodeHeartbeat:
@@ -84,6 +93,8 @@ class NodeRegistration(FrozenModel):
 
 class NodeHeartbeat(FrozenModel):
     """Sent every heartbeat interval; a node that the directory does not know (any more) is told to register again."""
+
+    model_config = _GROWS
 
     incarnation: Name
     ready: bool

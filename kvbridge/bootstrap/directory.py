@@ -22,6 +22,7 @@ from kvbridge.bootstrap.nodes import (
     NodeKey,
     NodeRecord,
     NodeView,
+    Registered,
     by_instance,
     check_agreement,
     check_registration,
@@ -32,6 +33,7 @@ from kvbridge.bootstrap.nodes import (
 from kvbridge.bootstrap.stores.base import NodeStore
 from kvbridge.core.errors import BridgeError, ConflictError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Role
+from kvbridge.core.wire.features import DIRECTORY_FEATURES, agree
 
 log = structlog.get_logger(__name__)
 
@@ -58,13 +60,15 @@ class Directory:
         self._daemons = daemons
         self._probe_s = probe_s
 
-    async def register(self, registration: NodeRegistration) -> NodeView:
+    async def register(self, registration: NodeRegistration) -> Registered:
         """Add a node, or replace its former incarnation if that is gone.
 
         Raises InvalidInputError for a registration that contradicts itself, FingerprintMismatchError or ConflictError
         for one that contradicts the other nodes of its instance, ConflictError for a name that another process has,
-        StaleError for an incarnation already replaced.
+        StaleError for an incarnation already replaced, FeatureError.
         """
+        who = f"node '{registration.node}' of instance '{registration.instance}'"
+        agree(DIRECTORY_FEATURES, registration.features, us="this bootstrap", them=who)
         check_registration(registration)
         for _ in range(REGISTER_ATTEMPTS):
             found = await self._store.of_instance(registration.instance)
@@ -86,10 +90,10 @@ class Directory:
                         epoch=entry.epoch,
                         url=registration.http_url,
                     )
-                return node_view(NodeRecord(entry, entry.beat, silent_s=0.0))
+                view = node_view(NodeRecord(entry, entry.beat, silent_s=0.0))
+                return Registered(**dict(view), features=DIRECTORY_FEATURES)
         raise NotReadyError(
-            f"node '{registration.node}' of instance '{registration.instance}' could not be registered: other nodes of "
-            f"the instance came in between {REGISTER_ATTEMPTS} times; register again"
+            f"{who} could not be registered: other nodes of the instance came in between {REGISTER_ATTEMPTS} times; register again"
         )
 
     async def _require_gone(self, known: NodeRecord) -> None:

@@ -14,6 +14,7 @@ from kvbridge.core.errors import ConflictError, FingerprintMismatchError, Invali
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint, first_difference
 from kvbridge.core.ids import FrozenModel, Positive, Rank, Role
+from kvbridge.core.wire.features import Features
 from kvbridge.pool.memory.layout import stage_layers
 
 REPLACED_KEPT = 16
@@ -94,6 +95,13 @@ class NodeView(FrozenModel):
     load: Load
     silent_s: float
     """Seconds since it was last heard of."""
+
+
+class Registered(NodeView):
+    """The answer to a registration."""
+
+    features: Features = Features()
+    """What this bootstrap has, and requires of nodes, for their conversation."""
 
 
 class InstanceView(FrozenModel):

@@ -58,10 +58,6 @@ class CurveKeys:
                 "since the secret has been in a file that is not secret"
             )
 
-    def allows(self, public: str) -> bool:
-        """Whether a peer that proved to hold the secret of `public` may connect."""
-        return public == self.public or public in self.allowed
-
     def __str__(self) -> str:
         return repr(self)
 

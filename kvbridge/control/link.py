@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, ConfigError, ProtocolError
 from kvbridge.core.wire.codec import PEER, Envelope, FrameLimits, MessageCodec
-from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox, Parcel, Undelivered
+from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox, Outgoing, Undelivered
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 
 _ACK_AT_ONCE_PART = 4
@@ -55,7 +55,7 @@ class PeerCallbacks:
     """How many messages were just sent again."""
     on_reset: Callable[[str], None] = _ignore
     """(peer incarnation): the conversation begins anew, and what was agreed in the former one is void. On a client: the
-    server began a new life or has forgotten us; introduce yourself again. On a server: a known client had given us up.
+    server was restarted or has forgotten us; introduce yourself again. On a server: a known client had given us up.
     What was not acknowledged has been reported undelivered."""
 
 
@@ -91,7 +91,7 @@ class Packed(NamedTuple):
     body: bytes
 
 
-class Station:
+class LinkContext:
     """What all links of one socket share. `put` hands a frame to the socket; False means that it was dropped."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Station:
 class Link:
     """A numbered conversation with one peer. `peer` is its incarnation, empty before it was heard on this link."""
 
-    def __init__(self, station: Station, number: int, peer: str = "") -> None:
+    def __init__(self, shared: LinkContext, number: int, peer: str = "") -> None:
         self.number = number
         self.peer = peer
         self.route = b""
@@ -125,9 +125,9 @@ class Link:
         self.cut_at_s = math.inf
         """Since when no frame could be handed to a connection; infinity while that is possible, as far as we know."""
         self.closed = False
-        self._station = station
-        self._outbox: Outbox[Packed] = Outbox(station.settings.delivery)
-        self._inbox: Inbox[PeerMessage] = Inbox(station.settings.delivery)
+        self._shared = shared
+        self._outbox: Outbox[Packed] = Outbox(shared.settings.delivery)
+        self._inbox: Inbox[PeerMessage] = Inbox(shared.settings.delivery)
         self._timer: asyncio.TimerHandle | None = None
         self._ack_timer: asyncio.TimerHandle | None = None
 
@@ -137,7 +137,7 @@ class Link:
     @property
     def cut_s(self) -> float:
         """For how many seconds no connection to the peer has stood, as far as sending has shown; 0 when one stands."""
-        return max(0.0, self._station.clock() - self.cut_at_s)
+        return max(0.0, self._shared.clock() - self.cut_at_s)
 
     @property
     def unacknowledged(self) -> int:
@@ -146,16 +146,16 @@ class Link:
 
     def send(self, message: PeerMessage, give_up_s: float | None = None) -> None:
         """Deliver reliably; a Heartbeat goes out once and is forgotten. Raises CapacityError, InvalidInputError."""
-        body = self._station.codec.encode_body(message)
+        body = self._shared.codec.encode_body(message)
         if isinstance(message, Heartbeat):
             self._transmit(0, body)
             return
-        self._outbox.post(Packed(message, body), now_s=self._station.clock(), give_up_s=give_up_s)
+        self._outbox.post(Packed(message, body), now_s=self._shared.clock(), give_up_s=give_up_s)
         self._send_new()
 
     def take(self, envelope: Envelope[PeerMessage], size_bytes: int = 0) -> None:
         """Handle an envelope of this link, of a frame of that size. Raises ProtocolError on what no correct peer sends."""
-        self.heard_at_s = self._station.clock()
+        self.heard_at_s = self._shared.clock()
         self.cut_at_s = math.inf
         self._outbox.acknowledge(envelope.acks, now_s=self.heard_at_s)
         ready: list[PeerMessage] = []
@@ -175,13 +175,13 @@ class Link:
         """The way to the peer is new: let it know, and send again at once what is unacknowledged."""
         if self.peer:
             self._transmit(0, b"")
-        self._outbox.hurry(self._station.clock())
+        self._outbox.resend_now(self._shared.clock())
         self._work()
 
     def close(self) -> None:
         """End the conversation and report what is unacknowledged as undelivered; harmless when closed."""
         for packed, age_s in self.drop():
-            self._station.callbacks.on_undelivered(self.peer, packed.message, age_s)
+            self._shared.callbacks.on_undelivered(self.peer, packed.message, age_s)
 
     def drop(self) -> list[Undelivered[Packed]]:
         """End the conversation, acknowledging a last time, and return what is unacknowledged."""
@@ -190,20 +190,20 @@ class Link:
         for timer in (self._timer, self._ack_timer):
             if timer is not None:
                 timer.cancel()
-        return self._outbox.abandon(self._station.clock())
+        return self._outbox.abandon(self._shared.clock())
 
     def _sort(self, envelope: Envelope[PeerMessage], size_bytes: int) -> list[PeerMessage]:
         sequence, message = envelope.sequence, envelope.body
         assert message is not None
         verdict, ready = self._inbox.accept(sequence, message, floor=envelope.floor, size_bytes=size_bytes)
         if verdict != "new":
-            self._station.callbacks.on_refused(
+            self._shared.callbacks.on_refused(
                 Refusal(verdict), f"message {sequence} of {self.peer} ({self._inbox!r}); harmless unless it goes on"
             )
         return ready
 
     def _hand_on(self, ready: list[PeerMessage]) -> None:
-        callbacks = self._station.callbacks
+        callbacks = self._shared.callbacks
         for position, message in enumerate(ready):
             if self.closed:
                 return
@@ -213,38 +213,38 @@ class Link:
                 callbacks.on_refused(error.code, f"{type(message).__name__} of {self.peer}: {error}")
             except BaseException:
                 # A defect of the handler goes to the loop; the messages behind it must not be lost with it.
-                self._station.loop.call_soon(self._hand_on, ready[position + 1 :])
+                self._shared.loop.call_soon(self._hand_on, ready[position + 1 :])
                 raise
 
     def _send_new(self) -> None:
-        for sequence, packed in self._outbox.take_new(self._station.clock()):
+        for sequence, packed in self._outbox.take_new(self._shared.clock()):
             self._transmit(sequence, packed.body)
         self._arm()
 
     def _transmit(self, sequence: int, body: bytes) -> None:
-        station = self._station
+        shared = self._shared
         envelope: Envelope[PeerMessage] = Envelope(
-            sender=station.incarnation,
+            sender=shared.incarnation,
             recipient=self.peer,
             link=self.number,
             sequence=sequence,
             floor=self._outbox.floor,
             acks=self._inbox.acks(),
         )
-        if station.put(self, station.codec.encode(envelope, body)):
+        if shared.put(self, shared.codec.encode(envelope, body)):
             self.cut_at_s = math.inf
         else:
-            self.cut_at_s = min(self.cut_at_s, station.clock())
+            self.cut_at_s = min(self.cut_at_s, shared.clock())
 
     def _owe(self) -> None:
         """Acknowledge soon, unless a message that goes out before does it in passing."""
         if not self._inbox.owed or self.closed:
             return
-        settings = self._station.settings
+        settings = self._shared.settings
         if self._inbox.owed >= settings.delivery.window // _ACK_AT_ONCE_PART:
             self._transmit(0, b"")
         elif self._ack_timer is None:
-            self._ack_timer = self._station.loop.call_later(settings.ack_delay_s, self._acknowledge)
+            self._ack_timer = self._shared.loop.call_later(settings.ack_delay_s, self._acknowledge)
 
     def _acknowledge(self) -> None:
         self._ack_timer = None
@@ -254,21 +254,21 @@ class Link:
     def _arm(self) -> None:
         wake_at_s = self._outbox.wake_at_s
         if self._timer is None and wake_at_s < math.inf and not self.closed:
-            delay_s = max(0.0, wake_at_s - self._station.clock()) + _TIMER_SLACK_S
-            self._timer = self._station.loop.call_later(delay_s, self._on_timer)
+            delay_s = max(0.0, wake_at_s - self._shared.clock()) + _TIMER_SLACK_S
+            self._timer = self._shared.loop.call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
         self._work()
 
     def _work(self) -> None:
-        now_s = self._station.clock()
+        now_s = self._shared.clock()
         expired = self._outbox.take_expired(now_s)
-        due: list[Parcel[Packed]] = self._outbox.take_due(now_s)
+        due: list[Outgoing[Packed]] = self._outbox.take_due(now_s)
         for sequence, packed in due:
             self._transmit(sequence, packed.body)
         if due:
-            self._station.callbacks.on_resent(len(due))
+            self._shared.callbacks.on_resent(len(due))
         self._send_new()
         for packed, age_s in expired:
-            self._station.callbacks.on_undelivered(self.peer, packed.message, age_s)
+            self._shared.callbacks.on_undelivered(self.peer, packed.message, age_s)

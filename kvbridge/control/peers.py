@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from kvbridge.control.addresses import bind_error, is_loopback, parse_tcp
 from kvbridge.control.authentication import ZAP_DOMAIN, Doorkeeper, Gate, user_of
 from kvbridge.control.connections import ConnectionLimit
 from kvbridge.control.keys import CurveKeys, check_key
-from kvbridge.control.link import Link, PeerCallbacks, PeerSettings, Refusal, Station
+from kvbridge.control.link import Link, LinkContext, PeerCallbacks, PeerSettings, Refusal
 from kvbridge.control.monitor import (
     ACCEPTED,
     DISCONNECTED,
@@ -38,7 +37,6 @@ from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, Prot
 from kvbridge.core.wire.codec import Envelope, FrameError
 from kvbridge.core.wire.messages import PeerMessage
 
-_FENCED_KEPT = 4_096
 _ZMTP_PING_MS = 5_000
 _ZMTP_TIMEOUT_MS = 15_000
 _RECONNECT_FIRST_MS = 50
@@ -65,7 +63,7 @@ class PeerIdentity:
 
 
 class PeerServer:
-    """The control door of a node: a ROUTER that clients connect to. Built and used in one running loop."""
+    """The control socket of a node: a ROUTER that clients connect to. Built and used in one running loop."""
 
     def __init__(
         self,
@@ -77,9 +75,8 @@ class PeerServer:
     ) -> None:
         self._identity = identity
         self._callbacks = callbacks
-        self._station = Station(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
+        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
         self._links: dict[str, Link] = {}
-        self._fenced: OrderedDict[str, None] = OrderedDict()
         self.gate = Gate(identity.keys)
         self._context: SocketContext | None = None
         self._socket: LoopSocket | None = None
@@ -95,13 +92,13 @@ class PeerServer:
         return tuple(self._links)
 
     def bind(self, endpoint: str) -> str:
-        """Open the door and return the real endpoint (port 0 picks a port).
+        """Listen, and return the real endpoint (port 0 picks a port).
 
         Raises ConflictError when the address is taken, ConfigError when it does not exist here, is malformed, or leaves
         this machine without keys.
         """
         if self._socket is not None:
-            raise ConflictError("the control door is open already")
+            raise ConflictError("this server listens already")
         self._identity.require_keys(endpoint, "listen on")
         self._context = context = SocketContext()
         keys = self._identity.keys
@@ -114,8 +111,8 @@ class PeerServer:
             socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-        _set_limits(socket, self._station.settings, endpoint)
-        self._connections = ConnectionLimit(self._station.settings.max_connections, self._on_too_many)
+        _set_limits(socket, self._shared.settings, endpoint)
+        self._connections = ConnectionLimit(self._shared.settings.max_connections, self._on_too_many)
         monitor = Monitor(socket, HANDSHAKE_FAILED | ACCEPTED | DISCONNECTED, self._on_event)
         self._socket = LoopSocket(socket, self._on_parts)
         self._closers += [self._connections.close, self._socket.close, monitor.close]
@@ -134,7 +131,7 @@ class PeerServer:
 
     def last_heard_s(self, peer: str) -> float:
         """Seconds since the last valid frame of a known peer. Raises NotFoundError."""
-        return self._station.clock() - self._link(peer).heard_at_s
+        return self._shared.clock() - self._link(peer).heard_at_s
 
     def cut_s(self, peer: str) -> float:
         """Seconds since no connection to a known peer stands, 0 when one does: see `Link`. Raises NotFoundError."""
@@ -149,24 +146,17 @@ class PeerServer:
         return tuple(peer for peer, link in self._links.items() if not self.gate.allows(link.user))
 
     def forget(self, peer: str) -> None:
-        """Drop a peer, reporting what it has not acknowledged. If it lives it is told, and begins anew."""
+        """Drop a peer, reporting what it has not acknowledged. If it is still there, it learns of it and begins a new link."""
         link = self._links.pop(peer, None)
         if link is not None:
             link.close()
 
-    def fence(self, peer: str) -> None:
-        """Drop an incarnation and never hear it again."""
-        self._fenced[peer] = None
-        if len(self._fenced) > _FENCED_KEPT:
-            self._fenced.popitem(last=False)
-        self.forget(peer)
-
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
-        return await _flush(self._links.values, self._station, timeout_s)
+        return await _flush(self._links.values, self._shared, timeout_s)
 
     def close(self) -> None:
-        """Close the door; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more.
+        """Stop listening; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more.
 
         A client that has not read its last messages by then loses them: `flush` first.
         """
@@ -193,7 +183,7 @@ class PeerServer:
         self._callbacks.on_refused(kind, detail)
 
     def _on_too_many(self) -> None:
-        most = self._station.settings.max_connections
+        most = self._shared.settings.max_connections
         self._refuse(Refusal.TOO_MANY_CONNECTIONS, f"{most} connections stand, the most (control.max_connections)")
 
     def _on_event(self, event: int, value: int) -> None:
@@ -210,7 +200,7 @@ class PeerServer:
             self._refuse("malformed", f"a message of {len(parts)} parts, expected one frame")
             return
         try:
-            envelope = self._station.codec.decode(parts[1].bytes)
+            envelope = self._shared.codec.decode(parts[1].bytes)
             link = self._find(envelope, parts[0].bytes, user_of(parts[1]) if self._identity.keys else "")
             if link is not None:
                 link.take(envelope, len(parts[1]))
@@ -222,8 +212,8 @@ class PeerServer:
     def _find(self, envelope: Envelope[PeerMessage], route: bytes, user: str) -> Link | None:
         """Return the link that an envelope belongs to, made now if it is a new one, or None after refusing it."""
         sender, link = envelope.sender, self._links.get(envelope.sender)
-        if sender in self._fenced or envelope.link < 1 or (link is not None and envelope.link < link.number):
-            self._refuse(Refusal.STALE, f"link {envelope.link} of {sender}: an earlier one, or its sender is fenced")
+        if envelope.link < 1 or (link is not None and envelope.link < link.number):
+            self._refuse(Refusal.STALE, f"link {envelope.link} of {sender}: an earlier one")
             return None
         if not self.gate.allows(user):
             self._refuse(Refusal.UNAUTHENTICATED, f"the key {user} of {sender} is not allowed any more")
@@ -245,12 +235,12 @@ class PeerServer:
         return link
 
     def _begin(self, envelope: Envelope[PeerMessage], user: str) -> Link | None:
-        if envelope.sender not in self._links and len(self._links) >= self._station.settings.max_peers:
+        if envelope.sender not in self._links and len(self._links) >= self._shared.settings.max_peers:
             self._refuse(Refusal.TOO_MANY_PEERS, f"{len(self._links)} peers are known; forget the dead ones")
             return None
         anew = envelope.sender in self._links
         self.forget(envelope.sender)
-        link = Link(self._station, envelope.link, envelope.sender)
+        link = Link(self._shared, envelope.link, envelope.sender)
         link.user = user
         self._links[envelope.sender] = link
         if anew:
@@ -264,11 +254,11 @@ class PeerServer:
             sender=self._identity.incarnation, recipient=envelope.sender, link=-envelope.link
         )
         if self._socket is not None:
-            self._socket.send((route, self._station.codec.encode(answer)))
+            self._socket.send((route, self._shared.codec.encode(answer)))
 
 
 class PeerClient:
-    """The way to one node's control door: a DEALER that reconnects by itself. Built and used in one running loop.
+    """The connection to one node's control socket: a DEALER that reconnects by itself. Built and used in one running loop.
 
     Messages sent before the connection stands wait for it. `context` is shared by all clients of the process and is
     closed by its owner after them.
@@ -286,9 +276,9 @@ class PeerClient:
         self._identity = identity
         self._callbacks = callbacks
         self._context = context
-        self._station = Station(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
+        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
         # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
-        self._link = Link(self._station, time.monotonic_ns())
+        self._link = Link(self._shared, time.monotonic_ns())
         self._socket: LoopSocket | None = None
         self._monitor: Monitor | None = None
         self._endpoint = ""
@@ -314,7 +304,7 @@ class PeerClient:
         socket.setsockopt(zmq.IMMEDIATE, 1)  # Nothing queues for a connection that does not stand: delivery resends.
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_FIRST_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
-        _set_limits(socket, self._station.settings, endpoint)
+        _set_limits(socket, self._shared.settings, endpoint)
         keys = self._identity.keys
         if keys is not None and server_key:
             socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
@@ -337,7 +327,7 @@ class PeerClient:
 
     def last_heard_s(self) -> float:
         """Seconds since the last valid frame of the server; infinity before the first."""
-        return self._station.clock() - self._link.heard_at_s
+        return self._shared.clock() - self._link.heard_at_s
 
     def cut_s(self) -> float:
         """Seconds since no connection to the server stands, 0 when one does: see `Link`."""
@@ -345,7 +335,7 @@ class PeerClient:
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
-        return await _flush(lambda: (self._link,), self._station, timeout_s)
+        return await _flush(lambda: (self._link,), self._shared, timeout_s)
 
     def close(self) -> None:
         """Close the connection. Nothing is reported undelivered any more."""
@@ -381,7 +371,7 @@ class PeerClient:
     def _on_parts(self, parts: Parts) -> None:
         try:
             frame = b"".join(part.bytes for part in parts)
-            envelope = self._station.codec.decode(frame)
+            envelope = self._shared.codec.decode(frame)
             if self._accepts(envelope):
                 self._link.take(envelope, len(frame))
         except FrameError as error:
@@ -399,7 +389,7 @@ class PeerClient:
             link.peer = envelope.sender
             return True
         if link.peer:
-            self._link = Link(self._station, link.number + 1)
+            self._link = Link(self._shared, link.number + 1)
             link.close()
             self._callbacks.on_reset(envelope.sender)
         return False
@@ -415,10 +405,10 @@ def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings, endpoint: str
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
 
 
-async def _flush(links: Callable[[], Iterable[Link]], station: Station, timeout_s: float) -> bool:
-    deadline_s = station.clock() + timeout_s
+async def _flush(links: Callable[[], Iterable[Link]], shared: LinkContext, timeout_s: float) -> bool:
+    deadline_s = shared.clock() + timeout_s
     while any(link.unacknowledged for link in links()):
-        if station.clock() >= deadline_s:
+        if shared.clock() >= deadline_s:
             return False
-        await asyncio.sleep(station.settings.flush_poll_s)
+        await asyncio.sleep(shared.settings.flush_poll_s)
     return True

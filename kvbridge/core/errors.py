@@ -9,10 +9,7 @@ releases and is what a program may match on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from kvbridge.core.ids import IndexSpace
+from typing import Any, ClassVar
 
 
 class BridgeError(Exception):
@@ -76,9 +73,15 @@ class ConflictError(BridgeError):
 
 
 class StaleError(ConflictError):
-    """The message belongs to an earlier generation of the room or an earlier life of its sender."""
+    """The message belongs to an earlier generation of the room or an earlier incarnation of its sender."""
 
     code = "stale"
+
+
+class FeatureError(ConflictError):
+    """One side requires a feature that the other does not have; the message says which side to upgrade."""
+
+    code = "feature_missing"
 
 
 class DetachedError(ConflictError):
@@ -90,15 +93,13 @@ class DetachedError(ConflictError):
 class CapacityError(BridgeError):
     """There is no room now; trying again later can succeed. `retry_after_s` is a hint in seconds.
 
-    `lacking`: how many pages of which index space are not there, when that is the reason.
+    `lacking`: how many pages of which `IndexSpace` are not there, when that is the reason.
     """
 
     code = "capacity"
     http_status = 503
 
-    def __init__(
-        self, message: str, *, retry_after_s: float = 1.0, lacking: Mapping[IndexSpace, int] | None = None
-    ) -> None:
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, lacking: Mapping[Any, int] | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.lacking = dict(lacking or {})

@@ -1,6 +1,6 @@
 """The names by which things are known, as types.
 
-Owns: identities (room, generation, incarnation, rank) and the index spaces. Knows nothing of what is behind a name.
+Owns: identities (room, rank) and the index spaces. Knows nothing of what is behind a name.
 
 A page id is a number that means something in one index space only. `PageTable` carries its space with it, and
 `PageTable.require` is how every reader says which space it is about to index; there is no other way to get at the
@@ -11,22 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, NewType
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from kvbridge.core.errors import InvalidInputError
-
-Generation = NewType("Generation", int)
-"""Counts the attempts at one room, from 1. A message of an older generation is stale."""
-
-Incarnation = NewType("Incarnation", str)
-"""Names one life of one process: 16 random hexadecimal digits drawn at its start."""
-
-InstanceId = NewType("InstanceId", str)
-"""Names one copy of a served model: the ranks that hold it, on one node or several."""
 
 ROOM_BITS = 53
 MAX_ROOM = 2**ROOM_BITS - 1

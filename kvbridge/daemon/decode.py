@@ -12,6 +12,8 @@ from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.ids import Rank, Role
+from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.wire.features import PEER_FEATURES, Feature, Features
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, Heartbeat, PeerMessage, Rejected, Welcome
 from kvbridge.core.wire.worker_messages import Digested, EndpointsRevoked, Verified
 from kvbridge.daemon.allowed import AllowedPeers
@@ -19,11 +21,17 @@ from kvbridge.daemon.node import Node
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.node.engine_api import DecodeEngineApi
-from kvbridge.node.handshake.nodes import PrefillNodes
+from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.room import ReceiverLimits, ReceiverPorts, ReceiverSettings
 from kvbridge.node.receiver.service import ReceiverRooms
 from kvbridge.telemetry.events import MessagesResent, MessageUndelivered, PeerLost
+
+
+def _required(digest: DigestKind) -> Features:
+    """What this node has, and requires of the prefill nodes that write to it."""
+    requires = () if digest is DigestKind.NONE else (Feature.DIGESTS,)
+    return Features(has=PEER_FEATURES.has, requires=requires)
 
 
 class DecodeNode(Node):
@@ -41,8 +49,7 @@ class DecodeNode(Node):
         self._prefill = PrefillNodes(
             describe=self.description,
             links=self._links,
-            on_changed=self._nodes_changed,
-            on_gone=lambda peer, reason: self._receiver.peer_gone(peer, reason),  # noqa: PLW0108 - made below
+            features=_required(config.integrity.digest),
             names_of=lambda key: self._allowed.names_of(key) if self._allowed is not None else frozenset(),
         )
         self._fence = Fence(
@@ -77,6 +84,7 @@ class DecodeNode(Node):
             ),
         )
         self._fence.watch(self._receiver)
+        self._prefill.watch(self._receiver)
 
     @property
     def rooms(self) -> ReceiverRooms:
@@ -108,9 +116,6 @@ class DecodeNode(Node):
     async def close_peers(self, timeout_s: float) -> None:
         """Let the last messages out and close the links."""
         await self._links.stop(timeout_s)
-
-    def _nodes_changed(self) -> None:
-        self._receiver.nodes_changed()
 
     def _callbacks(self, address: PeerAddress) -> PeerCallbacks:
         return PeerCallbacks(

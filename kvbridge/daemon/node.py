@@ -35,6 +35,7 @@ from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import Attached, NodeToEngine
+from kvbridge.core.wire.features import DIRECTORY_FEATURES, ENGINE_FEATURES
 from kvbridge.core.wire.messages import REASON_CHARS, NodeDescription
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.daemon.admission import admission_limits
@@ -346,6 +347,7 @@ class Node(ABC):
             ready=not reasons,
             reasons=tuple(reason[:REASON_CHARS] for reason in reasons),
             load=self._load(),
+            features=DIRECTORY_FEATURES,
         )
 
     def _load(self) -> Load:
@@ -439,6 +441,7 @@ class Node(ABC):
             tp_size=self.config.parallelism.tp_size,
             device={str(rank): made.get(rank) or self.memory.device.get(rank, ()) for rank in ranks},
             host=self.memory.host,
+            features=ENGINE_FEATURES,
         )
 
     def engine_ports(self) -> EnginePorts:

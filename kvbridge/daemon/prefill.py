@@ -24,9 +24,9 @@ from kvbridge.daemon.node import Node
 from kvbridge.daemon.peer_setup import why_lost
 from kvbridge.daemon.worker_host import WorkerReport
 from kvbridge.node.engine_api import PrefillEngineApi
+from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
-from kvbridge.node.handshake.nodes import DecodeNodes
 from kvbridge.node.sender.room import SenderLimits, SenderPorts, SenderSettings
 from kvbridge.node.sender.service import SenderRooms
 from kvbridge.telemetry.events import MessagesResent, MessageUndelivered, PeerLost
@@ -82,9 +82,9 @@ class PrefillNode(Node):
             self.workers,
             inspections=self._inspections,
             send=self.send,
-            on_gone=self._sender.peer_gone,
             names_of=lambda key: self._server.gate.names_of(key) if self._server is not None else frozenset(),
         )
+        self._decode.watch(self._sender)
 
     @property
     def rooms(self) -> SenderRooms:

@@ -22,6 +22,7 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import Accepted, Attach, Attached, Detach, RoomEvent
+from kvbridge.core.wire.features import ENGINE_FEATURES, agree
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.stream_order import StreamOrder
 from kvbridge.engine.views import PoolViews
@@ -157,11 +158,15 @@ def _call_attach(link: EngineLink, role: Role, ranks: tuple[Rank, ...], *, timeo
     until_s = time.monotonic() + timeout_s
     while True:
         try:
-            return link.call(Attach(call=link.number(), role=role, ranks=ranks), Attached)
+            call = Attach(call=link.number(), role=role, ranks=ranks, features=ENGINE_FEATURES)
+            answer = link.call(call, Attached)
         except NotReadyError:
             if time.monotonic() >= until_s:
                 raise
             time.sleep(RETRY_PAUSE_S)
+            continue
+        agree(ENGINE_FEATURES, answer.features, us="this engine", them=f"the {role} node of {answer.instance}")
+        return answer
 
 
 def _adopted_regions(answer: Attached, rank: Rank, given: Sequence[Region]) -> tuple[Region, ...]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Path, Query, Response
+from pydantic import BaseModel, BeforeValidator
 
 from kvbridge.api.directory import NodeHeartbeat, NodeRegistration, PairRequest, Ticket
 from kvbridge.api.status import StatusPort
 from kvbridge.bootstrap.directory import Directory
-from kvbridge.bootstrap.nodes import InstanceView, NodeView
+from kvbridge.bootstrap.nodes import InstanceView, NodeView, Registered
 from kvbridge.bootstrap.pairing import PairingService, PairReport
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.http.daemon_app import ReasonQuery, RoomPath
@@ -20,6 +21,15 @@ from kvbridge.http.numbers import as_described
 from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, MetricsRender, assemble_app
 
 NamePath = Annotated[str, Path(min_length=1, max_length=200)]
+
+
+def _of_any_release(kind: type[BaseModel]) -> BeforeValidator:
+    """For the body that a node sends by itself: what a later release adds to it is ignored."""
+    return BeforeValidator(lambda body: kind.model_validate(body, extra="ignore"), json_schema_input_type=kind)
+
+
+Registration = Annotated[NodeRegistration, _of_any_release(NodeRegistration)]
+Heartbeat = Annotated[NodeHeartbeat, _of_any_release(NodeHeartbeat)]
 
 
 def create_bootstrap_app(
@@ -67,7 +77,7 @@ def _directory_router(directory: Directory) -> APIRouter:
         return await directory.listing()
 
     @router.put("/{instance}/nodes/{node}", dependencies=[as_described(NodeRegistration)])
-    async def register(instance: NamePath, node: NamePath, registration: NodeRegistration) -> NodeView:
+    async def register(instance: NamePath, node: NamePath, registration: Registration) -> Registered:
         """Add a node, or replace its former incarnation."""
         if (instance, node) != (registration.instance, registration.node):
             raise InvalidInputError(
@@ -77,7 +87,7 @@ def _directory_router(directory: Directory) -> APIRouter:
         return await directory.register(registration)
 
     @router.post("/{instance}/nodes/{node}/heartbeat", dependencies=[as_described(NodeHeartbeat)])
-    async def beat(instance: NamePath, node: NamePath, heartbeat: NodeHeartbeat) -> NodeView:
+    async def beat(instance: NamePath, node: NamePath, heartbeat: Heartbeat) -> NodeView:
         """Note that a node lives. 404: register again. 409 `stale`: another process has taken its place."""
         return await directory.heartbeat(instance, node, heartbeat)
 

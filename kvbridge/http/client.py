@@ -23,10 +23,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from kvbridge.api.directory import NodeHeartbeat, NodeRegistration, PairRequest, Ticket
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
-from kvbridge.bootstrap.nodes import InstanceView, NodeView
+from kvbridge.bootstrap.nodes import InstanceView, NodeView, Registered
 from kvbridge.bootstrap.pairing import PairReport
 from kvbridge.core.errors import DeadlineError, PeerError, ProtocolError, UnauthorizedError
 from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.features import agree
 from kvbridge.http.problems import error_of
 
 AnswerT = TypeVar("AnswerT")
@@ -74,7 +75,8 @@ class _Client:
 
     async def _call(self, method: str, url: str, **options: Unpack[_Options]) -> httpx.Response:
         body = options.get("body")
-        content = None if body is None else body.model_dump_json()
+        # Without what stays at its default: an older release refuses a field that it does not know only when it matters.
+        content = None if body is None else body.model_dump_json(exclude_defaults=True)
         headers = {} if body is None else {"Content-Type": "application/json"}
         timeout = options.get("timeout", httpx.Timeout(self._timeout_s))
         try:
@@ -97,7 +99,7 @@ class _Client:
         response = await self._call(method, url, **options)
         adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
         try:
-            return adapter.validate_json(response.content)
+            return adapter.validate_json(response.content, extra="ignore")
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise ProtocolError(
@@ -140,9 +142,12 @@ class DirectoryClient(_Client):
     def _node(self, instance: str, node: str) -> str:
         return f"{self.base_url}/v1/instances/{quote(instance, safe='')}/nodes/{quote(node, safe='')}"
 
-    async def register(self, registration: NodeRegistration) -> NodeView:
+    async def register(self, registration: NodeRegistration) -> Registered:
         """Announce this node; see Directory.register for what is refused."""
-        return await self._ask(NodeView, "PUT", self._node(registration.instance, registration.node), body=registration)
+        url = self._node(registration.instance, registration.node)
+        answer = await self._ask(Registered, "PUT", url, body=registration)
+        agree(registration.features, answer.features, us="this node", them=f"bootstrap at {self.base_url}")
+        return answer
 
     async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:
         """Say that this node lives. NotFoundError: register again; StaleError: another process took our place."""

@@ -41,6 +41,7 @@ from kvbridge.core.wire.engine_messages import (
     Release,
     RoomEvent,
 )
+from kvbridge.core.wire.features import ENGINE_FEATURES, agree
 from kvbridge.core.wire.messages import REASON_CHARS, to_wire
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.receiver.service import ReceiverRooms
@@ -175,6 +176,7 @@ class EngineApi(ABC, Generic[RoomsT]):
             )
         if message.role is not self.role:
             raise InvalidInputError(f"this is a {self.role} daemon; a {message.role} engine cannot attach to it")
+        agree(ENGINE_FEATURES, message.features, us="this node", them="the engine")
         ranks = message.ranks or self._ports.ranks
         unknown = [str(rank) for rank in ranks if rank not in self._ports.ranks]
         if unknown:

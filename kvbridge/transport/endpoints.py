@@ -20,7 +20,7 @@ def read_endpoint(endpoint: Endpoint, transport: str, content: type[ContentT]) -
     if endpoint.transport != transport:
         raise TransportError(f"an endpoint of transport '{endpoint.transport}' was given to {transport}")
     try:
-        return content.model_validate_json(endpoint.data)
+        return content.model_validate_json(endpoint.data, extra="ignore")
     except ValidationError as error:
         raise TransportError(
             f"a peer's {transport} endpoint cannot be read: {error.error_count()} errors, the first: "

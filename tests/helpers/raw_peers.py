@@ -27,6 +27,7 @@ class RawPeer:
     """What both ends share."""
 
     def __init__(self, kind: int) -> None:
+        self.codec = PEER
         self.incarnation = secrets.token_hex(8)
         self.recipient = ""
         self.link = time.monotonic_ns()
@@ -58,7 +59,7 @@ class RawPeer:
             "acks": Acks(self.got) if self.got else NOTHING,
             "body": body,
         }
-        return PEER.encode(Envelope(**(facts | changed)))
+        return self.codec.encode(Envelope(**(facts | changed)))
 
     def put(self, frame: bytes) -> None:
         """Send one frame as it is."""

@@ -46,9 +46,10 @@ from kvbridge.core.wire.worker_messages import (
     Verified,
     Verify,
 )
+from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
-from kvbridge.node.handshake.nodes import DecodeNodes, PrefillNodes
+from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, ReceiverSettings
 from kvbridge.node.receiver.service import ReceiverRooms
@@ -110,8 +111,8 @@ class PrefillNode:
                 clock=world.clock,
             ),
             send=lambda peer, message: world.to_decode(message),
-            on_gone=self.service.peer_gone,
         )
+        self.nodes.watch(self.service)
 
     @property
     def layers(self) -> dict[Rank, tuple[int, ...]]:
@@ -235,8 +236,6 @@ class World:
         self.decode_nodes = PrefillNodes(
             describe=self.describe,
             links=OneLink(self),
-            on_changed=self.nodes_changed,
-            on_gone=lambda peer, reason: self.receiver.peer_gone(peer, reason),  # noqa: PLW0108 - made below
         )
         self.receiver = ReceiverRooms(
             ReceiverPorts(
@@ -251,6 +250,7 @@ class World:
             clock=self.clock,
         )
         self.fence.watch(self.receiver)
+        self.decode_nodes.watch(self.receiver)
         self.prefill = self.new_life()
 
     def describe(self) -> NodeDescription:
@@ -264,9 +264,6 @@ class World:
             geometry=GEOMETRY,
             ranks=(pack_rank(rank),),
         )
-
-    def nodes_changed(self) -> None:
-        self.receiver.nodes_changed()
 
     def new_life(self) -> PrefillNode:
         self.lives += 1
@@ -388,6 +385,7 @@ class World:
         self.towards_decode.clear()
         self.inspections.clear()
         self.forgotten = True
+        self.decode_nodes.watch(self.receiver)
         self.prefill = self.new_life()
 
     # ------------------------------------------------------------------ users

@@ -217,7 +217,7 @@ class RedisStore:
             return
         entry: NodeEntry | None = None
         try:
-            entry = NodeEntry.model_validate_json(text)
+            entry = NodeEntry.model_validate_json(text, extra="ignore")
             check_registration(entry.registration)
             if _member(entry.key) != member:
                 raise InvalidInputError(f"it is the entry of {entry.key}")
@@ -265,7 +265,8 @@ class RedisStore:
                 return None
             ticket = None
             if raw_ticket is not None:
-                ticket = Ticket.model_validate_json(raw_ticket).after(max(0, now_ms - int(settled_ms)) / 1e3)
+                ticket = Ticket.model_validate_json(raw_ticket, extra="ignore")
+                ticket = ticket.after(max(0, now_ms - int(settled_ms)) / 1e3)
             entry = RoomEntry(state=PairingState(_text(state)), generation=int(generation), ticket=ticket)
             if entry.ticket is not None and entry.ticket.room != room:
                 raise ValueError(f"the ticket is that of room {entry.ticket.room}")  # noqa: TRY301 - told below
@@ -343,7 +344,7 @@ def _state(raw_beat: bytes, charges: list[bytes]) -> _State:
     """Parse what changes often. Raises ValueError (of pydantic too) and TypeError for what nobody of ours has written."""
     pages = _CHARGES.validate_python(dict(zip(charges[::2], charges[1::2], strict=True)))
     rooms = pages.pop("rooms", 0)
-    return _State((raw_beat, charges), NodeHeartbeat.model_validate_json(raw_beat), pages, rooms)
+    return _State((raw_beat, charges), NodeHeartbeat.model_validate_json(raw_beat, extra="ignore"), pages, rooms)
 
 
 def _client(settings: RedisSettings) -> Redis:

@@ -6,6 +6,11 @@ retries.
 A frame is one msgpack array: version, sender, recipient, link, sequence, floor, acks, body. Everything about a frame
 is checked before anything is returned; whatever is wrong with it is a `FrameError`, never another exception. Its text
 names the field and never repeats what the sender put there.
+
+Two releases meet, so what a later one adds is ignored: unknown fields of messages, and elements behind the body of an envelope.
+`PROTOCOL_VERSION` rises only when the envelope itself changes its meaning; only equal versions talk. Everything else is added as
+a field with a default that means what its absence meant. Where an older receiver would do wrong by ignoring it, and for every new
+type of message, a feature is added as well (`features`), which whoever depends on it requires.
 """
 
 from __future__ import annotations
@@ -148,7 +153,7 @@ class MessageCodec(Generic[MessageT]):
         if not isinstance(parts, tuple):
             self._refuse(FrameFault.MALFORMED, f"expected an array, got {type(parts).__name__}")
         self._check_envelope(parts)
-        version, sender, recipient, link, sequence, floor, acks, body = parts
+        version, sender, recipient, link, sequence, floor, acks, body = parts[: len(_FIELDS)]
         return Envelope(
             sender=sender,
             recipient=recipient,
@@ -191,9 +196,9 @@ class MessageCodec(Generic[MessageT]):
                 FrameFault.VERSION,
                 f"we speak protocol version {PROTOCOL_VERSION}, the sender {theirs}; upgrade the older side",
             )
-        if len(parts) != len(_FIELDS):
+        if len(parts) < len(_FIELDS):
             self._refuse(FrameFault.ENVELOPE, f"expected {len(_FIELDS)} envelope fields, got {len(parts)}")
-        _, sender, recipient, link, sequence, floor, acks, body = parts
+        _, sender, recipient, link, sequence, floor, acks, body = parts[: len(_FIELDS)]
         checks = (
             _is_name(sender) and sender != "",
             _is_name(recipient),
@@ -209,7 +214,7 @@ class MessageCodec(Generic[MessageT]):
 
     def _validate(self, body: object) -> MessageT:
         try:
-            return self._adapter.validate_python(body)
+            return self._adapter.validate_python(body, extra="ignore")
         except ValidationError as error:
             fault, text = _first_fault(error)
             self._refuse(fault, text)
@@ -251,10 +256,7 @@ def _first_fault(error: ValidationError) -> tuple[FrameFault, str]:
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] in {"union_tag_invalid", "union_tag_not_found"}:
         return FrameFault.TYPE, "the body's 'type' is missing or names no message of this conversation"
-    # A location holds names of our fields, save for a key that we do not know: that one is the sender's own text.
     steps = [str(step) for step in first["loc"]]
-    if first["type"] == "extra_forbidden":
-        steps[-1] = "(unknown key)"
     path = ".".join(step if step.isprintable() else "?" for step in steps)
     # The text of our own validators may repeat values; pydantic's own texts name the rule only.
     rule = first["type"] if first["type"] in {"value_error", "assertion_error"} else first["msg"]

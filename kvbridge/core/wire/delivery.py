@@ -51,8 +51,8 @@ class DeliverySettings:
             raise ConfigError(f"need 1 <= window <= max_held, got {self.window} and {self.max_held}")
 
 
-class Parcel(NamedTuple, Generic[T]):
-    """A message with its place in the order."""
+class Outgoing(NamedTuple, Generic[T]):
+    """A message to send, with its sequence number."""
 
     sequence: int
     message: T
@@ -122,31 +122,31 @@ class Outbox(Generic[T]):
         self._next_sequence += 1
         self._give_up_at_s = min(self._give_up_at_s, give_up_at_s)
 
-    def take_new(self, now_s: float) -> list[Parcel[T]]:
+    def take_new(self, now_s: float) -> list[Outgoing[T]]:
         """Return what is to be sent for the first time now, in order: posted messages, as far as the window allows."""
-        parcels = []
+        messages = []
         stop = min(self._next_sequence, self._floor + self._settings.window)
         while self._next_unsent < stop:
             held = self._held.get(self._next_unsent)
             if held is not None:
                 held.sent_at_s = now_s
                 self._schedule(held, now_s, self._longer(0.0))
-                parcels.append(Parcel(self._next_unsent, held.message))
+                messages.append(Outgoing(self._next_unsent, held.message))
             self._next_unsent += 1
-        return parcels
+        return messages
 
-    def take_due(self, now_s: float) -> list[Parcel[T]]:
+    def take_due(self, now_s: float) -> list[Outgoing[T]]:
         """Return what is to be sent again now, in order."""
         if now_s < self._resend_at_s:
             return []
         self._resend_at_s = math.inf
-        parcels = []
+        messages = []
         for sequence, held in self._held.items():
             if held.resend_at_s <= now_s:
                 self._schedule(held, now_s, self._longer(held.interval_s))
-                parcels.append(Parcel(sequence, held.message))
+                messages.append(Outgoing(sequence, held.message))
             self._resend_at_s = min(self._resend_at_s, held.resend_at_s)
-        return parcels
+        return messages
 
     def take_expired(self, now_s: float) -> list[Undelivered[T]]:
         """Give up what is past its deadline and return it. The floor moves on with the next frame."""
@@ -179,8 +179,8 @@ class Outbox(Generic[T]):
                 held.resend_at_s = math.inf
         self._settle()
 
-    def hurry(self, now_s: float) -> None:
-        """The way to the peer is open again: everything that was sent is due now, whatever its backoff."""
+    def resend_now(self, now_s: float) -> None:
+        """Make every message that is sent and not acknowledged due now: the connection to the peer stands again."""
         for sequence, held in self._held.items():
             if sequence < self._next_unsent and not held.arrived:
                 self._schedule(held, now_s, 0.0)

@@ -16,6 +16,7 @@ from pydantic import Field
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, Text, WireTable
 from kvbridge.core.wire.shared_memory import SharedRegion, StreamPoint
 
@@ -34,6 +35,7 @@ class Attach(Call):
     type: Literal["attach"] = "attach"
     role: Role
     ranks: tuple[Rank, ...] = ()
+    features: Features = Features()
 
 
 class Detach(Call):
@@ -176,6 +178,7 @@ class Attached(Answer):
     """The device regions of each rank, keyed by `str(rank)`; missing for adopted ranks."""
     host: tuple[SharedRegion, ...] = ()
     """The node's host pool."""
+    features: Features = Features()
 
 
 class Pages(Answer):

@@ -21,6 +21,7 @@ from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, PageTable, Positive, Rank, Role, RoomId, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.wire.features import Features
 
 PROTOCOL_VERSION = 1
 MAX_METADATA_BYTES = 64 * 1024
@@ -131,6 +132,7 @@ class Hello(FrozenModel):
 
     type: Literal["hello"] = "hello"
     node: NodeDescription
+    features: Features = Features()
 
 
 class Welcome(FrozenModel):
@@ -145,6 +147,7 @@ class Welcome(FrozenModel):
     stage_boundaries: Annotated[tuple[Positive, ...], Field(max_length=MAX_STAGES - 1)] = ()
     """The first layers of the instance's stages but the first; with the sizes, they say what each rank sends."""
     ranks: Annotated[tuple[Rank, ...], Field(max_length=MAX_NODE_RANKS)]
+    features: Features = Features()
 
 
 class Rejected(FrozenModel):

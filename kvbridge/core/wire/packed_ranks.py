@@ -82,7 +82,8 @@ def unpack_rank(packed: bytes) -> RankDescription:
         ]
     try:
         return RankDescription(
-            manifest=RankManifest.model_validate({**rank.manifest, "regions": regions}), endpoints=rank.endpoints
+            manifest=RankManifest.model_validate({**rank.manifest, "regions": regions}, extra="ignore"),
+            endpoints=rank.endpoints,
         )
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)[0]

@@ -13,7 +13,7 @@ from kvbridge.core.errors import UnauthorizedError
 
 
 @dataclass(frozen=True, slots=True)
-class Bearer:
+class ClaimedName:
     """A node's name, and the public key that it was proved with (empty without keys)."""
 
     instance: str
@@ -21,11 +21,11 @@ class Bearer:
     key: str
 
 
-def check_name(claim: Bearer, *, bound_to: frozenset[str], present: Iterable[Bearer]) -> None:
+def check_name(claim: ClaimedName, *, bound_to: frozenset[str], present: Iterable[ClaimedName]) -> None:
     """Raise UnauthorizedError unless the holder of a key may use a name.
 
-    `bound_to`: the instances that the key is bound to; empty: any. `present`: the names in use by other lives. A new
-    life of a node ends its old one with all its rooms, so it must be proved by the same key, or by one that is bound to
+    `bound_to`: the instances that the key is bound to; empty: any. `present`: the names in use by other incarnations. A new
+    incarnation of a node ends its old one with all its rooms, so it must be proved by the same key, or by one that is bound to
     the instance expressly.
     """
     if bound_to and claim.instance not in bound_to:
@@ -39,5 +39,5 @@ def check_name(claim: Bearer, *, bound_to: frozenset[str], present: Iterable[Bea
             raise UnauthorizedError(
                 f"node {claim.instance}/{claim.node} is known here under another key than {claim.key}: two nodes use "
                 "one name, or its key was changed; then bind the new key to the instance in "
-                "control.curve.allowed_keys_file here, or wait until the old life is lost (timeouts.peer_silence_s)"
+                "control.curve.allowed_keys_file here, or wait until the old incarnation is lost (timeouts.peer_silence_s)"
             )

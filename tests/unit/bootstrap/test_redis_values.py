@@ -8,11 +8,12 @@ import json
 
 import pytest
 
-from kvbridge.api.directory import Load, NodeHeartbeat, PairRequest
+from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.stores.base import Claim
 from kvbridge.core.errors import ConflictError, NotFoundError
 from kvbridge.core.ids import Role
+from tests.helpers.later_release import UNKNOWN, later
 from tests.unit.bootstrap.fleet import FLEET, FakeDaemons, node
 
 pytestmark = pytest.mark.asyncio
@@ -256,3 +257,17 @@ async def test_a_load_from_redis_is_what_was_announced(redis_world):
     await directory.heartbeat("p", "node-0", beat("p-life-1", ready=False, load=load))
     (record,) = await redis_world.replica().nodes()
     assert (record.load, record.beat.ready) == (load, False)
+
+
+async def test_what_a_later_release_adds_to_a_record_is_ignored(redis_world):
+    await redis_world.directory(*FLEET)
+    with redis_world.server.client() as client:
+        entry = entry_of(client, redis_world.namespace)
+        registration = NodeRegistration.model_validate(entry["registration"])
+        entry |= UNKNOWN | {"registration": later(registration)}
+        write_entry(client, redis_world.namespace, json.dumps(entry).encode())
+        told = later(beat("p1-life-1", load=Load(rooms=3)))
+        client.hset(f"{redis_world.namespace}:node:{MEMBER}", "beat", json.dumps(told))
+    for store in (redis_world.store, redis_world.replica()):
+        [found] = [record for record in await store.nodes() if record.key[0] == "p1"]
+        assert (found.registration, found.load.rooms) == (registration, 3)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -80,7 +81,7 @@ async def met(node: DecodeNode, where: PeerAddress) -> KnownNode | BridgeError:
             if found is not None:
                 answer.put_nowait(found)
 
-    node._prefill._on_changed = look
+    node._prefill._listeners[:] = [SimpleNamespace(nodes_changed=look, peer_gone=lambda _peer, _reason: None)]
     look()
     async with asyncio.timeout(WAIT_S):
         return await answer.get()

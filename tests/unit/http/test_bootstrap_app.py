@@ -7,6 +7,7 @@ import pytest
 import pytest_asyncio
 
 from kvbridge.api.directory import Load, NodeHeartbeat, PairRequest
+from kvbridge.bootstrap import directory
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.memory import MemoryStore
@@ -14,6 +15,7 @@ from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import (
     CapacityError,
     ConflictError,
+    FeatureError,
     InvalidInputError,
     NotFoundError,
     NotReadyError,
@@ -22,7 +24,9 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.features import Features
 from kvbridge.http import DirectoryClient, create_bootstrap_app
+from tests.helpers.later_release import later
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, TIMES, FakeDaemons, half, node
 from tests.unit.http.services import FakeStatus, metrics, settings
 from tests.unit.http.test_daemon_app import check_description
@@ -135,3 +139,38 @@ async def test_the_description_is_complete(http):
         "/v1/instances/{instance}/nodes/{node}",
         "/v1/instances/{instance}/nodes/{node}/heartbeat",
     }
+
+
+async def test_what_a_later_release_adds_to_a_registration_and_a_heartbeat_is_ignored(http, client):
+    registration = node("p", Role.PREFILL)
+    answer = await http.put("/v1/instances/p/nodes/node-0", json=later(registration) | {"role": "prefill"})
+    assert answer.status_code == 200, answer.text
+    beat = NodeHeartbeat(incarnation=registration.incarnation, ready=True, load=Load(rooms=3))
+    answer = await http.post("/v1/instances/p/nodes/node-0/heartbeat", json=later(beat))
+    assert (answer.status_code, answer.json()["load"]["rooms"]) == (200, 3)
+    described = (await http.get("/openapi.json")).json()["components"]["schemas"]
+    may_grow = {kind for kind, schema in described.items() if schema.get("additionalProperties")}
+    assert may_grow == {"NodeRegistration", "NodeHeartbeat"}
+    answer = await http.post("/v1/requests", json={"prompt_tokens": 300, "of_a_later_release": 1})
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
+
+
+async def test_a_mistake_in_a_registration_is_still_named(http):
+    wrong = later(node("p", Role.PREFILL)) | {"pp_size": "one"}
+    answer = await http.put("/v1/instances/p/nodes/node-0", json=wrong)
+    assert answer.status_code == 400
+    assert "body.pp_size" in answer.json()["detail"]
+
+
+async def test_a_node_that_requires_what_this_bootstrap_lacks_is_refused_by_name(client):
+    registration = node("p", Role.PREFILL).model_copy(update={"features": Features(requires=("later",))})
+    with pytest.raises(FeatureError, match=r"requires feature 'later'.*upgrade this bootstrap"):
+        await client.register(registration)
+    assert await client.instances() == ()
+
+
+async def test_a_node_does_not_rely_on_a_bootstrap_that_knows_nothing_of_features(client, monkeypatch):
+    monkeypatch.setattr(directory, "agree", lambda *_, **__: ())
+    registration = node("p", Role.PREFILL).model_copy(update={"features": Features(requires=("later",))})
+    with pytest.raises(FeatureError, match="upgrade bootstrap at http://bootstrap"):
+        await client.register(registration)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from kvbridge.api.directory import PairRequest
-from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import (
     CapacityError,
@@ -20,9 +21,11 @@ from kvbridge.core.errors import (
     UnauthorizedError,
     error_codes,
 )
+from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.http import DaemonClient, DirectoryClient, create_daemon_app
 from kvbridge.http.problems import error_of, problem_of
+from tests.helpers.later_release import later
 from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
 
 pytestmark = pytest.mark.asyncio
@@ -179,3 +182,24 @@ async def test_over_real_sockets_only_a_refused_connection_proves_that_nobody_is
             with pytest.raises(PeerError, match="failed"):
                 await client.incarnation(url)
         assert await client.incarnation(url) == ""
+
+
+async def test_what_a_later_release_adds_to_an_answer_is_ignored():
+    report = RoomReport(room=4, generation=1, role=Role.PREFILL, state=RoomState.ADMITTED, prompt_tokens=9)
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=later(report)))
+    async with DaemonClient(timeout_s=5.0, transport=transport) as client:
+        assert await client.report("http://d", 4) == report
+
+
+async def test_a_request_carries_only_what_differs_from_its_default():
+    """A field that a later release adds is refused by an older daemon only where it matters."""
+    bodies = []
+    report = RoomReport(room=4, generation=1, role=Role.PREFILL, state=RoomState.ADMITTED, prompt_tokens=9)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return httpx.Response(201, json=later(report))
+
+    async with DaemonClient(timeout_s=5.0, transport=httpx.MockTransport(answer)) as client:
+        await client.admit("http://d", AdmissionRequest(room=4, prompt_tokens=9, wait_s=0.0))
+    assert bodies == [{"room": 4, "prompt_tokens": 9}]

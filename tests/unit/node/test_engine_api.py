@@ -26,6 +26,7 @@ from kvbridge.core.wire.engine_messages import (
     Release,
     RoomEvent,
 )
+from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
 from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits
 from kvbridge.node.engine_api import DecodeEngineApi, EnginePorts, PrefillEngineApi
@@ -288,3 +289,13 @@ def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
     assert api.call(Extend(call=3, room=1, tokens=2 * PAGE)).code == "detached"
     assert isinstance(api.call(Release(call=4, room=1)), Accepted)
     assert api.bench.free == 16
+
+
+def test_an_engine_that_requires_what_this_node_lacks_is_refused_by_name():
+    api = prefill()
+    refused = api.call(Attach(call=1, role=Role.PREFILL, features=Features(requires=("later",))), "engine")
+    assert isinstance(refused, Refused)
+    assert refused.code == "feature_missing"
+    assert "requires feature 'later'" in refused.message
+    assert "upgrade this node" in refused.message
+    assert api.api.serving() == frozenset()

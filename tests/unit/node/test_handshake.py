@@ -5,9 +5,17 @@ from typing import Any
 import pytest
 
 from kvbridge.core.clock import ManualClock
-from kvbridge.core.errors import BridgeError, ConfigError, FingerprintMismatchError, InvalidInputError, PeerError
+from kvbridge.core.errors import (
+    BridgeError,
+    ConfigError,
+    FeatureError,
+    FingerprintMismatchError,
+    InvalidInputError,
+    PeerError,
+)
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.wire.features import PEER_FEATURES, Features
 from kvbridge.core.wire.messages import (
     Heartbeat,
     Hello,
@@ -21,11 +29,11 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PeerConnected
-from kvbridge.node.handshake import inspections
-from kvbridge.node.handshake import nodes as meeting
+from kvbridge.node.handshake import inspections, prefill_nodes
+from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
-from kvbridge.node.handshake.nodes import DecodeNodes, PrefillNodes
+from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -65,8 +73,11 @@ class PrefillSide:
                 self.inspect, deliver=lambda *said: self.delivered.append(said), limit_s=20, clock=self.clock
             ),
             send=lambda peer, message: self.messages.append((peer, message)),
-            on_gone=lambda peer, reason: self.gone.append((peer, reason)),
         )
+        self.nodes.watch(self)
+
+    def peer_gone(self, peer: str, reason: str) -> None:
+        self.gone.append((peer, reason))
 
     def inspect(self, work, ended) -> None:
         if self.later is None:
@@ -75,7 +86,8 @@ class PrefillSide:
             self.later.append((work, ended))
 
     def hello(self, peer: str = DECODE, **fields) -> None:
-        self.nodes.hello(peer, Hello(node=description(peer, **fields)))
+        features = fields.pop("features", Features())
+        self.nodes.hello(peer, Hello(node=description(peer, **fields), features=features))
 
     def connected(self, rank=R0, peer: str = DECODE, **fields) -> None:
         self.nodes.worker_connected(PeerConnected(rank=rank, peer=peer, transports=("local",), **fields))
@@ -349,7 +361,7 @@ def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
 
 
 class DecodeSide:
-    def __init__(self) -> None:
+    def __init__(self, features: Features = PEER_FEATURES) -> None:
         self.opened: list[object] = []
         self.closed: list[object] = []
         self.messages: list[tuple[object, object]] = []
@@ -359,9 +371,9 @@ class DecodeSide:
         self.nodes = PrefillNodes(
             describe=description,
             links=self,
-            on_changed=self.changed,
-            on_gone=lambda peer, reason: self.gone.append(peer),
+            features=features,
         )
+        self.nodes.watch(self)
         self.met_at_change: list[object] = []
 
     def open(self, address) -> None:
@@ -375,15 +387,19 @@ class DecodeSide:
     def close(self, address) -> None:
         self.closed.append(address)
 
-    def changed(self) -> None:
+    def peer_gone(self, peer: str, reason: str) -> None:
+        self.gone.append(peer)
+
+    def nodes_changed(self) -> None:
         self.changes += 1
         try:
             self.met_at_change.append(self.nodes.known_node(ADDRESS))
         except BridgeError as error:
             self.met_at_change.append(error)
 
-    def welcome(self, incarnation: str = PREFILL, node: str = "p0", address=ADDRESS) -> None:
-        welcome = Welcome(instance="prefill", node=node, incarnation=incarnation, pp_size=1, tp_size=1, ranks=(R0,))
+    def welcome(self, incarnation: str = PREFILL, node: str = "p0", address=ADDRESS, **fields) -> None:
+        facts = {"instance": "prefill", "node": node, "incarnation": incarnation, "pp_size": 1, "tp_size": 1}
+        welcome = Welcome(**facts, ranks=(R0,), **fields)
         self.nodes.welcome(address, welcome)
 
     def meet(self) -> None:
@@ -491,7 +507,7 @@ def test_nobody_speaks_in_the_name_of_a_node_behind_another_key():
 
 
 def test_few_of_those_who_were_met_once_are_remembered(monkeypatch):
-    monkeypatch.setattr(meeting, "FORMER_KEPT", 1)
+    monkeypatch.setattr(prefill_nodes, "FORMER_KEPT", 1)
     side = DecodeSide()
     side.meet()
     side.nodes.lost(ADDRESS, "silent")
@@ -518,3 +534,54 @@ def test_everybody_hears_when_we_have_changed():
     side.nodes.refresh()
     assert side.hellos == 2
     assert len(pick(side.messages, Hello, OTHER_ADDRESS)) == 2
+
+
+# ------------------------------------------------------------------------------------------- two releases
+
+LACKING = Features(has=("something_else",))
+DEMANDING = Features(requires=("later",))
+
+
+def test_a_decode_node_that_requires_what_we_lack_is_rejected_by_name():
+    side = PrefillSide()
+    side.hello(features=DEMANDING)
+    [rejected] = pick(side.messages, Rejected, DECODE)
+    assert rejected.code == "feature_missing"
+    assert "requires feature 'later'" in rejected.message
+    assert "upgrade prefill instance prefill" in rejected.message
+    assert side.nodes.known() == []
+
+
+def test_an_older_decode_node_is_welcomed_with_what_both_have():
+    side = PrefillSide()
+    side.hello()
+    side.connected(R0)
+    side.connected(R1)
+    [welcome] = pick(side.messages, Welcome, DECODE)
+    assert welcome.features == PEER_FEATURES
+    assert side.nodes.peers()[0]["features"] == []
+    side.hello(features=Features(has=("digests", "later")))
+    assert side.nodes.peers()[0]["features"] == ["digests"]
+
+
+@pytest.mark.parametrize("theirs", [LACKING, Features()])
+def test_a_prefill_node_without_a_required_feature_is_refused_by_name(theirs):
+    side = DecodeSide(Features(has=("digests",), requires=("digests",)))
+    assert side.nodes.known_node(ADDRESS) is None
+    assert pick(side.messages, Hello, ADDRESS)[0].features.requires == ("digests",)
+    side.welcome(features=theirs)
+    [error] = side.met_at_change
+    assert isinstance(error, FeatureError)
+    for words in ("'digests'", "upgrade the prefill node prefill/p0", ADDRESS.endpoint):
+        assert words in str(error)
+    assert side.closed == [ADDRESS]
+
+
+def test_a_prefill_node_that_requires_what_we_lack_is_refused_and_one_that_has_it_is_met():
+    side = DecodeSide(Features(has=("digests",), requires=("digests",)))
+    assert side.nodes.known_node(ADDRESS) is None
+    side.welcome(features=DEMANDING.model_copy(update={"has": ("digests",)}))
+    assert "upgrade this decode node" in str(side.met_at_change[0])
+    assert side.nodes.known_node(ADDRESS) is None
+    side.welcome(features=Features(has=("digests", "later")))
+    assert side.nodes.peers()[0]["features"] == ["digests"]

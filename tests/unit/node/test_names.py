@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.core.errors import UnauthorizedError
-from kvbridge.node.handshake.names import Bearer, check_name
+from kvbridge.node.handshake.names import ClaimedName, check_name
 
 OLD, NEW = "old key", "new key"
-KNOWN = [Bearer("decode-0", "node-0", OLD)]
+KNOWN = [ClaimedName("decode-0", "node-0", OLD)]
 ANY, DECODE_0, DECODE_1 = frozenset(), frozenset({"decode-0"}), frozenset({"decode-1"})
 
 
@@ -25,7 +25,7 @@ ANY, DECODE_0, DECODE_1 = frozenset(), frozenset({"decode-0"}), frozenset({"deco
     ],
 )
 def test_a_name_belongs_to_its_key(key, bound_to, node, refused):
-    claim = Bearer("decode-0", node, key)
+    claim = ClaimedName("decode-0", node, key)
     if not refused:
         check_name(claim, bound_to=bound_to, present=KNOWN)
         return

@@ -81,7 +81,6 @@ def test_acknowledgements_travel_alone():
         (frame(body={"type": "shutdown"}), FrameFault.TYPE, "'type'"),
         (frame(body={"type": "drained", "room": 1}), FrameFault.FIELD, "drained.generation"),
         (frame(body={"type": "drained", "room": -1, "generation": 1}), FrameFault.FIELD, "drained.room"),
-        (frame(body={"type": "heartbeat", "x": 1}), FrameFault.FIELD, "(unknown key)"),
         (
             frame(body=offer().model_dump() | {"tables": [{"space": "full", "ids": "", "first_page": -1}]}),
             FrameFault.FIELD,
@@ -100,7 +99,6 @@ def test_the_senders_text_is_not_repeated():
     secret = "hunter2-" * 4
     for body in (
         {"type": secret},
-        {"type": "heartbeat", secret: 1},
         {"type": "drained", "room": secret, "generation": secret},
         {"type": "offer", "room": 1, "generation": 1, "prompt_tokens": 1, "tables": [{"space": secret, "ids": b""}]},
     ):

@@ -82,7 +82,7 @@ def test_a_slow_peer_is_given_more_time():
 def test_hurry_makes_everything_due():
     box = outbox("a", "b")
     box.take_new(0.0)
-    box.hurry(0.01)
+    box.resend_now(0.01)
     assert len(box.take_due(0.01)) == 2
     assert box.take_due(0.011) == []
 

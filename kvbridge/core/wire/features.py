@@ -1,0 +1,68 @@
+"""Features: how two releases of kvbridge agree on what they both can do.
+
+Owns: the names of features, and the decision whether two sides can work together. Must not know: messages, who is asked.
+
+Each side says what it has and what it requires of the other, in the first message of a conversation: Hello and Welcome between
+nodes, Attach and Attached between engine and node, the registration and its answer at bootstrap. Both sides decide, since an older
+release does not know what a later one requires of it. A feature that is agreed is one that both have.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from kvbridge.core.errors import FeatureError
+from kvbridge.core.ids import FrozenModel
+
+MAX_FEATURES = 64
+
+FeatureName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+FeatureNames = Annotated[tuple[FeatureName, ...], Field(max_length=MAX_FEATURES)]
+
+
+class Feature(StrEnum):
+    """The features of this release. Names on the wire are texts: a later release has others."""
+
+    DIGESTS = "digests"
+    """Between nodes: a writer computes digests of what it sends when an offer asks for them (`Offer.digest`)."""
+
+
+class Features(FrozenModel):
+    """What one side of a conversation says; an older release says nothing, and has none."""
+
+    has: FeatureNames = ()
+    requires: FeatureNames = ()
+    """What the other side must have."""
+
+
+PEER_FEATURES = Features(has=(Feature.DIGESTS,))
+ENGINE_FEATURES = Features()
+DIRECTORY_FEATURES = Features()
+"""What this release has and requires in each conversation."""
+
+
+def agree(ours: Features, theirs: Features, *, us: str, them: str) -> tuple[str, ...]:
+    """Return the features that both sides have. `us` and `them` name the sides, for people.
+
+    Raises FeatureError, which names what is lacking and which side to upgrade.
+    """
+    lacking = sorted({*ours.requires} - {*theirs.has})
+    if lacking:
+        raise FeatureError(
+            f"{them} does not have {_named(lacking)}, which {us} requires: upgrade {them}, or change what is required in the "
+            f"configuration of {us}"
+        )
+    unknown = sorted({*theirs.requires} - {*ours.has})
+    if unknown:
+        raise FeatureError(
+            f"{them} requires {_named(unknown)}, which {us} does not have: upgrade {us}, or change what is required in the "
+            f"configuration of {them}"
+        )
+    return tuple(sorted({*ours.has} & {*theirs.has}))
+
+
+def _named(features: list[str]) -> str:
+    return f"feature{'s' * (len(features) > 1)} {', '.join(map(repr, features[:8]))}"
