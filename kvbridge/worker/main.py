@@ -1,4 +1,4 @@
-"""What a rank worker's process does from its start to its exit code. Loaded by `worker_process`, once that is safe from signals.
+"""What a rank worker's process does from its start to its exit code. Loaded by `worker.process`, once that is safe from signals.
 
 Owns: logs, the connection to the node, what is left at the end. Must not know: what it serves.
 """

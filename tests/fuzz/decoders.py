@@ -39,7 +39,7 @@ from kvbridge.core.wire.codec import (
     MessageCodec,
 )
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
-from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceOrder, FileOrigin, SharedRegion, StreamPoint
+from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin, SharedRegion, StreamPoint
 from kvbridge.http.problems import Problem, error_of, make_problem, problem_response
 from kvbridge.node.sender.offers import check_offer
 from kvbridge.transport.base import Endpoint
@@ -129,7 +129,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
             tp_size=1,
             layers=(0, 1),
             device=(),
-            allocate=DeviceOrder(device=1, page_counts={IndexSpace.FULL: 4}),
+            allocate=DeviceAllocationRequest(device=1, page_counts={IndexSpace.FULL: 4}),
             host=(REGION,),
             transports="{}",
             transfer_timeout_s=1.0,

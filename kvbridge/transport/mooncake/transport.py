@@ -20,7 +20,7 @@ What the library does and does not do (0.3.13, measured), and what follows for t
 - A call that asks a peer something waits for it for 60 s and more, if the peer is frozen or means to be silent. A probe does so
   without disturbing anybody. The first write to a peer fetches what it has under a lock that every other write of the engine
   needs. So `connect` probes, and then has it fetched by an empty write, both on a thread of their own and ended from outside
-  (`mooncake_peers`): the probe after `connect_timeout_s`, the other, which holds up transfers to other peers, after
+  (`mooncake.peers`): the probe after `connect_timeout_s`, the other, which holds up transfers to other peers, after
   `metadata_timeout_s`. Over RDMA nothing can be written before it is known; there the first operation fetches it, and nothing
   bounds that.
 - A peer that died fails at once, and is not tried again by the library for a second. First contact takes 1 to 11 ms.
