@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from kvbridge.api import models as ports
+from kvbridge.api import directory, rooms
 from kvbridge.control.keys import generate_keys, parse_entry
 from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError, TransportError
 from kvbridge.core.geometry.checks import check_manifest
@@ -279,11 +279,11 @@ def _key_lines(data: bytes) -> object:
 DECODERS: tuple[Decoder, ...] = (
     *(_frames(codec) for codec in MESSAGES),
     *(_endpoint(*seed) for seed in ENDPOINT_SEEDS),
-    _json("registration", ports.NodeRegistration, REGISTRATION),
-    _json("heartbeat", ports.NodeHeartbeat, {"incarnation": ME, "ready": True, "load": {"rooms": 3}}),
-    _json("admission", ports.AdmissionRequest, {"prompt_tokens": 600, "prefill": [{"endpoint": "tcp://10.0.0.7:1"}]}),
-    _json("pair-request", ports.PairRequest, {"prompt_tokens": 600, "client": "router"}),
-    _json("room-report", ports.RoomReport, REPORT),
+    _json("registration", directory.NodeRegistration, REGISTRATION),
+    _json("heartbeat", directory.NodeHeartbeat, {"incarnation": ME, "ready": True, "load": {"rooms": 3}}),
+    _json("admission", rooms.AdmissionRequest, {"prompt_tokens": 600, "prefill": [{"endpoint": "tcp://10.0.0.7:1"}]}),
+    _json("pair-request", directory.PairRequest, {"prompt_tokens": 600, "client": "router"}),
+    _json("room-report", rooms.RoomReport, REPORT),
     Decoder(
         "problem",
         "bodies",
