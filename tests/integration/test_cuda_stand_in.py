@@ -192,6 +192,8 @@ def test_pages_of_a_finished_room_that_fails_wait_for_the_engines_gpu(gpu: cuda_
         gpu.events_reached = False
         sender.publish(room, 700)
         sender.finish(room)
+        # Before it has offered its pages, a room that decode gives up is prefill's own to end.
+        eventually("the offer", lambda: running.prefill.get(f"/v1/requests/{room}")["state"] == "transferring")
         http("DELETE", running.decode, f"/v1/requests/{room}")
         ends(running.prefill, room, "aborted", "aborted")
         assert sender.events(0.2)[-1].kind == "aborted"

@@ -307,7 +307,9 @@ def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster) -> None:
         folder = live.cluster.folder / f"s{number}"
         refused = DaemonProcess(role, f"{role} {change}", folder)
         if role != "bootstrap":
-            refused.config = getattr(live, role).config | {"runtime_dir": str(refused.runtime_dir)}
+            # Any free address, since other tests have pinned the one of the prefill node.
+            own = {"runtime_dir": str(refused.runtime_dir), "control": {"bind": "tcp://127.0.0.1:0"}}
+            refused.config = getattr(live, role).config | own
         refused.config = refused.config | change
         refused.start()
         started.append((refused, text))

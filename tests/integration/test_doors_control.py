@@ -36,6 +36,7 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.helpers.cluster import DaemonProcess, daemon_config, eventually
+from tests.helpers.door_cluster import FULL_PAGES, REQUEST_PAGES, WINDOW_PAGES
 from tests.helpers.live_rooms import (
     LiveCluster,
     all_free,
@@ -236,10 +237,10 @@ def test_an_offer_that_cannot_be_right_fails_the_room_on_both_sides(
 @pytest.mark.parametrize(
     ("space", "ids"),
     [
-        (IndexSpace.FULL, (1, 2, 64)),
+        (IndexSpace.FULL, (1, 2, FULL_PAGES)),
         (IndexSpace.HOST, (1, 9_999, 3)),
-        (IndexSpace.SWA, (1, 16)),
-        (IndexSpace.REQUEST, (8,)),
+        (IndexSpace.SWA, (1, WINDOW_PAGES)),
+        (IndexSpace.REQUEST, (REQUEST_PAGES,)),
     ],
 )
 def test_page_ids_out_of_bounds_fail_the_room_on_both_sides(
@@ -420,9 +421,9 @@ def test_addresses_where_nobody_answers_cost_nothing_for_long(live: LiveCluster)
 
     rooms = []
     for endpoint in nobody:
-        body = {"prompt_tokens": TOKENS, "prefill": [{"endpoint": endpoint}]}
+        body = {"prompt_tokens": 1, "prefill": [{"endpoint": endpoint}]}
         answer = http("POST", live.decode, "/v1/requests", json=body)
-        assert answer.status_code == 201
+        assert answer.status_code == 201, answer.text
         rooms.append(int(answer.json()["room"]))
     assert known() == nobody
     for room in rooms:

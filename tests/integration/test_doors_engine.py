@@ -303,7 +303,7 @@ def test_fields_beyond_their_limits(live: LiveCluster, daemon: DaemonProcess) ->
         client.send(good.model_copy(update={"call": 7}), 5)
         answer = client.receive(5)
         assert isinstance(answer, Attached), "a new connection begins anew"
-        client.send(Release(call=8, room=3), 5)
+        client.send(Publish(call=8, room=3, upto_token=1), 5)
         assert isinstance(refused := client.receive(5), Refused)
         assert refused.call == 8
     finally:

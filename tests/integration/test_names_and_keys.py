@@ -107,11 +107,17 @@ def test_nodes_of_which_one_has_no_keys_are_not_paired(keyed: str, tmp_path: Pat
     with live_cluster(**{keyed: control}, wait=False) as live:
         for daemon in (live.prefill, live.decode):
             daemon.wait_ready()
-        eventually("both are known", lambda: holder(live, "prefill") and holder(live, "decode"))
+
+        def told() -> bool:
+            """Bootstrap hears that both nodes are ready with a heartbeat; then their keys are the only reason."""
+            cure = "give all of them keys (control.curve.secret_key_file), or none"
+            shown = http("GET", live.cluster.bootstrap, "/v1/instances").json()
+            return len(shown) == 2 and all(cure in " ".join(instance["reasons"][:1]) for instance in shown)
+
+        eventually("both are known, and what is wrong with them", told)
         why = "by curve" if keyed == "prefill" else "by local"
         for instance in http("GET", live.cluster.bootstrap, "/v1/instances").json():
             assert (instance["ready"], instance["complete"]) == (False, True)
-            assert "give all of them keys (control.curve.secret_key_file), or none" in instance["reasons"][0]
         eventually("bootstrap says so", lambda: why in ready(live.cluster.bootstrap)[1])
         answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS})
         assert (answer.status_code, answer.json()["code"]) == (503, "not_ready")

@@ -203,7 +203,13 @@ def test_a_decode_node_is_written_by_accepted_nodes_only(keyed: Keyed) -> None:
     keyed.allow(f"{keyed.server.public} prefill-0", file=keyed.accepted_file)
     eventually("accepted", lambda: not failed("unauthorized") and not failed("peer_failed"))
     live.serves()
+
+    def changes() -> int:
+        return live.decode.log_path.read_text().count('"allowed_keys_changed"')
+
+    before = changes()
     keyed.allow(file=keyed.accepted_file)
+    eventually("everybody accepted again, as the next test needs", lambda: changes() > before)
 
 
 def test_a_node_changes_its_key_without_a_pause(keyed: Keyed) -> None:

@@ -101,7 +101,7 @@ async def test_two_nodes_that_want_one_rank_at_once_do_not_both_get_it(redis_wor
         name = f"p{number}"
         wanted = half(name, Role.PREFILL, 0), half(name, Role.PREFILL, 1, ranks=(Rank(pp=0, tp=0),))
         found = await outcomes(one.register(wanted[0]), other.register(wanted[1]))
-        assert sorted(type(each).__name__ for each in found) == ["ConflictError", "NodeView"]
+        assert sorted(type(each).__name__ for each in found) == ["ConflictError", "Registered"]
 
 
 async def test_a_fleet_that_registers_all_at_once_over_two_replicas_is_all_there(redis_world):
