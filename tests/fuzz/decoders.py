@@ -233,7 +233,7 @@ ENDPOINT_SEEDS = (
         {
             "claim": {"pid": 1, "boot_id": "x", "file": FILE, "secret": "0" * 64},
             "files": [FILE],
-            "extents": [{"address": 4096, "length_bytes": 9, "file": 0, "offset_bytes": 0}],
+            "extents": [{"address": 4096, "length_bytes": 9, "origin": 0, "offset_bytes": 0}],
             "epoch": 0,
             "private": [],
         },
