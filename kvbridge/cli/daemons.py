@@ -16,9 +16,9 @@ from kvbridge.config.doors import LogFormat, TelemetryConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.bootstrap import BootstrapDaemon
-from kvbridge.daemon.decode import DecodeNode
+from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.life import Daemon, run_daemon
-from kvbridge.daemon.prefill import PrefillNode
+from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.telemetry.logs import configure_logs
 
 EXIT_FAILED = 1
@@ -43,14 +43,14 @@ def prefill(config: FileOption = None, overrides: SetOption = None, insecure: In
     """Run a prefill daemon: rooms whose pages an engine computes, and which are sent to a decode node."""
     loaded = _load(PrefillConfig, config, overrides, insecure=insecure)
     _logs("prefill", loaded.telemetry, instance=loaded.instance, node=loaded.node)
-    _run(lambda: PrefillNode(loaded))
+    _run(lambda: prefill_daemon(loaded))
 
 
 def decode(config: FileOption = None, overrides: SetOption = None, insecure: InsecureOption = False) -> None:
     """Run a decode daemon: rooms whose pages are written by prefill nodes and claimed by an engine."""
     loaded = _load(DecodeConfig, config, overrides, insecure=insecure)
     _logs("decode", loaded.telemetry, instance=loaded.instance, node=loaded.node)
-    _run(lambda: DecodeNode(loaded))
+    _run(lambda: decode_daemon(loaded))
 
 
 def bootstrap(

@@ -85,6 +85,16 @@ class Rank(FrozenModel):
         return f"pp{self.pp}.tp{self.tp}"
 
 
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """One process of one node: its role, its instance, its name there, and the incarnation, drawn anew at each start."""
+
+    role: Role
+    instance: str
+    node: str
+    incarnation: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PageTable:
     """The pages of one request in one index space, in the order of its tokens.

@@ -1,31 +1,65 @@
 """The decode daemon: a node whose rooms are written to and then claimed.
 
-Owns: how a node, the receiving service and the links to prefill nodes are put together.
+Owns: which parts it has, in which order they are made, and what a message of a prefill node means for them.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig
-from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.features import PEER_FEATURES, Feature, Features
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, Heartbeat, PeerMessage, Rejected, Welcome
 from kvbridge.core.wire.worker_messages import Digested, EndpointsRevoked, Verified
-from kvbridge.daemon.allowed import AllowedPeers
-from kvbridge.daemon.node import Node
+from kvbridge.daemon.admission import admission_limits
+from kvbridge.daemon.node import NodeDaemon
+from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
-from kvbridge.daemon.worker_host import WorkerReport
+from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import DecodeEngineApi
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.room import ReceiverLimits, ReceiverPorts, ReceiverSettings
 from kvbridge.node.receiver.service import ReceiverRooms
-from kvbridge.telemetry.events import MessagesResent, MessageUndelivered, PeerLost
+from kvbridge.telemetry.events import MessageUndelivered, PeerLost
+
+
+def decode_daemon(config: DecodeConfig) -> NodeDaemon:
+    """Put a decode daemon together; nothing is open yet. Raises ConfigError, InvalidInputError."""
+    parts = NodeParts.build(config, Role.DECODE)
+    links = PrefillLinks(config, parts.events)
+    nodes = PrefillNodes(
+        describe=parts.description, links=links, features=_required(config.integrity.digest), names_of=links.names_of
+    )
+    fence = Fence(parts.workers.layers, send=parts.workers.send, events=parts.events, fence_s=config.timeouts.fence_s)
+    rooms = ReceiverRooms(
+        ReceiverPorts(
+            book=parts.book,
+            workers=parts.workers,
+            nodes=nodes,
+            fence=fence,
+            engines=parts.engines,
+            events=parts.events,
+        ),
+        _settings(config, parts),
+    )
+    fence.watch(rooms)
+    nodes.watch(rooms)
+    peers = PrefillPeers(parts, links, nodes, rooms, fence)
+    parts.worker_host.serve(
+        peers,
+        {
+            EndpointsRevoked: lambda message: fence.revoked(message.rank, message.before_epoch),
+            Digested: rooms.digests.find,
+            Verified: rooms.digests.verified,
+        },
+    )
+    limits = admission_limits(config.admission)
+    admission = AdmissionController(rooms, parts.book, limits=limits, events=parts.events)
+    api = DecodeEngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
+    return NodeDaemon(parts, peers, rooms, admission, api)
 
 
 def _required(digest: DigestKind) -> Features:
@@ -34,183 +68,125 @@ def _required(digest: DigestKind) -> Features:
     return Features(has=PEER_FEATURES.has, requires=requires)
 
 
-class DecodeNode(Node):
-    """One decode daemon."""
+def _settings(config: DecodeConfig, parts: NodeParts) -> ReceiverSettings:
+    timeouts = config.timeouts
+    return ReceiverSettings(
+        geometry=parts.geometry,
+        keep_s=timeouts.room_keep_s,
+        adopted=parts.adopted,
+        host=parts.layout.host_kinds,
+        digest=config.integrity.digest,
+        limits=ReceiverLimits(
+            pages_s=timeouts.pages_s,
+            meet_s=timeouts.meet_s,
+            room_s=timeouts.room_s,
+            verify_s=timeouts.verify_s,
+            claim_s=timeouts.claim_s,
+            drain_s=timeouts.drain_s,
+        ),
+    )
 
-    role = Role.DECODE
 
-    def __init__(self, config: DecodeConfig) -> None:
-        """See Node."""
-        super().__init__(config)
-        timeouts = config.timeouts
-        self._allowed: AllowedPeers | None = None
-        self._door = DecodeEngineApi(lambda: self._receiver, lambda: self.desk, self.engine_ports())
-        self._links = PrefillLinks(self._callbacks)
-        self._prefill = PrefillNodes(
-            describe=self.description,
-            links=self._links,
-            features=_required(config.integrity.digest),
-            names_of=lambda key: self._allowed.names_of(key) if self._allowed is not None else frozenset(),
-        )
-        self._fence = Fence(
-            self.workers.layers,
-            send=self.workers.send,
-            events=self.events,
-            fence_s=timeouts.fence_s,
-        )
-        self._receiver = ReceiverRooms(
-            ReceiverPorts(
-                book=self.book,
-                workers=self.workers,
-                nodes=self._prefill,
-                fence=self._fence,
-                engines=self._door,
-                events=self.events,
-            ),
-            ReceiverSettings(
-                geometry=self.geometry,
-                keep_s=timeouts.room_keep_s,
-                adopted=self.adopted,
-                host=self.layout.host_kinds,
-                digest=config.integrity.digest,
-                limits=ReceiverLimits(
-                    pages_s=timeouts.pages_s,
-                    meet_s=timeouts.meet_s,
-                    room_s=timeouts.room_s,
-                    verify_s=timeouts.verify_s,
-                    claim_s=timeouts.claim_s,
-                    drain_s=timeouts.drain_s,
-                ),
-            ),
-        )
-        self._fence.watch(self._receiver)
-        self._prefill.watch(self._receiver)
+class PrefillPeers:
+    """What prefill nodes and rank workers say, and whom it concerns. Implements Peers, PrefillListener, WorkerListener."""
 
-    @property
-    def rooms(self) -> ReceiverRooms:
-        """The rooms of this node."""
-        return self._receiver
+    def __init__(
+        self, parts: NodeParts, links: PrefillLinks, nodes: PrefillNodes, rooms: ReceiverRooms, fence: Fence
+    ) -> None:
+        self._parts = parts
+        self._events = parts.events
+        self._links = links
+        self._nodes = nodes
+        self._rooms = rooms
+        self._fence = fence
+        links.serve(self)
 
-    @property
-    def door(self) -> DecodeEngineApi:
-        """Where engines come in."""
-        return self._door
+    # ------------------------------------------------------------------ for the daemon
 
     @property
     def epoch(self) -> int:
-        """See Node."""
+        """See Peers."""
         return self._fence.epoch
 
-    def tick(self) -> None:
-        """See Node."""
-        super().tick()
-        self._fence.tick()
+    def open(self, identity: PeerIdentity) -> None:
+        """See Peers: a decode node listens to nobody, it connects to the prefill nodes of its rooms."""
+        self._links.start(identity)
 
-    # ------------------------------------------------------------------ peers
-
-    def open_peers(self, identity: PeerIdentity, settings: PeerSettings) -> None:
-        """A decode node listens to nobody: it connects to the prefill nodes of its rooms."""
-        self._allowed = AllowedPeers(self.config.control.curve, identity.keys)
-        self._links.start(identity, settings, self._allowed)
-
-    async def close_peers(self, timeout_s: float) -> None:
-        """Let the last messages out and close the links."""
+    async def close(self, timeout_s: float) -> None:
+        """See Peers."""
         await self._links.stop(timeout_s)
 
-    def _callbacks(self, address: PeerAddress) -> PeerCallbacks:
-        return PeerCallbacks(
-            lambda peer, message: self._on_message(address, peer, message),
-            on_undelivered=lambda _peer, message, age_s: self._on_undelivered(address, message, age_s),
-            on_refused=self.frame_refused,
-            on_resent=lambda count: self.events.emit(MessagesResent(count=count)),
-            on_reset=lambda _incarnation: self._prefill.restarted(address),
-        )
-
-    def watch_peers(self) -> None:
-        """Send heartbeats, look for silent prefill nodes, and for those whose key is not accepted any more."""
-        for address, reason in dict(self._links.lost(self.config.timeouts) + self._links.barred()).items():
+    def watch(self) -> None:
+        """See Peers: and look for prefill nodes whose key is not accepted any more."""
+        for address, reason in dict(self._links.lost() + self._links.barred()).items():
             self._lose(address, reason)
-        for address in self._prefill.addresses():
+        for address in self._nodes.addresses():
             self._links.send(address, Heartbeat())
 
-    def _lose(self, address: PeerAddress, reason: str) -> None:
-        """Give a prefill node up, and its link with it: the next room that names it begins anew."""
-        self.events.emit(PeerLost(peer=address.endpoint, reason=reason))
-        self._prefill.lost(address, reason)
+    def tick(self) -> None:
+        """See Peers."""
+        self._fence.tick()
 
-    def _on_message(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
+    def listing(self) -> list[dict[str, object]]:
+        """See Peers."""
+        return self._nodes.peers()
+
+    def status(self) -> dict[str, object]:
+        """See Peers: how far writers that gave no proof are shut out."""
+        return {"fence": self._fence.status()}
+
+    def worker_ready(self, rank: Rank) -> None:
+        """See WorkerListener: peers must know of new endpoints."""
+        if not self._parts.workers.missing():
+            self._nodes.refresh()
+        self._fence.ready(rank, self._parts.workers.epoch(rank))
+
+    def worker_gone(self, rank: Rank, reason: str) -> None:
+        """See WorkerListener: perhaps with device memory that it made."""
+        made = rank in self._parts.layout.orders
+        self._rooms.worker_gone(rank, reason, memory_lost=made)
+        self._parts.memory_lost(rank, reason)
+
+    # ------------------------------------------------------------------ prefill nodes
+
+    def received(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
+        """See PrefillListener."""
         match message:
             case Welcome() if message.incarnation == peer:
-                self._prefill.welcome(address, message)
+                self._nodes.welcome(address, message)
             case Rejected():
-                self._prefill.rejected(address, message)
-            case Welcome() | Digests() | Done() | Failed() | Drained() if not self._prefill.speaks(address, peer):
-                self.frame_refused("unmet", f"{message.type} from {address.endpoint} in the name of {peer}")
+                self._nodes.rejected(address, message)
+            case Welcome() | Digests() | Done() | Failed() | Drained() if not self._nodes.speaks(address, peer):
+                text = f"{message.type} from {address.endpoint} in the name of {peer}"
+                self._events.frame_refused("unmet", text)
             case Digests():
-                self._receiver.digests.expect(peer, message)
+                self._rooms.digests.expect(peer, message)
             case Done():
-                self._receiver.done(peer, message)
+                self._rooms.done(peer, message)
             case Failed():
-                self._receiver.failed(peer, message)
+                self._rooms.failed(peer, message)
             case Drained():
-                self._receiver.drained(peer, message)
+                self._rooms.drained(peer, message)
             case Heartbeat():
                 pass
             case _:
-                self.frame_refused("wrong_direction", f"{message.type} from {peer}: a decode daemon does not take it")
+                text = f"{message.type} from {peer}: a decode daemon does not take it"
+                self._events.frame_refused("wrong_direction", text)
 
-    def _on_undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
-        self.events.emit(MessageUndelivered(peer=address.endpoint, message=message.type, age_s=age_s))
+    def undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
+        """See PrefillListener."""
+        self._events.emit(MessageUndelivered(peer=address.endpoint, message=message.type, age_s=age_s))
         # A younger message fell with its link, which the node has forgotten: `restarted` introduces us anew.
-        if address in self._links and age_s >= self.config.timeouts.control_delivery_s:
+        limit_s = self._parts.config.timeouts.control_delivery_s
+        if address in self._links and age_s >= limit_s:
             why = f"a {message.type} of {age_s:.1f} s ago was never acknowledged (limit: timeouts.control_delivery_s)"
             self._lose(address, why)
 
-    def peer_status(self) -> list[dict[str, object]]:
-        """For `/status`."""
-        return self._prefill.peers()
+    def restarted(self, address: PeerAddress) -> None:
+        """See PrefillListener."""
+        self._nodes.restarted(address)
 
-    # ------------------------------------------------------------------ workers and rooms
-
-    def worker_returned(self, rank: Rank) -> None:
-        """A rank worker is ready (again), perhaps with new endpoints: peers must know."""
-        if not self.workers.missing():
-            self._prefill.refresh()
-        self._fence.ready(rank, self.workers.epoch(rank))
-
-    def worker_lost(self, rank: Rank, reason: str) -> None:
-        """A rank worker is gone, perhaps with device memory that it made."""
-        self._receiver.worker_gone(rank, reason, memory_lost=rank in self.layout.orders)
-
-    def worker_said(self, rank: Rank, message: WorkerReport) -> None:
-        """A decode worker only receives: it has nothing to report on rooms that it would send."""
-        match message:
-            case EndpointsRevoked():
-                self._fence.revoked(rank, message.before_epoch)
-            case Digested():
-                self._receiver.digests.find(message)
-            case Verified():
-                self._receiver.digests.verified(message)
-            case _:
-                self.frame_refused("wrong_direction", f"{message.type} from rank worker {rank} of a decode node")
-
-    def open_rooms(self) -> int:
-        """Rooms that have not ended."""
-        return len(self._receiver.rooms.open())
-
-    async def end_rooms(self, reason: str) -> None:
-        """Abort every room that has not ended."""
-        for room in self._receiver.rooms.open():
-            await self._receiver.cancel(room.room, reason)
-
-    def quarantined_rooms(self) -> dict[str, int]:
-        """Rooms whose pages are quarantined, by cause."""
-        return self._receiver.rooms.quarantined()
-
-    def status(self) -> dict[str, Any]:
-        """See Node; and how far writers that gave no proof are shut out."""
-        return super().status() | {"fence": self._fence.status()}
-
-    def room_states(self) -> dict[str, int]:
-        """Rooms by what users see."""
-        return self._receiver.rooms.states()
+    def _lose(self, address: PeerAddress, reason: str) -> None:
+        """Give a prefill node up, and its link with it: the next room that names it begins anew."""
+        self._events.emit(PeerLost(peer=address.endpoint, reason=reason))
+        self._nodes.lost(address, reason)

@@ -22,7 +22,7 @@ from kvbridge.core.geometry.hot_buffer import sparse_component
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.memory.extent import Progress
+from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.leftovers import POOL_PREFIX
 from kvbridge.pool.memory.mapped_pool import MappedPool
@@ -183,12 +183,16 @@ class NodeMemory:
     """The pools that a node makes, in memory."""
 
     layout: NodeLayout
+    problem: str = "memory is being created"
+    """Why it is not there yet; empty when it is."""
     device: dict[Rank, tuple[SharedRegion, ...]] = field(default_factory=dict)
     host: tuple[SharedRegion, ...] = ()
     _stack: ExitStack = field(default_factory=ExitStack)
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
-    async def create(self, directory: Path, prefix: str, *, on_progress: Progress, cancel_s: float) -> None:
+    async def create(
+        self, directory: Path, prefix: str, *, cancel_s: float, on_progress: Progress = ignore_progress
+    ) -> None:
         """Create every pool in `directory`, in a thread, in files whose names begin with `prefix`.
 
         Raises RegistrationError, leaving nothing. When it is cancelled, the thread stops after the chunks at hand and
@@ -209,6 +213,7 @@ class NodeMemory:
             work.exception()  # says no more than that it was told to stop
             self.close()
             raise
+        self.problem = ""
 
     def _create(self, directory: Path, prefix: str, on_progress: Progress) -> None:
         done = 0
@@ -217,6 +222,8 @@ class NodeMemory:
         def report(pool_bytes: int, _: int) -> None:
             if self._cancelled.is_set():
                 raise _CancelledError
+            share = (done + pool_bytes) / max(1, total)
+            self.problem = f"memory is being created ({share:.0%} of {total} bytes)"
             on_progress(done + pool_bytes, total)
 
         try:

@@ -12,38 +12,39 @@ from kvbridge import __version__
 from kvbridge.core.geometry.manifest import fingerprint
 
 if TYPE_CHECKING:
-    from kvbridge.daemon.node import Node
+    from kvbridge.daemon.node import NodeDaemon
 
 
-def node_status(node: Node) -> dict[str, Any]:
+def node_status(node: NodeDaemon) -> dict[str, Any]:
     """Everything an operator wants to see, as JSON-able data."""
-    config, now_s = node.config, time.monotonic()
+    parts, now_s = node.parts, time.monotonic()
+    config, identity = parts.config, parts.identity
     return {
-        "role": node.role,
-        "instance": config.instance,
-        "node": config.node,
-        "incarnation": node.incarnation,
+        "role": identity.role,
+        "instance": identity.instance,
+        "node": identity.node,
+        "incarnation": identity.incarnation,
         "version": __version__,
         "uptime_s": round(now_s - node.started_s, 1),
-        "model": {"name": node.geometry.name, "fingerprint": fingerprint(node.geometry)},
-        "memory_bytes": node.layout.total_bytes,
+        "model": {"name": parts.geometry.name, "fingerprint": fingerprint(parts.geometry)},
+        "memory_bytes": parts.layout.total_bytes,
         "ready": node.readiness().model_dump(),
         "bootstrap": {"url": config.bootstrap.url, "problem": node.bootstrap_problem},
         "control": node.control.endpoint if node.control else "",
-        "ranks": node.workers.status(),
+        "ranks": parts.workers.status(),
         "engines": [
             {"name": engine.name, "pid": engine.pid, "ranks": [str(rank) for rank in engine.ranks], "gone": engine.gone}
-            for engine in node.door.engines()
+            for engine in parts.engines.listing()
         ],
-        "peers": node.peer_status(),
-        "rooms": node.room_states(),
-        "admission": node.desk.status(),
+        "peers": node.peers.listing(),
+        "rooms": node.rooms.states(),
+        "admission": node.admission.status(),
         "pools": {
             space.value: {state.value: pages for state, pages in states.items()}
-            for space, states in node.book.counts().items()
+            for space, states in node.parts.book.counts().items()
         },
         "quarantine": {
-            reason: [str(owner) for owner in owners] for reason, owners in node.book.quarantine_reasons().items()
+            reason: [str(owner) for owner in owners] for reason, owners in parts.book.quarantine_reasons().items()
         },
         "problems": [
             {
@@ -52,7 +53,7 @@ def node_status(node: Node) -> dict[str, Any]:
                 "whom": problem.whom,
                 "reason": problem.reason,
             }
-            for problem in node.recent.problems()
+            for problem in parts.recent.problems()
         ],
         "traffic": {
             peer: {
@@ -62,22 +63,25 @@ def node_status(node: Node) -> dict[str, Any]:
                 "rooms_failed": traffic.rooms_failed,
                 "last_ago_s": round(now_s - traffic.last_s, 1),
             }
-            for peer, traffic in node.recent.traffic().items()
+            for peer, traffic in parts.recent.traffic().items()
         },
+        **node.peers.status(),
     }
 
 
-def node_metrics(node: Node) -> tuple[bytes, str]:
+def node_metrics(node: NodeDaemon) -> tuple[bytes, str]:
     """Set what is only known now, and return the metrics page and its content type."""
-    metrics = node.metrics
-    metrics.rooms(node.room_states())
-    metrics.quarantined(node.quarantined_rooms())
-    metrics.epoch(node.epoch)
-    for space, states in node.book.counts().items():
+    metrics = node.parts.metrics
+    metrics.rooms(node.rooms.states())
+    metrics.quarantined(node.rooms.quarantined())
+    metrics.epoch(node.peers.epoch)
+    for space, states in node.parts.book.counts().items():
         metrics.pool(space, {state.value: pages for state, pages in states.items()})
-    metrics.peers({"known": len(node.peer_status())})
+    metrics.peers({"known": len(node.peers.listing())})
     metrics.admission(
-        waiting=node.desk.waiting, oldest_wait_s=node.desk.oldest_wait_s(), starved_s=node.desk.starved_s()
+        waiting=node.admission.waiting,
+        oldest_wait_s=node.admission.oldest_wait_s(),
+        starved_s=node.admission.starved_s(),
     )
     metrics.ready(node.readiness().ready)
     return metrics.render()

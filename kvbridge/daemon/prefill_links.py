@@ -8,38 +8,65 @@ it knows, and no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import structlog
 
 from kvbridge.api.rooms import PeerAddress
-from kvbridge.config.timeouts import DaemonTimeouts
+from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity
 from kvbridge.control.sockets import SocketContext
 from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError
 from kvbridge.core.wire.messages import PeerMessage
 from kvbridge.daemon.allowed import AllowedPeers
-from kvbridge.daemon.peer_setup import why_lost
+from kvbridge.daemon.peer_setup import peer_settings, why_lost
+from kvbridge.telemetry.events import EventStream
 
 log = structlog.get_logger(__name__)
 
 
-class PrefillLinks:
-    """Implements `meeting.Links`. Opens nothing before `start`; `stop` ends it."""
+class PrefillListener(Protocol):
+    """Who hears what prefill nodes say, and what becomes of the links to them."""
 
-    def __init__(self, callbacks: Callable[[PeerAddress], PeerCallbacks]) -> None:
-        """`callbacks(address)`: who hears what happens on the link to an address."""
-        self._callbacks = callbacks
+    def received(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
+        """A message of the incarnation `peer`, which answers at `address`."""
+
+    def undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
+        """A message was given up unacknowledged."""
+
+    def restarted(self, address: PeerAddress) -> None:
+        """Another incarnation answers there, or the same one has forgotten us."""
+
+
+class PrefillLinks:
+    """Implements `handshake.prefill_nodes.Links`. Opens nothing before `start`; `stop` ends it."""
+
+    def __init__(self, config: DecodeConfig, events: EventStream) -> None:
+        self._config = config
+        self._events = events
         self._context: SocketContext | None = None
         self._clients: dict[PeerAddress, PeerClient] = {}
+        self._identity: PeerIdentity
+        self._allowed: AllowedPeers
+        self._listener: PrefillListener
+        self.settings = PeerSettings()
 
-    def start(self, identity: PeerIdentity, settings: PeerSettings, allowed: AllowedPeers) -> None:
-        """Say as whom links are opened, how many (`settings.max_connections`), and to whom."""
+    def serve(self, listener: PrefillListener) -> None:
+        """Say who hears; before `start`."""
+        self._listener = listener
+
+    def start(self, identity: PeerIdentity) -> None:
+        """Say as whom links are opened."""
         self._identity = identity
-        self._settings = settings
-        self._allowed = allowed
+        self._allowed = AllowedPeers(self._config.control.curve, identity.keys)
+        self.settings = peer_settings(self._config)
         self._context = SocketContext()
+
+    def names_of(self, key: str) -> frozenset[str]:
+        """The instances that the holder of a key may speak for; empty: any."""
+        return self._allowed.names_of(key)
 
     def __contains__(self, address: PeerAddress) -> bool:
         return address in self._clients
@@ -52,16 +79,25 @@ class PrefillLinks:
         """
         if self._context is None:
             raise NotReadyError("this decode node does not connect to prefill nodes now: it is starting or ending")
-        if len(self._clients) >= self._settings.max_connections:
+        if len(self._clients) >= self.settings.max_connections:
             raise CapacityError(
                 f"this decode node has {len(self._clients)} links to prefill addresses, the most that it opens "
                 "(control.max_connections, and a quarter of the descriptors that it may open); those that do not answer are "
                 "closed after timeouts.control_delivery_s. Does a router name wrong addresses?"
             )
         self._allowed.check_server(address)
-        client = PeerClient(self._identity, self._callbacks(address), context=self._context, settings=self._settings)
+        client = PeerClient(self._identity, self._callbacks(address), context=self._context, settings=self.settings)
         client.connect(address.endpoint, address.public_key)
         self._clients[address] = client
+
+    def _callbacks(self, address: PeerAddress) -> PeerCallbacks:
+        return PeerCallbacks(
+            partial(self._listener.received, address),
+            on_undelivered=lambda _peer, message, age_s: self._listener.undelivered(address, message, age_s),
+            on_refused=self._events.frame_refused,
+            on_resent=self._events.messages_resent,
+            on_reset=lambda _incarnation: self._listener.restarted(address),
+        )
 
     def send(self, address: PeerAddress, message: PeerMessage) -> None:
         """Queue a message; one that cannot be queued is logged. Dropped where there is no link."""
@@ -81,12 +117,12 @@ class PrefillLinks:
         if client is not None:
             client.close()
 
-    def lost(self, timeouts: DaemonTimeouts) -> list[tuple[PeerAddress, str]]:
+    def lost(self) -> list[tuple[PeerAddress, str]]:
         """The links that lead nowhere (any more), each with the reason."""
         found = []
         for address, client in self._clients.items():
             if client.peer:
-                reason = why_lost(timeouts, silent_s=client.last_heard_s(), cut_s=client.cut_s())
+                reason = why_lost(self._config.timeouts, silent_s=client.last_heard_s(), cut_s=client.cut_s())
                 found += [(address, reason)] if reason else []
         return found
 

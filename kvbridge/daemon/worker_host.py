@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import structlog
 
@@ -51,48 +51,31 @@ WorkerReport = PeerConnected | Digested | Sent | Verified | RoomClosed | Endpoin
 """What a worker says about rooms and peers."""
 
 
+Reports = Mapping[type[WorkerReport], Callable[[Any], None]]
+"""Who takes each kind of report; what is not listed, a worker of this role does not say."""
+
+
 class WorkerListener(Protocol):
     """Who hears of a node's rank workers."""
 
-    def worker_up(self, rank: Rank) -> None:
-        """A rank worker is ready (again)."""
+    def worker_ready(self, rank: Rank) -> None:
+        """A rank worker is ready (again), perhaps with new endpoints."""
 
-    def worker_down(self, rank: Rank, reason: str) -> None:
-        """A rank worker is gone."""
-
-    def worker_said(self, rank: Rank, message: WorkerReport) -> None:
-        """A rank worker reports on rooms or peers."""
-
-    def frame_refused(self, kind: str, detail: str) -> None:
-        """A message was refused."""
-
-
-class DrainingWorkers(WorkerSet):
-    """Rank workers of a node that may be shutting down: then they count as missing for every admission."""
-
-    draining = ""
-
-    def missing(self) -> str:
-        """Why not every rank can work now, or an empty text."""
-        return self.draining or super().missing()
+    def worker_gone(self, rank: Rank, reason: str) -> None:
+        """A rank worker is gone, and with it all that it had under way."""
 
 
 class WorkerHost:
     """All rank workers of a node. Built and used in one running loop."""
 
     def __init__(
-        self,
-        config: PrefillConfig | DecodeConfig,
-        layers: dict[Rank, tuple[int, ...]],
-        *,
-        setup: Callable[[Rank], WorkerSetup],
-        listener: WorkerListener,
-        events: EventStream,
+        self, config: PrefillConfig | DecodeConfig, layers: dict[Rank, tuple[int, ...]], events: EventStream
     ) -> None:
-        """`setup(rank)` says what a worker is to serve; it is called once the memory is there."""
         self._config = config
-        self._listener = listener
         self._events = events
+        self._listener: WorkerListener
+        self._reports: Reports
+        self._setup: Callable[[Rank], WorkerSetup]
         self._server: LocalServer[WorkerToNode, NodeToWorker] | None = None
         self._supervisor: Supervisor | None = None
         self._early: dict[str, WorkerHello] | None = {}
@@ -104,23 +87,29 @@ class WorkerHost:
         self._heard_s: dict[Rank, float] = {}
         self._looked_s = math.inf
         self._closing = False
-        self.workers = DrainingWorkers(
+        self.workers = WorkerSet(
             layers,
             send=self._send,
-            setup=setup,
+            setup=lambda rank: self._setup(rank),  # noqa: PLW0108 - given to `start`, before any worker is welcomed
             on_progress=lambda rank, share: events.emit(MemoryRegistered(rank=rank, share=share)),
         )
 
+    def serve(self, listener: WorkerListener, reports: Reports) -> None:
+        """Say who hears of workers and of what they report; before `open`."""
+        self._listener, self._reports = listener, reports
+
     def open(self, incarnation: str) -> None:
         """Listen for workers. Raises ConflictError when another daemon uses the runtime directory."""
-        callbacks = LocalCallbacks(
-            self._on_message, on_gone=self._on_link_gone, on_refused=self._listener.frame_refused
-        )
+        callbacks = LocalCallbacks(self._on_message, on_gone=self._on_link_gone, on_refused=self._events.frame_refused)
         self._server = LocalServer(incarnation, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
         self._server.bind(self._config.runtime_dir / WORKER_SOCKET)
 
-    def start(self, *, own_processes: bool) -> None:
-        """The memory is there: start a process for each rank (or wait for the engines' workers), welcome the early ones."""
+    def start(self, setup: Callable[[Rank], WorkerSetup], *, own_processes: bool) -> None:
+        """The memory is there: start a process for each rank (or wait for the engines' workers), welcome the early ones.
+
+        `setup(rank)` says what a worker is to serve.
+        """
+        self._setup = setup
         if own_processes:
             telemetry = self._config.telemetry
             self._supervisor = Supervisor(
@@ -194,7 +183,7 @@ class WorkerHost:
         rank = self.workers.rank_of(link)
         if rank is None or (not isinstance(message, Heartbeat) and message.rank != rank):
             detail = f"{message.type} of worker {link}, which does not serve that rank (any more)"
-            self._listener.frame_refused("stale", detail)
+            self._events.frame_refused("stale", detail)
             return
         self._heard_s[rank] = time.monotonic()
         match message:
@@ -203,15 +192,22 @@ class WorkerHost:
             case WorkerReady():
                 self.workers.ready(message)
                 self._events.emit(WorkerStarted(rank=rank, pid=message.pid))
-                self._listener.worker_up(rank)
+                self._listener.worker_ready(rank)
             case WorkerFailed():
                 self.workers.failed(message)
             case EndpointsRevoked() if self._unended.get(rank):
                 self._revoked[rank] = message
-            case PeerConnected() | Digested() | Sent() | Verified() | RoomClosed() | EndpointsRevoked():
-                self._listener.worker_said(rank, message)
             case Heartbeat():
                 pass
+            case _:
+                self._report(rank, message)
+
+    def _report(self, rank: Rank, message: WorkerReport) -> None:
+        take = self._reports.get(type(message))
+        if take is None:
+            self._events.frame_refused("wrong_direction", f"{message.type} from rank worker {rank} of this role")
+        else:
+            take(message)
 
     def _welcome(self, link: str, message: WorkerHello) -> None:
         if self._early is not None:
@@ -223,7 +219,7 @@ class WorkerHost:
             if self._supervisor is None:
                 self._await_end(replaced, message.rank, self._server.process(replaced))
             self._server.drop(replaced)
-            self._listener.worker_down(message.rank, "another worker took its place")
+            self._listener.worker_gone(message.rank, "another worker took its place")
 
     def _on_link_gone(self, link: str, process: PeerProcess) -> None:
         if self._early is not None:
@@ -256,7 +252,7 @@ class WorkerHost:
     def _on_ended(self, link: str, rank: Rank) -> None:
         self._unended[rank].discard(link)
         if not self._unended[rank] and rank in self._revoked:
-            self._listener.worker_said(rank, self._revoked.pop(rank))
+            self._report(rank, self._revoked.pop(rank))
 
     def _on_process_gone(self, rank: Rank, reason: str) -> None:
         self._lost(rank, reason, cause=reason.split(" ", maxsplit=1)[0])
@@ -264,4 +260,4 @@ class WorkerHost:
     def _lost(self, rank: Rank, reason: str, *, cause: str = "") -> None:
         self._events.emit(WorkerLost(rank=rank, cause=cause, reason=reason))
         self.workers.gone(rank, reason)
-        self._listener.worker_down(rank, reason)
+        self._listener.worker_gone(rank, reason)

@@ -262,6 +262,14 @@ class EventStream:
         """Let `reader` have every fact from now on."""
         self._readers.append(reader)
 
+    def frame_refused(self, kind: str, detail: str) -> None:
+        """Say that a frame or a connection was refused; the form in which sockets report it."""
+        self.emit(FrameRefused(kind=kind, detail=detail))
+
+    def messages_resent(self, count: int) -> None:
+        """Say that control messages were sent again; the form in which sockets report it."""
+        self.emit(MessagesResent(count=count))
+
     def emit(self, fact: Fact) -> None:
         """Say that something has happened, now."""
         now_s = self._clock()

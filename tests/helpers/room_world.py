@@ -101,15 +101,14 @@ class PrefillNode:
             SenderSettings(geometry=GEOMETRY, keep_s=300, adopted=world.adopted, limits=SENDER_LIMITS),
             clock=world.clock,
         )
+        inspections = Inspections(
+            lambda work, ended: world.inspections.append((work, ended)), limit_s=20, clock=world.clock
+        )
+        inspections.deliver_to(lambda _, message: self.take(message))
         self.nodes = DecodeNodes(
             Self("prefill", "p0", incarnation, 1, len(RANKS), stage_boundaries=(), geometry=GEOMETRY),
             WorkersOf(self),
-            inspections=Inspections(
-                lambda work, ended: world.inspections.append((work, ended)),
-                deliver=lambda _, message: self.take(message),
-                limit_s=20,
-                clock=world.clock,
-            ),
+            inspections=inspections,
             send=lambda peer, message: world.to_decode(message),
         )
         self.nodes.watch(self.service)

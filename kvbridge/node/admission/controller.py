@@ -87,11 +87,10 @@ class AdmissionController:
         *,
         limits: AdmissionLimits,
         events: EventStream,
-        on_readiness: Callable[[], None] = lambda: None,
         clock: Clock = monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """`on_readiness` is called when `problem` begins or ends to say something; `draw` spreads Retry-After."""
+        """`draw` spreads Retry-After."""
         self._rooms = rooms
         self._book = book
         self._limits = limits
@@ -102,9 +101,9 @@ class AdmissionController:
         )
         self._rates = ReleaseRates(clock)
         self._retry_after = RetryAfter(limits.retry_after_min_s, limits.retry_after_max_s, draw)
-        self._starvation = Starvation(
-            book, unready_after_s=limits.unready_after_s, clock=clock, on_changed=on_readiness
-        )
+        self._starvation = Starvation(book, unready_after_s=limits.unready_after_s, clock=clock)
+        self.closed = ""
+        """Why nobody is admitted any more; empty while requests are."""
         self._serving_soon = False
         book.watch(self)
 
@@ -140,6 +139,7 @@ class AdmissionController:
     def admit_now(self, request: AdmissionRequest) -> RoomReport:
         """Admit or refuse at once, and past nobody who waits for the same pages. Raises as `admit` does."""
         try:
+            self._require_open()
             self._check_caps(request.client)
             if self._queue:
                 self._check_unclaimed(request)
@@ -153,6 +153,7 @@ class AdmissionController:
             raise InvalidInputError(
                 f"wait_s is {request.wait_s:g} s, at most {self._limits.max_wait_s:g} s are served (admission.max_wait_s)"
             )
+        self._require_open()
         self._check_caps(request.client)
         if not self._queue:
             try:
@@ -171,6 +172,10 @@ class AdmissionController:
         waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome)
         self._queue.join(waiter, self._book.free_pages())
         return waiter
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise NotReadyError(f"this daemon admits nothing more: {self.closed}")
 
     def _admitted(self, request: AdmissionRequest) -> RoomReport:
         rooms = sum(self._rooms.in_use().values())
@@ -306,7 +311,8 @@ class AdmissionController:
         self._starvation.look()
 
     def close(self, reason: str) -> None:
-        """Refuse everybody who waits. New requests are the rooms' to refuse (`Rooms.missing`)."""
+        """Refuse everybody who waits, and everybody who comes from now on."""
+        self.closed = reason
         for waiter in self._queue:
             self._queue.leave(waiter)
             self._waited(waiter, WaitOutcome.REFUSED)

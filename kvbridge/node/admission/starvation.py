@@ -8,8 +8,6 @@ admitted in between ends that, however soon the pools are full again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvbridge.core.clock import Clock
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook, PageState
@@ -20,13 +18,11 @@ SHOWN_REASONS = 3
 class Starvation:
     """Watches a page book. `look` is called now and then and whenever pages became free."""
 
-    def __init__(self, book: PageBook, *, unready_after_s: float, clock: Clock, on_changed: Callable[[], None]) -> None:
-        """`on_changed` is called when `problem` begins or ends to say something."""
+    def __init__(self, book: PageBook, *, unready_after_s: float, clock: Clock) -> None:
         self._book = book
         self._spaces = book.owned_spaces()
         self._unready_after_s = unready_after_s
         self._clock = clock
-        self._on_changed = on_changed
         self._since_s: float | None = None
         self._unready = False
 
@@ -40,14 +36,11 @@ class Starvation:
             self._since_s = self._clock()
         if not self._unready and self.seconds() >= self._unready_after_s:
             self._unready = True
-            self._on_changed()
 
     def over(self) -> None:
         """Something fits, or was admitted."""
         self._since_s = None
-        if self._unready:
-            self._unready = False
-            self._on_changed()
+        self._unready = False
 
     @property
     def starving(self) -> bool:

@@ -80,7 +80,8 @@ class DecodeNodes:
         self._myself = myself
         self._workers = workers
         self._inspections = inspections
-        self._send = send
+        self.send = send
+        """Queue a message to a known or unknown peer. Never raises."""
         self._names_of = names_of
         self._known: dict[str, _KnownDecode] = {}
         self._listeners: list[DecodeNodesListener] = []
@@ -174,7 +175,7 @@ class DecodeNodes:
     def _reject(self, peer: str, code: str, reason: str) -> None:
         """Say that we cannot work together (any more); what was under way between us ends first."""
         self.gone(peer, f"it was rejected: {reason}")
-        self._send(peer, Rejected(code=code, message=reason[:REASON_CHARS]))
+        self.send(peer, Rejected(code=code, message=reason[:REASON_CHARS]))
 
     def worker_connected(self, message: PeerConnected) -> None:
         """A rank worker can write to a peer, or cannot."""
@@ -203,7 +204,7 @@ class DecodeNodes:
             ranks=tuple(self._workers.layers),
             features=PEER_FEATURES,
         )
-        self._send(peer, welcome)
+        self.send(peer, welcome)
         known = self._known[peer]
         log.info("peer_welcomed", peer=peer, instance=known.node.instance, features=known.features)
 

@@ -49,16 +49,19 @@ class Inspections:
         self,
         execute: Executor,
         *,
-        deliver: Callable[[str, PeerMessage], None],
         limit_s: float,
         clock: Clock = monotonic,
     ) -> None:
-        """`deliver(peer, message)` takes what has waited, in its order, and never raises; `limit_s`: `timeouts.meet_s`."""
+        """`limit_s`: `timeouts.meet_s`."""
         self._execute = execute
-        self._deliver = deliver
+        self._deliver: Callable[[str, PeerMessage], None]
         self._limit_s = limit_s
         self._clock = clock
         self._running: dict[str, _Inspection] = {}
+
+    def deliver_to(self, deliver: Callable[[str, PeerMessage], None]) -> None:
+        """Say who takes what has waited, in its order, and never raises; before anything is inspected."""
+        self._deliver = deliver
 
     def __contains__(self, peer: str) -> bool:
         return peer in self._running

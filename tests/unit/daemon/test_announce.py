@@ -22,9 +22,9 @@ from kvbridge.core.errors import (
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank
 from kvbridge.daemon.announce import Announcer, is_news
-from kvbridge.daemon.decode import DecodeNode
+from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.peer_setup import control_modes
-from kvbridge.daemon.prefill import PrefillNode
+from kvbridge.daemon.prefill import prefill_daemon
 
 INTERVAL_S = 0.005
 WAIT_S = 10.0
@@ -276,18 +276,18 @@ async def test_news_waits_for_a_directory_that_is_away() -> None:
 
 def test_an_engine_cannot_attach_to_memory_that_is_not_there_yet() -> None:
     config = PrefillConfig(instance="i", model={"preset": "tiny-gqa"}, pools={"device": {"full": 8}})
-    node = PrefillNode(config)
+    node = prefill_daemon(config)
     with pytest.raises(NotReadyError, match="memory is being created"):
-        node.describe_engine(1, (Rank(pp=0, tp=0),))
+        node.parts.attached(1, (Rank(pp=0, tp=0),))
 
 
 def test_an_engine_with_memory_of_its_own_waits_for_the_host_pool_too() -> None:
     model, rank = {"preset": "tiny-v4"}, (Rank(pp=0, tp=0),)
     pools = {"memory": "adopted", "host": {"pages": 8}}
     with pytest.raises(NotReadyError, match="memory is being created"):
-        DecodeNode(DecodeConfig(instance="i", model=model, pools=pools)).describe_engine(1, rank)
-    prefill = PrefillNode(PrefillConfig(instance="i", model=model, pools={"memory": "adopted"}))
-    assert prefill.describe_engine(1, rank).host == ()
+        decode_daemon(DecodeConfig(instance="i", model=model, pools=pools)).parts.attached(1, rank)
+    prefill = prefill_daemon(PrefillConfig(instance="i", model=model, pools={"memory": "adopted"}))
+    assert prefill.parts.attached(1, rank).host == ()
 
 
 @pytest.mark.asyncio

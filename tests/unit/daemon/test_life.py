@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.config.schema import PrefillConfig
-from kvbridge.daemon.prefill import PrefillNode
+from kvbridge.daemon.prefill import prefill_daemon
 
 
 class BrokenDoor:
@@ -22,10 +22,10 @@ def test_a_part_that_cannot_be_closed_does_not_keep_the_memory(tmp_path: Path) -
     config = {"instance": "p", "model": {"preset": "tiny-v4"}, "pools": {"device": {"full": 8, "swa": 4, "request": 2}}}
 
     async def live() -> None:
-        node = PrefillNode(PrefillConfig.model_validate(config))
+        node = prefill_daemon(PrefillConfig.model_validate(config))
         node._http = BrokenDoor()  # type: ignore[assignment]
-        await node.memory.create(tmp_path, "made", on_progress=lambda *_: None, cancel_s=5)
-        assert node.memory.device
+        await node.parts.memory.create(tmp_path, "made", cancel_s=5)
+        assert node.parts.memory.device
         waiting = node._background(asyncio.sleep(60), "waits")
         try:
             await node.close()

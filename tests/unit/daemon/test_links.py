@@ -16,8 +16,12 @@ from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError
+from kvbridge.core.ids import Role
 from kvbridge.core.wire.messages import Hello, PeerMessage, Rejected, Welcome
-from kvbridge.daemon.decode import DecodeNode
+from kvbridge.daemon.decode import PrefillPeers
+from kvbridge.daemon.parts import NodeParts
+from kvbridge.daemon.prefill_links import PrefillLinks
+from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.room import KnownNode
 
 pytestmark = pytest.mark.asyncio
@@ -47,41 +51,52 @@ class Prefill:
             self.server.send(peer, Rejected(code="fingerprint_mismatch", message="another model"))
 
 
+class Decode:
+    """The links of a decode node, and whom it knows behind them."""
+
+    def __init__(self, settings: PeerSettings) -> None:
+        config = DecodeConfig.model_validate(
+            {
+                "instance": "d",
+                "model": {"preset": "tiny-v4"},
+                "pools": {"device": {"full": 4, "swa": 4, "request": 1}, "host": {"pages": 4}},
+                "runtime_dir": "/tmp/kvbridge-test-links",  # short, as a path of sockets has to be; nothing is made there
+            }
+        )
+        parts = NodeParts.build(config, Role.DECODE)
+        self.links = PrefillLinks(config, parts.events)
+        self.nodes = PrefillNodes(describe=parts.description, links=self.links)
+        self.peers = PrefillPeers(parts, self.links, self.nodes, rooms=None, fence=None)
+        self.links.start(PeerIdentity(parts.identity.incarnation))
+        self.links.settings = settings
+
+
 @pytest_asyncio.fixture
-async def opened() -> AsyncIterator[Callable[[PeerSettings], DecodeNode]]:
+async def opened() -> AsyncIterator[Callable[[PeerSettings], Decode]]:
     async with contextlib.AsyncExitStack() as stack:
 
-        def make(settings: PeerSettings) -> DecodeNode:
-            config = DecodeConfig.model_validate(
-                {
-                    "instance": "d",
-                    "model": {"preset": "tiny-v4"},
-                    "pools": {"device": {"full": 4, "swa": 4, "request": 1}, "host": {"pages": 4}},
-                    "runtime_dir": "/tmp/kvbridge-test-links",  # short, as a path of sockets has to be; nothing is made there
-                }
-            )
-            node = DecodeNode(config)
-            node.open_peers(PeerIdentity(node.incarnation), settings)
-            stack.push_async_callback(node.close_peers, 0.01)
+        def make(settings: PeerSettings) -> Decode:
+            node = Decode(settings)
+            stack.push_async_callback(node.peers.close, 0.01)
             return node
 
         yield make
 
 
-async def met(node: DecodeNode, where: PeerAddress) -> KnownNode | BridgeError:
+async def met(node: Decode, where: PeerAddress) -> KnownNode | BridgeError:
     """What a room learns that waits for a node."""
     answer: asyncio.Queue[KnownNode | BridgeError] = asyncio.Queue()
 
     def look() -> None:
         try:
-            found = node._prefill.known_node(where)
+            found = node.nodes.known_node(where)
         except BridgeError as error:
             answer.put_nowait(error)
         else:
             if found is not None:
                 answer.put_nowait(found)
 
-    node._prefill._listeners[:] = [SimpleNamespace(nodes_changed=look, peer_gone=lambda _peer, _reason: None)]
+    node.nodes._listeners[:] = [SimpleNamespace(nodes_changed=look, peer_gone=lambda _peer, _reason: None)]
     look()
     async with asyncio.timeout(WAIT_S):
         return await answer.get()
@@ -90,11 +105,11 @@ async def met(node: DecodeNode, where: PeerAddress) -> KnownNode | BridgeError:
 async def test_links_are_bounded_and_one_that_is_given_up_makes_room(opened):
     node = opened(PeerSettings(max_connections=2))
     for number in (1, 2):
-        assert node._prefill.known_node(address(number)) is None
+        assert node.nodes.known_node(address(number)) is None
     with pytest.raises(CapacityError, match=r"2 links to prefill addresses.*control\.max_connections"):
-        node._prefill.known_node(address(3))
-    node._lose(address(1), "silent")
-    assert node._prefill.known_node(address(3)) is None
+        node.nodes.known_node(address(3))
+    node.nodes.lost(address(1), "silent")
+    assert node.nodes.known_node(address(3)) is None
 
 
 def open_descriptors() -> int:
@@ -106,11 +121,11 @@ async def test_a_link_to_a_node_that_refuses_is_closed_and_it_can_be_met_later(o
     first, *others = [Prefill(number) for number in range(25)]
     refused = await met(node, first.address)
     assert isinstance(refused, FingerprintMismatchError)
-    assert first.address not in node._links
+    assert first.address not in node.links
     before = open_descriptors()  # ZeroMQ has made its thread by now
     for each in others:
         assert isinstance(await met(node, each.address), FingerprintMismatchError)
-    assert not any(each.address in node._links for each in others)
+    assert not any(each.address in node.links for each in others)
     async with asyncio.timeout(WAIT_S):
         while open_descriptors() > before + 5:  # noqa: ASYNC110 - ZeroMQ closes in its own time; one may be under way
             await asyncio.sleep(0.01)
@@ -118,7 +133,7 @@ async def test_a_link_to_a_node_that_refuses_is_closed_and_it_can_be_met_later(o
     found = await met(node, first.address)
     assert isinstance(found, KnownNode)
     assert found.peer == first.incarnation
-    node.watch_peers()
-    assert node._prefill.addresses() == [first.address]
+    node.peers.watch()
+    assert node.nodes.addresses() == [first.address]
     for each in (first, *others):
         each.server.close()

@@ -11,9 +11,9 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.engine_messages import Accepted, Pages, Refused
 from kvbridge.core.wire.worker_messages import EndpointsRevoked, Shutdown, WorkerClosed, WorkerHello
-from kvbridge.daemon.engine_host import EngineHost
+from kvbridge.daemon.engine_socket import EngineSocket
 from kvbridge.daemon.worker_host import WorkerHost
-from kvbridge.telemetry.events import EventStream
+from kvbridge.telemetry.events import EventStream, Fact, FrameRefused
 
 RANK = Rank(pp=0, tp=0)
 REVOKED = EndpointsRevoked(rank=RANK, before_epoch=1)
@@ -61,26 +61,24 @@ class Listener:
         self.down: list[str] = []
         self.refused: list[str] = []
 
-    def worker_up(self, rank: Rank) -> None: ...
+    def worker_ready(self, rank: Rank) -> None: ...
 
-    def worker_down(self, rank: Rank, reason: str) -> None:
+    def worker_gone(self, rank: Rank, reason: str) -> None:
         self.down.append(reason)
 
-    def worker_said(self, rank: Rank, message: object) -> None:
-        self.said.append(message)
-
-    def frame_refused(self, kind: str, detail: str) -> None:
-        self.refused.append(detail)
+    def fact(self, _now_s: float, fact: Fact) -> None:
+        if isinstance(fact, FrameRefused):
+            self.refused.append(fact.detail)
 
 
 @pytest.fixture
 def host():
-    listener = Listener()
-    made = WorkerHost(
-        SimpleNamespace(), {RANK: (0,)}, setup=lambda rank: "setup", listener=listener, events=EventStream()
-    )
+    listener, events = Listener(), EventStream()
+    events.add_reader(listener.fact)
+    made = WorkerHost(SimpleNamespace(), {RANK: (0,)}, events)
+    made.serve(listener, {EndpointsRevoked: listener.said.append})
     made._server = Server()
-    made.start(own_processes=False)
+    made.start(lambda rank: "setup", own_processes=False)
     made.listener = listener
     return made
 
@@ -126,7 +124,7 @@ def test_a_worker_that_leaves_before_its_memory_is_there_is_answered_too(host):
 
 
 def test_an_engine_is_told_that_its_answer_does_not_fit_into_a_frame():
-    engines = EngineHost(lambda: None, settle_s=0.0, on_refused=lambda kind, detail: None)
+    engines = EngineSocket(0.0, EventStream())
     engines._server = Server()
     engines.send("engine", Pages(call=7, room=1, generation=1, prompt_tokens=1, tables=()))
     [(engine, refused)] = engines._server.sent

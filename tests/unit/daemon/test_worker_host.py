@@ -12,7 +12,7 @@ from kvbridge.core.wire.messages import Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import RoomClosed, WorkerFailed, WorkerHello, WorkerReady
 from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
 from kvbridge.node.workers import WorkerState
-from kvbridge.telemetry.events import EventStream
+from kvbridge.telemetry.events import EventStream, Fact, FrameRefused
 from tests.helpers.rooms import R0, R1, manifest
 from tests.unit.node.test_workers import setup
 
@@ -26,17 +26,15 @@ class Listener:
         self.said: list[WorkerReport] = []
         self.refused: list[str] = []
 
-    def worker_up(self, rank: Rank) -> None:
+    def worker_ready(self, rank: Rank) -> None:
         self.up.append(rank)
 
-    def worker_down(self, rank: Rank, reason: str) -> None:
+    def worker_gone(self, rank: Rank, reason: str) -> None:
         self.down.append(rank)
 
-    def worker_said(self, rank: Rank, message: WorkerReport) -> None:
-        self.said.append(message)
-
-    def frame_refused(self, kind: str, detail: str) -> None:
-        self.refused.append(detail)
+    def fact(self, _now_s: float, fact: Fact) -> None:
+        if isinstance(fact, FrameRefused):
+            self.refused.append(fact.detail)
 
 
 @pytest.fixture
@@ -55,8 +53,11 @@ def host(listener: Listener, tmp_path: Path) -> WorkerHost:
             "runtime_dir": "/tmp/kvbridge-test-host",  # short, as a path of sockets has to be; nothing is made there
         }
     )
-    made = WorkerHost(config, {R0: (0, 1), R1: (0, 1)}, setup=setup, listener=listener, events=EventStream())
-    made.start(own_processes=False)
+    events = EventStream()
+    events.add_reader(listener.fact)
+    made = WorkerHost(config, {R0: (0, 1), R1: (0, 1)}, events)
+    made.serve(listener, {RoomClosed: listener.said.append})
+    made.start(setup, own_processes=False)
     for link, rank in (("a", R0), ("b", R1)):
         made._on_message(link, WorkerHello(rank=rank, pid=11))
     return made

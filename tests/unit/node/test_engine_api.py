@@ -29,7 +29,8 @@ from kvbridge.core.wire.engine_messages import (
 from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
 from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits
-from kvbridge.node.engine_api import DecodeEngineApi, EnginePorts, PrefillEngineApi
+from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
+from kvbridge.node.engines import AttachedEngines
 from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineFact, EngineLost
 from tests.helpers.rooms import (
     ADDRESS,
@@ -56,17 +57,9 @@ class Api:
         self.messages: list[tuple[str, object]] = []
         self.ready = True
         admission = AdmissionController(bench.service, bench.book, limits=AdmissionLimits(), events=bench.events)
-        self.api = kind(
-            lambda: bench.service,
-            lambda: admission,
-            EnginePorts(
-                send=lambda engine, message: self.messages.append((engine, message)),
-                pid=lambda engine: 77,
-                describe=self.describe,
-                ranks=ranks,
-                events=bench.events,
-            ),
-        )
+        send = lambda engine, message: self.messages.append((engine, message))  # noqa: E731
+        self.engines = AttachedEngines(send, ranks, bench.events)
+        self.api = kind(bench.service, admission, self.engines, pid=lambda engine: 77, attached=self.describe)
 
     def describe(self, call: int, ranks) -> Attached:
         if not self.ready:
@@ -97,8 +90,8 @@ def test_an_engine_attaches_for_ranks_of_this_node():
     api = prefill(ranks=(R0, R1))
     answer = api.attach(ranks=(R1,))
     assert isinstance(answer, Attached)
-    assert api.api.serving() == {"engine"}
-    assert api.api.engines()[0].ranks == (R1,)
+    assert api.engines.serving() == {"engine"}
+    assert api.engines.listing()[0].ranks == (R1,)
     assert api.attach("b").ranks == (R0, R1)
 
 
@@ -111,7 +104,7 @@ def test_an_attach_that_does_not_fit_is_refused(fields, text):
     refused = api.attach(**fields)
     assert isinstance(refused, Refused)
     assert text in refused.message
-    assert api.api.serving() == frozenset()
+    assert api.engines.serving() == frozenset()
 
 
 def test_a_daemon_that_is_not_ready_says_when_to_come_again():
@@ -119,7 +112,7 @@ def test_a_daemon_that_is_not_ready_says_when_to_come_again():
     api.ready = False
     refused = api.attach()
     assert (refused.code, refused.retry_after_s) == ("not_ready", 7)
-    assert api.api.serving() == frozenset()
+    assert api.engines.serving() == frozenset()
 
 
 def test_calls_before_attach_unknown_calls_and_heartbeats():
@@ -194,8 +187,8 @@ def test_an_engine_that_is_gone_is_told_to_the_rooms_once(role):
     api.api.gone("engine", "killed", followed=True)
     api.api.gone("engine", "killed", followed=True)
     assert told == ["killed"]
-    assert api.api.serving() == frozenset()
-    assert api.api.engines() == [], "no page waits for it"
+    assert api.engines.serving() == frozenset()
+    assert api.engines.listing() == [], "no page waits for it"
 
 
 def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
@@ -206,7 +199,7 @@ def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
     assert api.api.gone("engine", "its connection has ended", followed=True)
     assert api.bench.service.report(1).state is RoomState.FAILED
     assert api.bench.free == 14
-    [left] = api.api.engines()
+    [left] = api.engines.listing()
     assert (left.pid, left.gone) == (77, "its connection has ended; its process has not ended")
     refused = api.attach()
     assert (refused.code, "take another name" in refused.message) == ("conflict", True)
@@ -218,7 +211,7 @@ def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
         EngineEnded(engine="engine"),
     ]
     assert api.bench.free == 16
-    assert api.api.engines() == []
+    assert api.engines.listing() == []
     assert isinstance(api.attach(), Attached)
 
 
@@ -245,7 +238,7 @@ def test_events_go_to_everybody_who_is_attached():
     api.attach("a")
     api.attach("b")
     event = RoomEvent(room=1, generation=1, kind="failed")
-    api.api.push(event)
+    api.engines.push(event)
     assert [engine for engine, _ in pick_events(api)] == ["a", "b"]
 
 
@@ -265,7 +258,7 @@ def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attac
     api.call(Begin(call=3, room=1, prompt_tokens=PAGE), "of both")
     api.messages.clear()
     for _ in range(2):
-        api.api.memory_lost(R0, "rank worker pp0.tp0 is gone: killed")
+        api.engines.memory_lost(R0, "rank worker pp0.tp0 is gone: killed")
     assert api.messages == [("of both", Detached(reason="rank worker pp0.tp0 is gone: killed"))]
     api.bench.service.worker_gone(R0, "killed")
     refused = api.call(Publish(call=4, room=1, upto_token=PAGE), "of both")
@@ -284,7 +277,7 @@ def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
     api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,)))
     api.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(PAGE), phases_s={}))
     assert isinstance(api.call(Claim(call=2, room=1)), Pages)
-    api.api.memory_lost(R0, "killed")
+    api.engines.memory_lost(R0, "killed")
     api.bench.service.worker_gone(R0, "killed", memory_lost=True)
     assert api.call(Extend(call=3, room=1, tokens=2 * PAGE)).code == "detached"
     assert isinstance(api.call(Release(call=4, room=1)), Accepted)
@@ -298,4 +291,4 @@ def test_an_engine_that_requires_what_this_node_lacks_is_refused_by_name():
     assert refused.code == "feature_missing"
     assert "requires feature 'later'" in refused.message
     assert "upgrade this node" in refused.message
-    assert api.api.serving() == frozenset()
+    assert api.engines.serving() == frozenset()

@@ -66,12 +66,12 @@ class PrefillSide:
         self.delivered: list[tuple[str, object]] = []
         self.messages: list[tuple[object, object]] = []
         self.gone: list[tuple[str, str]] = []
+        inspections = Inspections(self.inspect, limit_s=20, clock=self.clock)
+        inspections.deliver_to(lambda *said: self.delivered.append(said))
         self.nodes = DecodeNodes(
             Self("prefill", "p0", PREFILL, pp_size=1, tp_size=2, stage_boundaries=(), geometry=GEOMETRY),
             self.workers,
-            inspections=Inspections(
-                self.inspect, deliver=lambda *said: self.delivered.append(said), limit_s=20, clock=self.clock
-            ),
+            inspections=inspections,
             send=lambda peer, message: self.messages.append((peer, message)),
         )
         self.nodes.watch(self)

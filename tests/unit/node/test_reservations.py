@@ -21,7 +21,8 @@ from kvbridge.core.wire.engine_messages import Admit, Attach, Claim, Extend, Ref
 from kvbridge.core.wire.messages import Done, Drained, Failed, Offer, to_wire
 from kvbridge.core.wire.worker_messages import RoomClosed
 from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits, ClientCaps
-from kvbridge.node.engine_api import DecodeEngineApi, EnginePorts, PrefillEngineApi
+from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
+from kvbridge.node.engines import AttachedEngines
 from kvbridge.pool.accounts.book import PageState
 from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, R1, ReceiverBench, SenderBench
 
@@ -274,16 +275,13 @@ class Api:
             draw=lambda: 0.0,
         )
         kind = PrefillEngineApi if isinstance(bench, SenderBench) else DecodeEngineApi
+        engines = AttachedEngines(lambda engine, answer: self.answers.append(answer), (R0,), bench.events)
         self.api = kind(
-            lambda: bench.service,  # type: ignore[arg-type,return-value]
-            lambda: admission,
-            EnginePorts(
-                send=lambda engine, answer: self.answers.append(answer),
-                pid=lambda engine: 7,
-                describe=lambda call, ranks: None,  # type: ignore[arg-type,return-value]
-                ranks=(R0,),
-                events=bench.events,
-            ),
+            bench.service,  # type: ignore[arg-type]
+            admission,
+            engines,
+            pid=lambda engine: 7,
+            attached=lambda call, ranks: None,  # type: ignore[arg-type,return-value]
         )
         self.call(Attach(call=1, role=self.api.role))
 

@@ -1,0 +1,118 @@
+"""A prefill node's control socket: decode nodes connect to it, and are heard, watched and given up here.
+
+Owns: the socket, the list of allowed keys, heartbeats. Must not know: what a message means.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import structlog
+
+from kvbridge.api.rooms import PeerAddress
+from kvbridge.config.schema import PrefillConfig
+from kvbridge.control.link import PeerCallbacks
+from kvbridge.control.peers import PeerIdentity, PeerServer
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.wire.messages import Heartbeat, PeerMessage
+from kvbridge.daemon.allowed import AllowedPeers
+from kvbridge.daemon.peer_setup import peer_settings, why_lost
+from kvbridge.telemetry.events import EventStream, MessageUndelivered, PeerLost
+
+log = structlog.get_logger(__name__)
+
+
+class DecodeListener(Protocol):
+    """Who hears what decode nodes say, and what becomes of them."""
+
+    def received(self, peer: str, message: PeerMessage) -> None:
+        """A decode node says something."""
+
+    def known(self, peer: str) -> bool:
+        """Whether a decode node has been accepted."""
+
+    def gone(self, peer: str, reason: str) -> None:
+        """A decode node is lost, or begins anew: what was agreed with it is void. Harmless for one that is not known."""
+
+
+class DecodeLinks:
+    """The ways to the decode nodes of a prefill node. Built anywhere, opened and used in one running loop."""
+
+    def __init__(self, config: PrefillConfig, events: EventStream) -> None:
+        self._config = config
+        self._events = events
+        self._server: PeerServer | None = None
+        self._allowed: AllowedPeers
+        self._listener: DecodeListener
+
+    def serve(self, listener: DecodeListener) -> None:
+        """Say who hears; before `open`."""
+        self._listener = listener
+
+    def open(self, identity: PeerIdentity) -> PeerAddress:
+        """Listen, and return the bound address. Raises ConfigError, ConflictError for a taken address."""
+        callbacks = PeerCallbacks(
+            self._listener.received,
+            on_undelivered=self._on_undelivered,
+            on_refused=self._events.frame_refused,
+            on_resent=self._events.messages_resent,
+            # It may have given the pages of our rooms to others meanwhile.
+            on_reset=lambda peer: self._listener.gone(peer, "it had given this node up, and begins anew"),
+        )
+        self._allowed = AllowedPeers(self._config.control.curve, identity.keys)
+        self._server = PeerServer(identity, callbacks, settings=peer_settings(self._config))
+        return PeerAddress(endpoint=self._server.bind(self._config.control.bind))
+
+    def names_of(self, key: str) -> frozenset[str]:
+        """The instances that the holder of a key may speak for; empty: any."""
+        return self._server.gate.names_of(key) if self._server is not None else frozenset()
+
+    def key_of(self, peer: str) -> str:
+        """The public key that a connected peer proved to own; empty without keys."""
+        return self._server.key_of(peer) if self._server is not None else ""
+
+    def send(self, peer: str, message: PeerMessage) -> None:
+        """Queue a message; what cannot be delivered in time is reported as the loss of the node. Never raises."""
+        if self._server is None:
+            return
+        try:
+            self._server.send(peer, message)
+        except BridgeError as error:
+            log.warning("peer_unreachable", peer=peer, message=message.type, code=error.code, reason=str(error))
+
+    def watch(self) -> None:
+        """Send heartbeats, look for silent decode nodes, and for those whose key is not accepted any more."""
+        server = self._server
+        if server is None:
+            return
+        if self._allowed.follow():
+            server.gate.replace(self._allowed.current)
+            for peer in server.barred():
+                self._lose(peer, "its key was taken off the list of allowed keys (control.curve)")
+        for peer in server.peers:
+            silent_s, cut_s = server.last_heard_s(peer), server.cut_s(peer)
+            lost = why_lost(self._config.timeouts, silent_s=silent_s, cut_s=cut_s)
+            if lost:
+                self._lose(peer, lost)
+            else:
+                self.send(peer, Heartbeat())
+
+    async def close(self, timeout_s: float) -> None:
+        """Let the last messages out and stop listening. Harmless when closed."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.flush(timeout_s)
+            server.close()
+
+    def _on_undelivered(self, peer: str, message: PeerMessage, age_s: float) -> None:
+        self._events.emit(MessageUndelivered(peer=peer, message=message.type, age_s=age_s))
+        if self._listener.known(peer):
+            # Its link is forgotten too: a node that is there after all is told so, and introduces itself again.
+            why = f"a {message.type} was not acknowledged for {age_s:.1f} s (limit: timeouts.control_delivery_s)"
+            self._lose(peer, why)
+
+    def _lose(self, peer: str, reason: str) -> None:
+        self._events.emit(PeerLost(peer=peer, reason=reason))
+        self._listener.gone(peer, reason)
+        if self._server is not None:
+            self._server.forget(peer)

@@ -1,0 +1,145 @@
+"""What both roles are built on: made in one order, before anything is opened.
+
+Owns: that order, and reading the configuration for it. Must not know: rooms, peers, HTTP.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from kvbridge import __version__
+from kvbridge.config.pools import MemoryOwner
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.core.errors import NotReadyError
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.ids import NodeIdentity, Rank, Role
+from kvbridge.core.wire.engine_messages import Attached
+from kvbridge.core.wire.features import ENGINE_FEATURES
+from kvbridge.core.wire.messages import NodeDescription
+from kvbridge.core.wire.worker_messages import WorkerSetup
+from kvbridge.daemon.engine_socket import EngineSocket
+from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
+from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.worker_host import WorkerHost
+from kvbridge.node.engines import AttachedEngines
+from kvbridge.node.workers import WorkerSet
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.memory.layout import even_boundaries
+from kvbridge.telemetry.events import EventStream
+from kvbridge.telemetry.metrics import Metrics
+from kvbridge.telemetry.readers import LogReader, MetricsReader, StatusReader
+
+NodeConfig = PrefillConfig | DecodeConfig
+
+
+@dataclass(frozen=True)
+class NodeParts:
+    """Everything of a node that does not depend on its role. Nothing is open yet."""
+
+    config: NodeConfig
+    identity: NodeIdentity
+    geometry: ModelGeometry
+    metrics: Metrics
+    recent: StatusReader
+    events: EventStream
+    layout: NodeLayout
+    book: PageBook
+    memory: NodeMemory
+    worker_host: WorkerHost
+    engine_socket: EngineSocket
+    engines: AttachedEngines
+
+    @classmethod
+    def build(cls, config: NodeConfig, role: Role) -> NodeParts:
+        """Decide everything that can be decided without opening anything. Raises ConfigError, InvalidInputError."""
+        metrics, recent, events = Metrics(role=role.value, version=__version__), StatusReader(), EventStream()
+        for reader in (MetricsReader(metrics), LogReader(), recent):
+            events.add_reader(reader)
+        geometry = load_geometry(config.model)
+        layout = plan_memory(config, geometry)
+        layers = {rank: part.layers for rank, part in layout.parts.items()}
+        socket = EngineSocket(config.timeouts.engine_settle_s, events)
+        return cls(
+            config=config,
+            identity=NodeIdentity(role, config.instance, config.node, secrets.token_hex(8)),
+            geometry=geometry,
+            metrics=metrics,
+            recent=recent,
+            events=events,
+            layout=layout,
+            book=layout.book(),
+            memory=NodeMemory(layout),
+            worker_host=WorkerHost(config, layers, events),
+            engine_socket=socket,
+            engines=AttachedEngines(socket.send, tuple(layers), events),
+        )
+
+    @property
+    def workers(self) -> WorkerSet:
+        """The rank workers, as everybody but their host sees them."""
+        return self.worker_host.workers
+
+    @property
+    def adopted(self) -> bool:
+        """Whether engines bring the device memory."""
+        return self.config.pools.memory is MemoryOwner.ADOPTED
+
+    @property
+    def stage_boundaries(self) -> tuple[int, ...]:
+        """The first layers of the instance's pipeline stages but the first."""
+        sizes = self.config.parallelism
+        return sizes.stage_boundaries or even_boundaries(self.geometry.layer_count, sizes.pp_size)
+
+    def description(self) -> NodeDescription:
+        """How this node introduces itself to peers."""
+        identity = self.identity
+        return NodeDescription(
+            instance=identity.instance,
+            node=identity.node,
+            role=identity.role,
+            incarnation=identity.incarnation,
+            geometry=self.geometry,
+            ranks=self.workers.packed(),
+        )
+
+    def worker_setup(self, rank: Rank, epoch: int) -> WorkerSetup:
+        """What a rank worker is to serve, once the memory is there. `epoch`: of the endpoints that it is to give out."""
+        config = self.config
+        return WorkerSetup(
+            geometry=self.geometry,
+            rank=rank,
+            pp_size=config.parallelism.pp_size,
+            tp_size=config.parallelism.tp_size,
+            layers=self.layout.parts[rank].layers,
+            device=self.memory.device.get(rank, ()),
+            allocate=self.layout.orders.get(rank),
+            host=self.memory.host,
+            transports=config.transports.model_dump_json(),
+            transfer_timeout_s=config.timeouts.transfer_s,
+            epoch=epoch,
+        )
+
+    def attached(self, call: int, ranks: tuple[Rank, ...]) -> Attached:
+        """Answer an attach. Raises NotReadyError while the memory to be attached to is being made."""
+        if self.memory.problem and self.layout.total_bytes:  # engines that adopt still share our host pool
+            raise NotReadyError(f"nothing to attach to yet: {self.memory.problem}; try again shortly")
+        made = {rank: self.workers.device(rank) for rank in ranks if rank in self.layout.orders}
+        return Attached(
+            call=call,
+            instance=self.identity.instance,
+            incarnation=self.identity.incarnation,
+            geometry=self.geometry,
+            ranks=ranks,
+            layers={str(rank): self.layout.parts[rank].layers for rank in ranks},
+            pp_size=self.config.parallelism.pp_size,
+            tp_size=self.config.parallelism.tp_size,
+            device={str(rank): made.get(rank) or self.memory.device.get(rank, ()) for rank in ranks},
+            host=self.memory.host,
+            features=ENGINE_FEATURES,
+        )
+
+    def memory_lost(self, rank: Rank, reason: str) -> None:
+        """A rank worker is gone, and its rooms know: engines let go of the device memory that it had made, if any."""
+        if rank in self.layout.orders:
+            self.engines.memory_lost(rank, f"rank worker {rank} is gone: {reason}")
