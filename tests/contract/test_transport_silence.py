@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,12 +126,23 @@ class AnsweringOnce:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.session = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections: list[socket.socket] = []
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._targets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._start(self._serve)
 
     def close(self) -> None:
-        self._listener.close()
-        for connection in self.connections:
-            connection.close()
+        for open_ in (self._listener, *self.connections, *self._targets):
+            with contextlib.suppress(OSError):  # wakes whoever waits on it; it may have ended by itself
+                open_.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        for open_ in (self._listener, *self.connections, *self._targets):
+            open_.close()
+
+    def _start(self, work: Callable[..., None], *given: socket.socket) -> None:
+        thread = threading.Thread(target=work, args=given, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _serve(self) -> None:
         while True:
@@ -143,14 +155,16 @@ class AnsweringOnce:
                 connection.sendall(self._instead)
             else:
                 target = socket.create_connection(self._target)
+                self._targets.append(target)
                 for pair in ((connection, target), (target, connection)):
-                    threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+                    self._start(_pass_on, *pair)
 
 
 def _pass_on(source: socket.socket, target: socket.socket) -> None:
-    while data := source.recv(4_096):
-        target.sendall(data)
-    target.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):  # one of them has ended
+        while data := source.recv(4_096):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
 
 def meet_before(shm: Path, *, instead: bytes = b"") -> Outcome:

@@ -25,6 +25,8 @@ ModuleNames = dict[str, dict[str, object]]
 GRACE_S = 10.0
 """Threads and children that were told to end may take this long; nobody waits where nothing is left over."""
 CHANGED_BY_PYTEST = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
+READ_BY_LIBRARIES = ("MC_", "UCX_")
+"""Variables that Mooncake and UCX read once a process: whoever loads them first sets them for everybody after."""
 WATCHED_SIGNALS = set(signal.Signals) - {signal.SIGALRM}
 """pytest-timeout takes SIGALRM during a test, and gives it back early when the test fails."""
 ENDS_WITH_THE_PROCESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -43,7 +45,8 @@ BOOKKEEPING = {__name__, "tests.helpers.isolation"}
 
 def read_settings() -> State:
     """What a test may change in its process, and must change back. Quick: it is read twice for each test."""
-    found: State = {f"environment variable {name}": os.environ[name] for name in os.environ.keys() - CHANGED_BY_PYTEST}
+    watched = [name for name in os.environ.keys() - CHANGED_BY_PYTEST if not name.startswith(READ_BY_LIBRARIES)]
+    found: State = {f"environment variable {name}": os.environ[name] for name in watched}
     found["working directory"] = os.getcwd()  # noqa: PTH109 - several times quicker than Path.cwd()
     found |= {f"handler of {number.name}": signal.getsignal(number) for number in WATCHED_SIGNALS}
     root = logging.getLogger()
