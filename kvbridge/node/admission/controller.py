@@ -80,7 +80,7 @@ class _WaitingRequest(Waiting):
 class AdmissionController:
     """Implements PageWatcher for its book. Called from the event loop's thread only."""
 
-    def __init__(  # noqa: PLR0913 - a composition root's list: every part is a port of its own
+    def __init__(
         self,
         rooms: Rooms,
         book: PageBook,

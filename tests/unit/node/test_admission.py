@@ -466,9 +466,7 @@ async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
     )
     assert bench.admission.starved_s() == 30.0
     bench.rooms.end(1)
-    assert (bench.admission.problem(), bench.admission.starved_s()) == ("", 0.0), (
-        "at once, without a tick"
-    )
+    assert (bench.admission.problem(), bench.admission.starved_s()) == ("", 0.0), "at once, without a tick"
 
 
 async def test_a_full_pool_whose_rooms_come_and_go_is_ready(made):
