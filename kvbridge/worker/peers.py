@@ -55,6 +55,8 @@ class _Attempt:
 
     peer: ConnectedPeer
     pending: dict[int, Pending[Target]]
+    ordered: bool
+    """Whether the node asked for it, and so waits for an answer; else it makes up for an agent that was replaced."""
 
     def poll(self) -> bool:
         """Push the next connections forward; whether all of them are made. Raises what made one impossible."""
@@ -93,7 +95,7 @@ class RankPeers:
         """Whether an attempt to connect a peer has not ended."""
         return name in self._attempts
 
-    def begin(self, name: str, ranks: tuple[bytes, ...]) -> None:
+    def begin(self, name: str, ranks: tuple[bytes, ...], *, ordered: bool = True) -> None:
         """Get ready to write to every rank of a node, in place of what was known of it. `tend` says how it ends.
 
         Ways to ranks that have not changed since the node was last connected are kept.
@@ -111,17 +113,17 @@ class RankPeers:
             for ordinal in range(len(ranks))
             if ordinal not in peer.reached
         }
-        self._attempts[name] = _Attempt(peer, pending)
+        self._attempts[name] = _Attempt(peer, pending, ordered)
 
     def cancel(self, name: str) -> bool:
-        """Give up an attempt to connect; whether there was one."""
+        """Give up an attempt to connect; whether there was one that the node asked for."""
         attempt = self._attempts.pop(name, None)
         if attempt is None:
             return False
         for pending in attempt.pending.values():
             pending.cancel()
         self._let_go(attempt.peer)
-        return True
+        return attempt.ordered
 
     def retire(self, name: str) -> None:
         """Stop using a peer for anything new."""
@@ -157,12 +159,12 @@ class RankPeers:
         self.restart()
         for peer in list(self._peers.values()):
             if any(target.transport is transport for target in peer.targets):
-                self.begin(peer.name, peer.ranks)
+                self.begin(peer.name, peer.ranks, ordered=False)
 
     def restart(self) -> None:
         """Begin every attempt anew: it may have to do with an agent that has been replaced."""
         for name, attempt in list(self._attempts.items()):
-            self.begin(name, attempt.peer.ranks)
+            self.begin(name, attempt.peer.ranks, ordered=attempt.ordered)
 
     def lose(self, transport: Transport) -> None:
         """Forget the ranks of retired peers that were reached through an agent that has been closed."""

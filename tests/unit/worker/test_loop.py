@@ -806,6 +806,29 @@ def test_a_replacement_keeps_the_order_of_a_peer_s_ranks():
     assert bench.link.take(PeerConnected)[0].transports == ("two", "one")
 
 
+def test_an_order_that_meets_the_reconnecting_after_a_replacement_is_answered_once():
+    """The node orders to connect when it hears of new endpoints; what the worker began by itself is no answer to that."""
+    bench = Bench("one")
+    bench.connect(ranks=node_ranks("one"))
+    bench.open()
+    bench.order()
+    original, made = bench.create, []
+
+    def create(name: str, epoch: int) -> FakeTransport:
+        made.append(original(name, epoch))
+        made[-1].silent.add(b"peer0")
+        return made[-1]
+
+    bench.worker._transports._create = create
+    bench.end(LOUD)
+    bench.link.said.clear()
+    bench.connect(ranks=node_ranks("one"))
+    assert bench.link.take(PeerConnected) == []
+    made[-1].silent.clear()
+    bench.worker.step()
+    assert [said.error_code for said in bench.link.take(PeerConnected)] == [""]
+
+
 def test_a_peer_that_cannot_be_reached_by_the_successor_is_given_up():
     bench = Bench("one", "two")
     bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"second")))
