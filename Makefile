@@ -34,7 +34,7 @@ help:
 	@echo "make bench-gpu  measure kernels, transports and time to first token on this machine's GPUs; results in out/bench-gpu/"
 	@echo "make soak    100,000 rooms through one pair of daemons; red when memory or anything else grows"
 	@echo "make fuzz    feed every decoder that faces a socket with nonsense, FUZZ_SECONDS for each family; findings in out/fuzz/"
-	@echo "make fuzz-http  call the HTTP doors by their own description, FUZZ_EXAMPLES times each way"
+	@echo "make fuzz-http  call the HTTP APIs by their own description, FUZZ_EXAMPLES times each way"
 	@echo "make setup   only prepare the virtual environment"
 
 setup: $(READY)

@@ -16,7 +16,7 @@ from kvbridge.core.session.states import RoomState
 
 
 class PeerAddress(FrozenModel):
-    """How to reach the control door of one prefill node."""
+    """How to reach the control socket of one prefill node."""
 
     endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://", max_length=500)]
     public_key: Annotated[str, Field(max_length=40)] = ""

@@ -26,8 +26,8 @@ from kvbridge.bootstrap.nodes import (
     by_instance,
     check_agreement,
     check_registration,
+    incompatible,
     node_view,
-    strangers,
     succeed,
 )
 from kvbridge.bootstrap.stores.base import NodeStore
@@ -42,7 +42,7 @@ REGISTER_ATTEMPTS = 16
 
 
 class DaemonsPort(Protocol):
-    """The doors of all daemons, by URL."""
+    """The endpoints of all daemons, by URL."""
 
     async def incarnation(self, url: str) -> str:
         """Return the incarnation of the daemon that answers there, empty when nobody listens.
@@ -99,7 +99,7 @@ class Directory:
     async def _require_gone(self, known: NodeRecord) -> None:
         """Raise ConflictError unless it is proved that the holder of a name, whose heartbeats are fresh, is not there.
 
-        The proof is at its address: nobody answers, or another life does. So a daemon that was killed is replaced at once,
+        The proof is at its address: nobody answers, or another incarnation does. So a daemon that was killed is replaced at once,
         and a second process of the same name is kept out.
         """
         holder = known.registration
@@ -145,7 +145,7 @@ class Directory:
     async def listing(self) -> tuple[InstanceView, ...]:
         """Return what operators see."""
         instances = await self.instances()
-        found = strangers(instances)
+        found = incompatible(instances)
         return tuple(instance.view(found.get(instance.name, "")) for instance in instances)
 
     async def charge(self, instance: Instance, pages: Mapping[str, int]) -> None:

@@ -165,7 +165,7 @@ class Instance:
 
     @property
     def http_urls(self) -> tuple[str, ...]:
-        """The doors of all nodes, in the order of their names."""
+        """The endpoints of all nodes, in the order of their names."""
         return tuple(record.registration.http_url for record in self.nodes)
 
     @property
@@ -197,7 +197,7 @@ class Instance:
         return tuple(found)
 
     def view(self, stranger: str = "") -> InstanceView:
-        """Return what operators see; `stranger` says why nobody can be paired with it, see `strangers`."""
+        """Return what operators see; `stranger` says why nobody can be paired with it, see `incompatible`."""
         return InstanceView(
             instance=self.name,
             role=self.role,
@@ -221,7 +221,7 @@ def modes_text(of: Instance | NodeRegistration) -> str:
     return " or ".join(sorted(of.meets_by))
 
 
-def strangers(instances: Iterable[Instance]) -> dict[str, str]:
+def incompatible(instances: Iterable[Instance]) -> dict[str, str]:
     """Return the instances that can meet none of the other role, though some hold the same model; and why, by name."""
     sides: dict[tuple[str, Role], list[Instance]] = {}
     for instance in instances:

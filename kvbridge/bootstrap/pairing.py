@@ -59,7 +59,7 @@ NOTHING_TO_CANCEL = frozenset({"", UnknownRoomError.code, StaleError.code})
 
 
 class ReservePort(Protocol):
-    """The doors of all daemons, by URL."""
+    """The endpoints of all daemons, by URL."""
 
     async def admit(self, url: str, request: AdmissionRequest) -> RoomReport:
         """Reserve one end. Raises what the daemon raised, or PeerError when it cannot be reached."""

@@ -12,12 +12,12 @@ import typer
 
 from kvbridge.cli.config import EXIT_CONFIG
 from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
-from kvbridge.config.doors import LogFormat, TelemetryConfig
+from kvbridge.config.endpoints import LogFormat, TelemetryConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.decode import decode_daemon
-from kvbridge.daemon.life import Daemon, run_daemon
+from kvbridge.daemon.lifecycle import Daemon, run_daemon
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.telemetry.logs import configure_logs
 
@@ -35,7 +35,8 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key, as http.port=0. May be repeated."),
 ]
 InsecureOption = Annotated[
-    bool, typer.Option("--insecure", help="Allow doors that the network can reach without keys and without a token.")
+    bool,
+    typer.Option("--insecure", help="Allow endpoints that the network can reach without keys and without a token."),
 ]
 
 

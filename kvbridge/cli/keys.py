@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from kvbridge.cli.config import EXIT_CONFIG, DaemonRole, FileOption, RoleOption, SetOption
 from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
-from kvbridge.config.doors import CurveConfig, HttpConfig
+from kvbridge.config.endpoints import CurveConfig, HttpConfig
 from kvbridge.config.loading import read_secrets
 from kvbridge.control.keys import generate_keys, load_keys, public_key_beside, read_allowed, write_keys, write_secret
 from kvbridge.core.errors import BridgeError
@@ -71,7 +71,7 @@ A prefill node's public key needs no list: bootstrap hands it out with each requ
 def token(
     file: Annotated[Path, typer.Argument(help="Where to write the token.")],
 ) -> None:
-    """Draw a bearer token for the HTTP doors. Never overwrites a file, and does not print the token."""
+    """Draw a bearer token for the HTTP APIs. Never overwrites a file, and does not print the token."""
     try:
         write_secret(secrets.token_urlsafe(TOKEN_BYTES), file)
     except BridgeError as error:
@@ -138,7 +138,7 @@ def _curve(curve: CurveConfig, role: DaemonRole) -> Iterator[Finding]:
 
 def _http(http: HttpConfig) -> Iterator[Finding]:
     if not http.has_token:
-        yield Finding(True, "http: no token; the door is open to whoever reaches it, on loopback only")
+        yield Finding(True, "http: no token; the endpoint is open to whoever reaches it, on loopback only")
     yield from _token("http", http.token, http.token_file)
     if http.tls_key_file is not None:
         yield from _private("http.tls_key_file", http.tls_key_file)

@@ -9,7 +9,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from kvbridge.config.doors import Seconds
+from kvbridge.config.endpoints import Seconds
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 
 ClientName = Annotated[str, Field(max_length=200)]

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 
-from kvbridge.config.doors import Seconds, is_loopback
+from kvbridge.config.endpoints import Seconds, is_loopback
 from kvbridge.core.ids import FrozenModel
 
 _SCHEMES = ("redis", "rediss", "unix")

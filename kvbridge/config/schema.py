@@ -14,7 +14,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.config.directory import DirectoryConfig
-from kvbridge.config.doors import (
+from kvbridge.config.endpoints import (
     BootstrapLinkConfig,
     ControlConfig,
     HttpConfig,
@@ -62,10 +62,10 @@ class DaemonConfig(FrozenModel):
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     """Directory of the sockets between this daemon, its workers and its engines; made with mode 0700."""
     insecure: bool = False
-    """Allow doors that the network can reach without keys and without a token."""
+    """Allow endpoints that the network can reach without keys and without a token."""
 
     @model_validator(mode="after")
-    def _check_doors(self) -> Self:
+    def _check_endpoints(self) -> Self:
         problems = [
             *_open_http(self.http, insecure=self.insecure),
             *_open_control(self.control, insecure=self.insecure),
@@ -149,10 +149,10 @@ class BootstrapConfig(FrozenModel):
     timeouts: BootstrapTimeouts = BootstrapTimeouts()
     telemetry: TelemetryConfig = TelemetryConfig()
     insecure: bool = False
-    """Allow a door that the network can reach without a token."""
+    """Allow an endpoint that the network can reach without a token."""
 
     @model_validator(mode="after")
-    def _check_doors(self) -> Self:
+    def _check_endpoints(self) -> Self:
         problems = [
             *_open_http(self.http, insecure=self.insecure),
             *_open_redis(self.directory, insecure=self.insecure),

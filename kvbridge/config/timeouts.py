@@ -10,7 +10,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from kvbridge.config.doors import Seconds
+from kvbridge.config.endpoints import Seconds
 from kvbridge.core.ids import FrozenModel
 
 
@@ -31,7 +31,7 @@ class DaemonTimeouts(FrozenModel):
     """Interval of the heartbeats between nodes; a connection that is gone for so long is a lost peer."""
     peer_silence_s: Seconds = 10.0
     """A peer node that says nothing for so long is taken for lost."""
-    meet_s: Seconds = 10.0
+    handshake_s: Seconds = 10.0
     """Decode: every prefill node of a room has welcomed us. Prefill: what a decode node says of its memory has been checked."""
     pages_s: Seconds = 10.0
     """Adopted pools: the engine names the pages of a room."""
@@ -63,7 +63,7 @@ class DaemonTimeouts(FrozenModel):
     shutdown_rooms_s: Seconds = 15.0
     """After the signal, open rooms may end within this; those that do not are aborted."""
     shutdown_close_s: Seconds = 15.0
-    """After that: aborts, rank workers end, doors close. Both together bound the time from the signal to the end."""
+    """After that: aborts, rank workers end, endpoints close. Both together bound the time from the signal to the end."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

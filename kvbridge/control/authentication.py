@@ -46,7 +46,7 @@ def user_of(frame: zmq.Frame) -> str:
         return ""
 
 
-class Doorkeeper:
+class Authenticator:
     """Lets a handshake pass when the peer proved to own an allowed key.
 
     That key becomes the "User-Id" of the peer's frames. Must be open before the server socket of

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvbridge.control.addresses import bind_error, is_loopback, parse_tcp
-from kvbridge.control.authentication import ZAP_DOMAIN, Doorkeeper, Gate, user_of
+from kvbridge.control.authentication import ZAP_DOMAIN, Authenticator, Gate, user_of
 from kvbridge.control.connections import ConnectionLimit
 from kvbridge.control.keys import CurveKeys, check_key
 from kvbridge.control.link import Link, LinkContext, PeerCallbacks, PeerSettings, Refusal
@@ -103,7 +103,7 @@ class PeerServer:
         self._context = context = SocketContext()
         keys = self._identity.keys
         if keys is not None:
-            keeper = Doorkeeper(context, self.gate, lambda detail: self._refuse(Refusal.UNAUTHENTICATED, detail))
+            keeper = Authenticator(context, self.gate, lambda detail: self._refuse(Refusal.UNAUTHENTICATED, detail))
             self._closers.append(keeper.close)
         socket = context.open(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -191,7 +191,7 @@ class PeerServer:
             self._connections.on_event(event, value)
             return
         if event == HANDSHAKE_FAILED_AUTH:
-            return  # The doorkeeper has counted it, with its address and key.
+            return  # The authenticator has counted it, with its address and key.
         kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
         self._refuse(kind, "a connection did not complete its handshake: wrong server key, no key, or no peer of ours")
 

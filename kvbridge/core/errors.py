@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 
 class BridgeError(Exception):
-    """Base of all deliberate errors. `code` is stable; `http_status` is what an HTTP door answers with."""
+    """Base of all deliberate errors. `code` is stable; `http_status` is what an HTTP API answers with."""
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500

@@ -8,7 +8,7 @@ from __future__ import annotations
 import structlog
 
 from kvbridge.api.rooms import PeerAddress
-from kvbridge.config.doors import CurveConfig
+from kvbridge.config.endpoints import CurveConfig
 from kvbridge.control.keys import AllowedKeys, AllowList, CurveKeys
 from kvbridge.core.errors import BridgeError, UnauthorizedError
 

@@ -30,14 +30,14 @@ from kvbridge.http.client import DirectoryClient
 log = structlog.get_logger(__name__)
 
 ENDPOINT_FILE = "daemon.json"
-NEWS_PAUSE_S = 0.2
+CHANGE_PAUSE_S = 0.2
 """News is told at most so often, whatever happens on the node."""
-NEWS_SHARE = 8
+CHANGE_SHARE = 8
 """A pool is news when its free pages have changed by this part (1/n) of what was, or is, free."""
 
 
 class DaemonEndpoint(FrozenModel):
-    """What a daemon writes into its runtime directory once its doors are open."""
+    """What a daemon writes into its runtime directory once its endpoints are open."""
 
     role: Role | str
     instance: str = ""
@@ -57,7 +57,7 @@ def write_endpoint(runtime_dir: Path, endpoint: DaemonEndpoint) -> None:
 
 
 def remove_endpoint(runtime_dir: Path, incarnation: str) -> None:
-    """Remove the endpoint file if it is this life's."""
+    """Remove the endpoint file if it is this incarnation's."""
     path = runtime_dir / ENDPOINT_FILE
     with contextlib.suppress(OSError, ValueError):
         if DaemonEndpoint.model_validate_json(path.read_text()).incarnation == incarnation:
@@ -78,10 +78,10 @@ def read_endpoint(runtime_dir: Path) -> DaemonEndpoint | None:
         return None
 
 
-def is_news(told: Load, now: Load) -> bool:
+def is_significant(told: Load, now: Load) -> bool:
     """Whether the directory should hear of a load before the next heartbeat: the fuller a pool, the sooner."""
     return any(
-        abs(free - told.free_pages.get(space, 0)) * NEWS_SHARE > min(free, told.free_pages.get(space, 0))
+        abs(free - told.free_pages.get(space, 0)) * CHANGE_SHARE > min(free, told.free_pages.get(space, 0))
         for space, free in now.free_pages.items()
     )
 
@@ -99,7 +99,7 @@ class Announcer:
         registration: Callable[[], NodeRegistration],
         load: Callable[[], Load],
         interval_s: float,
-        pause_s: float = NEWS_PAUSE_S,
+        pause_s: float = CHANGE_PAUSE_S,
     ) -> None:
         """The two callables describe the daemon at the moment of the call; between two calls lie at least `pause_s`."""
         self._replicas = replicas
@@ -138,7 +138,7 @@ class Announcer:
 
         Call it often. While the directory does not answer nothing is news.
         """
-        if not self.problem and is_news(self._told, self._load()):
+        if not self.problem and is_significant(self._told, self._load()):
             self._changed.set()
 
     async def beat(self) -> None:

@@ -1,4 +1,4 @@
-"""The bootstrap daemon: the directory and the pairing behind one HTTP door.
+"""The bootstrap daemon: the directory and the pairing behind one HTTP API.
 
 Owns: how they and their store are put together, and the overview that operators are shown. Must not know: how a store keeps things.
 
@@ -60,7 +60,7 @@ class _Overview:
 
 
 class BootstrapDaemon:
-    """One bootstrap. Drive it with `life.run_daemon`."""
+    """One bootstrap. Drive it with `lifecycle.run_daemon`."""
 
     def __init__(self, config: BootstrapConfig, *, endpoint_dir: Path | None = None) -> None:
         """`endpoint_dir`: where to write the endpoint file, for tools that let the system choose the port."""
@@ -99,7 +99,7 @@ class BootstrapDaemon:
         return self._http.url if self._http else ""
 
     async def start(self) -> None:
-        """Open the door. A store that is away does not keep it shut: `/ready` gives the reason."""
+        """Open the endpoint. A store that is away does not keep it shut: `/ready` gives the reason."""
         await self._look()
         self._http = await open_http(self.config.http, self._app, shutdown_s=self.config.timeouts.shutdown_s / 2)
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
@@ -113,7 +113,7 @@ class BootstrapDaemon:
             )
             write_endpoint(self._endpoint_dir, endpoint)
         await asyncio.to_thread(remove_leftovers, (DEFAULT_DIRECTORY,))
-        log.info("doors_open", http=self._http.url, store=repr(self._store))
+        log.info("daemon_ready", http=self._http.url, store=repr(self._store))
 
     def _app(self, settings: AppSettings) -> Application:
         return create_bootstrap_app(
@@ -125,21 +125,21 @@ class BootstrapDaemon:
         )
 
     async def failed(self) -> None:
-        """Raise what ended the door or the sweeper."""
+        """Raise what ended the endpoint or the sweeper."""
         if self._http is not None and self._sweeper is not None:
-            door = asyncio.ensure_future(self._http.wait_ended())
+            endpoint = asyncio.ensure_future(self._http.wait_ended())
             try:
-                ended, _ = await asyncio.wait({door, self._sweeper}, return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait({endpoint, self._sweeper}, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
                     task.result()
             finally:
-                door.cancel()
+                endpoint.cancel()
 
     async def drain(self) -> None:
         """Bootstrap holds nothing that would have to end first."""
 
     async def close(self) -> None:
-        """Close the door, then what is behind it."""
+        """Close the endpoint, then what is behind it."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)

@@ -78,7 +78,7 @@ def _settings(config: DecodeConfig, parts: NodeParts) -> ReceiverSettings:
         digest=config.integrity.digest,
         limits=ReceiverLimits(
             pages_s=timeouts.pages_s,
-            meet_s=timeouts.meet_s,
+            handshake_s=timeouts.handshake_s,
             room_s=timeouts.room_s,
             verify_s=timeouts.verify_s,
             claim_s=timeouts.claim_s,

@@ -1,6 +1,6 @@
 """How many connections a daemon can afford, by the file descriptors that it may open.
 
-Owns: the share of each door. Must not know: who connects.
+Owns: the share of each endpoint. Must not know: who connects.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import structlog
 log = structlog.get_logger(__name__)
 
 SHARE = 4
-"""A door gets this part (1/n) of the descriptors; at most two doors are open, and the rest is for workers, engines and files."""
+"""Each listening endpoint gets this part (1/n) of the descriptors; two are open at most, the rest is for workers, engines, files."""
 
 
 def affordable(configured: int, key: str, *, each: int = 1) -> int:
-    """Return how many connections there may be: as configured by `key`, or what the door's share allows.
+    """Return how many connections there may be: as configured by `key`, or what the API's share allows.
 
     `each`: descriptors that one connection takes.
     """

@@ -1,11 +1,11 @@
-"""The HTTP door of any daemon, from its configuration to a running server."""
+"""The HTTP API of any daemon, from its configuration to a running server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from kvbridge import __version__
-from kvbridge.config.doors import HttpConfig
+from kvbridge.config.endpoints import HttpConfig
 from kvbridge.config.loading import read_secrets
 from kvbridge.daemon.descriptors import affordable
 from kvbridge.http.connections import ConnectionLimits

@@ -81,7 +81,7 @@ class Peers(Protocol):
 
 
 class NodeDaemon:
-    """A prefill or decode daemon. Drive it with `life.run_daemon`, or call start, drain and close yourself."""
+    """A prefill or decode daemon. Drive it with `lifecycle.run_daemon`, or call start, drain and close yourself."""
 
     def __init__(
         self, parts: NodeParts, peers: Peers, rooms: Rooms, admission: AdmissionController, api: EngineApi[Any]
@@ -248,7 +248,7 @@ class NodeDaemon:
             control=self.control,
         )
         write_endpoint(config.runtime_dir, endpoint)
-        log.info("doors_open", http=url, control=self.control.endpoint if self.control else "")
+        log.info("daemon_ready", http=url, control=self.control.endpoint if self.control else "")
         if not config.bootstrap.url:
             return
         token = read_secret(config.bootstrap.token, config.bootstrap.token_file, key="bootstrap.token_file")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvbridge.api.directory import ControlMode
 from kvbridge.api.rooms import PeerAddress
-from kvbridge.config.doors import CurveConfig
+from kvbridge.config.endpoints import CurveConfig
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.control.addresses import is_loopback, parse_tcp

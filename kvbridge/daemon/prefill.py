@@ -30,7 +30,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
     """Put a prefill daemon together; nothing is open yet. Raises ConfigError, InvalidInputError."""
     parts = NodeParts.build(config, Role.PREFILL)
     links, inspector = DecodeLinks(config, parts.events), Inspector()
-    inspections = Inspections(inspector.run, limit_s=config.timeouts.meet_s)
+    inspections = Inspections(inspector.run, limit_s=config.timeouts.handshake_s)
     nodes = DecodeNodes(
         _introduction(parts), parts.workers, inspections=inspections, send=links.send, names_of=links.names_of
     )

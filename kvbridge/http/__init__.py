@@ -1,4 +1,4 @@
-"""The HTTP doors: applications, the server that runs them, and clients for both.
+"""The HTTP APIs: applications, the server that runs them, and clients for both.
 
 Owns: routes, problem bodies, bearer tokens, FastAPI. Must not know: how services do their work.
 """

@@ -1,4 +1,4 @@
-"""The door of bootstrap.
+"""The endpoint of bootstrap.
 
 Owns: /v1/requests (pairs) and /v1/instances (the directory). Must not know: how pairs are chosen.
 """

@@ -1,4 +1,4 @@
-"""Callers of the doors: a daemon's view of bootstrap, and bootstrap's (and a router's) view of daemons.
+"""Callers of the endpoints: a daemon's view of bootstrap, and bootstrap's (and a router's) view of daemons.
 
 Owns: URLs, tokens, the way from a problem body back to its error.
 Must not know: when to try again; that is the caller's.
@@ -125,7 +125,7 @@ def _is_readiness(response: httpx.Response) -> bool:
 
 
 class DirectoryClient(_Client):
-    """One bootstrap's door."""
+    """One bootstrap's endpoint."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class DirectoryClient(_Client):
 
 
 class DaemonClient(_Client):
-    """The doors of any number of daemons that share a token; it is the `ReservePort` of bootstrap."""
+    """The endpoints of any number of daemons that share a token; it is the `ReservePort` of bootstrap."""
 
     def __init__(
         self,

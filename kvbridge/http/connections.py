@@ -45,7 +45,7 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's protocol with the limits of its class; see `bounded`."""
 
     limits: ConnectionLimits
-    _hurry: asyncio.TimerHandle | None = None
+    _request_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -67,16 +67,16 @@ class BoundedProtocol(H11Protocol):
         self.ended.set()
 
     def _arm(self) -> None:
-        if self._hurry is None:
-            self._hurry = self.loop.call_later(self.limits.request_s, self._too_slow)
+        if self._request_timer is None:
+            self._request_timer = self.loop.call_later(self.limits.request_s, self._too_slow)
 
     def _disarm(self) -> None:
-        if self._hurry is not None:
-            self._hurry.cancel()
-            self._hurry = None
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
 
     def _too_slow(self) -> None:
-        self._hurry = None
+        self._request_timer = None
         log.debug("connection_closed", reason="no whole request in time", limit="http.max_request_s")
         self.transport.abort()
 

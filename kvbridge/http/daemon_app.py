@@ -1,4 +1,4 @@
-"""The door of a prefill or decode daemon.
+"""The endpoint of a prefill or decode daemon.
 
 Owns: /v1/requests. Must not know: which role is behind it.
 """

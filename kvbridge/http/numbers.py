@@ -2,7 +2,7 @@
 
 Owns: that rule for bodies, paths and queries. Must not know: what the numbers mean.
 
-pydantic takes "1000" and true for numbers, which configuration needs (variables are texts) and the doors do not: a router that
+pydantic takes "1000" and true for numbers, which configuration needs (variables are texts) and the endpoints do not: a router that
 sends them is wrong, and would learn it from another reader of the same description. JSON Schema calls 5.0 an integer.
 """
 

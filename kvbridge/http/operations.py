@@ -1,4 +1,4 @@
-"""What every daemon's door offers, and how an application is put together.
+"""What every daemon's endpoint offers, and how an application is put together.
 
 Owns: /health, /ready, /metrics, /version, /status, /openapi.json; middleware; the description of problems.
 Must not know: rooms, instances.

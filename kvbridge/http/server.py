@@ -32,7 +32,7 @@ Application = ASGIApp
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of a door that speaks TLS."""
+    """PEM files of an endpoint that speaks TLS."""
 
     certificate: Path
     key: Path

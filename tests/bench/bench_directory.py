@@ -147,7 +147,7 @@ def _node(number: int) -> NodeRegistration:
         instance=f"{role}-{number}",
         node="node-0",
         role=role,
-        incarnation=f"life-{number}",
+        incarnation=f"incarnation-{number}",
         http_url=f"http://node-{number}:7900",
         control=PeerAddress(endpoint=f"tcp://node-{number}:7901"),
         pp_size=1,

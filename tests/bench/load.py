@@ -42,7 +42,7 @@ class RoomLostError(Exception):
     """A room that was admitted did not come through."""
 
 
-class Door:
+class Endpoint:
     """HTTP/1.1 over kept connections, as little of it as POST with JSON needs: the generator shares cores with what it measures."""
 
     def __init__(self, url: str) -> None:
@@ -129,9 +129,9 @@ class Load:
 
     cluster: Cluster
     shape: Shape
-    bootstrap: Door
-    prefill: Door
-    decode: Door
+    bootstrap: Endpoint
+    prefill: Endpoint
+    decode: Endpoint
     control: dict[str, Any]
     engines: list[asyncio.subprocess.Process] = field(default_factory=list)
     _waiting: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
@@ -176,8 +176,8 @@ class Load:
 
     def rest(self) -> None:
         """Close idle connections, so that those who count sockets count none of ours."""
-        for door in (self.bootstrap, self.prefill, self.decode):
-            door.close()
+        for endpoint in (self.bootstrap, self.prefill, self.decode):
+            endpoint.close()
 
     async def _listen(self, engine: asyncio.subprocess.Process) -> None:
         assert engine.stdout is not None
@@ -193,11 +193,11 @@ async def load(cluster: Cluster, shape: Shape) -> AsyncIterator[Load]:
     """Attach engines to a running pair; they end with the context."""
     control = cluster.prefill.endpoint().control
     assert control is not None
-    doors = [Door(daemon.url) for daemon in (cluster.bootstrap, cluster.prefill, cluster.decode)]
-    running = Load(cluster, shape, *doors, control=control.model_dump())
+    endpoints = [Endpoint(daemon.url) for daemon in (cluster.bootstrap, cluster.prefill, cluster.decode)]
+    running = Load(cluster, shape, *endpoints, control=control.model_dump())
     async with AsyncExitStack() as stack:
-        for door in doors:
-            stack.callback(door.close)
+        for endpoint in endpoints:
+            stack.callback(endpoint.close)
         for role, daemon in (("prefill", cluster.prefill), ("decode", cluster.decode)):
             engine = await _start(role, str(daemon.runtime_dir), shape.sample_every)
             stack.push_async_callback(_end, engine)

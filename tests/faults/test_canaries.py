@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.canary_scene import FILL_TOKENS, LATE_TOKENS, CanaryScene, canary_scene
+from tests.faults.cluster_cache import ClusterCache
+from tests.faults.late_writer_cluster import FILL_TOKENS, LATE_TOKENS, LateWriterCluster, late_writer_cluster
 from tests.faults.mutations import BELIEVE_QUIET, FREE_BY_TIMER
-from tests.faults.stages import Stages
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import status
 
@@ -31,21 +31,21 @@ short = pytest.mark.faults_short
 
 
 @pytest.fixture(scope="module")
-def stages() -> Iterator[Stages[CanaryScene]]:
-    opened = Stages(
-        lambda transport: canary_scene(transport.removesuffix(EXPIRING), expiring=transport.endswith(EXPIRING))
+def stages() -> Iterator[ClusterCache[LateWriterCluster]]:
+    opened = ClusterCache(
+        lambda transport: late_writer_cluster(transport.removesuffix(EXPIRING), expiring=transport.endswith(EXPIRING))
     )
     yield opened
     opened.clear()
 
 
-def over(stage: CanaryScene, room: int) -> None:
+def over(stage: LateWriterCluster, room: int) -> None:
     """Wait until a room has ended for users on both sides."""
     for daemon in stage.nodes:
         eventually("over", lambda daemon=daemon: stage.state(daemon, room) in {"aborting", "aborted", "failed"})
 
 
-def freed(stage: CanaryScene) -> None:
+def freed(stage: LateWriterCluster) -> None:
     """Wait until the decode daemon has shut the writer out and given the late room's pages back."""
     eventually("freed", lambda: status(stage.decode)["pools"]["full"]["free"] >= LATE_TOKENS // 256)
 
@@ -53,7 +53,7 @@ def freed(stage: CanaryScene) -> None:
 # ------------------------------------------------------------------------------------------- writers that are late
 
 
-def frozen_node(stage: CanaryScene, *, fenced: bool) -> int:
+def frozen_node(stage: LateWriterCluster, *, fenced: bool) -> int:
     """A prefill node that is frozen with an order in its worker's hands, long enough to be given up by decode.
 
     The worker wakes first, and knows nothing of all that: it writes. `fenced`: decode can shut it out without its help.
@@ -80,7 +80,7 @@ def frozen_node(stage: CanaryScene, *, fenced: bool) -> int:
 
 
 @pytest.mark.parametrize("transport", ["local", *LIBRARIES])
-def test_a_frozen_prefill_node_whose_worker_wakes(stages: Stages[CanaryScene], transport: str) -> None:
+def test_a_frozen_prefill_node_whose_worker_wakes(stages: ClusterCache[LateWriterCluster], transport: str) -> None:
     with stages.on(transport) as stage:
         landed = frozen_node(stage, fenced=transport != "local")
         if transport == "local":
@@ -89,7 +89,7 @@ def test_a_frozen_prefill_node_whose_worker_wakes(stages: Stages[CanaryScene], t
         stage.meet()
 
 
-ENDINGS: dict[str, Callable[[CanaryScene, int], None]] = {
+ENDINGS: dict[str, Callable[[LateWriterCluster, int], None]] = {
     "cancelled on decode": lambda stage, room: stage.cancel(stage.decode, room),
     "cancelled on prefill": lambda stage, room: stage.cancel(stage.prefill, room),
     "aborted by its engine": lambda stage, room: stage.sender.call("abort", room),
@@ -100,7 +100,9 @@ ENDINGS: dict[str, Callable[[CanaryScene, int], None]] = {
 
 @pytest.mark.parametrize("ending", list(ENDINGS))
 @pytest.mark.parametrize("transport", LIBRARIES)
-def test_a_prefill_worker_frozen_in_mid_transfer(stages: Stages[CanaryScene], transport: str, ending: str) -> None:
+def test_a_prefill_worker_frozen_in_mid_transfer(
+    stages: ClusterCache[LateWriterCluster], transport: str, ending: str
+) -> None:
     """It has handed over more than the network took: the rest goes out when it wakes, whatever became of the room."""
     with stages.on(transport + (EXPIRING if ending == "expired" else "")) as stage:
         room = stage.begin_late()
@@ -128,7 +130,7 @@ def test_a_prefill_worker_frozen_in_mid_transfer(stages: Stages[CanaryScene], tr
         stage.meet()
 
 
-def killed(stage: CanaryScene, room: int) -> None:
+def killed(stage: LateWriterCluster, room: int) -> None:
     """The prefill daemon dies and comes back, which proves that the old one does not write."""
     stage.prefill.kill()
     stage.detach(stage.sender.role)
@@ -136,7 +138,7 @@ def killed(stage: CanaryScene, room: int) -> None:
     stage.letter(stage.decode, room, "L")
 
 
-def cancelled(stage: CanaryScene, room: int) -> None:
+def cancelled(stage: LateWriterCluster, room: int) -> None:
     """The prefill side tears its transport down, and says that it is quiet."""
     stage.cancel(stage.decode, room)
     eventually("quiet", lambda: stage.state(stage.prefill, room) == "aborted")
@@ -146,7 +148,7 @@ def cancelled(stage: CanaryScene, room: int) -> None:
 @pytest.mark.parametrize("end", [cancelled, killed])
 @pytest.mark.parametrize("transport", LIBRARIES)
 def test_bytes_that_the_receiver_has_not_read(
-    stages: Stages[CanaryScene], transport: str, end: Callable[[CanaryScene, int], None]
+    stages: ClusterCache[LateWriterCluster], transport: str, end: Callable[[LateWriterCluster, int], None]
 ) -> None:
     """The decode worker is frozen with bytes of the room in its sockets: they outlive their writer."""
     with stages.on(transport) as stage:
@@ -165,7 +167,7 @@ def test_bytes_that_the_receiver_has_not_read(
         stage.meet()
 
 
-def late_delivery(stage: CanaryScene) -> int:
+def late_delivery(stage: LateWriterCluster) -> int:
     """A transport that reports a failure, is not quiet, and delivers everything a second later unless it is torn down."""
     other, room = stage.begin_late(FILL_TOKENS), stage.begin_late()
     stage.sender.call("publish", room, LATE_TOKENS)
@@ -191,7 +193,7 @@ def late_delivery(stage: CanaryScene) -> int:
 
 @pytest.mark.parametrize("inner", [pytest.param("local", marks=short), *LIBRARIES])
 def test_a_late_delivery(inner: str) -> None:
-    with canary_scene(inner, faults=LATE) as stage:
+    with late_writer_cluster(inner, faults=LATE) as stage:
         assert not late_delivery(stage)
         stage.everything_given_back()
         stage.meet()
@@ -203,7 +205,7 @@ def test_a_late_delivery(inner: str) -> None:
 @short
 def test_pages_that_a_timer_freed_are_seen() -> None:
     with (
-        canary_scene("local", daemon_mistake=FREE_BY_TIMER) as stage,
+        late_writer_cluster("local", daemon_mistake=FREE_BY_TIMER) as stage,
         pytest.raises(AssertionError, match="wrong bytes"),
     ):
         frozen_node(stage, fenced=False)
@@ -212,7 +214,7 @@ def test_pages_that_a_timer_freed_are_seen() -> None:
 @pytest.mark.parametrize("inner", ["local", "nixl"])
 def test_a_writer_that_was_believed_quiet_is_seen(inner: str) -> None:
     with (
-        canary_scene(inner, faults=LATE, worker_mistake=BELIEVE_QUIET) as stage,
+        late_writer_cluster(inner, faults=LATE, worker_mistake=BELIEVE_QUIET) as stage,
         pytest.raises(AssertionError, match="wrong bytes"),
     ):
         late_delivery(stage)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.cells import HEARTBEAT_S, PEER_SILENCE_S
-from tests.faults.scene import TOKENS, Scene, scene
+from tests.faults.fault_cluster import TOKENS, FaultCluster, scene
 from tests.helpers.cluster import eventually
 from tests.helpers.frame_proxy import (
     TO_DECODE,
@@ -27,7 +27,7 @@ ROOMS = 6
 """Crossing rooms of a storm; as many again are cancelled on either side."""
 
 
-class ProxiedScene(Scene):
+class ProxiedCluster(FaultCluster):
     """A stage whose decode daemon reaches the prefill daemon through a proxy."""
 
     proxy: FrameProxy
@@ -38,15 +38,15 @@ class ProxiedScene(Scene):
 
 
 @pytest.fixture(scope="module")
-def stage() -> Iterator[ProxiedScene]:
+def stage() -> Iterator[ProxiedCluster]:
     with scene() as opened:
-        proxied = ProxiedScene(opened.cluster, opened.engines)
+        proxied = ProxiedCluster(opened.cluster, opened.engines)
         with frame_proxy(opened.address["endpoint"]) as proxied.proxy:
             yield proxied
 
 
 @pytest.fixture(autouse=True)
-def _whole_again(stage: ProxiedScene) -> Iterator[None]:
+def _whole_again(stage: ProxiedCluster) -> Iterator[None]:
     """Calm weather after each test: everything is free and the next room crosses."""
     yield
     stage.proxy.weather = calm
@@ -60,7 +60,7 @@ def _whole_again(stage: ProxiedScene) -> Iterator[None]:
         assert "Traceback" not in daemon.log_path.read_text()
 
 
-def forget_each_other(stage: ProxiedScene) -> None:
+def forget_each_other(stage: ProxiedCluster) -> None:
     """Have the nodes meet anew: they lose each other, and every room begins with Hello."""
     stage.proxy.weather = partition
     for daemon in stage.nodes:
@@ -68,7 +68,7 @@ def forget_each_other(stage: ProxiedScene) -> None:
     stage.proxy.weather = calm
 
 
-def begun(stage: Scene) -> int:
+def begun(stage: FaultCluster) -> int:
     room = stage.pair()
     stage.sender.call("begin", room, TOKENS)
     stage.sender.call("write", room, TOKENS, 0, TOKENS // 2)
@@ -76,7 +76,7 @@ def begun(stage: Scene) -> int:
     return room
 
 
-def fails_as_cancelled(stage: Scene, room: int) -> None:
+def fails_as_cancelled(stage: FaultCluster, room: int) -> None:
     """Both sides say aborted; the engine lets go."""
     for daemon in stage.nodes:
         state, code, reason = stage.end(daemon, room)
@@ -86,7 +86,7 @@ def fails_as_cancelled(stage: Scene, room: int) -> None:
 
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.faults_short)])
 @pytest.mark.parametrize("kind", ["offer", "done"])
-def test_a_message_of_a_crossing_room_is_lost(stage: ProxiedScene, kind: str, times: int) -> None:
+def test_a_message_of_a_crossing_room_is_lost(stage: ProxiedCluster, kind: str, times: int) -> None:
     stage.proxy.lost.clear()
     stage.proxy.weather = lose_first(kind, times)
     stage.cross()
@@ -94,7 +94,7 @@ def test_a_message_of_a_crossing_room_is_lost(stage: ProxiedScene, kind: str, ti
 
 
 @pytest.mark.parametrize("kind", ["hello", "welcome"])
-def test_a_message_of_the_meeting_is_lost(stage: ProxiedScene, kind: str) -> None:
+def test_a_message_of_the_meeting_is_lost(stage: ProxiedCluster, kind: str) -> None:
     forget_each_other(stage)
     stage.proxy.lost.clear()
     stage.proxy.weather = lose_first(kind, 3)
@@ -104,7 +104,7 @@ def test_a_message_of_the_meeting_is_lost(stage: ProxiedScene, kind: str) -> Non
 
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.faults_short)])
 @pytest.mark.parametrize("kind", ["abort", "drained"])
-def test_a_message_of_an_ending_is_lost(stage: ProxiedScene, kind: str, times: int) -> None:
+def test_a_message_of_an_ending_is_lost(stage: ProxiedCluster, kind: str, times: int) -> None:
     room = begun(stage)
     stage.proxy.lost.clear()
     stage.proxy.weather = lose_first(kind, times)
@@ -116,7 +116,7 @@ def test_a_message_of_an_ending_is_lost(stage: ProxiedScene, kind: str, times: i
 
 
 @pytest.mark.parametrize("kind", ["failed", "drained"])
-def test_a_message_of_a_failure_is_lost(stage: ProxiedScene, kind: str) -> None:
+def test_a_message_of_a_failure_is_lost(stage: ProxiedCluster, kind: str) -> None:
     room = begun(stage)
     stage.proxy.lost.clear()
     stage.proxy.weather = lose_first(kind, 3)
@@ -128,7 +128,7 @@ def test_a_message_of_a_failure_is_lost(stage: ProxiedScene, kind: str) -> None:
     assert sum(stage.proxy.lost.values()) == 3
 
 
-def test_what_comes_twice_counts_once(stage: ProxiedScene) -> None:
+def test_what_comes_twice_counts_once(stage: ProxiedCluster) -> None:
     duplicates = metric(stage.decode, "kvbridge_control_frames_refused_total", reason="duplicate")
     stage.proxy.weather = twice
     room = begun(stage)
@@ -149,7 +149,7 @@ def test_what_comes_twice_counts_once(stage: ProxiedScene) -> None:
         pytest.param(5, 0.6, 0.1, 0.05, id="hardly anything passes"),
     ],
 )
-def test_a_storm(stage: ProxiedScene, seed: int, loss: float, doubled: float, longest_delay_s: float) -> None:
+def test_a_storm(stage: ProxiedCluster, seed: int, loss: float, doubled: float, longest_delay_s: float) -> None:
     """Rooms that cross and rooms that are cancelled on either side, all at once."""
     stage.proxy.weather = storm(seed, loss=loss, doubled=doubled, longest_delay_s=longest_delay_s)
     sender, reader = stage.sender, stage.reader
@@ -177,7 +177,7 @@ def test_a_storm(stage: ProxiedScene, seed: int, loss: float, doubled: float, lo
 
 
 @pytest.mark.faults_short
-def test_a_short_partition_is_not_noticed(stage: ProxiedScene) -> None:
+def test_a_short_partition_is_not_noticed(stage: ProxiedCluster) -> None:
     room = begun(stage)
     before = [status(daemon)["peers"] for daemon in stage.nodes]
     stage.proxy.weather = partition
@@ -190,7 +190,7 @@ def test_a_short_partition_is_not_noticed(stage: ProxiedScene) -> None:
     assert [status(daemon)["peers"] for daemon in stage.nodes] == before
 
 
-def test_a_long_partition_fails_rooms_and_heals(stage: ProxiedScene) -> None:
+def test_a_long_partition_fails_rooms_and_heals(stage: ProxiedCluster) -> None:
     """Both sides give each other up, pages wait for proof, and get it from the same lives once the network is back."""
     room, draining = begun(stage), begun(stage)
     lives = [status(daemon)["incarnation"] for daemon in stage.nodes]
@@ -215,7 +215,7 @@ def test_a_long_partition_fails_rooms_and_heals(stage: ProxiedScene) -> None:
     assert [status(daemon)["incarnation"] for daemon in stage.nodes] == lives
 
 
-def test_one_deaf_direction(stage: ProxiedScene) -> None:
+def test_one_deaf_direction(stage: ProxiedCluster) -> None:
     """Prefill hears decode, decode hears nothing: decode gives up, and is told the truth when it can hear again."""
     room = begun(stage)
     stage.proxy.weather = lambda direction, _kind: [] if direction == TO_DECODE else [0.0]
@@ -227,7 +227,7 @@ def test_one_deaf_direction(stage: ProxiedScene) -> None:
     stage.sender.call("abort", room)
 
 
-def test_the_other_deaf_direction(stage: ProxiedScene) -> None:
+def test_the_other_deaf_direction(stage: ProxiedCluster) -> None:
     room = begun(stage)
     stage.proxy.weather = lambda direction, _kind: [] if direction == TO_PREFILL else [0.0]
     for daemon in stage.nodes:

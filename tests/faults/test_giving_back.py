@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.faults.cells import State
-from tests.faults.scene import TOKENS, Scene, scene
+from tests.faults.fault_cluster import TOKENS, FaultCluster, scene
 from tests.helpers.live_rooms import all_free, http
 
 STATES = (State.ADMITTED, State.OFFERED, State.BEGUN, State.PARTIAL, State.COMMITTED, State.CLAIMED)
 
-Ending = Callable[[Scene, int], object]
+Ending = Callable[[FaultCluster, int], object]
 ENDINGS: dict[str, tuple[Ending, str]] = {
     # in the order of STATES:                                             adm off beg par com cla
     "DELETE on prefill": (lambda stage, room: stage.cancel(stage.prefill, room), "A/- A/a A/a A/a C/C C/C"),
@@ -27,14 +27,14 @@ ENDINGS: dict[str, tuple[Ending, str]] = {
 
 
 @pytest.fixture(scope="module")
-def stage() -> Iterator[Scene]:
+def stage() -> Iterator[FaultCluster]:
     with scene() as opened:
         yield opened
 
 
 @pytest.mark.faults_short
 @pytest.mark.parametrize("ending", list(ENDINGS))
-def test_an_ending_in_every_state(stage: Scene, ending: str) -> None:
+def test_an_ending_in_every_state(stage: FaultCluster, ending: str) -> None:
     end, row = ENDINGS[ending]
     expected = dict(zip(STATES, row.split(), strict=True))
     rooms = stage.bring([state for state in STATES if expected[state] != "-/-"], paired=ending == "DELETE on bootstrap")
@@ -51,7 +51,7 @@ def test_an_ending_in_every_state(stage: Scene, ending: str) -> None:
     stage.cross(stage.ticket())
 
 
-def _let_go(stage: Scene, state: State, room: int, ending: str) -> None:
+def _let_go(stage: FaultCluster, state: State, room: int, ending: str) -> None:
     """Engines stop using what they were told to stop using; the one that gave the room up has done so already."""
     if state in {State.BEGUN, State.PARTIAL} and ending != "prefill engine aborts":
         stage.sender.call("abort", room)
@@ -67,7 +67,7 @@ LIMITS = {
     "begin_s": 4.0,
     "offer_s": 2.0,
     "early_offer_s": 1.0,
-    "meet_s": 2.0,
+    "handshake_s": 2.0,
     "transfer_s": 5.0,
     "room_s": 6.0,
     "claim_s": 3.0,
@@ -88,7 +88,7 @@ def test_every_deadline() -> None:
             (stage.prefill, rooms[State.OFFERED], "deadline", "timeouts.begin_s"),
             (stage.decode, rooms[State.OFFERED], "deadline", "timeouts.begin_s"),
             (stage.decode, unknown, "unknown_room", "timeouts.early_offer_s"),
-            (stage.decode, int(lonely.json()["room"]), "deadline", "timeouts.meet_s"),
+            (stage.decode, int(lonely.json()["room"]), "deadline", "timeouts.handshake_s"),
             (stage.decode, rooms[State.COMMITTED], "deadline", "timeouts.claim_s"),
             (stage.prefill, rooms[State.BEGUN], "deadline", "timeouts.room_s"),
             (stage.decode, rooms[State.BEGUN], "deadline", "timeouts.room_s"),

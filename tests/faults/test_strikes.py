@@ -30,9 +30,9 @@ from tests.faults.cells import (
     Victim,
     outcomes,
 )
+from tests.faults.cluster_cache import ClusterCache
+from tests.faults.fault_cluster import FaultCluster, scene, seconds_since
 from tests.faults.matrix import Matrix
-from tests.faults.scene import Scene, scene, seconds_since
-from tests.faults.stages import Stages
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import all_free, http, status
 
@@ -51,8 +51,8 @@ ENGINES = {Victim.PREFILL_ENGINE: Role.PREFILL, Victim.DECODE_ENGINE: Role.DECOD
 
 
 @pytest.fixture(scope="module")
-def stages() -> Iterator[Stages[Scene]]:
-    opened = Stages(lambda transport: scene(transport=transport))
+def stages() -> Iterator[ClusterCache[FaultCluster]]:
+    opened = ClusterCache(lambda transport: scene(transport=transport))
     yield opened
     opened.clear()
 
@@ -60,7 +60,7 @@ def stages() -> Iterator[Stages[Scene]]:
 class Strike:
     """One blow to one process, and the end of it."""
 
-    def __init__(self, stage: Scene, victim: Victim, fault: Fault) -> None:
+    def __init__(self, stage: FaultCluster, victim: Victim, fault: Fault) -> None:
         self.stage, self.victim, self.fault = stage, victim, fault
         self.held_up = stage.worker_pid(stage.prefill)
         """The prefill rank worker that `furnish` froze."""
@@ -117,7 +117,7 @@ class Strike:
 
 
 @pytest.mark.parametrize(("victim", "fault"), cases(STRIKES, short=SHORT))
-def test_strike(stages: Stages[Scene], matrix: Matrix, victim: Victim, fault: Fault) -> None:
+def test_strike(stages: ClusterCache[FaultCluster], matrix: Matrix, victim: Victim, fault: Fault) -> None:
     _strike(stages, matrix, "local", victim, fault)
 
 
@@ -131,19 +131,19 @@ def test_strike(stages: Stages[Scene], matrix: Matrix, victim: Victim, fault: Fa
 )
 @pytest.mark.parametrize("transport", ["mooncake", "nixl"])
 def test_strike_over_a_library(
-    stages: Stages[Scene], matrix: Matrix, transport: str, victim: Victim, fault: Fault
+    stages: ClusterCache[FaultCluster], matrix: Matrix, transport: str, victim: Victim, fault: Fault
 ) -> None:
     """What holds for copies on one host holds for connections as well."""
     _strike(stages, matrix, transport, victim, fault)
 
 
-def _strike(stages: Stages[Scene], matrix: Matrix, transport: str, victim: Victim, fault: Fault) -> None:
+def _strike(stages: ClusterCache[FaultCluster], matrix: Matrix, transport: str, victim: Victim, fault: Fault) -> None:
     with stages.on(transport) as stage, matrix.notes_failure(transport, victim, fault):
         ends, noticed_s, recovered_s = _play(stage, transport, victim, fault)
     matrix.add(transport, victim, fault, ends, noticed_s=noticed_s, recovered_s=recovered_s)
 
 
-def _play(stage: Scene, transport: str, victim: Victim, fault: Fault) -> tuple[dict[State, str], float, float]:
+def _play(stage: FaultCluster, transport: str, victim: Victim, fault: Fault) -> tuple[dict[State, str], float, float]:
     """Strike, look, and have everything recover: how the rooms ended, how long it took to notice and to recover."""
     expected, limit_s = outcomes(transport, victim, fault), NOTICED_WITHIN_S.get((victim, fault))
     before = {daemon.name: stage.facts(daemon) for daemon in stage.nodes}
@@ -172,18 +172,18 @@ def _play(stage: Scene, transport: str, victim: Victim, fault: Fault) -> tuple[d
     return ends, noticed_s, seconds_since(ended_s)
 
 
-def _end(stage: Scene, room: int, expected: str) -> str:
+def _end(stage: FaultCluster, room: int, expected: str) -> str:
     prefill, decode = expected.split("/")
     return f"{stage.letter(stage.prefill, room, prefill)}/{stage.letter(stage.decode, room, decode)}"
 
 
-def _watchers(stage: Scene, victim: Victim) -> list[DaemonProcess]:
+def _watchers(stage: FaultCluster, victim: Victim) -> list[DaemonProcess]:
     """Nodes that can be asked while the victim is struck."""
     away = {Victim.PREFILL: stage.prefill, Victim.DECODE: stage.decode}.get(victim)
     return [daemon for daemon in stage.nodes if daemon is not away]
 
 
-def _lost(stage: Scene, strike: Strike, rooms: dict[State, int], expected: dict[State, str]) -> None:
+def _lost(stage: FaultCluster, strike: Strike, rooms: dict[State, int], expected: dict[State, str]) -> None:
     """Wait until the rooms that the strike ends have ended, for everybody who can tell."""
     watched = [
         (daemon, room, expected[state].split("/")[0 if daemon is stage.prefill else 1])
@@ -196,7 +196,7 @@ def _lost(stage: Scene, strike: Strike, rooms: dict[State, int], expected: dict[
             each.result()
 
 
-def _truth_meanwhile(stage: Scene, strike: Strike) -> None:
+def _truth_meanwhile(stage: FaultCluster, strike: Strike) -> None:
     """While somebody is missing: who is red says why, who is green serves, accounts are right."""
     watchers = _watchers(stage, strike.victim)
     for daemon in watchers:
@@ -221,7 +221,7 @@ def _truth_meanwhile(stage: Scene, strike: Strike) -> None:
         eventually("the engine gone", lambda: not status(daemon)["engines"])
 
 
-def _red_until_it_is_back(stage: Scene, daemon: DaemonProcess, dead: int) -> None:
+def _red_until_it_is_back(stage: FaultCluster, daemon: DaemonProcess, dead: int) -> None:
     """A node whose worker has just died admits nothing, and says why, for as long as it takes to have another."""
     ready = http("GET", daemon, "/ready")
     if ready.status_code == 200:  # it was quicker than this test
@@ -235,7 +235,7 @@ def _red_until_it_is_back(stage: Scene, daemon: DaemonProcess, dead: int) -> Non
         assert (refused.status_code, refused.json()["code"]) == (503, "not_ready"), refused.text
 
 
-def test_a_prefill_daemon_that_returns_at_another_port(stages: Stages[Scene]) -> None:
+def test_a_prefill_daemon_that_returns_at_another_port(stages: ClusterCache[FaultCluster]) -> None:
     """Its name proves that the old life has ended, wherever it is found."""
     with stages.on("local") as stage:
         room = stage.bring([State.PARTIAL])[State.PARTIAL]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.scene import TOKENS, Scene, scene
+from tests.faults.fault_cluster import TOKENS, FaultCluster, scene
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import all_free, http, status
 
@@ -21,20 +21,20 @@ TRANSFER_S = 1.0
 
 
 @contextmanager
-def faulty(inner: str, **faults: Any) -> Iterator[Scene]:
+def faulty(inner: str, **faults: Any) -> Iterator[FaultCluster]:
     """A stage whose prefill rank workers use `inner` with faults."""
     with scene(transport=inner, faults=faults, timeouts={"transfer_s": TRANSFER_S}) as stage:
         yield stage
 
 
-def begun(stage: Scene) -> int:
+def begun(stage: FaultCluster) -> int:
     room = stage.pair()
     stage.sender.call("begin", room, TOKENS)
     stage.sender.call("write", room, TOKENS, 0, TOKENS)
     return room
 
 
-def fails(stage: Scene, letter: str) -> str:
+def fails(stage: FaultCluster, letter: str) -> str:
     """The next room fails like that on both sides, and everything is given back; returns prefill's reason."""
     room = begun(stage)
     for daemon in stage.nodes:

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.sparse_worlds import SparseWorld, c4_component, settings
+from tests.helpers.sparse_simulation import SparseSimulation, c4_component, settings
 
 pytestmark = pytest.mark.gpu
 
 FLASH = "deepseek-v4-flash"
 
 
-def two_worlds(device: int, **facts) -> tuple[SparseWorld, SparseWorld]:
+def two_worlds(device: int, **facts) -> tuple[SparseSimulation, SparseSimulation]:
     """The same world on the CPU and on the GPU; equal calls lead to equal states."""
-    return SparseWorld(**facts), SparseWorld(device=f"cuda:{device}", **facts)
+    return SparseSimulation(**facts), SparseSimulation(device=f"cuda:{device}", **facts)
 
 
-def assert_same(cpu: SparseWorld, gpu: SparseWorld) -> None:
+def assert_same(cpu: SparseSimulation, gpu: SparseSimulation) -> None:
     for ours, theirs in zip(cpu.answers, gpu.answers, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     theirs = gpu.state()
@@ -71,7 +71,7 @@ def test_requests_come_and_go_as_on_the_cpu(device, hot_rows, form):
 class CapturedStep:
     """Every layer's append and swap_in of a padded batch, in one graph."""
 
-    def __init__(self, world: SparseWorld, batch: int) -> None:
+    def __init__(self, world: SparseSimulation, batch: int) -> None:
         layers, device = world.component.layers, world.device
         self.world, self.batch = world, batch
         k = world.settings.top_k
@@ -134,7 +134,7 @@ def test_a_captured_step_is_replayed_for_any_batch(device, hot_rows):
 
 def test_no_verb_waits_for_the_device_or_allocates(device):
     """With the device kept busy, so that a wait would show."""
-    world = SparseWorld(settings(top_k=64), host_pages=160, device=f"cuda:{device}")
+    world = SparseSimulation(settings(top_k=64), host_pages=160, device=f"cuda:{device}")
     for slot in range(3):
         world.admit(slot, 900, more_tokens=1200)
     world.step([0, 1, 2])
@@ -172,7 +172,7 @@ def test_no_verb_waits_for_the_device_or_allocates(device):
 
 def test_a_slow_backup_holds_back_only_what_would_overwrite_it(device):
     """The ring page is written again only when its copy is over, though the host enqueues everything at once."""
-    world = SparseWorld(settings(hot_rows=64, top_k=64, max_requests=1), device=f"cuda:{device}", host_pages=64)
+    world = SparseSimulation(settings(hot_rows=64, top_k=64, max_requests=1), device=f"cuda:{device}", host_pages=64)
     world.admit(0, 0, more_tokens=2400)
     world.step([0])
     for _ in range(4 * 256 + 40):
@@ -191,7 +191,7 @@ def test_what_is_allocated_is_what_the_accounts_say(device):
     options = settings(hot_rows=1024, top_k=512, max_requests=2, max_tokens=131_072)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
-    world = SparseWorld(options, component=component, host_pages=8, device=f"cuda:{device}")
+    world = SparseSimulation(options, component=component, host_pages=8, device=f"cuda:{device}")
     taken = torch.cuda.memory_stats(device)["allocated_bytes.all.current"] - before
     told = world.cache.memory_bytes().total
     assert told <= taken <= told + 16 * 512, "torch rounds each tensor up to 512 bytes"

@@ -17,7 +17,7 @@ from kvbridge.core.geometry.components import Encoding
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
 from kvbridge.engine.adapters.transformers import weights_digest
 from tests.helpers import torch_pools
-from tests.helpers.sparse_scene import SparseScene, admitted, fed
+from tests.helpers.sparse_model import SparseModelPair, admitted, fed
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def pages_that_a_gpu_reads(monkeypatch):
 @pytest.mark.parametrize(("encoding", "hot_rows"), [(Encoding.NATIVE, 64), (Encoding.FP8_V4, 128)])
 def test_past_many_evictions(device, encoding, hot_rows):
     steps, tokens = 150, 2049
-    scene = SparseScene(encoding, f"cuda:{device}")
+    scene = SparseModelPair(encoding, f"cuda:{device}")
     prefill = scene.prefill(tokens, offset=97)
     alone = scene.alone(prefill, steps)
     pools = scene.pools(prefill, steps=steps)
@@ -61,7 +61,7 @@ def test_past_many_evictions(device, encoding, hot_rows):
 
 @pytest.mark.parametrize("tokens", [3, 255, 257, 514])
 def test_the_newest_rows_are_right_from_the_first_step(device, tokens):
-    scene = SparseScene(device=f"cuda:{device}")
+    scene = SparseModelPair(device=f"cuda:{device}")
     prefill = scene.prefill(tokens, offset=tokens)
     alone = scene.alone(prefill, 9)
     pools = scene.pools(prefill, steps=9)
@@ -74,7 +74,7 @@ def test_the_newest_rows_are_right_from_the_first_step(device, tokens):
 
 
 def test_weights_are_the_same_on_every_device(device):
-    assert weights_digest(SparseScene().model) == weights_digest(SparseScene(device=f"cuda:{device}").model)
+    assert weights_digest(SparseModelPair().model) == weights_digest(SparseModelPair(device=f"cuda:{device}").model)
 
 
 @pytest.mark.parametrize("encoding", ["native", "fp8_v4"])

@@ -11,7 +11,7 @@ import torch
 
 from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapInShape
 from kvbridge.kernels.swap_in_device import LARGE_BATCH, SMALL_BATCH, CudaSwapIn
-from tests.helpers.swap_worlds import SwapWorld, selections, step_of
+from tests.helpers.swap_in_simulation import SwapInSimulation, selections, step_of
 
 pytestmark = pytest.mark.gpu
 
@@ -22,8 +22,8 @@ class Pair:
     """The same world twice: on the CPU, and on a GPU."""
 
     def __init__(self, shape: SwapInShape, *, device: int, **facts: object) -> None:
-        self.on_cpu = SwapWorld(shape, device=torch.device("cpu"), **facts)
-        self.on_gpu = SwapWorld(shape, device=torch.device("cuda", device), **facts)
+        self.on_cpu = SwapInSimulation(shape, device=torch.device("cpu"), **facts)
+        self.on_gpu = SwapInSimulation(shape, device=torch.device("cuda", device), **facts)
         self.reference = ReferenceSwapIn(shape, self.on_cpu.state(), self.on_cpu.layer_memory())
         self.kernel = CudaSwapIn(device, shape, self.on_gpu.state(), self.on_gpu.layer_memory())
 

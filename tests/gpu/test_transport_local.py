@@ -28,7 +28,7 @@ from tests.contract.harness import ROOT, wait
 from tests.helpers.connecting import connect
 from tests.helpers.device_buffer import DeviceBuffer
 from tests.helpers.gpu import SMALL
-from tests.helpers.local_bed import local_bed
+from tests.helpers.local_transport_pair import local_transport_pair
 from tests.helpers.shared_buffer import SharedBuffer
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +54,9 @@ def one(source: int, destination: int, length: int) -> Operations:
 def test_scattered_c4_pages(device: int, shm: Path, destination: MemoryKind, page_first: bool, way: str) -> None:
     below = {"by default": 256 * 1024, "engines only": 0, "kernel only": 1 << 40}[way]
     settings = WAITING.model_copy(update={"copy_kernel_below_bytes": below})
-    with local_bed(shm, destination, pages=16 if SMALL else 256, page_first=page_first, settings=settings) as bed:
+    with local_transport_pair(
+        shm, destination, pages=16 if SMALL else 256, page_first=page_first, settings=settings
+    ) as bed:
         first_s = bed.move()
         bed.check()
         best_s = min(bed.move() for _ in range(3))
@@ -251,7 +253,7 @@ def test_memory_of_a_peer_that_was_killed_can_still_be_written(device: int, shm:
     pool = SharedBuffer(shm / "other", MIB)
     owner = LocalTransport(WAITING)
     owner.register([pool.memory()])
-    with local_bed(shm, MemoryKind.VRAM, pages=256) as bed:
+    with local_transport_pair(shm, MemoryKind.VRAM, pages=256) as bed:
         other = connect(bed.transport, owner.endpoint())
         transfer = bed.transport.submit(bed.peer, bed.operations(), deadline_s=LIMIT_S)
         bed.process.kill()

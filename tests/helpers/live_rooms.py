@@ -1,4 +1,4 @@
-"""Rooms and figures of running daemons, as the tests of doors and of life use them.
+"""Rooms and figures of running daemons, as the tests of endpoints and of life use them.
 
 A `LiveCluster` is a cluster with an engine attached to each side. `serves` is the question that every test of bad input ends with:
 is everybody ready, is every page free, and does the next good room cross byte for byte?
@@ -30,7 +30,7 @@ Headers = dict[str, str]
 def http(
     method: str, daemon: DaemonProcess, path: str, *, headers: Headers | None = None, **more: Any
 ) -> httpx.Response:
-    """Call a daemon's door; the answer is not judged."""
+    """Call a daemon's endpoint; the answer is not judged."""
     # Nothing here speaks TLS, and loading its certificates would take longer than the call.
     options = {"timeout": CALL_S, "trust_env": False, "verify": False}
     return httpx.request(method, f"{daemon.url}{path}", headers=headers, **options, **more)
@@ -164,14 +164,14 @@ class LiveCluster:
 
     @property
     def address(self) -> dict[str, str]:
-        """The prefill daemon's control door as requests name it."""
+        """The prefill daemon's control socket as requests name it."""
         found = self.prefill.endpoint().control
         assert found is not None
         return found.model_dump()
 
     @property
     def control(self) -> str:
-        """The endpoint of that door."""
+        """The endpoint of that endpoint."""
         return self.address["endpoint"]
 
     def admit_on_decode(self, prompt_tokens: int, **more: Any) -> int:

@@ -98,7 +98,7 @@ class RawPeer:
 
 
 class RawDecode(RawPeer):
-    """Pretends to be a decode node: connects to a prefill daemon's control door."""
+    """Pretends to be a decode node: connects to a prefill daemon's control socket."""
 
     def __init__(self, endpoint: str, *, keys: CurveKeys | None = None, server_key: str = "") -> None:
         super().__init__(zmq.DEALER)
@@ -115,7 +115,7 @@ class RawDecode(RawPeer):
 
 
 class RawPrefill(RawPeer):
-    """Pretends to be a prefill node: a control door that one decode daemon connects to."""
+    """Pretends to be a prefill node: a control socket that one decode daemon connects to."""
 
     def __init__(self, *, keys: CurveKeys | None = None) -> None:
         super().__init__(zmq.ROUTER)

@@ -43,7 +43,7 @@ R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
 ADDRESS = PeerAddress(endpoint="tcp://prefill-a:7000")
 OTHER_ADDRESS = PeerAddress(endpoint="tcp://prefill-b:7000")
 SENDER_LIMITS = SenderLimits(begin_s=80, offer_s=60, room_s=600, early_offer_s=10, drain_s=50)
-RECEIVER_LIMITS = ReceiverLimits(pages_s=10, meet_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50)
+RECEIVER_LIMITS = ReceiverLimits(pages_s=10, handshake_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50)
 PREFILL, DECODE = "aaaa000000000001", "dddd000000000001"
 """Incarnations."""
 

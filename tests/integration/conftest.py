@@ -1,4 +1,4 @@
-"""What the byte-exact tests share: one second process for all of them, and connected nodes by parameter; and the doors' cluster."""
+"""What the byte-exact tests share: one second process for all of them, and connected nodes by parameter; and the shared cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.harness import BACKENDS, require_library
-from tests.helpers import door_cluster
+from tests.helpers import shared_cluster
 from tests.helpers.live_rooms import LiveCluster
 from tests.helpers.rank_harness import Crossing, crossing
 from tests.helpers.rank_threads import DestinationProcess
@@ -34,14 +34,14 @@ def link(request: pytest.FixtureRequest, destination_process: DestinationProcess
 
 
 @pytest.fixture(scope="session")
-def doors() -> Iterator[LiveCluster]:
-    """One cluster for all tests of doors."""
-    with door_cluster.door_cluster() as running:
+def endpoints() -> Iterator[LiveCluster]:
+    """One cluster for all tests of endpoints."""
+    with shared_cluster.shared_cluster() as running:
         yield running
 
 
 @pytest.fixture
-def live(doors: LiveCluster) -> Iterator[LiveCluster]:
+def live(endpoints: LiveCluster) -> Iterator[LiveCluster]:
     """That cluster for one test, which has engines of its own. Files with a cluster of their own define another `live`."""
-    yield doors
-    doors.detach()
+    yield endpoints
+    endpoints.detach()

@@ -177,7 +177,7 @@ def test_sigterm_lets_rooms_end(
     assert instance not in http("GET", live.cluster.bootstrap, "/v1/instances").text
     assert gone(workers)
     assert not shared_files(daemon)
-    assert not list(daemon.runtime_dir.glob("*.json")), "a closed door is not announced"
+    assert not list(daemon.runtime_dir.glob("*.json")), "a closed endpoint is not announced"
     all_free(other(live, daemon))
     restarted(live, daemon)
     live.serves()

@@ -21,7 +21,7 @@ from kvbridge.testbed.demo.trace import Trace
 from kvbridge.testbed.demo.verdict import Comparison, compare
 from kvbridge.testbed.demo.watch import CacheWatch
 from tests.helpers.foreign_processor import foreign_processor
-from tests.helpers.sparse_scene import C4, SparseScene, admitted
+from tests.helpers.sparse_model import C4, SparseModelPair, admitted
 
 TOKENS, STEPS = 1031, 12
 """Both compressors have tokens that wait for their block, and there are four times as many C4 rows as are selected."""
@@ -37,7 +37,7 @@ def restore_threads():
 class Case:
     """One request in one encoding: its prompt, the model alone, and which C4 row is first read when."""
 
-    def __init__(self, scene: SparseScene) -> None:
+    def __init__(self, scene: SparseModelPair) -> None:
         self.scene = scene
         self.prefill = self.scene.prefill(TOKENS, offset=97)
         self.layer = self.scene.c4.layers[1]
@@ -73,7 +73,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=[Encoding.NATIVE, Encoding.FP8_V4])
 def case(request):
-    return Case(SparseScene(request.param))
+    return Case(SparseModelPair(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_another_row_leaves_the_bound(attended):
 @pytest.mark.parametrize(("times", "right"), [(0.99, True), (2.5, False)])
 def test_the_dense_sum_may_be_off_by_what_rounding_explains_and_no_more(monkeypatch, times, right):
     """Noise of the derived size in the dense model's own sum, as far as another processor's could be and beyond."""
-    scene = SparseScene()
+    scene = SparseModelPair()
     prefill = scene.prefill(515)
     real, compared = reference._Layer.compare, []
 

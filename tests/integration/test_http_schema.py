@@ -1,4 +1,4 @@
-"""The HTTP doors of running daemons against their own description: what /openapi.json says is what is answered.
+"""The HTTP APIs of running daemons against their own description: what /openapi.json says is what is answered.
 
 Requests are drawn from the description, right and wrong ones, some with rooms and nodes that exist. Nothing may be
 answered with 5xx but with 503, and every answer has the form that the description gives it. `make fuzz-http` does the
@@ -44,15 +44,15 @@ NODES = "/v1/instances/{instance}/nodes/{node}"
 def live() -> Iterator[LiveCluster]:
     # Rooms are admitted by the hundred here, and none of them is meant to go anywhere.
     short = {
-        "timeouts": {"offer_s": 0.5, "meet_s": 0.5, "room_keep_s": 30.0, "control_delivery_s": 20.0},
+        "timeouts": {"offer_s": 0.5, "handshake_s": 0.5, "room_keep_s": 30.0, "control_delivery_s": 20.0},
         "http": {"port": 0, "max_wait_s": 0.2},
     }
     with live_cluster(prefill=short, decode=short) as running:
         yield running
 
 
-class Door:
-    """One daemon's door, and what exists behind it."""
+class Endpoint:
+    """One daemon's endpoint, and what exists behind it."""
 
     def __init__(self, live: LiveCluster, side: str) -> None:
         self.daemon: DaemonProcess = getattr(live.cluster, side)
@@ -109,7 +109,7 @@ class Door:
             self.rooms.append(int(response.json()["room"]))
 
 
-def try_out(door: Door, operation: APIOperation, mode: GenerationMode, session: requests.Session) -> None:
+def try_out(endpoint: Endpoint, operation: APIOperation, mode: GenerationMode, session: requests.Session) -> None:
     """Draw requests of one operation; they are not made smaller when one fails: the message names the request."""
     plants, turns = mode is GenerationMode.POSITIVE, itertools.count()
 
@@ -123,24 +123,24 @@ def try_out(door: Door, operation: APIOperation, mode: GenerationMode, session: 
     @given(case=operation.as_strategy(generation_mode=mode), number=st.integers(0, 10_000))
     def holds(case: Case, number: int) -> None:
         if plants and next(turns) % 2 == 0:
-            door.planted(case, number)
-        door.ask(case, session)
+            endpoint.planted(case, number)
+        endpoint.ask(case, session)
 
     holds()
 
 
 @pytest.mark.timeout(120 + 4 * EXAMPLES)
 @pytest.mark.parametrize("side", ["prefill", "decode", "bootstrap"])
-def test_a_door_keeps_to_its_description(live: LiveCluster, side: str) -> None:
-    door = Door(live, side)
+def test_an_api_keeps_to_its_description(live: LiveCluster, side: str) -> None:
+    endpoint = Endpoint(live, side)
     with requests.Session() as session:
-        for operation in (found.ok() for found in door.schema.get_all_operations()):
+        for operation in (found.ok() for found in endpoint.schema.get_all_operations()):
             if operation.body or operation.path_parameters or operation.query:
                 for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-                    try_out(door, operation, mode, session)
+                    try_out(endpoint, operation, mode, session)
             else:
-                door.ask(operation.Case(), session)
+                endpoint.ask(operation.Case(), session)
     for wanted in (("POST /v1/requests", 201), ("POST /v1/requests", 400), (f"GET {ROOMS}", 200), ("GET /status", 200)):
-        assert door.answers[wanted], f"nothing was answered like {wanted}: {door.answers}"
-    assert http("GET", door.daemon, "/health").status_code == 200
-    assert "request failed" not in door.daemon.log_path.read_text(), "an error that nobody foresaw"
+        assert endpoint.answers[wanted], f"nothing was answered like {wanted}: {endpoint.answers}"
+    assert http("GET", endpoint.daemon, "/health").status_code == 200
+    assert "request failed" not in endpoint.daemon.log_path.read_text(), "an error that nobody foresaw"

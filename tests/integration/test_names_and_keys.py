@@ -88,11 +88,11 @@ def test_a_daemon_that_was_killed_has_its_name_again_at_once(live: LiveCluster, 
     former = incarnation(daemon)
     daemon.kill()
     daemon.start()
-    daemon.endpoint()  # its doors are open
+    daemon.endpoint()  # its endpoints are open
     begun_s = time.monotonic()
     eventually("it is listed", lambda: holder(live, role) == incarnation(daemon), pause_s=0.005)
     took_s = time.monotonic() - begun_s
-    print(f"{role}: listed {took_s:.3f} s after its doors opened")
+    print(f"{role}: listed {took_s:.3f} s after its endpoints opened")
     assert took_s < EXPIRE_S / 4
     assert incarnation(daemon) != former
     eventually("everybody is ready", lambda: not ready(live.cluster.bootstrap)[1])

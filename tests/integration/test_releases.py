@@ -12,7 +12,7 @@ from kvbridge.core.wire.messages import Abort, Drained, Failed, Hello, NodeDescr
 from tests.helpers.later_release import LaterCodec
 from tests.helpers.live_rooms import LiveCluster, ends, http, live_cluster
 from tests.helpers.raw_peers import RawDecode, RawPrefill
-from tests.integration.test_doors_control import offered_to
+from tests.integration.test_endpoints_control import offered_to
 
 
 @pytest.fixture(scope="module")

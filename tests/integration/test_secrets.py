@@ -88,7 +88,7 @@ def searched() -> Iterator[Searched]:
                 bootstrap=link,
                 control={"bind": "tcp://127.0.0.1:0", "curve": curve},
                 telemetry={"log_level": "debug", "log_format": form},
-                timeouts={"meet_s": 1.0},
+                timeouts={"handshake_s": 1.0},
             )
         found.prefill.config["http"]["token"] = TOKENS["prefill"]
         launch(found.prefill, KVBRIDGE_TELEMETRY__LOG_LEVEL="debug")
@@ -143,7 +143,7 @@ def test_logs_have_none(searched: Searched) -> None:
         searched.clean(f"the log of {daemon.name}", daemon.log_path.read_text())
 
 
-def test_doors_show_none(searched: Searched) -> None:
+def test_endpoints_show_none(searched: Searched) -> None:
     for daemon in searched.all():
         for path in ("/status", "/metrics", "/ready", "/health", "/version", "/openapi.json"):
             answer = http("GET", daemon, path, headers=searched.headers(daemon))

@@ -1,4 +1,4 @@
-"""A cluster with keys and tokens on every door, bound to every interface: who gets in, who does not, and what is never shown."""
+"""A cluster with keys and tokens on every endpoint, on all interfaces: who gets in, who does not, what is never shown."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def secure() -> Iterator[Secure]:
     write_keys(prefill_keys, folder / "prefill.key")
     write_keys(decode_keys, folder / "decode.key")
 
-    def doors(name: str, **curve: Any) -> dict[str, Any]:
+    def endpoints(name: str, **curve: Any) -> dict[str, Any]:
         return {
             "http": {
                 "host": "0.0.0.0",
@@ -73,16 +73,16 @@ def secure() -> Iterator[Secure]:
                 "advertise": "tcp://127.0.0.1:0",
                 "curve": {"secret_key_file": str(folder / f"{name}.key"), **curve},
             },
-            "timeouts": {"meet_s": 1.5},
+            "timeouts": {"handshake_s": 1.5},
         }
 
     spec = ClusterSpec(
         model={"preset": "tiny-v4"},
         transport="local",
         prefill=NodeSpec(
-            instance="prefill-0", pools=POOLS, more=doors("prefill", allowed_public_keys=[decode_keys.public])
+            instance="prefill-0", pools=POOLS, more=endpoints("prefill", allowed_public_keys=[decode_keys.public])
         ),
-        decode=NodeSpec(instance="decode-0", pools={**POOLS, "host": {"pages": 16}}, more=doors("decode")),
+        decode=NodeSpec(instance="decode-0", pools={**POOLS, "host": {"pages": 16}}, more=endpoints("decode")),
     )
     planned = plan_cluster(folder, spec)
     cluster = Cluster(planned.folder, planned.bootstrap, planned.prefill, planned.decode)
@@ -153,7 +153,7 @@ def test_a_friend_gets_in(secure: Secure) -> None:
     ("key", "code", "text"),
     [
         ("", "config_invalid", "no public key is known of"),
-        (generate_keys().public, "deadline", "timeouts.meet_s"),
+        (generate_keys().public, "deadline", "timeouts.handshake_s"),
     ],
     ids=["no key", "another key"],
 )
@@ -170,7 +170,7 @@ def test_decode_speaks_to_the_node_that_it_was_told_of_only(secure: Secure, key:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode", "bootstrap"])
-def test_doors_ask_for_their_token(secure: Secure, side: str) -> None:
+def test_endpoints_ask_for_their_token(secure: Secure, side: str) -> None:
     live = secure.live
     daemon: DaemonProcess = getattr(live.cluster, side)
     right = live.bootstrap_headers if side == "bootstrap" else live.headers
@@ -268,7 +268,7 @@ def test_a_token_in_the_file_itself_is_blanked(secure: Secure, tmp_path: Path) -
 # ------------------------------------------------------------------------------------------- starts
 
 
-def test_open_doors_are_refused_at_the_start(secure: Secure) -> None:
+def test_open_endpoints_are_refused_at_the_start(secure: Secure) -> None:
     """All at once, since most of the time goes into importing."""
     live, folder = secure.live, secure.live.cluster.folder
     public = {"bind": "tcp://0.0.0.0:0", "advertise": "tcp://127.0.0.1:0"}

@@ -64,7 +64,7 @@ def keyed() -> Iterator[Keyed]:
     server, decode = generate_keys(), generate_keys()
     write_keys(server, folder / "prefill.key")
     write_keys(decode, folder / "decode.key")
-    timeouts = {"control_heartbeat_s": HEARTBEAT_S, "meet_s": 3.0}
+    timeouts = {"control_heartbeat_s": HEARTBEAT_S, "handshake_s": 3.0}
     curve = {"secret_key_file": str(folder / "prefill.key"), "allowed_keys_file": str(folder / "allowed")}
     spec = ClusterSpec(
         model={"preset": "tiny-v4"},

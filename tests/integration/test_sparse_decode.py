@@ -16,7 +16,7 @@ from kvbridge.engine.adapters.deepseek_v4 import Placement
 from kvbridge.engine.adapters.sparse_deepseek_v4 import IndexerHooks, SparseDecoder, SparseLayer
 from kvbridge.engine.adapters.transformers import follow, prefill_chunks, prompt_tokens
 from tests.helpers.matrices import kept
-from tests.helpers.sparse_scene import C4, SparseScene, admitted, fed
+from tests.helpers.sparse_model import C4, SparseModelPair, admitted, fed
 
 STEPS = 320
 
@@ -30,7 +30,7 @@ def restore_threads():
 
 @pytest.fixture(scope="module")
 def scene():
-    return SparseScene()
+    return SparseModelPair()
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_hundreds_of_steps_past_many_evictions(scene, long, hot_rows):
 
 @pytest.mark.slow
 def test_quantised_rows(long):
-    scene = SparseScene(Encoding.FP8_V4)
+    scene = SparseModelPair(Encoding.FP8_V4)
     prefill = scene.prefill(2049, offset=97)
     alone = scene.alone(prefill, 80)
     pools = scene.pools(prefill, steps=80)

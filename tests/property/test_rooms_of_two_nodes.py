@@ -17,9 +17,9 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.pool.accounts.book import Owner, PageState
-from tests.helpers.room_actors import PAGES, RANKS
-from tests.helpers.room_world import STAGES, World
+from tests.helpers.room_simulation import STAGES, World
 from tests.helpers.rooms import PAGE
+from tests.helpers.simulated_nodes import PAGES, RANKS
 
 ROOMS = st.integers(1, 2)
 GENERATIONS = st.integers(1, 3)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.helpers.examples import fewer
-from tests.helpers.sparse_worlds import SparseWorld
-from tests.helpers.sparse_worlds import settings as sparse_settings
+from tests.helpers.sparse_simulation import SparseSimulation
+from tests.helpers.sparse_simulation import settings as sparse_settings
 
 SLOTS = 3
 
@@ -33,7 +33,7 @@ class EngineAtWork(RuleBasedStateMachine):
             max_requests=SLOTS,
             max_tokens=4096,
         )
-        self.world = SparseWorld(options, host_pages=60, page_first=page_first, seed=seed)
+        self.world = SparseSimulation(options, host_pages=60, page_first=page_first, seed=seed)
 
     @rule(
         slot=st.integers(0, SLOTS - 1),

@@ -45,11 +45,11 @@ class Simulation:
     def step(self):
         now_s = self.clock()
         self.undelivered += [item.message for item in self.outbox.take_expired(now_s)]
-        for parcel in self.outbox.take_due(now_s) + self.outbox.take_new(now_s):
+        for sent in self.outbox.take_due(now_s) + self.outbox.take_new(now_s):
             self.frames += 1
-            self.there.put((parcel, self.outbox.floor), now_s)
-        for parcel, floor in self.there.take(now_s):
-            self.delivered += self.inbox.accept(parcel.sequence, parcel.message, floor=floor).ready
+            self.there.put((sent, self.outbox.floor), now_s)
+        for sent, floor in self.there.take(now_s):
+            self.delivered += self.inbox.accept(sent.sequence, sent.message, floor=floor).ready
         if self.inbox.owed:
             self.back.put(self.inbox.acks(), now_s)
         for acks in self.back.take(now_s):

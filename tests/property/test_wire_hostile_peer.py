@@ -41,9 +41,9 @@ class HostilePeer(RuleBasedStateMachine):
         self.clock.advance(seconds)
         self.outbox.take_expired(self.clock())
         self.outbox.take_due(self.clock())
-        for parcel in self.outbox.take_new(self.clock()):
-            assert parcel.sequence == parcel.message > self.sent
-            self.sent = parcel.sequence
+        for sent in self.outbox.take_new(self.clock()):
+            assert sent.sequence == sent.message > self.sent
+            self.sent = sent.sequence
 
     @rule(upto=NUMBERS, beyond=st.lists(NUMBERS, max_size=4))
     def acknowledge(self, upto: int, beyond: list[int]) -> None:

@@ -52,7 +52,7 @@ class Inspections:
         limit_s: float,
         clock: Clock = monotonic,
     ) -> None:
-        """`limit_s`: `timeouts.meet_s`."""
+        """`limit_s`: `timeouts.handshake_s`."""
         self._execute = execute
         self._deliver: Callable[[str, PeerMessage], None]
         self._limit_s = limit_s
@@ -110,8 +110,8 @@ class Inspections:
             raise PeerError("the peer was given up while its introduction was checked")
         if self._clock() > inspection.expires_s:
             raise DeadlineError(
-                f"its introduction could not be checked within {self._limit_s:g} s (timeouts.meet_s): this node is too busy, or "
-                "it names too much memory"
+                f"its introduction could not be checked within {self._limit_s:g} s (timeouts.handshake_s): this node is too "
+                "busy, or it names too much memory"
             )
 
     def _ended(self, peer: str, inspection: _Inspection, error: BaseException | None) -> None:

@@ -73,7 +73,7 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
             room.begin_by_s = None
         match room.state:
             case ReceiverState.RESERVED:
-                room.wait_until(now_s + self._limits.meet_s, "timeouts.meet_s")
+                room.wait_until(now_s + self._limits.handshake_s, "timeouts.handshake_s")
             case ReceiverState.OFFERED:
                 room.wait_until(now_s + self._limits.room_s, "timeouts.room_s")
             case ReceiverState.VERIFYING:

@@ -97,7 +97,7 @@ class ReceiverLimits:
 
     pages_s: float
     """Adopted pools: the engine names its pages within this time."""
-    meet_s: float
+    handshake_s: float
     """Every prefill node has welcomed us within this time."""
     room_s: float
     """From the offer to the commit."""

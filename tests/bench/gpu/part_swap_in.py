@@ -26,13 +26,13 @@ from tests.bench.gpu.memory import (
     tensor_at,
 )
 from tests.bench.gpu.recorder import Recorder
-from tests.bench.gpu.swap_scene import (
+from tests.bench.gpu.swap_in_model import (
     MOST_BATCH,
     PAGES,
     POOL_PAGES,
     SETS,
     Selections,
-    SwapScene,
+    SwapInModel,
     hot_bytes,
     layers_for,
     misses_of,
@@ -56,7 +56,7 @@ def run(recorder: Recorder, *, quick: bool) -> None:
         fill_random(mapping.address, pool_bytes, 0)
         bench = _Bench(recorder, CacheFlush(0), 7 if quick else REPLAYS)
         for (hot_rows, top_ks), batch in itertools.product(sizes, batches):
-            scene = SwapScene(batch=batch, hot_rows=hot_rows, pool=mapping.address, hot=hot)
+            scene = SwapInModel(batch=batch, hot_rows=hot_rows, pool=mapping.address, hot=hot)
             for top_k in top_ks:
                 operation = CudaSwapIn(0, *scene.facts(top_k))
                 for share in shares:
@@ -74,7 +74,7 @@ class _Bench:
         self._replays = replays
         self._stream = torch.cuda.current_stream().cuda_stream
 
-    def case(self, scene: SwapScene, operation: CudaSwapIn, *, top_k: int, miss_percent: int) -> None:
+    def case(self, scene: SwapInModel, operation: CudaSwapIn, *, top_k: int, miss_percent: int) -> None:
         """Check and time one case."""
         misses = misses_of(top_k, miss_percent)
         layers = layers_for(scene.batch, misses)
@@ -119,7 +119,7 @@ class _Bench:
             wrong=wrong,
         )
 
-    def _check(self, scene: SwapScene, selections: Selections, out: torch.Tensor, misses: int) -> str:
+    def _check(self, scene: SwapInModel, selections: Selections, out: torch.Tensor, misses: int) -> str:
         pool_words = scene.batch * PAGES * PAGE_BYTES // 8
         hot_words = scene.batch * scene.rows_each // SLOTS * PAGE_BYTES // 8
         for layer in range(len(out)):
@@ -136,7 +136,7 @@ class _Bench:
                 return f"layer {layer}: {wrong}"
         return ""
 
-    def _gathers(self, scene: SwapScene, selections: Selections, layers: int) -> dict[str, float]:
+    def _gathers(self, scene: SwapInModel, selections: Selections, layers: int) -> dict[str, float]:
         """Microseconds of the bare gather of the same rows, by its shape."""
         now = torch.empty_like(selections.source_rows[0])
         took = {}

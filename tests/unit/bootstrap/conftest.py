@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from tests.helpers.redis_server import redis_server
-from tests.unit.bootstrap.fleet import MemoryWorld, RedisWorld
+from tests.unit.bootstrap.fleet import MemoryFleet, RedisFleet
 
 _NUMBERS = itertools.count()
 
@@ -22,13 +22,13 @@ def redis():
 @pytest_asyncio.fixture(params=["memory", "redis"])
 async def world(request):
     if request.param == "memory":
-        yield MemoryWorld()
+        yield MemoryFleet()
         return
-    async with RedisWorld(request.getfixturevalue("redis"), f"test-{next(_NUMBERS)}") as world:
+    async with RedisFleet(request.getfixturevalue("redis"), f"test-{next(_NUMBERS)}") as world:
         yield world
 
 
 @pytest_asyncio.fixture
-async def redis_world(redis):
-    async with RedisWorld(redis, f"test-{next(_NUMBERS)}") as world:
+async def redis_fleet(redis):
+    async with RedisFleet(redis, f"test-{next(_NUMBERS)}") as world:
         yield world

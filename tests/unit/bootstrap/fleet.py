@@ -38,7 +38,7 @@ def node(name: str, role: Role, *, model: str = "tiny-v4", free: int = 100, **ch
         "instance": name,
         "node": "node-0",
         "role": role,
-        "incarnation": f"{name}-life-1",
+        "incarnation": f"{name}-incarnation-1",
         "http_url": f"http://{name}",
         "control": PeerAddress(endpoint=f"tcp://{name}:1"),
         "pp_size": 1,
@@ -57,7 +57,7 @@ def half(name: str, role: Role, number: int, **changes) -> NodeRegistration:
         "node": f"node-{number}",
         "tp_size": 2,
         "ranks": (Rank(pp=0, tp=number),),
-        "incarnation": f"{name}-{number}-life-1",
+        "incarnation": f"{name}-{number}-incarnation-1",
         "http_url": f"http://{name}-{number}",
         "control": PeerAddress(endpoint=f"tcp://{name}-{number}:1"),
     }
@@ -104,7 +104,7 @@ class World:
         raise NotImplementedError
 
 
-class MemoryWorld(World):
+class MemoryFleet(World):
     """The default: the store of one process, on a clock of the test's own."""
 
     def __init__(self, times: RoomTimes = TIMES) -> None:
@@ -118,7 +118,7 @@ class MemoryWorld(World):
         self.clock.advance(seconds)
 
 
-class RedisWorld(World):
+class RedisFleet(World):
     """A namespace of a real Redis, and any number of replicas over it."""
 
     def __init__(self, server: RedisServer, namespace: str) -> None:

@@ -38,7 +38,7 @@ async def test_a_node_is_listed_until_it_falls_silent(world):
     assert await directory.expire() == ()
     assert await directory.listing() == ()
     with pytest.raises(NotFoundError, match="register again"):
-        await directory.heartbeat("p", "node-0", beat("p-life-1"))
+        await directory.heartbeat("p", "node-0", beat("p-incarnation-1"))
 
 
 async def test_listing_alone_takes_silent_nodes_off(world):
@@ -50,7 +50,7 @@ async def test_listing_alone_takes_silent_nodes_off(world):
 async def test_a_heartbeat_keeps_a_node_and_brings_its_load(world):
     directory = await world.directory(node("p", Role.PREFILL))
     world.advance(EXPIRE_AFTER_S - 1)
-    view = await directory.heartbeat("p", "node-0", beat("p-life-1", ready=False, load=Load(rooms=7)))
+    view = await directory.heartbeat("p", "node-0", beat("p-incarnation-1", ready=False, load=Load(rooms=7)))
     assert (view.load.rooms, view.ready) == (7, False)
     assert view.silent_s < 1
     world.advance(EXPIRE_AFTER_S - 1)
@@ -64,17 +64,19 @@ SECOND = node("p", Role.PREFILL, incarnation="second", http_url="http://second")
 async def test_a_second_process_of_a_name_is_kept_out_while_the_first_answers(world):
     port = FakeDaemons()
     directory = await world.directory(node("p", Role.PREFILL), daemons=port)
-    port.lives = {"http://p": "p-life-1", "http://second": "second"}
+    port.lives = {"http://p": "p-incarnation-1", "http://second": "second"}
     for _ in range(2):
-        with pytest.raises(ConflictError, match=r"is incarnation p-life-1 at http://p, .* two processes use one name"):
+        with pytest.raises(
+            ConflictError, match=r"is incarnation p-incarnation-1 at http://p, .* two processes use one name"
+        ):
             await directory.register(SECOND)
-        assert (await directory.heartbeat("p", "node-0", beat("p-life-1"))).http_url == "http://p"
+        assert (await directory.heartbeat("p", "node-0", beat("p-incarnation-1"))).http_url == "http://p"
     assert port.asked == ["http://p", "http://p"]
     await directory.register(node("p", Role.PREFILL, http_url="http://moved"))
     assert len(port.asked) == 2, "who registers again is not asked about"
 
 
-@pytest.mark.parametrize("answer", ["", "second", "p-life-9"], ids=["nobody", "its successor", "another"])
+@pytest.mark.parametrize("answer", ["", "second", "p-incarnation-9"], ids=["nobody", "its successor", "another"])
 async def test_a_daemon_that_was_killed_is_replaced_at_once(world, answer):
     port = FakeDaemons()
     directory = await world.directory(node("p", Role.PREFILL), daemons=port)
@@ -109,11 +111,11 @@ async def test_a_new_incarnation_replaces_the_old_one(world):
     view = await directory.register(node("p", Role.PREFILL, incarnation="second", http_url="http://new"))
     assert view.epoch == 2
     with pytest.raises(StaleError, match="now incarnation second at http://new"):
-        await directory.heartbeat("p", "node-0", beat("p-life-1"))
+        await directory.heartbeat("p", "node-0", beat("p-incarnation-1"))
     with pytest.raises(StaleError, match="was replaced by second"):
         await directory.register(node("p", Role.PREFILL))
     with pytest.raises(StaleError):
-        await directory.deregister("p", "node-0", "p-life-1")
+        await directory.deregister("p", "node-0", "p-incarnation-1")
     assert (await directory.heartbeat("p", "node-0", beat("second"))).epoch == 2
 
 
@@ -125,10 +127,10 @@ async def test_registering_again_changes_nothing_but_the_facts(world):
 
 async def test_a_node_that_leaves_is_gone(world):
     directory = await world.directory(node("p", Role.PREFILL))
-    await directory.deregister("p", "node-0", "p-life-1")
+    await directory.deregister("p", "node-0", "p-incarnation-1")
     assert await directory.listing() == ()
     with pytest.raises(NotFoundError):
-        await directory.deregister("p", "node-0", "p-life-1")
+        await directory.deregister("p", "node-0", "p-incarnation-1")
 
 
 async def test_an_instance_is_complete_when_all_ranks_are_there(world):
@@ -203,7 +205,7 @@ async def test_a_charge_lasts_until_the_next_heartbeat(world):
     await directory.charge(instance, {"full": 40})
     load = await load_of(directory)
     assert (load.free_pages["full"], load.rooms) == (0, 2)
-    await directory.heartbeat("p", "node-0", beat("p-life-1", load=Load(free_pages={"full": 9})))
+    await directory.heartbeat("p", "node-0", beat("p-incarnation-1", load=Load(free_pages={"full": 9})))
     load = await load_of(directory)
     assert (load.free_pages["full"], load.rooms) == (9, 0)
 
@@ -218,7 +220,7 @@ async def load_of(directory: Directory) -> Load:
 async def test_a_charge_against_who_has_left_is_nothing(world):
     directory = await world.directory(node("p", Role.PREFILL))
     (instance,) = await directory.instances()
-    await directory.deregister("p", "node-0", "p-life-1")
+    await directory.deregister("p", "node-0", "p-incarnation-1")
     await directory.charge(instance, {"full": 4})
     assert await directory.listing() == ()
     await directory.register(node("p", Role.PREFILL, free=10))
@@ -266,7 +268,9 @@ async def test_why_a_node_is_not_ready_is_its_own_word(world):
     directory = await world.directory(node("p", Role.PREFILL, ready=False, reasons=("memory is being created",)))
     (view,) = await directory.listing()
     assert view.reasons == ("node 'node-0' is not ready: memory is being created",)
-    await directory.heartbeat("p", "node-0", beat("p-life-1", ready=False, reasons=("a worker died", "so did another")))
+    await directory.heartbeat(
+        "p", "node-0", beat("p-incarnation-1", ready=False, reasons=("a worker died", "so did another"))
+    )
     (view,) = await directory.listing()
     assert view.reasons == ("node 'node-0' is not ready: a worker died; so did another",)
 
@@ -283,5 +287,5 @@ async def test_who_is_absent_is_told(world):
     assert absences(await directory.listing()) == (
         "no decode instance is ready (1 known; 'd': node 'node-0' is not ready)",
     )
-    await directory.heartbeat("d", "node-0", beat("d-life-1"))
+    await directory.heartbeat("d", "node-0", beat("d-incarnation-1"))
     assert absences(await directory.listing()) == ()

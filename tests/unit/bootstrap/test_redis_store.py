@@ -16,14 +16,14 @@ from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Rank, Role
 from tests.helpers.redis_server import redis_server
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FLEET, LIMITS, TIMES, FakeDaemons, RedisWorld, half, node
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FLEET, LIMITS, TIMES, FakeDaemons, RedisFleet, half, node
 
 pytestmark = pytest.mark.asyncio
 
 REQUEST = PairRequest(room=7, prompt_tokens=1000)
 
 
-def replicas(world: RedisWorld, port: FakeDaemons) -> list[PairingService]:
+def replicas(world: RedisFleet, port: FakeDaemons) -> list[PairingService]:
     """Two bootstraps over one Redis."""
     stores = [world.store, world.replica()]
     return [PairingService(Directory(store, FakeDaemons()), store, port, limits=LIMITS) for store in stores]
@@ -40,10 +40,10 @@ def beat(incarnation: str, **changes) -> NodeHeartbeat:
 # ------------------------------------------------------------------------------------------ replicas
 
 
-async def test_one_room_given_to_two_replicas_at_once_is_paired_once(redis_world):
+async def test_one_room_given_to_two_replicas_at_once_is_paired_once(redis_fleet):
     port = FakeDaemons()
-    await redis_world.directory(*FLEET)
-    one, other = replicas(redis_world, port)
+    await redis_fleet.directory(*FLEET)
+    one, other = replicas(redis_fleet, port)
     for room in range(20):
         request = REQUEST.model_copy(update={"room": room})
         found = await outcomes(one.pair(request), other.pair(request))
@@ -51,10 +51,10 @@ async def test_one_room_given_to_two_replicas_at_once_is_paired_once(redis_world
         assert len({reserved for reserved in port.generations() if reserved[1] == room}) == 2
 
 
-async def test_a_room_paired_by_one_replica_is_reported_and_cancelled_by_the_other(redis_world):
+async def test_a_room_paired_by_one_replica_is_reported_and_cancelled_by_the_other(redis_fleet):
     port = FakeDaemons()
-    await redis_world.directory(*FLEET)
-    one, other = replicas(redis_world, port)
+    await redis_fleet.directory(*FLEET)
+    one, other = replicas(redis_fleet, port)
     ticket = await one.pair(REQUEST)
     assert (await other.report(7)).ticket.after(60) == ticket.after(60)
     with pytest.raises(ConflictError, match="room 7 is in use"):
@@ -66,8 +66,8 @@ async def test_a_room_paired_by_one_replica_is_reported_and_cancelled_by_the_oth
     assert (await one.pair(REQUEST)).generation == 3
 
 
-async def test_two_claims_never_share_a_generation(redis_world):
-    stores = [redis_world.store, redis_world.replica()]
+async def test_two_claims_never_share_a_generation(redis_fleet):
+    stores = [redis_fleet.store, redis_fleet.replica()]
     claims = []
     for _ in range(5):
         found = await outcomes(*(store.claim(7, generations=3) for store in stores))
@@ -75,14 +75,14 @@ async def test_two_claims_never_share_a_generation(redis_world):
         (refused,) = [each for each in found if isinstance(each, RoomInUse)]
         assert refused.age_s < 5
         claims.append(claim.base)
-        redis_world.advance(TIMES.claim_s + 1)
+        redis_fleet.advance(TIMES.claim_s + 1)
     assert claims == [0, 3, 6, 9, 12]
 
 
-async def test_two_incarnations_that_register_at_once_follow_one_another(redis_world):
-    one, other = Directory(redis_world.store, FakeDaemons()), Directory(redis_world.replica(), FakeDaemons())
+async def test_two_incarnations_that_register_at_once_follow_one_another(redis_fleet):
+    one, other = Directory(redis_fleet.store, FakeDaemons()), Directory(redis_fleet.replica(), FakeDaemons())
     for number in range(10):
-        lives = [node("p", Role.PREFILL, incarnation=f"life-{number}-{side}") for side in "ab"]
+        lives = [node("p", Role.PREFILL, incarnation=f"incarnation-{number}-{side}") for side in "ab"]
         views = await asyncio.gather(one.register(lives[0]), other.register(lives[1]))
         assert sorted(view.epoch for view in views) == [2 * number + 1, 2 * number + 2]
         (instance,) = await one.instances()
@@ -95,8 +95,8 @@ async def test_two_incarnations_that_register_at_once_follow_one_another(redis_w
         assert (await other.instances())[0].nodes[0].incarnation == winner.incarnation
 
 
-async def test_two_nodes_that_want_one_rank_at_once_do_not_both_get_it(redis_world):
-    one, other = Directory(redis_world.store, FakeDaemons()), Directory(redis_world.replica(), FakeDaemons())
+async def test_two_nodes_that_want_one_rank_at_once_do_not_both_get_it(redis_fleet):
+    one, other = Directory(redis_fleet.store, FakeDaemons()), Directory(redis_fleet.replica(), FakeDaemons())
     for number in range(10):
         name = f"p{number}"
         wanted = half(name, Role.PREFILL, 0), half(name, Role.PREFILL, 1, ranks=(Rank(pp=0, tp=0),))
@@ -104,37 +104,37 @@ async def test_two_nodes_that_want_one_rank_at_once_do_not_both_get_it(redis_wor
         assert sorted(type(each).__name__ for each in found) == ["ConflictError", "Registered"]
 
 
-async def test_a_fleet_that_registers_all_at_once_over_two_replicas_is_all_there(redis_world):
-    directories = [Directory(redis_world.store, FakeDaemons()), Directory(redis_world.replica(), FakeDaemons())]
+async def test_a_fleet_that_registers_all_at_once_over_two_replicas_is_all_there(redis_fleet):
+    directories = [Directory(redis_fleet.store, FakeDaemons()), Directory(redis_fleet.replica(), FakeDaemons())]
     nodes = [half("p", Role.PREFILL, number, tp_size=8, ranks=(Rank(pp=0, tp=number),)) for number in range(8)]
     await asyncio.gather(*(directories[number % 2].register(each) for number, each in enumerate(nodes)))
     (view,) = await directories[0].listing()
     assert (view.ready, len(view.nodes)) == (True, 8)
 
 
-async def test_a_charge_counts_on_all_replicas(redis_world):
+async def test_a_charge_counts_on_all_replicas(redis_fleet):
     port = FakeDaemons()
     fleet = (node("p", Role.PREFILL), node("d1", Role.DECODE), node("d2", Role.DECODE))
-    await redis_world.directory(*fleet)
-    pairing = replicas(redis_world, port)
+    await redis_fleet.directory(*fleet)
+    pairing = replicas(redis_fleet, port)
     tickets = [await pairing[number % 2].pair(PairRequest(prompt_tokens=5000)) for number in range(4)]
     assert [ticket.decode.instance for ticket in tickets] == ["d1", "d2", "d1", "d2"]
 
 
-async def test_namespaces_do_not_see_each_other(redis_world):
-    await redis_world.directory(*FLEET)
-    stranger = RedisWorld(redis_world.server, f"{redis_world.namespace}-other")
+async def test_namespaces_do_not_see_each_other(redis_fleet):
+    await redis_fleet.directory(*FLEET)
+    stranger = RedisFleet(redis_fleet.server, f"{redis_fleet.namespace}-other")
     async with stranger:
         assert await stranger.store.nodes() == ()
 
 
-async def test_everything_expires_by_itself(redis_world):
+async def test_everything_expires_by_itself(redis_fleet):
     """Nothing stays in Redis for ever: not even the counters, and not when no replica is left to sweep."""
-    await redis_world.directory(*FLEET)
-    one, _ = replicas(redis_world, FakeDaemons())
+    await redis_fleet.directory(*FLEET)
+    one, _ = replicas(redis_fleet, FakeDaemons())
     await one.pair(REQUEST)
-    with redis_world.server.client() as client:
-        lasting = {key for key in client.keys(f"{redis_world.namespace}:*") if client.ttl(key) < 0}
+    with redis_fleet.server.client() as client:
+        lasting = {key for key in client.keys(f"{redis_fleet.namespace}:*") if client.ttl(key) < 0}
     names = {key.decode().partition(":")[2] for key in lasting}
     assert names <= {"nodes", "pairing", "paired", "cancelled"}  # sorted sets, pruned by whoever sweeps next
 
@@ -142,9 +142,9 @@ async def test_everything_expires_by_itself(redis_world):
 # ------------------------------------------------------------------------------- a Redis that goes away
 
 
-async def test_a_redis_that_hangs_is_told_within_the_deadline_and_works_again_afterwards(redis_world):
+async def test_a_redis_that_hangs_is_told_within_the_deadline_and_works_again_afterwards(redis_fleet):
     with redis_server() as server:
-        async with RedisWorld(server, "hangs") as world:
+        async with RedisFleet(server, "hangs") as world:
             store = world.replica(timeout_s=0.2)
             directory = Directory(store, FakeDaemons())
             await directory.register(node("p", Role.PREFILL))
@@ -160,24 +160,24 @@ async def test_a_redis_that_hangs_is_told_within_the_deadline_and_works_again_af
             assert world.counted["call timeout"] == 2
 
 
-async def test_a_callers_deadline_is_not_lost_when_it_meets_the_end_of_a_call(redis_world):
-    await redis_world.store.nodes()
+async def test_a_callers_deadline_is_not_lost_when_it_meets_the_end_of_a_call(redis_fleet):
+    await redis_fleet.store.nodes()
     chance = random.Random(1)
     expired = 0
     for _ in range(300):
         try:
             async with asyncio.timeout(chance.random() * 0.002) as limit:
-                await redis_world.store.nodes()
+                await redis_fleet.store.nodes()
                 assert not limit.expired(), "the deadline came and the call went on"
         except TimeoutError:
             expired += 1
     assert expired
-    assert await redis_world.store.nodes() == ()
+    assert await redis_fleet.store.nodes() == ()
 
 
 async def test_a_redis_that_died_comes_back_empty_and_is_filled_by_heartbeats():
     with redis_server() as server:
-        async with RedisWorld(server, "dies") as world:
+        async with RedisFleet(server, "dies") as world:
             port = FakeDaemons()
             directory = await world.directory(*FLEET)
             pairing = PairingService(directory, world.store, port, limits=LIMITS)
@@ -186,7 +186,7 @@ async def test_a_redis_that_died_comes_back_empty_and_is_filled_by_heartbeats():
             for call in (
                 pairing.pair(REQUEST.model_copy(update={"room": 8})),
                 pairing.report(7),
-                directory.heartbeat("p1", "node-0", beat("p1-life-1")),
+                directory.heartbeat("p1", "node-0", beat("p1-incarnation-1")),
                 directory.register(node("p3", Role.PREFILL)),
             ):
                 with pytest.raises(NotReadyError, match=r"Redis at .*redis\.sock .*directory\.redis_url"):
@@ -194,7 +194,7 @@ async def test_a_redis_that_died_comes_back_empty_and_is_filled_by_heartbeats():
             assert port.rooms() == {"http://p1": [7], "http://d1": [7]}
             server.start()
             with pytest.raises(NotFoundError, match="register again"):
-                await directory.heartbeat("p1", "node-0", beat("p1-life-1"))
+                await directory.heartbeat("p1", "node-0", beat("p1-incarnation-1"))
             with pytest.raises(NotReadyError, match="no prefill instance"):
                 await pairing.pair(REQUEST.model_copy(update={"room": 8}))
             for each in FLEET:
@@ -206,7 +206,7 @@ async def test_a_redis_that_died_comes_back_empty_and_is_filled_by_heartbeats():
 async def test_a_ticket_that_cannot_be_kept_is_given_back():
     """Redis dies between the reservations and the ticket: nothing stays reserved, and the caller may try again."""
     with redis_server() as server:
-        async with RedisWorld(server, "dies") as world:
+        async with RedisFleet(server, "dies") as world:
             port = FakeDaemons()
             port.pauses["http://d1"] = asyncio.Event()
             pairing = await world.pairing(port)
@@ -221,7 +221,7 @@ async def test_a_ticket_that_cannot_be_kept_is_given_back():
 
 async def test_a_password_is_used_and_never_shown():
     with redis_server(password="hush-hush") as server:
-        async with RedisWorld(server, "secret") as world:
+        async with RedisFleet(server, "secret") as world:
             with pytest.raises(NotReadyError, match=r"refused|cannot be reached") as raised:
                 await world.store.nodes()
             assert "hush" not in str(raised.value)
@@ -234,8 +234,8 @@ async def test_a_password_is_used_and_never_shown():
             assert "hush" not in f"{settings!r} {store!r}"
 
 
-async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration(redis_world):
+async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration(redis_fleet):
     settings = RedisSettings(url="gopher://u:hush@x", password="", namespace="x", timeout_s=1.0)
     with pytest.raises(ConfigError, match=r"directory\.redis_url") as raised:
-        RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, observer=redis_world)
+        RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, observer=redis_fleet)
     assert "hush" not in str(raised.value)

@@ -38,27 +38,27 @@ async def test_a_heartbeat_of_another_life_changes_nothing(world):
     await world.directory(node("p", Role.PREFILL))
     world.advance(EXPIRE_AFTER_S - 1)
     holder = await store.beat(("p", "node-0"), beat("another", rooms=9))
-    assert (holder.incarnation, holder.load.rooms) == ("p-life-1", 0)
+    assert (holder.incarnation, holder.load.rooms) == ("p-incarnation-1", 0)
     assert holder.silent_s > EXPIRE_AFTER_S - 2
     world.advance(2)
-    assert await store.beat(("p", "node-0"), beat("p-life-1")) is None
+    assert await store.beat(("p", "node-0"), beat("p-incarnation-1")) is None
     assert await store.nodes() == ()
 
 
 async def test_a_node_is_removed_by_its_own_life_only(world):
     store = world.store
     await world.directory(node("p", Role.PREFILL))
-    assert (await store.remove(("p", "node-0"), "another")).incarnation == "p-life-1"
+    assert (await store.remove(("p", "node-0"), "another")).incarnation == "p-incarnation-1"
     assert len(await store.nodes()) == 1
-    assert (await store.remove(("p", "node-0"), "p-life-1")).incarnation == "p-life-1"
-    assert await store.remove(("p", "node-0"), "p-life-1") is None
+    assert (await store.remove(("p", "node-0"), "p-incarnation-1")).incarnation == "p-incarnation-1"
+    assert await store.remove(("p", "node-0"), "p-incarnation-1") is None
 
 
 async def test_a_heartbeat_keeps_a_node_and_all_that_is_known_of_it(world):
     await world.directory(node("p", Role.PREFILL))
     for number in range(4):
         world.advance(EXPIRE_AFTER_S - 1)
-        record = await world.store.beat(("p", "node-0"), beat("p-life-1", rooms=number))
+        record = await world.store.beat(("p", "node-0"), beat("p-incarnation-1", rooms=number))
         assert (record.load.rooms, record.registration.http_url) == (number, "http://p")
     assert await world.store.expire() == ()
 

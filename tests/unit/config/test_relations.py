@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
-from kvbridge.config.doors import ControlConfig, HttpConfig, is_loopback
+from kvbridge.config.endpoints import ControlConfig, HttpConfig, is_loopback
 from kvbridge.config.pools import ParallelismConfig
 from kvbridge.core.errors import ConfigError
 
@@ -120,7 +120,7 @@ def test_a_sound_daemon_is_accepted(flags):
     load_config(PrefillConfig, environment={}, flags={**BASE, **flags})
 
 
-def test_both_open_doors_are_reported_together():
+def test_both_open_endpoints_are_reported_together():
     flags = {**BASE, "http.host": "10.0.0.1", "control.bind": "tcp://10.0.0.1:1"}
     with pytest.raises(ConfigError, match=r"(?s)http\.host.*control\.bind"):
         load_config(PrefillConfig, environment={}, flags=flags)

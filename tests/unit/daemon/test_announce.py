@@ -21,7 +21,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank
-from kvbridge.daemon.announce import Announcer, is_news
+from kvbridge.daemon.announce import Announcer, is_significant
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.daemon.prefill import prefill_daemon
@@ -222,8 +222,8 @@ def pages(**free: int) -> Load:
         (Load(), Load(rooms=9), False),
     ],
 )
-def test_what_is_news(told: Load, now: Load, expected: bool) -> None:
-    assert is_news(told, now) is expected
+def test_which_changes_are_significant(told: Load, now: Load, expected: bool) -> None:
+    assert is_significant(told, now) is expected
 
 
 @pytest.mark.asyncio
@@ -244,7 +244,7 @@ async def test_free_pages_are_told_before_the_next_interval_and_not_without_paus
 
 
 @pytest.mark.asyncio
-async def test_news_is_not_told_more_often_than_the_pause_allows() -> None:
+async def test_changes_is_not_told_more_often_than_the_pause_allows() -> None:
     directory, free = FakeDirectory(), [100]
     announced = announcer(directory, interval_s=60, load=lambda: pages(full=free[0]), pause_s=30)
     task = asyncio.create_task(announced.run())
@@ -257,7 +257,7 @@ async def test_news_is_not_told_more_often_than_the_pause_allows() -> None:
 
 
 @pytest.mark.asyncio
-async def test_news_waits_for_a_directory_that_is_away() -> None:
+async def test_changes_waits_for_a_directory_that_is_away() -> None:
     """It is asked again at the interval; a busy node must not make that a storm."""
     directory, free = FakeDirectory(), [100]
     announced = announcer(directory, interval_s=60, load=lambda: pages(full=free[0]))

@@ -1,4 +1,4 @@
-"""Services behind the doors, for tests."""
+"""Services behind the endpoints, for tests."""
 
 from __future__ import annotations
 

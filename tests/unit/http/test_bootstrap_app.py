@@ -1,4 +1,4 @@
-"""Bootstrap's door, through its own client, with daemons behind it."""
+"""Bootstrap's endpoint, through its own client, with daemons behind it."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ async def http(setup):
 async def test_a_node_registers_lives_and_leaves(client, setup):
     view = await client.register(half("p 1", Role.PREFILL, 0))
     assert (view.node, view.epoch) == ("node-0", 1)
-    beat = NodeHeartbeat(incarnation="p 1-0-life-1", ready=True, load=Load(rooms=3))
+    beat = NodeHeartbeat(incarnation="p 1-0-incarnation-1", ready=True, load=Load(rooms=3))
     assert (await client.heartbeat("p 1", "node-0", beat)).load.rooms == 3
     (instance,) = await client.instances()
     assert (instance.instance, instance.complete) == ("p 1", False)
-    await client.deregister("p 1", "node-0", "p 1-0-life-1")
+    await client.deregister("p 1", "node-0", "p 1-0-incarnation-1")
     assert await client.instances() == ()
 
 
 async def test_a_node_that_is_not_known_is_told_to_register_again(client, setup):
-    beat = NodeHeartbeat(incarnation="p-life-1", ready=True)
+    beat = NodeHeartbeat(incarnation="p-incarnation-1", ready=True)
     await client.register(node("p", Role.PREFILL))
     setup.clock.advance(EXPIRE_AFTER_S + 1)
     with pytest.raises(NotFoundError, match="register again"):

@@ -172,8 +172,8 @@ async def test_an_answer_of_another_form_is_a_protocol_error():
 
 
 async def test_who_answers_at_an_address_is_told_by_its_status():
-    async with answering(lambda request: httpx.Response(200, json={"incarnation": "life-1"})) as client:
-        assert await client.incarnation("http://d") == "life-1"
+    async with answering(lambda request: httpx.Response(200, json={"incarnation": "incarnation-1"})) as client:
+        assert await client.incarnation("http://d") == "incarnation-1"
 
 
 async def test_over_real_sockets_only_a_refused_connection_proves_that_nobody_is_there():

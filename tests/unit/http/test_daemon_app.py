@@ -1,4 +1,4 @@
-"""Each route of a daemon's door, and what it answers when something is wrong."""
+"""Each route of a daemon's endpoint, and what it answers when something is wrong."""
 
 from __future__ import annotations
 

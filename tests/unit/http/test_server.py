@@ -123,7 +123,7 @@ async def test_wrong_tls_files_are_named(tmp_path):
 
 # ------------------------------------------------------------------------------------------- slow and many callers
 
-HURRY = ConnectionLimits(request_s=0.3, connections=3)
+SHORT_LIMITS = ConnectionLimits(request_s=0.3, connections=3)
 HEAD = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Type: application/json\r\n"
 
 
@@ -156,7 +156,7 @@ async def ended(reader: asyncio.StreamReader) -> None:
     ids=["nothing", "half a line", "half a head", "no body", "half a body"],
 )
 async def test_a_caller_that_does_not_finish_its_request_is_cut_off(begun: bytes):
-    server = await serve(FakeRooms(), limits=HURRY)
+    server = await serve(FakeRooms(), limits=SHORT_LIMITS)
     reader, writer = await connected(server)
     writer.write(begun)
     async with asyncio.timeout(5):
@@ -168,13 +168,13 @@ async def test_a_caller_that_does_not_finish_its_request_is_cut_off(begun: bytes
 
 
 async def test_the_second_request_of_a_connection_may_not_take_longer():
-    server = await serve(FakeRooms(), limits=HURRY)
+    server = await serve(FakeRooms(), limits=SHORT_LIMITS)
     reader, writer = await connected(server)
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     async with asyncio.timeout(5):
         assert b"true" in await reader.readuntil(b"}")
     writer.write(b"GET /hea")
-    async with asyncio.timeout(10 * HURRY.request_s):  # less than uvicorn waits for an idle connection
+    async with asyncio.timeout(10 * SHORT_LIMITS.request_s):  # less than uvicorn waits for an idle connection
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
     writer.close()
@@ -182,7 +182,7 @@ async def test_the_second_request_of_a_connection_may_not_take_longer():
 
 
 async def test_a_caller_that_drips_is_cut_off_too():
-    server = await serve(FakeRooms(), limits=HURRY)
+    server = await serve(FakeRooms(), limits=SHORT_LIMITS)
     reader, writer = await connected(server)
     ended = asyncio.create_task(reader.read())
     async with asyncio.timeout(5):
@@ -201,16 +201,16 @@ async def test_a_long_answer_is_waited_for():
     """The limit is on the request; `?wait=` may take longer than that, and so may the pause before the next request."""
     rooms = FakeRooms()
     rooms.hold = asyncio.Event()
-    server = await serve(rooms, limits=HURRY)
+    server = await serve(rooms, limits=SHORT_LIMITS)
     async with DaemonClient(token="t", timeout_s=10.0) as client:
         await client.admit(server.url, AdmissionRequest(room=5, prompt_tokens=2))
         waiting = asyncio.create_task(client.wait(server.url, 5, wait_s=4))
         await rooms.waiting.wait()
-        await asyncio.wait({waiting}, timeout=2 * HURRY.request_s)
+        await asyncio.wait({waiting}, timeout=2 * SHORT_LIMITS.request_s)
         assert not waiting.done()
         rooms.hold.set()
         assert (await waiting).room == 5
-        await asyncio.sleep(2 * HURRY.request_s)
+        await asyncio.sleep(2 * SHORT_LIMITS.request_s)
         assert (await client.report(server.url, 5)).room == 5
     await server.stop()
 

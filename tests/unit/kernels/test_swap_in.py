@@ -8,17 +8,22 @@ import torch
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.kernels.swap_in import LayerMemory, ReferenceSwapIn, SwapInShape
-from tests.helpers.swap_worlds import SwapWorld, selections, step_of
+from tests.helpers.swap_in_simulation import SwapInSimulation, selections, step_of
 
 CPU = torch.device("cpu")
 
 
-def _reference(world: SwapWorld) -> ReferenceSwapIn:
+def _reference(world: SwapInSimulation) -> ReferenceSwapIn:
     return ReferenceSwapIn(world.shape, world.state(), world.layer_memory())
 
 
 def _ask(
-    swap: ReferenceSwapIn, world: SwapWorld, layer: int, requests: list[int], rows: list[int], selected: np.ndarray
+    swap: ReferenceSwapIn,
+    world: SwapInSimulation,
+    layer: int,
+    requests: list[int],
+    rows: list[int],
+    selected: np.ndarray,
 ) -> np.ndarray:
     slots, counts = torch.tensor(requests, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32)
     top_k = torch.from_numpy(np.ascontiguousarray(selected, dtype=np.int32))
@@ -32,7 +37,7 @@ def _ask(
 @pytest.mark.parametrize(("extents", "page_first"), [(1, False), (3, False), (1, True)])
 def test_every_selected_row_is_found_byte_for_byte(parts: tuple[int, ...], extents: int, page_first: bool) -> None:
     shape = SwapInShape(hot_rows=128, ring_rows=128, max_rows=1024, top_k=64, row_parts_bytes=parts)
-    world = SwapWorld(shape, layers=2, requests=3, device=CPU, extents=extents, page_first=page_first)
+    world = SwapInSimulation(shape, layers=2, requests=3, device=CPU, extents=extents, page_first=page_first)
     swap, random = _reference(world), np.random.default_rng(1)
     rows = [1024, 130, 700]
     for request in range(3):
@@ -50,7 +55,7 @@ def test_every_selected_row_is_found_byte_for_byte(parts: tuple[int, ...], exten
 
 def test_a_row_that_was_loaded_is_not_loaded_again_and_twice_is_once() -> None:
     shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=4)
-    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    world = SwapInSimulation(shape, layers=1, requests=1, device=CPU)
     world.admit(0, 512)
     swap = _reference(world)
     first = _ask(swap, world, 0, [0], [512], np.array([[7, 7, 300, -1]]))
@@ -63,7 +68,7 @@ def test_a_row_that_was_loaded_is_not_loaded_again_and_twice_is_once() -> None:
 
 def test_missing_rows_take_slots_in_the_order_of_their_host_addresses() -> None:
     shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=3)
-    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    world = SwapInSimulation(shape, layers=1, requests=1, device=CPU)
     world.admit(0, 512)
     selected = np.array([[5, 450, 200]])
     found = _ask(_reference(world), world, 0, [0], [512], selected)
@@ -73,7 +78,7 @@ def test_missing_rows_take_slots_in_the_order_of_their_host_addresses() -> None:
 
 def test_what_was_used_longest_ago_gives_way_first() -> None:
     shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=1024, top_k=16)
-    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    world = SwapInSimulation(shape, layers=1, requests=1, device=CPU)
     world.admit(0, 1024)
     swap = _reference(world)
     for start in (0, 16, 32):  # the third ends the first generation, of 42 slots
@@ -88,7 +93,7 @@ def test_what_was_used_longest_ago_gives_way_first() -> None:
 
 def test_rows_of_one_step_never_give_way_to_each_other() -> None:
     shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=1024, top_k=64)
-    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    world = SwapInSimulation(shape, layers=1, requests=1, device=CPU)
     world.admit(0, 1024)
     swap, random = _reference(world), np.random.default_rng(3)
     for _ in range(20):
@@ -98,7 +103,7 @@ def test_rows_of_one_step_never_give_way_to_each_other() -> None:
 @pytest.mark.parametrize("rows", [*range(63, 68), *range(127, 131), 256, 257])
 def test_the_newest_rows_come_from_the_ring(rows: int) -> None:
     shape = SwapInShape(hot_rows=64, ring_rows=128, max_rows=512, top_k=8)
-    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    world = SwapInSimulation(shape, layers=1, requests=1, device=CPU)
     world.admit(0, 60)
     world.fill_ring(0, 60, rows)
     newest = np.arange(rows - 8, rows)[None]
@@ -117,7 +122,7 @@ def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="two parts"):
         SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=8, row_parts_bytes=(3,))
     shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=8)
-    world = SwapWorld(shape, layers=1, requests=1, device=CPU)
+    world = SwapInSimulation(shape, layers=1, requests=1, device=CPU)
     memory = world.layer_memory()[0]
     crooked = LayerMemory(memory.host_addresses, memory.pages_per_extent, 37_441, memory.hot_address, 37_440)
     with pytest.raises(UnsupportedError, match="16 bytes at a time"):

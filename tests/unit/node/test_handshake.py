@@ -307,7 +307,7 @@ def test_an_introduction_that_is_not_checked_in_time_is_rejected():
     end_inspection(side)
     [rejected] = pick(side.messages, Rejected, DECODE)
     assert rejected.code == "deadline"
-    assert "timeouts.meet_s" in rejected.message
+    assert "timeouts.handshake_s" in rejected.message
     assert len(side.delivered) == 1, "an offer of a stranger is answered, too"
 
 

@@ -787,7 +787,7 @@ def test_owned_pools_take_no_pages():
     ("stage", "wait_s", "limit"),
     [
         ("awaiting", 10, "timeouts.pages_s"),
-        ("reserved", 20, "timeouts.meet_s"),
+        ("reserved", 20, "timeouts.handshake_s"),
         ("offered", 600, "timeouts.room_s"),
         ("committed", 120, "timeouts.claim_s"),
     ],

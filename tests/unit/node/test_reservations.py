@@ -159,7 +159,7 @@ def test_prefill_an_engine_that_stops_publishing_holds_its_pages_until_it_lets_g
 
 def test_decode_a_room_whose_writers_are_never_met():
     bench = receiver(known=False)
-    assert limit(bench) == ("timeouts.meet_s", 20)
+    assert limit(bench) == ("timeouts.handshake_s", 20)
     assert run_out(bench).state is RoomState.FAILED
     all_is_back(bench)
 

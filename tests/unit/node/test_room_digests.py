@@ -12,7 +12,6 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Abort, Digests, Done, Drained, Failed, Offer, to_wire
 from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent, Verified, Verify
 from kvbridge.pool.accounts.book import Owner, PageState
-from tests.helpers.room_actors import digested
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -26,6 +25,7 @@ from tests.helpers.rooms import (
     full_amounts,
     pick,
 )
+from tests.helpers.simulated_nodes import digested
 
 TOKENS = 2 * PAGE
 OWNER = Owner(1, 1)

@@ -16,14 +16,14 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.geometry.hot_buffer import sparse_request_bytes
 from kvbridge.sparse import SparseCache
-from tests.helpers.sparse_worlds import HostPool, SparseWorld, c4_component, settings
+from tests.helpers.sparse_simulation import HostPool, SparseSimulation, c4_component, settings
 
 
 @pytest.mark.parametrize("preload_rows", [None, 0, 64])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 4, 255, 256, 257, 259, 260, 511, 512, 515, 1023, 1024, 1027, 1500])
 def test_first_steps_after_admission_find_every_row(tokens, preload_rows):
     """The newest row included, whatever L mod 4 and the fill of the last page are."""
-    world = SparseWorld(settings(preload_rows=preload_rows))
+    world = SparseSimulation(settings(preload_rows=preload_rows))
     world.admit(1, tokens)
     world.cache.check()
     for _ in range(9):
@@ -32,7 +32,7 @@ def test_first_steps_after_admission_find_every_row(tokens, preload_rows):
 
 
 def test_a_long_decode_past_many_evictions_and_backups():
-    world = SparseWorld(settings(hot_rows=64, top_k=64, max_requests=1))
+    world = SparseSimulation(settings(hot_rows=64, top_k=64, max_requests=1))
     world.admit(0, 1000, more_tokens=2400)
     for _ in range(2300):
         world.step([0])
@@ -47,7 +47,7 @@ def test_a_long_decode_past_many_evictions_and_backups():
 @pytest.mark.parametrize("ring_pages", [2, 3])
 @pytest.mark.parametrize("page_first", [False, True])
 def test_a_batch_of_requests_that_come_and_go(page_first, ring_pages):
-    world = SparseWorld(settings(ring_pages=ring_pages), page_first=page_first, seed=3)
+    world = SparseSimulation(settings(ring_pages=ring_pages), page_first=page_first, seed=3)
     random = np.random.default_rng(5)
     for turn in range(400):
         for slot in range(3):
@@ -64,7 +64,7 @@ def test_a_batch_of_requests_that_come_and_go(page_first, ring_pages):
 
 
 def test_a_slot_is_used_again_without_a_trace_of_its_last_request():
-    world = SparseWorld(settings(max_requests=1))
+    world = SparseSimulation(settings(max_requests=1))
     for tokens in (1200, 40, 700):
         world.admit(0, tokens)
         world.cache.check()
@@ -74,7 +74,7 @@ def test_a_slot_is_used_again_without_a_trace_of_its_last_request():
 
 
 def test_selecting_one_row_many_times_loads_it_once():
-    world = SparseWorld(settings(preload_rows=0))
+    world = SparseSimulation(settings(preload_rows=0))
     world.admit(0, 1000)
     world.step([0], choose=lambda slot, layer: np.full(48, 17, dtype=np.int32))
     counts = world.cache.counts(0)
@@ -84,7 +84,7 @@ def test_selecting_one_row_many_times_loads_it_once():
 
 
 def test_a_short_request_is_loaded_whole_at_admission():
-    world = SparseWorld()
+    world = SparseSimulation()
     world.admit(0, 4 * 128 - 1)
     assert world.cache.counts(0).preloaded == 64 * 2
     world.step([0], choose=lambda slot, layer: np.arange(48, dtype=np.int32))
@@ -92,13 +92,13 @@ def test_a_short_request_is_loaded_whole_at_admission():
 
 
 def test_a_longer_request_starts_empty():
-    world = SparseWorld()
+    world = SparseSimulation()
     world.admit(0, 4 * 129)
     assert world.cache.counts(0).resident == 0
 
 
 def test_a_request_grows_into_pages_that_it_is_given_later():
-    world = SparseWorld(settings(top_k=48))
+    world = SparseSimulation(settings(top_k=48))
     world.admit(0, 250, more_tokens=1200, named_pages=1)
     for _ in range(1000):
         if not world.can_step(0):
@@ -110,7 +110,7 @@ def test_a_request_grows_into_pages_that_it_is_given_later():
 
 
 def test_flush_puts_the_rows_of_the_last_page_on_the_host():
-    world = SparseWorld()
+    world = SparseSimulation()
     world.admit(0, 300)
     for _ in range(100):
         world.step([0])
@@ -123,7 +123,7 @@ def test_flush_puts_the_rows_of_the_last_page_on_the_host():
 
 
 def test_nothing_reaches_the_host_before_its_page_is_complete():
-    world = SparseWorld()
+    world = SparseSimulation()
     world.admit(0, 256)
     for _ in range(255):
         world.step([0])
@@ -134,7 +134,7 @@ def test_nothing_reaches_the_host_before_its_page_is_complete():
 
 
 def test_other_pages_of_the_host_are_left_alone():
-    world = SparseWorld()
+    world = SparseSimulation()
     world.admit(0, 900, more_tokens=600)
     untouched = [page for page in range(96) if page not in world.requests[0].pages]
     for _ in range(500):
@@ -144,7 +144,7 @@ def test_other_pages_of_the_host_are_left_alone():
 
 def test_what_it_takes_is_what_the_accounts_say():
     options = settings(max_requests=5)
-    world = SparseWorld(options)
+    world = SparseSimulation(options)
     by_part, each = world.cache.memory_bytes(), sparse_request_bytes(options, world.component, layer_count=2)
     memory = world.cache.memory
     constants = memory.numbers.nbytes + memory.short_numbers.nbytes
@@ -163,7 +163,7 @@ def pages(*ids: int) -> np.ndarray:
 
 
 def test_more_requests_than_slots_are_refused():
-    world = SparseWorld()
+    world = SparseSimulation()
     for _ in range(3):
         world.admit(world.cache.requests.free_slot(), 100)
     with pytest.raises(CapacityError, match="all 3 request slots of the hot buffer are in use"):
@@ -187,7 +187,7 @@ def test_more_requests_than_slots_are_refused():
     ],
 )
 def test_an_admission_that_cannot_be_is_refused_and_leaves_nothing(ids, rows, error, match):
-    world = SparseWorld()
+    world = SparseSimulation()
     with pytest.raises(error, match=match):
         world.cache.admit(0, ids, rows)
     assert world.cache.requests.slots() == ()
@@ -195,7 +195,7 @@ def test_an_admission_that_cannot_be_is_refused_and_leaves_nothing(ids, rows, er
 
 
 def test_a_step_whose_page_has_no_host_page_is_refused_before_it_begins():
-    world = SparseWorld()
+    world = SparseSimulation()
     world.cache.admit(0, pages(3), 63)
     world.cache.begin_step([(0, 64)])
     world.cache.end_step()
@@ -212,7 +212,7 @@ def test_a_step_whose_page_has_no_host_page_is_refused_before_it_begins():
 
 
 def test_a_refused_step_changes_nothing():
-    world = SparseWorld()
+    world = SparseSimulation()
     world.admit(0, 100)
     world.admit(1, 100)
     for entries, error in (
@@ -226,7 +226,7 @@ def test_a_refused_step_changes_nothing():
 
 
 def test_verbs_in_the_wrong_order_are_refused():
-    world = SparseWorld()
+    world = SparseSimulation()
     world.admit(0, 100)
     with pytest.raises(ConflictError, match="no step is under way"):
         world.cache.end_step()
@@ -246,7 +246,7 @@ def test_verbs_in_the_wrong_order_are_refused():
 
 
 def test_a_page_table_must_go_on_from_the_one_before():
-    world = SparseWorld()
+    world = SparseSimulation()
     world.cache.admit(0, pages(3, 4), 70)
     for wrong in (pages(3), pages(4, 3, 5)):
         with pytest.raises(InvalidInputError, match="must begin with the 2 that it has"):
@@ -254,7 +254,7 @@ def test_a_page_table_must_go_on_from_the_one_before():
 
 
 def test_tensors_of_another_form_are_refused():
-    world = SparseWorld()
+    world = SparseSimulation()
     world.admit(0, 100)
     world.cache.begin_step([(0, 25)])
     with pytest.raises(InvalidInputError, match="fill up with -1"):
@@ -298,7 +298,7 @@ def test_regions_that_are_not_the_components_are_refused():
     ],
 )
 def test_the_check_finds_damage(damage, match):
-    world = SparseWorld(settings(preload_rows=0))
+    world = SparseSimulation(settings(preload_rows=0))
     world.free_pages = list(range(95, 0, -1))
     world.admit(0, 1000)
     world.step([0], choose=lambda slot, layer: np.arange(48, dtype=np.int32))

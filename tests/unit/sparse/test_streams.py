@@ -9,7 +9,7 @@ import torch
 
 from kvbridge.core.errors import DeadlineError
 from kvbridge.sparse.streams import PendingCopies, Point, SideStream, Streams
-from tests.helpers.sparse_worlds import SparseWorld, settings
+from tests.helpers.sparse_simulation import SparseSimulation, settings
 
 
 class Mark(Point):
@@ -79,10 +79,10 @@ class WrittenStreams(Streams):
 @pytest.fixture
 def world(monkeypatch):
     monkeypatch.setattr(Streams, "on", staticmethod(lambda device: WrittenStreams()))
-    return SparseWorld(settings(max_requests=2))
+    return SparseSimulation(settings(max_requests=2))
 
 
-def log_of(world: SparseWorld, call) -> list:
+def log_of(world: SparseSimulation, call) -> list:
     log = world.cache._streams.log
     log.clear()
     call()

@@ -32,7 +32,7 @@ from kvbridge.worker import digests as rank_digests
 from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.transports import RankIdentity
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, manifest
-from tests.unit.worker.test_loop import DONE, LOUD, QUIET, FakeTransport, Link, node_ranks
+from tests.unit.worker.test_loop import DONE, NOT_QUIET, QUIET, FakeTransport, Link, node_ranks
 
 [COMPONENT] = GEOMETRY.components
 TOKENS = 2 * PAGE + 5
@@ -189,7 +189,7 @@ def test_without_a_digest_nothing_is_read():
     assert not bench.link.take(Digested)
 
 
-@pytest.mark.parametrize("state", [QUIET, LOUD])
+@pytest.mark.parametrize("state", [QUIET, NOT_QUIET])
 def test_a_failed_order_has_no_digests(state, monkeypatch):
     monkeypatch.setattr(rank_digests, "SLICE_BYTES", 1)
     bench = Bench()

@@ -48,7 +48,7 @@ from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, full_amounts, manifest
 TOKENS = 2 * PAGE
 OTHER = "dddd00000000000f"
 ACTIVE, DONE = TransferState.ACTIVE, TransferState.DONE
-QUIET, LOUD = TransferState.FAILED_QUIET, TransferState.FAILED_NOT_QUIET
+QUIET, NOT_QUIET = TransferState.FAILED_QUIET, TransferState.FAILED_NOT_QUIET
 
 
 class FakePeer(Peer):
@@ -696,7 +696,7 @@ def test_an_attempt_that_is_under_way_goes_on_by_the_successor_of_its_transport(
     bench = silent_bench()
     old = bench.transport()
     bench.order()
-    bench.end(LOUD)
+    bench.end(NOT_QUIET)
     assert old.given_up == [b"other0"]
     bench.worker.step()
     assert old.closed
@@ -723,7 +723,7 @@ def test_a_transfer_that_is_not_quiet_is_told_at_once_and_its_room_closed_after_
     bench.order(room=2)
     bench.link.said.clear()
     bench.log.clear()
-    bench.end(LOUD, which=0)
+    bench.end(NOT_QUIET, which=0)
     [sent] = bench.sent()
     assert (sent.room, sent.error_code, sent.quiet, sent.in_transit) == (1, "transport_failed", False, True)
     assert not old.closed, "another peer's transfer is under way"
@@ -750,7 +750,7 @@ def test_a_room_that_is_being_closed_waits_for_its_loud_transport():
     bench.order()
     bench.say(CloseRoom(room=1, generation=1))
     bench.link.said.clear()
-    bench.end(LOUD)
+    bench.end(NOT_QUIET)
     assert [(message.quiet, message.room) for message in bench.link.take(RoomClosed)] == [(False, 1), (True, 1)]
 
 
@@ -771,7 +771,7 @@ def test_a_replacement_leaves_other_transports_and_peers_alone():
     bench.open(room=2, peer=OTHER)
     bench.order()
     bench.order(room=2)
-    bench.end(LOUD)
+    bench.end(NOT_QUIET)
     assert [sent.room for sent in bench.sent()] == [1]
     bench.end(DONE, "two")
     assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(2, "")]
@@ -784,7 +784,7 @@ def test_an_order_over_two_transports_waits_for_the_one_that_lives():
     bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"second")))
     bench.open()
     bench.order()
-    bench.end(LOUD)
+    bench.end(NOT_QUIET)
     assert bench.sent() == []
     assert bench.transport("two").transfers[0].aborted
     bench.end(QUIET, "two")
@@ -801,7 +801,7 @@ def test_a_replacement_keeps_the_order_of_a_peer_s_ranks():
     bench.order()
     bench.transport("two").transfers[0].state = DONE
     bench.link.said.clear()
-    bench.end(LOUD)
+    bench.end(NOT_QUIET)
     bench.worker.step()
     assert bench.link.take(PeerConnected)[0].transports == ("two", "one")
 
@@ -820,7 +820,7 @@ def test_an_order_that_meets_the_reconnecting_after_a_replacement_is_answered_on
         return made[-1]
 
     bench.worker._transports._create = create
-    bench.end(LOUD)
+    bench.end(NOT_QUIET)
     bench.link.said.clear()
     bench.connect(ranks=node_ranks("one"))
     assert bench.link.take(PeerConnected) == []
@@ -844,7 +844,7 @@ def test_a_peer_that_cannot_be_reached_by_the_successor_is_given_up():
         return transport
 
     bench.worker._transports._create = create
-    bench.end(LOUD)
+    bench.end(NOT_QUIET)
     assert bench.sent()[0].error_code == "transport_failed"
     bench.worker.step()
     assert bench.link.take(PeerConnected)[0].error_code == "transport_failed"
@@ -857,7 +857,7 @@ def test_a_retired_peer_does_not_outlive_its_transport():
     bench = ready_bench()
     bench.order()
     bench.say(DisconnectPeer(peer=DECODE))
-    bench.end(LOUD)
+    bench.end(NOT_QUIET)
     bench.worker.step()
     assert bench.sent()[0].error_code == "peer_failed"
     assert bench.transport().peers == []
@@ -869,7 +869,7 @@ def test_a_transport_that_cannot_be_replaced_ends_the_worker():
     old = bench.transport()
     bench.refuse_build = TransportError("no device")
     with pytest.raises(TransportError):
-        bench.end(LOUD)
+        bench.end(NOT_QUIET)
     old.peers.clear()
     bench.worker.close()
     assert old.closed

@@ -18,13 +18,13 @@ def outbox(*messages, now_s=0.0):
 
 def test_resends_back_off_from_50_ms_to_1_s():
     box = outbox("a")
-    assert [parcel.sequence for parcel in box.take_new(0.0)] == [1]
+    assert [sent.sequence for sent in box.take_new(0.0)] == [1]
     times = []
     for _ in range(8):
         now_s = box.wake_at_s
         times.append(round(now_s, 3))
         assert box.take_due(now_s - 1e-6) == []
-        assert [parcel.message for parcel in box.take_due(now_s)] == ["a"]
+        assert [sent.message for sent in box.take_due(now_s)] == ["a"]
     assert times == [0.05, 0.15, 0.35, 0.75, 1.55, 2.55, 3.55, 4.55]
 
 
@@ -34,7 +34,7 @@ def test_the_window_holds_back_and_opens_with_acks():
     with pytest.raises(CapacityError, match="6 messages wait"):
         box.post("g", now_s=0.0)
     box.acknowledge(Acks(2), now_s=0.0)
-    assert [parcel.sequence for parcel in box.take_new(0.0)] == [5, 6]
+    assert [sent.sequence for sent in box.take_new(0.0)] == [5, 6]
     assert box.floor == 3
     box.acknowledge(Acks(6), now_s=0.0)
     assert len(box) == 0
@@ -45,7 +45,7 @@ def test_what_arrived_out_of_order_is_not_sent_again():
     box = outbox(*"abc")
     box.take_new(0.0)
     box.acknowledge(Acks(0, (2,)), now_s=0.0)
-    assert [parcel.sequence for parcel in box.take_due(0.05)] == [1, 3]
+    assert [sent.sequence for sent in box.take_due(0.05)] == [1, 3]
     box.acknowledge(Acks(3), now_s=0.0)
     assert len(box) == 0
 
@@ -79,7 +79,7 @@ def test_a_slow_peer_is_given_more_time():
     assert len(box.take_due(200.41)) == 1
 
 
-def test_hurry_makes_everything_due():
+def test_hastening_makes_everything_due():
     box = outbox("a", "b")
     box.take_new(0.0)
     box.resend_now(0.01)

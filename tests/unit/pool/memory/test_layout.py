@@ -69,7 +69,7 @@ def test_a_whole_model_on_one_rank_has_every_component_of_every_layer():
         assert region.starts[0].offset_bytes % 4096 == 0
 
 
-def test_regions_pass_the_door_that_every_manifest_passes():
+def test_regions_pass_the_check_of_every_manifest():
     for geometry, tp_size in ((FLASH, 8), (GQA, 2), (GQA, 8)):
         ours = part(geometry, tp=1, tp_size=tp_size)
         regions = device_placement(geometry, ours, page_counts=COUNTS).regions_at([0x10000])

@@ -7,7 +7,7 @@ from kvbridge.transport.local.joint import JointTransfer
 
 ACTIVE, DONE = TransferStatus(TransferState.ACTIVE), TransferStatus(TransferState.DONE)
 QUIET = TransferStatus(TransferState.FAILED_QUIET, "the cause", in_transit=True)
-LOUD = TransferStatus(TransferState.FAILED_NOT_QUIET, "a consequence")
+NOT_QUIET = TransferStatus(TransferState.FAILED_NOT_QUIET, "a consequence")
 
 
 class Part(Transfer):
@@ -52,7 +52,7 @@ def test_active_until_the_last_part_has_ended_and_as_loud_as_the_loudest() -> No
     parts[1].status = DONE
     assert whole.poll() == ACTIVE
     assert len(parts[2].reasons) == 1
-    parts[2].status = LOUD
+    parts[2].status = NOT_QUIET
     status = whole.poll()
     assert status == TransferStatus(TransferState.FAILED_NOT_QUIET, "the cause", in_transit=True)
     parts[0].status = DONE

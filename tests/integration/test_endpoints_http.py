@@ -1,4 +1,4 @@
-"""The HTTP doors of running daemons: full pools, cancels in every state, waits, and what can never work.
+"""The HTTP APIs of running daemons: full pools, cancels in every state, waits, and what can never work.
 
 The routes have their own tests over fakes; here pages are real, and both sides must get theirs back.
 """
@@ -14,8 +14,8 @@ import pytest
 
 from kvbridge.core.ids import MAX_ROOM
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.door_cluster import FULL_PAGES, HOST_PAGES, REQUEST_PAGES
 from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, metric, report, status
+from tests.helpers.shared_cluster import FULL_PAGES, HOST_PAGES, REQUEST_PAGES
 
 TOKENS = 700
 

@@ -64,7 +64,7 @@ class Facts:
 
 
 @dataclass
-class Scene:
+class FaultCluster:
     """The daemons and the engines. `close` ends all of them."""
 
     cluster: Cluster
@@ -147,7 +147,7 @@ class Scene:
 
     @property
     def address(self) -> dict[str, str]:
-        """The prefill daemon's control door as requests name it."""
+        """The prefill daemon's control socket as requests name it."""
         found = self.prefill.endpoint().control
         assert found is not None
         return found.model_dump()
@@ -350,7 +350,7 @@ def scene(
     decode: Settings | None = None,
     timeouts: Settings | None = None,
     faults: Settings | None = None,
-) -> Iterator[Scene]:
+) -> Iterator[FaultCluster]:
     """A stage of its own; ended, with all that it left, at exit. `faults`: of the prefill daemon's transports."""
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     waits = {"timeouts": TIMEOUTS | dict(timeouts or {})}
@@ -372,7 +372,7 @@ def scene(
     cluster.bootstrap.config = cluster.bootstrap.config | {"directory": {"expire_after_s": EXPIRE_S}}
     if faults:
         cluster.prefill = mutated(cluster.prefill, worker_code=faulty_worker(faults))
-    stage = Scene(cluster)
+    stage = FaultCluster(cluster)
     try:
         cluster.start()
         stage.wait_ready()

@@ -1,4 +1,4 @@
-"""The control doors of running daemons, fed with what no correct peer sends.
+"""The control sockets of running daemons, fed with what no correct peer sends.
 
 Every test ends with the same question: is everybody ready, is every page free, and does the next good room cross byte for byte?
 The codec and the sockets have their own tests; here it is the daemon as a whole that must not mind.
@@ -36,7 +36,6 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.helpers.cluster import DaemonProcess, daemon_config, eventually
-from tests.helpers.door_cluster import FULL_PAGES, REQUEST_PAGES, WINDOW_PAGES
 from tests.helpers.live_rooms import (
     LiveCluster,
     all_free,
@@ -48,18 +47,19 @@ from tests.helpers.live_rooms import (
     status,
 )
 from tests.helpers.raw_peers import RawDecode, RawPrefill, raw_prefill
+from tests.helpers.shared_cluster import FULL_PAGES, REQUEST_PAGES, WINDOW_PAGES
 
 TOKENS = 600
 RANK = Rank(pp=0, tp=0)
 
 
 @pytest.fixture(scope="module")
-def real(doors: LiveCluster) -> NodeDescription:
+def real(endpoints: LiveCluster) -> NodeDescription:
     """The decode node as it introduces itself."""
     with raw_prefill() as peer:
-        room = offered_to(doors, peer)
+        room = offered_to(endpoints, peer)
         node = peer.take(Hello).node
-        assert http("DELETE", doors.decode, f"/v1/requests/{room}").status_code == 200
+        assert http("DELETE", endpoints.decode, f"/v1/requests/{room}").status_code == 200
     return node
 
 
@@ -482,7 +482,7 @@ def test_decode_gives_a_silent_prefill_node_its_time_and_no_more(live: LiveClust
     with raw_prefill() as peer:
         room = offered_to(live, peer)
         peer.take(Hello)
-        assert "timeouts.meet_s" in ends(live.decode, room, "failed", "deadline")
+        assert "timeouts.handshake_s" in ends(live.decode, room, "failed", "deadline")
     live.serves()
 
 

@@ -1,4 +1,4 @@
-"""The engines' doors of running daemons: calls in the wrong order, of the wrong size and by the wrong caller; engines that die.
+"""The engines' endpoints of running daemons: calls in the wrong order, of the wrong size and by the wrong caller; engines that die.
 
 A refused call changes nothing: after each the room in question is finished correctly, byte for byte.
 """
@@ -35,7 +35,6 @@ from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.link import ENGINE_SOCKET, EngineLink
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.door_cluster import HOST_PAGES
 from tests.helpers.engine_processes import doomed_engine
 from tests.helpers.live_rooms import (
     LiveCluster,
@@ -48,6 +47,7 @@ from tests.helpers.live_rooms import (
     report,
     status,
 )
+from tests.helpers.shared_cluster import HOST_PAGES
 
 TOKENS = 1000
 

@@ -1,4 +1,4 @@
-"""The one cluster on which all tests of doors (HTTP, control, engines) are run, one after another, in any order.
+"""The one cluster on which all tests of endpoints (HTTP, control, engines) are run, one after another, in any order.
 
 Small pools, so that they can be filled, and short times, so that what is waited for ends.
 """
@@ -17,12 +17,12 @@ DELIVERY_S = 3.0
 
 
 @contextmanager
-def door_cluster() -> Iterator[LiveCluster]:
+def shared_cluster() -> Iterator[LiveCluster]:
     """A running cluster; afterwards nothing may have escaped to a daemon's loop."""
     delivery = {"control_resend_s": 0.2, "control_delivery_s": DELIVERY_S}
     with live_cluster(
         prefill={"timeouts": {"early_offer_s": EARLY_OFFER_S, **delivery}},
-        decode={"timeouts": {"meet_s": MEET_S, **delivery}},
+        decode={"timeouts": {"handshake_s": MEET_S, **delivery}},
         pages={"full": FULL_PAGES, "swa": WINDOW_PAGES, "request": REQUEST_PAGES},
         host_pages=HOST_PAGES,
     ) as running:

@@ -11,7 +11,7 @@ from kvbridge.config.schema import PrefillConfig
 from kvbridge.daemon.prefill import prefill_daemon
 
 
-class BrokenDoor:
+class BrokenServer:
     """An HTTP server that ended by itself."""
 
     async def stop(self) -> None:
@@ -23,7 +23,7 @@ def test_a_part_that_cannot_be_closed_does_not_keep_the_memory(tmp_path: Path) -
 
     async def live() -> None:
         node = prefill_daemon(PrefillConfig.model_validate(config))
-        node._http = BrokenDoor()  # type: ignore[assignment]
+        node._http = BrokenServer()  # type: ignore[assignment]
         await node.parts.memory.create(tmp_path, "made", cancel_s=5)
         assert node.parts.memory.device
         waiting = node._background(asyncio.sleep(60), "waits")

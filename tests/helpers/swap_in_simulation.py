@@ -14,7 +14,7 @@ from kvbridge.kernels.swap_in import LayerMemory, Step, SwapInShape, SwapInState
 
 
 @dataclass
-class SwapWorld:
+class SwapInSimulation:
     """One world on one device; the host pool is pinned where the device is a GPU. Admission here is a plain copy."""
 
     shape: SwapInShape

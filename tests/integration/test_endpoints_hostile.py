@@ -51,12 +51,12 @@ RANK = Rank(pp=0, tp=0)
 
 
 @pytest.fixture(scope="module")
-def real(doors: LiveCluster) -> NodeDescription:
+def real(endpoints: LiveCluster) -> NodeDescription:
     """The decode node as it introduces itself."""
     with raw_prefill() as peer:
-        room = admitted_on_decode(doors, peer.endpoint)
+        room = admitted_on_decode(endpoints, peer.endpoint)
         node = peer.take(Hello).node
-        http("DELETE", doors.decode, f"/v1/requests/{room}")
+        http("DELETE", endpoints.decode, f"/v1/requests/{room}")
     return node
 
 
@@ -225,7 +225,7 @@ def test_a_prefill_node_does_not_speak_before_its_welcome_nor_in_another_name(li
 
 
 @pytest.mark.parametrize("amount", [2**50 + 1, 2**62])
-def test_sums_that_nobody_can_have_sent_are_refused_at_the_door(live: LiveCluster, amount: int) -> None:
+def test_sums_that_nobody_can_have_sent_are_refused_on_arrival(live: LiveCluster, amount: int) -> None:
     with raw_prefill() as peer:
         room = welcomed(live, peer)
         done = Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={})

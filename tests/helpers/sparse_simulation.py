@@ -113,7 +113,7 @@ class PlainRequest:
         return self.tokens // 4
 
 
-class SparseWorld:
+class SparseSimulation:
     """One cache, its host pool and the plain model."""
 
     def __init__(

@@ -18,7 +18,7 @@ class Daemon(Protocol):
     """What `run_daemon` drives."""
 
     async def start(self) -> None:
-        """Open the doors. Raises BridgeError when it cannot; `close` is called all the same."""
+        """Open the endpoints. Raises BridgeError when it cannot; `close` is called all the same."""
 
     async def failed(self) -> None:
         """Return, or raise, when the daemon cannot go on; otherwise never."""

@@ -8,7 +8,7 @@ import torch
 
 from kvbridge.kernels.swap_in import ReferenceSwapIn
 from tests.bench.gpu.memory import PAGE_BYTES, SLOTS, row_words
-from tests.bench.gpu.swap_scene import PAGES, ROWS, SwapScene, layers_for, misses_of, wrong_bytes, wrong_state
+from tests.bench.gpu.swap_in_model import PAGES, ROWS, SwapInModel, layers_for, misses_of, wrong_bytes, wrong_state
 
 HOT_ROWS = 1024
 TOP_K = 512
@@ -21,7 +21,7 @@ class World:
         self.pool = torch.from_numpy(np.random.default_rng(1).integers(0, 1 << 62, PAGES * PAGE_BYTES // 8))
         self.hot = torch.zeros((HOT_ROWS + 2 * SLOTS) // SLOTS * PAGE_BYTES // 8, dtype=torch.int64)
         where = torch.device("cpu")
-        self.scene = SwapScene(
+        self.scene = SwapInModel(
             batch=1, hot_rows=HOT_ROWS, pool=self.pool.data_ptr(), hot=self.hot.data_ptr(), where=where
         )
         self.misses = misses

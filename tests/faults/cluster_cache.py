@@ -1,4 +1,4 @@
-"""Stages that serve one test after another, since they take seconds to build: a new one after a failure.
+"""ClusterCache that serve one test after another, since they take seconds to build: a new one after a failure.
 
 Owns: which stage stands. Must not know: what is played.
 """
@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, TypeVar
 
-from tests.faults.scene import Scene
+from tests.faults.fault_cluster import FaultCluster
 
-SceneT = TypeVar("SceneT", bound=Scene)
+ClusterT = TypeVar("ClusterT", bound=FaultCluster)
 
 
-class Stages(Generic[SceneT]):
+class ClusterCache(Generic[ClusterT]):
     """One stage at a time, by the key that it was built with."""
 
-    def __init__(self, build: Callable[[str], AbstractContextManager[SceneT]]) -> None:
+    def __init__(self, build: Callable[[str], AbstractContextManager[ClusterT]]) -> None:
         self._build = build
         self._key = ""
-        self._stage: SceneT | None = None
-        self._context: AbstractContextManager[SceneT] | None = None
+        self._stage: ClusterT | None = None
+        self._context: AbstractContextManager[ClusterT] | None = None
 
     @contextmanager
-    def on(self, key: str) -> Iterator[SceneT]:
+    def on(self, key: str) -> Iterator[ClusterT]:
         """The stage for one test; whoever fails on it is the last."""
         if self._stage is None or key != self._key:
             self.clear()

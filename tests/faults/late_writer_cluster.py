@@ -28,7 +28,7 @@ from kvbridge.testbed.cluster import (
     plan_cluster,
     transport_section,
 )
-from tests.faults.scene import TIMEOUTS, Scene, Settings
+from tests.faults.fault_cluster import TIMEOUTS, FaultCluster, Settings
 from tests.helpers.cluster import eventually
 from tests.helpers.faulty_transport import faulty_worker
 from tests.helpers.live_rooms import all_free, http, status
@@ -58,7 +58,7 @@ QUIET_S = 1.0
 
 
 @dataclass
-class CanaryScene(Scene):
+class LateWriterCluster(FaultCluster):
     """See the module. `late` is the prefill daemon of the base class."""
 
     second: DaemonProcess = field(kw_only=True)
@@ -181,14 +181,14 @@ def _is_socket(entry: Path) -> bool:
 
 
 @contextmanager
-def canary_scene(
+def late_writer_cluster(
     transport: str,
     *,
     expiring: bool = False,
     faults: Settings | None = None,
     daemon_mistake: str = "",
     worker_mistake: str = "",
-) -> Iterator[CanaryScene]:
+) -> Iterator[LateWriterCluster]:
     """`transport` leads from the late prefill daemon to decode, `local` from the filling one.
 
     `faults` are those of the late prefill daemon's transports; the mistakes are put into the decode daemon and into the late
@@ -228,7 +228,7 @@ def canary_scene(
         | waits
     )
     cluster.others.append(second)
-    stage = CanaryScene(cluster, second=second, faulty=bool(faults))
+    stage = LateWriterCluster(cluster, second=second, faulty=bool(faults))
     try:
         cluster.start()
         stage.wait_ready()

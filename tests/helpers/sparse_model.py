@@ -60,7 +60,7 @@ class Alone:
         return entries
 
 
-class SparseScene:
+class SparseModelPair:
     """The tiny model on one device, in one encoding."""
 
     def __init__(

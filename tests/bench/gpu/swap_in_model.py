@@ -58,7 +58,7 @@ class Selections:
     """[layers, batch * misses]: physical rows that they may be written to."""
 
 
-class SwapScene:
+class SwapInModel:
     """One batch size and hot size. The arrays of the present state are changed by swap-ins; `restore` undoes that."""
 
     def __init__(
@@ -220,7 +220,7 @@ def hot_bytes(hot_rows: int) -> int:
     return MOST_LAYERS * MOST_BATCH * (hot_rows + RING_ROWS) // SLOTS * PAGE_BYTES
 
 
-def wrong_state(scene: SwapScene, *, layer: int, selected: torch.Tensor, found: torch.Tensor, misses: int) -> str:
+def wrong_state(scene: SwapInModel, *, layer: int, selected: torch.Tensor, found: torch.Tensor, misses: int) -> str:
     """Say what is wrong with the places and the state after one layer's swap-in from the fresh state; empty when all is right.
 
     `selected`, `found`: [batch, k] rows and physical rows.
@@ -245,7 +245,7 @@ def wrong_state(scene: SwapScene, *, layer: int, selected: torch.Tensor, found: 
 
 
 def wrong_bytes(
-    scene: SwapScene, *, selected: torch.Tensor, found: torch.Tensor, pool: torch.Tensor, hot: torch.Tensor
+    scene: SwapInModel, *, selected: torch.Tensor, found: torch.Tensor, pool: torch.Tensor, hot: torch.Tensor
 ) -> str:
     """Say how many rows are not what the host has; empty when none. `pool`, `hot`: int64 words of a layer's regions."""
     rows = selected.long()

@@ -107,14 +107,14 @@ def _endpoint_host(endpoint: str) -> str:
 
 
 class HttpConfig(FrozenModel):
-    """The HTTP door."""
+    """The HTTP API."""
 
     host: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s/]+$")] = "127.0.0.1"
     """Where to listen; anything but a loopback address needs a token."""
     port: Port = 7900
     """0 takes a free port."""
     advertise_url: HttpUrl = ""
-    """How others reach this door, told to bootstrap; port 0 stands for the bound port; empty: the bound address."""
+    """How others reach this endpoint, told to bootstrap; port 0 stands for the bound port; empty: the bound address."""
     token: SecretStr | None = None
     """Bearer token that callers must show. Better kept in `token_file`."""
     token_file: Path | None = None

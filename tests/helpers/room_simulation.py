@@ -57,17 +57,6 @@ from kvbridge.node.sender.room import SenderPorts, SenderRoom, SenderSettings
 from kvbridge.node.sender.service import SenderRooms
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from kvbridge.telemetry.events import EventStream
-from tests.helpers.room_actors import (
-    DESTINATION,
-    PAGES,
-    RANKS,
-    DecodeRanks,
-    Engines,
-    Worker,
-    cover,
-    digested,
-    owner_of,
-)
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -78,6 +67,17 @@ from tests.helpers.rooms import (
     SENDER_LIMITS,
     pages_in,
     run_inspection,
+)
+from tests.helpers.simulated_nodes import (
+    DESTINATION,
+    PAGES,
+    RANKS,
+    DecodeRanks,
+    Engines,
+    Worker,
+    cover,
+    digested,
+    owner_of,
 )
 
 STAGES = ("admitted", "provided", "begun", "published", "finished", "arrived", "committed", "claimed")

@@ -1,8 +1,8 @@
 """C4 pages on their way within one host: a transport of this process, a peer process with a pool, and scattered pages.
 
-Owns: `LocalBed`, which a test checks bytes with and a benchmark measures. Without torch.
+Owns: `LocalTransportPair`, which a test checks bytes with and a benchmark measures. Without torch.
 
-    with local_bed(directory, MemoryKind.DRAM, pages=512) as bed:
+    with local_transport_pair(directory, MemoryKind.DRAM, pages=512) as bed:
         seconds = bed.move()        # page rows of all layers, scattered on both sides
         bed.check()
 """
@@ -33,7 +33,7 @@ LIMIT_S = 60.0
 
 
 @dataclass
-class LocalBed:
+class LocalTransportPair:
     """`page_ids` of the source go to `target_ids` of the destination, in every layer; both pools have the same form."""
 
     transport: Transport
@@ -99,7 +99,7 @@ class LocalBed:
 
 
 @contextlib.contextmanager
-def local_bed(
+def local_transport_pair(
     directory: Path,
     destination: MemoryKind,
     *,
@@ -108,7 +108,7 @@ def local_bed(
     settings: LocalSettings | None = None,
     layers: int = LAYERS,
     page_bytes: int = PAGE_BYTES,
-) -> Iterator[LocalBed]:
+) -> Iterator[LocalTransportPair]:
     """A bed from device 0 to a process's host pool in `directory`, or to its device memory (on the last device).
 
     The host pool is registered with CUDA here before anything is moved.
@@ -127,7 +127,7 @@ def local_bed(
             process.buffer.fill(1)  # every page exists before anything is measured
             transport.register([source.memory()])
             peer = connect(transport, process.endpoint)
-            yield LocalBed(
+            yield LocalTransportPair(
                 transport,
                 peer,
                 source,
