@@ -17,7 +17,6 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.control.addresses import WORKER_SOCKET
 from kvbridge.control.local import LocalCallbacks, LocalServer
 from kvbridge.control.processes import PeerProcess
-from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.messages import Heartbeat
@@ -40,7 +39,7 @@ from kvbridge.core.wire.worker_messages import (
 )
 from kvbridge.daemon.supervisor import Supervisor
 from kvbridge.node.workers import WorkerSet, WorkerState
-from kvbridge.telemetry.events import EventStream, MemoryRegistered, WorkerLost, WorkerStarted
+from kvbridge.telemetry.events import EventStream, WorkerLost, WorkerStarted
 
 log = structlog.get_logger(__name__)
 
@@ -87,12 +86,7 @@ class WorkerHost:
         self._heard_s: dict[Rank, float] = {}
         self._looked_s = math.inf
         self._closing = False
-        self.workers = WorkerSet(
-            layers,
-            send=self._send,
-            setup=lambda rank: self._setup(rank),  # noqa: PLW0108 - given to `start`, before any worker is welcomed
-            on_progress=lambda rank, share: events.emit(MemoryRegistered(rank=rank, share=share)),
-        )
+        self.workers = WorkerSet(layers, events)
 
     def serve(self, listener: WorkerListener, reports: Reports) -> None:
         """Say who hears of workers and of what they report; before `open`."""
@@ -102,6 +96,7 @@ class WorkerHost:
         """Listen for workers. Raises ConflictError when another daemon uses the runtime directory."""
         callbacks = LocalCallbacks(self._on_message, on_gone=self._on_link_gone, on_refused=self._events.frame_refused)
         self._server = LocalServer(incarnation, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
+        self.workers.connect(self._server.send)
         self._server.bind(self._config.runtime_dir / WORKER_SOCKET)
 
     def start(self, setup: Callable[[Rank], WorkerSetup], *, own_processes: bool) -> None:
@@ -165,14 +160,6 @@ class WorkerHost:
         if absent_s > ABSENT_AFTER_S:
             self._heard_s = {rank: min(now_s, heard_s + absent_s) for rank, heard_s in self._heard_s.items()}
 
-    def _send(self, link: str, message: NodeToWorker) -> None:
-        if self._server is None:
-            return
-        try:
-            self._server.send(link, message)
-        except BridgeError as error:  # its end is reported by on_gone
-            log.warning("worker_unreachable", worker=link, code=error.code, reason=str(error))
-
     def _on_message(self, link: str, message: WorkerToNode) -> None:
         if isinstance(message, WorkerHello):
             self._welcome(link, message)
@@ -214,7 +201,7 @@ class WorkerHost:
             self._early[link] = message
             return
         self._heard_s[message.rank] = time.monotonic()
-        replaced = self.workers.hello(link, message)
+        replaced = self.workers.hello(link, message, self._setup)
         if replaced and self._server is not None:
             if self._supervisor is None:
                 self._await_end(replaced, message.rank, self._server.process(replaced))
@@ -235,7 +222,7 @@ class WorkerHost:
 
     def _on_closed(self, link: str) -> None:
         """An engine's worker has closed its transports, so nothing of it is waited for; its process may live on."""
-        self._send(link, Shutdown())
+        self.workers.answer(link, Shutdown())
         if self._early is not None:
             self._early.pop(link, None)
         rank = self.workers.rank_of(link)

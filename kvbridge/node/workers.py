@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import structlog
 
-from kvbridge.core.errors import NotReadyError, ProtocolError
+from kvbridge.core.errors import BridgeError, NotReadyError, ProtocolError
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import RankDescription
@@ -27,6 +27,7 @@ from kvbridge.core.wire.worker_messages import (
     WorkerReady,
     WorkerSetup,
 )
+from kvbridge.telemetry.events import EventStream, MemoryRegistered
 
 log = structlog.get_logger(__name__)
 
@@ -64,20 +65,15 @@ class _Worker:
 class WorkerSet:
     """All rank workers of a node. Called from the event loop's thread only."""
 
-    def __init__(
-        self,
-        layers: dict[Rank, tuple[int, ...]],
-        *,
-        send: Callable[[str, NodeToWorker], None],
-        setup: Callable[[Rank], WorkerSetup],
-        on_progress: Callable[[Rank, float], None],
-    ) -> None:
-        """`send(link, message)` never raises; `setup(rank)` says what a worker is to serve."""
+    def __init__(self, layers: dict[Rank, tuple[int, ...]], events: EventStream) -> None:
         self._workers = {rank: _Worker(rank, held) for rank, held in layers.items()}
         self._links: dict[str, _Worker] = {}
-        self._send = send
-        self._setup = setup
-        self._on_progress = on_progress
+        self._events = events
+        self._post: Callable[[str, NodeToWorker], None]
+
+    def connect(self, post: Callable[[str, NodeToWorker], None]) -> None:
+        """Say how workers are reached, before one comes: `post(link, message)` raises BridgeError when that is gone."""
+        self._post = post
 
     # ------------------------------------------------------------------ what services ask
 
@@ -128,7 +124,14 @@ class WorkerSet:
         """Queue an order; dropped when the worker is gone, whose end is reported separately."""
         worker = self._worker(rank)
         if worker.link:
-            self._send(worker.link, message)
+            self.answer(worker.link, message)
+
+    def answer(self, link: str, message: NodeToWorker) -> None:
+        """Send to whoever is at the end of a connection. Never raises: that it is gone is reported separately."""
+        try:
+            self._post(link, message)
+        except BridgeError as error:
+            log.warning("worker_unreachable", worker=link, code=error.code, reason=str(error))
 
     def rank_of(self, link: str) -> Rank | None:
         """Return whose worker a connection is, None for one that has been replaced or never said hello."""
@@ -137,29 +140,29 @@ class WorkerSet:
 
     # ------------------------------------------------------------------ what workers say
 
-    def hello(self, link: str, message: WorkerHello) -> str:
-        """A worker came: tell it what to serve. Returns the connection that it replaces, or an empty text.
+    def hello(self, link: str, message: WorkerHello, setup: Callable[[Rank], WorkerSetup]) -> str:
+        """A worker came: tell it what to serve, which is `setup(rank)`. Returns the connection that it replaces, or an empty text.
 
         Raises ProtocolError for a rank of another node (the worker is told to end), and whatever `setup` raises.
         """
         if message.rank not in self._workers:
-            self._send(link, Shutdown())
+            self.answer(link, Shutdown())
         worker = self._worker(message.rank)
-        setup = self._setup(message.rank)
+        told = setup(message.rank)
         replaced = worker.link if worker.link != link else ""
         self._links.pop(worker.link, None)
         self._links[link] = worker
         worker.state, worker.link, worker.pid = WorkerState.STARTING, link, message.pid
         worker.description, worker.device, worker.progress, worker.error = None, (), 0.0, ""
         worker.processes += 1
-        self._send(link, setup)
+        self.answer(link, told)
         return replaced
 
     def progress(self, message: WorkerProgress) -> None:
         """A worker registered more of its memory."""
         worker = self._worker(message.rank)
         worker.progress = min(1.0, message.done_bytes / message.total_bytes) if message.total_bytes else 1.0
-        self._on_progress(message.rank, worker.progress)
+        self._events.emit(MemoryRegistered(rank=message.rank, share=worker.progress))
 
     def ready(self, message: WorkerReady) -> None:
         """A worker can serve. Raises InvalidInputError when its memory is in more pieces than peers can be told of."""

@@ -57,6 +57,7 @@ def host(listener: Listener, tmp_path: Path) -> WorkerHost:
     events.add_reader(listener.fact)
     made = WorkerHost(config, {R0: (0, 1), R1: (0, 1)}, events)
     made.serve(listener, {RoomClosed: listener.said.append})
+    made.workers.connect(lambda _link, _message: None)
     made.start(setup, own_processes=False)
     for link, rank in (("a", R0), ("b", R1)):
         made._on_message(link, WorkerHello(rank=rank, pid=11))

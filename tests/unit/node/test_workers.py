@@ -15,7 +15,8 @@ from kvbridge.core.wire.worker_messages import (
     WorkerSetup,
 )
 from kvbridge.node.workers import WorkerSet
-from tests.helpers.rooms import GEOMETRY, R0, R1, manifest
+from kvbridge.telemetry.events import MemoryRegistered
+from tests.helpers.rooms import GEOMETRY, R0, R1, RecordedEvents, manifest
 
 STRANGE = Rank(pp=3, tp=0)
 
@@ -37,16 +38,16 @@ def setup(rank: Rank) -> WorkerSetup:
 class Bench:
     def __init__(self) -> None:
         self.messages: list[tuple[str, object]] = []
-        self.shares: list[float] = []
-        self.workers = WorkerSet(
-            {R0: (0, 1), R1: (0, 1)},
-            send=lambda link, message: self.messages.append((link, message)),
-            setup=setup,
-            on_progress=lambda rank, share: self.shares.append(share),
-        )
+        self.events = RecordedEvents()
+        self.workers = WorkerSet({R0: (0, 1), R1: (0, 1)}, self.events)
+        self.workers.connect(lambda link, message: self.messages.append((link, message)))
+
+    @property
+    def shares(self) -> list[float]:
+        return [fact.share for fact in self.events.of(MemoryRegistered)]
 
     def hello(self, rank: Rank = R0, link: str = "link") -> str:
-        return self.workers.hello(link, WorkerHello(rank=rank, pid=11))
+        return self.workers.hello(link, WorkerHello(rank=rank, pid=11), setup)
 
     def ready(self, rank: Rank = R0) -> None:
         endpoint = TransportEndpoint(transport="local", data=b"1")
@@ -126,9 +127,9 @@ def test_a_setup_that_cannot_be_made_leaves_the_worker_as_it_was():
     def no_setup(rank: Rank) -> WorkerSetup:
         raise ConfigError("no memory yet")
 
-    workers = WorkerSet({R0: ()}, send=lambda link, message: None, setup=no_setup, on_progress=lambda rank, share: None)
+    workers = WorkerSet({R0: ()}, RecordedEvents())
     with pytest.raises(ConfigError):
-        workers.hello("link", WorkerHello(rank=R0, pid=1))
+        workers.hello("link", WorkerHello(rank=R0, pid=1), no_setup)
     assert workers.rank_of("link") is None
     assert "is not there" in workers.missing()
 
