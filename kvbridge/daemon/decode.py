@@ -21,8 +21,9 @@ from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import DecodeEngineApi
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
-from kvbridge.node.receiver.room import ReceiverLimits, ReceiverPorts, ReceiverSettings
+from kvbridge.node.receiver.room import ReceiverPorts
 from kvbridge.node.receiver.service import ReceiverRooms
+from kvbridge.node.rooms import RoomSettings
 from kvbridge.telemetry.events import MessageUndelivered, PeerLost
 
 
@@ -43,7 +44,13 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             engines=parts.engines,
             events=parts.events,
         ),
-        _settings(config, parts),
+        RoomSettings(
+            geometry=parts.geometry,
+            limits=config.timeouts,
+            adopted=parts.adopted,
+            host=parts.layout.host_kinds,
+            digest=config.integrity.digest,
+        ),
     )
     fence.watch(rooms)
     nodes.watch(rooms)
@@ -66,25 +73,6 @@ def _required(digest: DigestKind) -> Features:
     """What this node has, and requires of the prefill nodes that write to it."""
     requires = () if digest is DigestKind.NONE else (Feature.DIGESTS,)
     return Features(has=PEER_FEATURES.has, requires=requires)
-
-
-def _settings(config: DecodeConfig, parts: NodeParts) -> ReceiverSettings:
-    timeouts = config.timeouts
-    return ReceiverSettings(
-        geometry=parts.geometry,
-        keep_s=timeouts.room_keep_s,
-        adopted=parts.adopted,
-        host=parts.layout.host_kinds,
-        digest=config.integrity.digest,
-        limits=ReceiverLimits(
-            pages_s=timeouts.pages_s,
-            handshake_s=timeouts.handshake_s,
-            room_s=timeouts.room_s,
-            verify_s=timeouts.verify_s,
-            claim_s=timeouts.claim_s,
-            drain_s=timeouts.drain_s,
-        ),
-    )
 
 
 class PrefillPeers:

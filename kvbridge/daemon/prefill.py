@@ -22,7 +22,8 @@ from kvbridge.node.engine_api import PrefillEngineApi
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
-from kvbridge.node.sender.room import SenderLimits, SenderPorts, SenderSettings
+from kvbridge.node.rooms import RoomSettings
+from kvbridge.node.sender.room import SenderPorts
 from kvbridge.node.sender.service import SenderRooms
 
 
@@ -35,8 +36,8 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         _introduction(parts), parts.workers, inspections=inspections, send=links.send, names_of=links.names_of
     )
     rooms = SenderRooms(
-        SenderPorts(book=parts.book, workers=parts.workers, peers=nodes, engines=parts.engines, events=parts.events),
-        _settings(config, parts),
+        SenderPorts(book=parts.book, workers=parts.workers, nodes=nodes, engines=parts.engines, events=parts.events),
+        RoomSettings(geometry=parts.geometry, limits=config.timeouts, adopted=parts.adopted),
     )
     nodes.watch(rooms)
     peers = DecodePeers(parts, links, nodes, rooms)
@@ -70,22 +71,6 @@ def _introduction(parts: NodeParts) -> Self:
         sizes.tp_size,
         parts.stage_boundaries,
         parts.geometry,
-    )
-
-
-def _settings(config: PrefillConfig, parts: NodeParts) -> SenderSettings:
-    timeouts = config.timeouts
-    return SenderSettings(
-        geometry=parts.geometry,
-        keep_s=timeouts.room_keep_s,
-        adopted=parts.adopted,
-        limits=SenderLimits(
-            begin_s=timeouts.begin_s,
-            offer_s=timeouts.offer_s,
-            room_s=timeouts.room_s,
-            early_offer_s=timeouts.early_offer_s,
-            drain_s=timeouts.drain_s,
-        ),
     )
 
 

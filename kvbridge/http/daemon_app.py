@@ -6,7 +6,7 @@ Owns: /v1/requests. Must not know: which role is behind it.
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
@@ -27,7 +27,7 @@ ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everyb
 def create_daemon_app(
     *,
     admission: AdmissionController,
-    rooms: Rooms,
+    rooms: Rooms[Any],
     status: StatusPort,
     metrics_render: MetricsRender,
     settings: AppSettings,
@@ -37,7 +37,7 @@ def create_daemon_app(
     return assemble_app("kvbridge daemon", [router], status=status, metrics_render=metrics_render, settings=settings)
 
 
-def _rooms_router(admission: AdmissionController, rooms: Rooms, settings: AppSettings) -> APIRouter:
+def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: AppSettings) -> APIRouter:
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=PROBLEM_RESPONSES)
 
     @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)])
@@ -89,7 +89,7 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms, settings: AppSet
 
 
 async def _admit_while_connected(
-    admission: AdmissionController, rooms: Rooms, request: AdmissionRequest, connection: Request
+    admission: AdmissionController, rooms: Rooms[Any], request: AdmissionRequest, connection: Request
 ) -> RoomReport:
     """Admit, or give everything back when the caller closes the connection before it has its answer."""
     admitted = asyncio.ensure_future(admission.admit(request))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import BridgeError, CapacityError, DetachedError, InvalidInputError
@@ -49,7 +49,7 @@ from kvbridge.node.sender.service import SenderRooms
 _LETTING_GO = Finish | Release | AbortRoom
 
 
-RoomsT = TypeVar("RoomsT", bound=Rooms)
+RoomsT = TypeVar("RoomsT", bound=Rooms[Any])
 
 
 class EngineApi(ABC, Generic[RoomsT]):

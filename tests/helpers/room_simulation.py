@@ -1,6 +1,6 @@
 """One prefill node and one decode node in memory, with everything that can happen to them; for property tests.
 
-The services, the meeting and the books are the real ones. Links, rank workers and engines are models that are as nasty as the real
+The services, the handshake and the books are the real ones. Links, rank workers and engines are models that are as nasty as the real
 ones may be: a link keeps its order and loses nothing, but a side may take the other for lost, forget it or die; a worker is a
 queue of orders that end well, badly or with it; engines call when they like and die when they like.
 """
@@ -51,9 +51,10 @@ from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
-from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, ReceiverSettings
+from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom
 from kvbridge.node.receiver.service import ReceiverRooms
-from kvbridge.node.sender.room import SenderPorts, SenderRoom, SenderSettings
+from kvbridge.node.rooms import RoomSettings
+from kvbridge.node.sender.room import SenderPorts, SenderRoom
 from kvbridge.node.sender.service import SenderRooms
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from kvbridge.telemetry.events import EventStream
@@ -97,8 +98,8 @@ class PrefillNode:
         self.succeeded: set[int] = set()
         self.ordered: dict[Owner, set[int]] = {}
         self.service = SenderRooms(
-            SenderPorts(book=self.book, workers=self, peers=self, engines=self.engines, events=EventStream()),
-            SenderSettings(geometry=GEOMETRY, keep_s=300, adopted=world.adopted, limits=SENDER_LIMITS),
+            SenderPorts(book=self.book, workers=self, nodes=self, engines=self.engines, events=EventStream()),
+            RoomSettings(geometry=GEOMETRY, adopted=world.adopted, limits=SENDER_LIMITS),
             clock=world.clock,
         )
         inspections = Inspections(
@@ -245,7 +246,7 @@ class World:
                 engines=self.engines,
                 events=EventStream(),
             ),
-            ReceiverSettings(geometry=GEOMETRY, keep_s=300, adopted=adopted, digest=digest, limits=RECEIVER_LIMITS),
+            RoomSettings(geometry=GEOMETRY, adopted=adopted, digest=digest, limits=RECEIVER_LIMITS),
             clock=self.clock,
         )
         self.fence.watch(self.receiver)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvbridge.api.rooms import PeerAddress
+from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
@@ -21,9 +22,11 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import PeerMessage
 from kvbridge.core.wire.worker_messages import NodeToWorker
-from kvbridge.node.receiver.room import KnownNode, ReceiverLimits, ReceiverPorts, ReceiverSettings
+from kvbridge.node.handshake.prefill_nodes import KnownNode
+from kvbridge.node.receiver.room import ReceiverPorts
 from kvbridge.node.receiver.service import ReceiverRooms
-from kvbridge.node.sender.room import SenderLimits, SenderPorts, SenderSettings
+from kvbridge.node.rooms import RoomSettings
+from kvbridge.node.sender.room import SenderPorts
 from kvbridge.node.sender.service import SenderRooms
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from kvbridge.telemetry.events import (
@@ -42,8 +45,10 @@ PAGE = GEOMETRY.tokens_per_page
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
 ADDRESS = PeerAddress(endpoint="tcp://prefill-a:7000")
 OTHER_ADDRESS = PeerAddress(endpoint="tcp://prefill-b:7000")
-SENDER_LIMITS = SenderLimits(begin_s=80, offer_s=60, room_s=600, early_offer_s=10, drain_s=50)
-RECEIVER_LIMITS = ReceiverLimits(pages_s=10, handshake_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50)
+SENDER_LIMITS = DaemonTimeouts(begin_s=80, offer_s=60, room_s=600, early_offer_s=10, drain_s=50, room_keep_s=300)
+RECEIVER_LIMITS = DaemonTimeouts(
+    pages_s=10, handshake_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50, room_keep_s=300
+)
 PREFILL, DECODE = "aaaa000000000001", "dddd000000000001"
 """Incarnations."""
 
@@ -273,9 +278,9 @@ class SenderBench:
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
         self.service = SenderRooms(
             SenderPorts(
-                book=self.book, workers=self.workers, peers=self.peers, engines=self.engines, events=self.events
+                book=self.book, workers=self.workers, nodes=self.peers, engines=self.engines, events=self.events
             ),
-            SenderSettings(geometry=GEOMETRY, keep_s=300, adopted=self.adopted, limits=SENDER_LIMITS),
+            RoomSettings(geometry=GEOMETRY, adopted=self.adopted, limits=SENDER_LIMITS),
             clock=self.clock,
         )
 
@@ -314,9 +319,7 @@ class ReceiverBench:
                 engines=self.engines,
                 events=self.events,
             ),
-            ReceiverSettings(
-                geometry=GEOMETRY, keep_s=300, adopted=self.adopted, digest=self.digest, limits=RECEIVER_LIMITS
-            ),
+            RoomSettings(geometry=GEOMETRY, adopted=self.adopted, digest=self.digest, limits=RECEIVER_LIMITS),
             clock=self.clock,
         )
 

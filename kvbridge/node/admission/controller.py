@@ -82,7 +82,7 @@ class AdmissionController:
 
     def __init__(
         self,
-        rooms: Rooms,
+        rooms: Rooms[Any],
         book: PageBook,
         *,
         limits: AdmissionLimits,

@@ -13,12 +13,43 @@ from typing import Protocol
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.core.errors import BridgeError, FeatureError, InvalidInputError, PeerError, error_codes
+from kvbridge.core.ids import Rank
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
 from kvbridge.core.wire.messages import MAX_PACKED_NODE_BYTES, Hello, NodeDescription, PeerMessage, Rejected, Welcome
-from kvbridge.node.receiver.room import KnownNode
 
 FORMER_KEPT = 1_024
 """Addresses of which the incarnation is remembered that was met there last."""
+
+
+@dataclass(frozen=True)
+class KnownNode:
+    """A prefill node that has welcomed us."""
+
+    peer: str
+    """Its incarnation."""
+    instance: str
+    node: str
+    pp_size: int
+    tp_size: int
+    stage_boundaries: tuple[int, ...]
+    """The first layers of the instance's stages but the first."""
+    ranks: tuple[Rank, ...]
+    """Those of the instance's ranks that live there."""
+
+    @property
+    def name(self) -> str:
+        """Instance and node, for people."""
+        return f"{self.instance}/{self.node}"
+
+    @property
+    def parallelism(self) -> tuple[object, ...]:
+        """What all nodes of an instance have in common: its name, its sizes, its stages."""
+        return self.instance, self.pp_size, self.tp_size, self.stage_boundaries
+
+    def __str__(self) -> str:
+        stages = f", stages from layers {self.stage_boundaries}" if self.stage_boundaries else ""
+        ranks = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"{self.name} (ranks {ranks or 'none'} of pp_size {self.pp_size} x tp_size {self.tp_size}{stages})"
 
 
 @dataclass(eq=False)

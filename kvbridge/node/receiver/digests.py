@@ -12,7 +12,6 @@ from kvbridge.core.wire.worker_messages import Digested, Verified
 from kvbridge.node.receiver.driver import ReceiverDriver
 from kvbridge.node.receiver.room import ReceiverRoom
 from kvbridge.node.receiver.verification import Verification
-from kvbridge.node.room_book import RoomBook
 from kvbridge.telemetry.events import EventStream, PagesDiffer, RoomMessageRefused
 
 
@@ -24,14 +23,13 @@ def refuse_message(events: EventStream, peer: str, message: Digests | Done, code
 class ReceiverDigests:
     """The digests of all rooms of a decode node. Called from the event loop's thread only."""
 
-    def __init__(self, rooms: RoomBook[ReceiverRoom], driver: ReceiverDriver, events: EventStream) -> None:
-        self._rooms = rooms
+    def __init__(self, driver: ReceiverDriver, events: EventStream) -> None:
         self._driver = driver
         self._events = events
 
     def expect(self, peer: str, message: Digests) -> None:
         """A writer says what it has sent. What cannot be right fails the room: nobody could say later what arrived."""
-        room = self._rooms.find(message.room, message.generation)
+        room = self._driver.rooms.find(message.room, message.generation)
         writer = None if room is None else room.writers.get(peer)
         if room is None or room.over:
             refuse_message(self._events, peer, message, "stale_digests")
@@ -92,7 +90,7 @@ class ReceiverDigests:
 
     def _verifying(self, message: Digested | Verified) -> tuple[ReceiverRoom | None, Verification | None]:
         """The room that a rank speaks of, unless it has ended meanwhile."""
-        room = self._rooms.find(message.room, message.generation)
+        room = self._driver.rooms.find(message.room, message.generation)
         if room is None or room.state is not ReceiverState.VERIFYING:
             return None, None
         return room, room.verification

@@ -11,33 +11,35 @@ without proof leaves its pages quarantined, counted and shown, until its success
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import ClassVar
 
 import structlog
 
-from kvbridge.core.clock import Clock
+from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, DeadlineError, IntegrityError
 from kvbridge.core.ids import Role
 from kvbridge.core.plan.accounting import shortfall
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
 from kvbridge.core.wire.messages import Abort, Done, Failed, Offer, to_wire
-from kvbridge.node.driver import Driver
-from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, ReceiverSettings, WriterNode
+from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, WriterNode, user_state
 from kvbridge.node.receiver.verification import Verification
 from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import Quarantine, give_back
-from kvbridge.node.room_book import RoomBook
+from kvbridge.node.rooms import Rooms, RoomSettings
 from kvbridge.pool.accounts.book import PageState
 from kvbridge.telemetry.events import RoomReceived
 
 log = structlog.get_logger(__name__)
 
 
-class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
+class ReceiverDriver(Rooms[ReceiverRoom]):
     """Moves the rooms of one node forward."""
 
+    _ports: ReceiverPorts
     role = Role.DECODE
+    room_type = ReceiverRoom
     table = RECEIVER_TABLE
     ABORT, FAULT = ReceiverEvent.ABORT, ReceiverEvent.FAULT
     engine_words: ClassVar = {
@@ -50,14 +52,11 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
         ReceiverState.FAILED: "failed",
     }
 
-    def __init__(
-        self, ports: ReceiverPorts, rooms: RoomBook[ReceiverRoom], settings: ReceiverSettings, *, clock: Clock
-    ) -> None:
-        super().__init__(ports, rooms, clock=clock)
-        self._ports: ReceiverPorts = ports
-        self._settings = settings
-        self._limits = settings.limits
+    def __init__(self, ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock = monotonic) -> None:
+        super().__init__(ports, settings, clock=clock)
         self._writer_sets = WriterSets(settings.geometry)
+
+    _user_state = staticmethod(user_state)
 
     @staticmethod
     def _next_event(room: ReceiverRoom) -> ReceiverEvent | None:
@@ -89,7 +88,7 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
             case _:
                 room.wait_until(None)
 
-    def _act(self, room: ReceiverRoom, action: ReceiverAction) -> None:
+    def _act(self, room: ReceiverRoom, action: StrEnum) -> None:
         match action:
             case ReceiverAction.OFFER:
                 self._offer(room)
@@ -104,7 +103,7 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
             case ReceiverAction.FREE:
                 give_back(self._ports.book, room)
                 room.forget_details()
-                self._rooms.ended(room)
+                self.rooms.ended(room)
             case ReceiverAction.TELL_ENGINE:
                 self.tell_engine(room)
 
@@ -114,7 +113,7 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
         room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
         if self._settings.digest is not DigestKind.NONE:
             room.verification = Verification(
-                self._settings.geometry,
+                self._geometry,
                 self._ports.workers.manifests(),
                 prompt_tokens=room.prompt_tokens,
                 prefix_tokens=room.prefix_tokens,
@@ -198,7 +197,7 @@ class ReceiverDriver(Driver[ReceiverRoom, ReceiverEvent, ReceiverAction]):
         self._ports.fence.ask(room.owner)
 
     def late(self, room: ReceiverRoom, limit: str) -> None:
-        """See Driver. The pages of a room that is being stopped and is still used stay away from everybody, and that shows.
+        """See Rooms. The pages of a room that is being stopped and is still used stay away from everybody, and that shows.
 
         Writers that do not answer are shut out, which is the proof that they do not give; for engines there is none.
         """

@@ -1,123 +1,30 @@
-"""A room on a decode node, and what the receiving side asks of its surroundings.
+"""A room on a decode node.
 
-Owns: the facts about one room on this side, who writes it, who reads it, the deadlines' names, the ports. Must not
-know: what is done with them.
+Owns: the facts about one room on this side, who writes it, who reads it, the ports. Must not know: what is done with them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvbridge.api.rooms import PeerAddress
-from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.accounting import Share
-from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import PeerMessage
-from kvbridge.node.driver import RankWorkers, RoomPorts, RoomSettings
+from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
+from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.verification import Verification
 from kvbridge.node.room import Room
-from kvbridge.pool.accounts.book import Owner
-
-
-@dataclass(frozen=True)
-class KnownNode:
-    """A prefill node that has welcomed us."""
-
-    peer: str
-    """Its incarnation."""
-    instance: str
-    node: str
-    pp_size: int
-    tp_size: int
-    stage_boundaries: tuple[int, ...]
-    """The first layers of the instance's stages but the first."""
-    ranks: tuple[Rank, ...]
-    """Those of the instance's ranks that live there."""
-
-    @property
-    def name(self) -> str:
-        """Instance and node, for people."""
-        return f"{self.instance}/{self.node}"
-
-    @property
-    def parallelism(self) -> tuple[object, ...]:
-        """What all nodes of an instance have in common: its name, its sizes, its stages."""
-        return self.instance, self.pp_size, self.tp_size, self.stage_boundaries
-
-    def __str__(self) -> str:
-        stages = f", stages from layers {self.stage_boundaries}" if self.stage_boundaries else ""
-        ranks = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        return f"{self.name} (ranks {ranks or 'none'} of pp_size {self.pp_size} x tp_size {self.tp_size}{stages})"
-
-
-class PrefillNodes(Protocol):
-    """The prefill nodes that this decode node knows."""
-
-    def known_node(self, address: PeerAddress) -> KnownNode | None:
-        """Return the node behind an address if it has welcomed us, else say hello (once) and return None.
-
-        Raises PeerError or FingerprintMismatchError when it has rejected us since the last attempt.
-        """
-
-    def send(self, peer: str, message: PeerMessage) -> None:
-        """Queue a reliable message. Never raises."""
-
-
-class DecodeRanks(RankWorkers, Protocol):
-    """The rank workers of this node."""
-
-    def manifests(self) -> tuple[RankManifest, ...]:
-        """Of every rank, in the order in which they are introduced to peers."""
-
-
-class WriterFence(Protocol):
-    """What shuts writers out that give no proof themselves. See `fence`."""
-
-    def ask(self, owner: Owner) -> None:
-        """Shut every way by which the writers of a room could reach this node; `ReceiverRooms.shut` hears when."""
+from kvbridge.node.rooms import RoomPorts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverPorts(RoomPorts):
     """Everything that a room on this side touches."""
 
-    workers: DecodeRanks
     nodes: PrefillNodes
-    fence: WriterFence
-
-
-@dataclass(frozen=True)
-class ReceiverLimits:
-    """The deadlines of the receiving side, in seconds; each is the configuration key `timeouts.<name>`."""
-
-    pages_s: float
-    """Adopted pools: the engine names its pages within this time."""
-    handshake_s: float
-    """Every prefill node has welcomed us within this time."""
-    room_s: float
-    """From the offer to the commit."""
-    claim_s: float
-    """A committed room is claimed within this time, else its pages are given back."""
-    verify_s: float
-    """The digests of a room that has arrived are computed within this time."""
-    drain_s: float
-    """A room that is being stopped is let go of within this time, else its pages are quarantined until it is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiverSettings(RoomSettings):
-    """What is the same for all rooms on this side."""
-
-    limits: ReceiverLimits
-    host: frozenset[ComponentKind] = frozenset()
-    """The components that live in the host pool."""
-    digest: DigestKind = DigestKind.NONE
-    """What writers are asked to compute, our ranks compute once everything has arrived, and a room commits by."""
+    fence: Fence
 
 
 @dataclass(eq=False)

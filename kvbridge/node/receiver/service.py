@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     ConflictError,
@@ -17,20 +17,18 @@ from kvbridge.core.errors import (
     ProtocolError,
     RoomFailedError,
 )
-from kvbridge.core.geometry.pages import pages_needed, tables_cover
-from kvbridge.core.geometry.tables import check_demand, joined_tables, request_tables
-from kvbridge.core.ids import IndexSpace, Rank, Role, Tables
+from kvbridge.core.geometry.pages import tables_cover
+from kvbridge.core.geometry.tables import joined_tables, request_tables
+from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.plan.operations import add_amounts
-from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverEvent, ReceiverState
+from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Done, Drained, Failed
-from kvbridge.node.driver import WORKER_GONE
 from kvbridge.node.receiver.digests import ReceiverDigests, refuse_message
 from kvbridge.node.receiver.driver import ReceiverDriver
-from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, ReceiverSettings, user_state
-from kvbridge.node.room_book import RoomBook
-from kvbridge.node.rooms import Rooms
-from kvbridge.pool.accounts.book import Owner, PageState
+from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, user_state
+from kvbridge.node.rooms import WORKER_GONE, RoomSettings
+from kvbridge.pool.accounts.book import Owner
 
 _BEFORE_COMMIT = frozenset(
     {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}
@@ -38,79 +36,44 @@ _BEFORE_COMMIT = frozenset(
 _ARRIVED = frozenset({ReceiverState.COMMITTED, ReceiverState.CLAIMED})
 
 
-class ReceiverRooms(Rooms):
+class ReceiverRooms(ReceiverDriver):
     """All rooms of a decode node."""
 
-    rooms: RoomBook[ReceiverRoom]
-    _driver: ReceiverDriver
-
-    def __init__(self, ports: ReceiverPorts, settings: ReceiverSettings, *, clock: Clock = monotonic) -> None:
-        rooms: RoomBook[ReceiverRoom] = RoomBook(Role.DECODE, user_state, clock=clock, keep_s=settings.keep_s)
-        super().__init__(rooms, ReceiverDriver(ports, rooms, settings, clock=clock), ports.workers, clock=clock)
-        self._ports = ports
-        self._geometry = settings.geometry
-        self._host = settings.host
-        self._limits = settings.limits
-        self._adopted = settings.adopted
-        self.digests = ReceiverDigests(self.rooms, self._driver, ports.events)
+    def __init__(self, ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock = monotonic) -> None:
+        super().__init__(ports, settings, clock=clock)
+        self.digests = ReceiverDigests(self, ports.events)
         """What writers and our own ranks say about digests goes there."""
 
     # ------------------------------------------------------------------ admission
 
-    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """See Rooms."""
-        self._require_ready()
+    def _demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
         if not request.prefill:
             raise InvalidInputError(
                 "a decode daemon needs `prefill`: the control addresses of the prefill nodes that will write"
             )
-        if request.room is not None:
-            self.rooms.check_free(request.room, request.generation)
-        return self._needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
+        return self._pages_needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
 
-    def admit(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve all that a request can need, or nothing. See Rooms."""
-        demand = self.demand(request)
-        room = ReceiverRoom(
-            room=self.rooms.draw() if request.room is None else request.room,
-            generation=request.generation,
-            prompt_tokens=request.prompt_tokens,
-            prefix_tokens=0,
-            max_new_tokens=request.max_new_tokens,
-            client=request.client,
-            state=RECEIVER_TABLE.start,
-            created_s=self._clock(),
-            addresses=request.prefill,
-            reserved_tokens=request.prompt_tokens + request.max_new_tokens,
-        )
-        room.begin_within(request.begin_within_s)
-        ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
-        room.tables = request_tables(self._geometry, ids, prompt_tokens=room.prompt_tokens)
-        self.rooms.add(room)
-        self._driver.show(room)
-        if self._adopted:
-            room.wait_until(room.created_s + self._limits.pages_s, "timeouts.pages_s")
-            self._driver.tell_engine(room)
-        else:
-            self._begin(room)
-        return self.rooms.report(room)
-
-    def _needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
-        needed = pages_needed(self._geometry, tokens=tokens, prompt_tokens=prompt_tokens, host=self._host)
-        check_demand(needed)
-        self._ports.book.require_possible(needed)
-        if self._adopted:
-            return {space: count for space, count in needed.items() if space is IndexSpace.HOST}
+    def _pages_needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
+        needed = super()._pages_needed(tokens, prompt_tokens)
         if IndexSpace.REQUEST in self._ports.book.owned_spaces():
             needed.setdefault(IndexSpace.REQUEST, 1)  # of the hot buffer, where the model's own state needs none
         return needed
+
+    def _admitted(self, room: ReceiverRoom, request: AdmissionRequest) -> None:
+        room.addresses, room.reserved_tokens = request.prefill, request.prompt_tokens + request.max_new_tokens
+        room.begin_within(request.begin_within_s)
+        if self._settings.adopted:
+            room.wait_until(room.created_s + self._limits.pages_s, "timeouts.pages_s")
+            self.tell_engine(room)
+        else:
+            self._begin(room)
 
     # ------------------------------------------------------------------ the engine's verbs
 
     def provide(self, room_id: int, tables: Tables, *, prefix_tokens: int = 0) -> None:
         """Adopted pools: the engine names the device pages of a room that wanted them, and what they hold already."""
         room = self.rooms.get(room_id)
-        if not self._adopted:
+        if not self._settings.adopted:
             raise ConflictError("this node owns its pools: pages are not provided by the engine")
         if room.state is not ReceiverState.AWAITING_PAGES:
             raise ConflictError(f"room {room_id} does not wait for pages (state '{room.state}')")
@@ -118,15 +81,15 @@ class ReceiverRooms(Rooms):
             raise InvalidInputError("host pages belong to the daemon; provide device spaces only")
         self._check_prefix(prefix_tokens, room.prompt_tokens)
         together = room.tables | tables
-        tables_cover(together, self._geometry, tokens=room.prompt_tokens, host=self._host)
+        tables_cover(together, self._geometry, tokens=room.prompt_tokens, host=self._settings.host)
         self._ports.book.adopt(room.owner, {space: table.ids for space, table in tables.items()})
         room.tables, room.prefix_tokens = together, prefix_tokens
         self._begin(room)
 
     def _begin(self, room: ReceiverRoom) -> None:
         """Every page is there: find who writes them."""
-        self._driver.advance(room, ReceiverEvent.PAGES)
-        self._driver.find_writers(room)
+        self.advance(room, ReceiverEvent.PAGES)
+        self.find_writers(room)
 
     def _check_prefix(self, prefix_tokens: int, prompt_tokens: int) -> None:
         page = self._geometry.tokens_per_page
@@ -135,10 +98,10 @@ class ReceiverRooms(Rooms):
                 f"prefix_tokens must be a multiple of {page} and at most prompt_tokens ({prompt_tokens}), "
                 f"got {prefix_tokens}"
             )
-        if prefix_tokens and self._host:
+        if prefix_tokens and self._settings.host:
             raise InvalidInputError(
-                f"{', '.join(sorted(self._host))} of the room lies in this node's host pool, in pages that hold nothing of "
-                f"the prompt yet: prefix_tokens must be 0 here, got {prefix_tokens}"
+                f"{', '.join(sorted(self._settings.host))} of the room lies in this node's host pool, in pages that hold nothing "
+                f"of the prompt yet: prefix_tokens must be 0 here, got {prefix_tokens}"
             )
 
     def claim(self, engine: str, room_id: int) -> ReceiverRoom:
@@ -158,7 +121,7 @@ class ReceiverRooms(Rooms):
             room.expected_by = set(self._ports.engines.serving())
             room.phases_s["commit_to_claim"] = self._clock() - room.committed_s
         room.claimed_by.add(engine)
-        self._driver.advance(room, ReceiverEvent.CLAIM)
+        self.advance(room, ReceiverEvent.CLAIM)
         if room.expected_by <= room.claimed_by:
             room.wait_until(None)  # nobody is waited for any more: the engines use it
         return room
@@ -188,7 +151,7 @@ class ReceiverRooms(Rooms):
         return room.tables
 
     def _missing_pages(self, room: ReceiverRoom, tokens: int) -> dict[IndexSpace, int]:
-        demand = self._needed(tokens, room.prompt_tokens)
+        demand = self._pages_needed(tokens, room.prompt_tokens)
         held = {space: len(table) for space, table in room.tables.items()}
         return {space: count - held.get(space, 0) for space, count in demand.items() if count > held.get(space, 0)}
 
@@ -199,15 +162,15 @@ class ReceiverRooms(Rooms):
 
     def open_events(self) -> list[RoomEvent]:
         """What waits for an engine: rooms that want pages (adopted pools), rooms that can be claimed."""
-        waiting = {ReceiverState.COMMITTED} | ({ReceiverState.AWAITING_PAGES} if self._adopted else set())
-        return [self._driver.event(room) for room in self.rooms if room.state in waiting]
+        waiting = {ReceiverState.COMMITTED} | ({ReceiverState.AWAITING_PAGES} if self._settings.adopted else set())
+        return [self.event(room) for room in self.rooms if room.state in waiting]
 
     # ------------------------------------------------------------------ peers
 
     def nodes_changed(self) -> None:
         """A prefill node welcomed or rejected us, or vanished: look at every room that still waits for one."""
         for room in self.rooms:
-            self._driver.find_writers(room)
+            self.find_writers(room)
 
     def open_offers(self) -> set[Owner]:
         """Rooms that are being written to."""
@@ -219,7 +182,7 @@ class ReceiverRooms(Rooms):
             room = self.rooms.find(owner.room, owner.generation)
             if room is not None and room.awaits_writers:
                 room.shut = True
-                self._driver.advance(room)
+                self.advance(room)
 
     def done(self, peer: str, message: Done) -> None:
         """A writer has sent everything that was its to send."""
@@ -235,7 +198,7 @@ class ReceiverRooms(Rooms):
             return  # sent again
         writer.missing.discard(message.writer)
         if room.state is not ReceiverState.OFFERED:
-            self._driver.advance(room)  # it crossed our abort; that the writer is quiet counts all the same
+            self.advance(room)  # it crossed our abort; that the writer is quiet counts all the same
             return
         room.begin_by_s = None
         room.amounts = add_amounts(room.amounts, message.amounts)
@@ -246,20 +209,20 @@ class ReceiverRooms(Rooms):
                 f"the prefill engines have given {metadata_bytes} bytes of metadata to `finish` on {len(room.metadata)} ranks, a "
                 f"room carries at most {MAX_ROOM_METADATA_BYTES}; give it on fewer ranks, or less of it"
             )
-            self._driver.fail(room, InvalidInputError.code, why)
+            self.fail(room, InvalidInputError.code, why)
             return
         for phase, seconds in message.phases_s.items():
             room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
-        self._driver.show(room)
+        self.show(room)
         if self.digests.complete(room, message):
-            self._driver.account(room, writer, message)
+            self.account(room, writer, message)
 
     def failed(self, peer: str, message: Failed) -> None:
         """A prefill node will not complete a room. Means nothing once the room is committed."""
         room = self.rooms.find(message.room, message.generation)
         if room is not None and room.state is ReceiverState.OFFERED and peer in room.writers:
             why = f"prefill node {room.writers[peer].node.name}: {message.message}"
-            self._driver.fail(room, message.code, why)
+            self.fail(room, message.code, why)
 
     def drained(self, peer: str, message: Drained) -> None:
         """A prefill node proved that it does not write to a room."""
@@ -271,8 +234,8 @@ class ReceiverRooms(Rooms):
         writer.in_transit = writer.in_transit or message.in_transit
         if room.state is ReceiverState.OFFERED and writer.missing:
             why = f"prefill node {writer.node.name} stopped without having sent everything"
-            self._driver.fail(room, ProtocolError.code, why)
-        self._driver.advance(room)
+            self.fail(room, ProtocolError.code, why)
+        self.advance(room)
 
     def peer_gone(self, peer: str, reason: str) -> None:
         """A prefill node vanished. Whether its process has ended or not, it may have sent what has not arrived yet."""
@@ -283,8 +246,8 @@ class ReceiverRooms(Rooms):
             writer.gone = reason
             if room.state is ReceiverState.OFFERED and writer.missing:
                 why = f"prefill node {writer.node.name} is gone: {reason}"
-                self._driver.fail(room, PeerError.code, why)
-            self._driver.advance(room)
+                self.fail(room, PeerError.code, why)
+            self.advance(room)
 
     def worker_gone(self, rank: Rank, reason: str, *, memory_lost: bool = False) -> None:
         """A rank worker of this node died: nothing can arrive through it, so rooms under way fail.
@@ -295,4 +258,4 @@ class ReceiverRooms(Rooms):
         for room in self.rooms:
             if room.state in failing:
                 why = f"rank worker {rank} of the decode node died: {reason}"
-                self._driver.fail(room, WORKER_GONE, why)
+                self.fail(room, WORKER_GONE, why)

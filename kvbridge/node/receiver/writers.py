@@ -18,7 +18,8 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.accounting import Demand, Share
-from kvbridge.node.receiver.room import KnownNode, WriterNode
+from kvbridge.node.handshake.prefill_nodes import KnownNode
+from kvbridge.node.receiver.room import WriterNode
 from kvbridge.pool.memory.layout import stage_layers
 
 MOST_SETS = 64

@@ -10,27 +10,29 @@ no engine that has begun the room still writes pages of ours (it said finish or 
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import ClassVar
 
-from kvbridge.core.clock import Clock
+from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import DeadlineError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PeerMessage, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
-from kvbridge.node.driver import Driver
 from kvbridge.node.room import Quarantine, give_back
-from kvbridge.node.room_book import RoomBook
-from kvbridge.node.sender.room import RankWork, SenderLimits, SenderPorts, SenderRoom
+from kvbridge.node.rooms import Rooms, RoomSettings
+from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, user_state
 from kvbridge.pool.accounts.book import PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, RankSent, RoomRejected
 
 
-class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
+class SenderDriver(Rooms[SenderRoom]):
     """Moves the rooms of one node forward."""
 
+    _ports: SenderPorts
     role = Role.PREFILL
+    room_type = SenderRoom
     table = SENDER_TABLE
     ABORT, FAULT = SenderEvent.ABORT, SenderEvent.FAULT
     engine_words: ClassVar = {
@@ -39,12 +41,11 @@ class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
         SenderState.FAILED: "failed",
     }
 
-    def __init__(self, ports: SenderPorts, rooms: RoomBook[SenderRoom], limits: SenderLimits, *, clock: Clock) -> None:
-        super().__init__(ports, rooms, clock=clock)
-        self._workers = ports.workers
-        self._peers = ports.peers
-        self._limits = limits
+    def __init__(self, ports: SenderPorts, settings: RoomSettings, *, clock: Clock = monotonic) -> None:
+        super().__init__(ports, settings, clock=clock)
         self._orders = 0
+
+    _user_state = staticmethod(user_state)
 
     @staticmethod
     def _next_event(room: SenderRoom) -> SenderEvent | None:
@@ -73,13 +74,13 @@ class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
             case _:
                 room.wait_until(None)
 
-    def _act(self, room: SenderRoom, action: SenderAction) -> None:
+    def _act(self, room: SenderRoom, action: StrEnum) -> None:
         match action:
             case SenderAction.OPEN_ROOM:
-                self.open(room)
+                self._open_room(room)
             case SenderAction.CLOSE_ROOM:
                 for rank in room.open_ranks:
-                    self._workers.send(rank, CloseRoom(room=room.room, generation=room.generation))
+                    self._ports.workers.send(rank, CloseRoom(room=room.room, generation=room.generation))
             case SenderAction.TELL_FAILED:
                 self._tell(
                     room,
@@ -94,11 +95,11 @@ class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
 
     def _tell(self, room: SenderRoom, message: PeerMessage) -> None:
         if room.peer:
-            self._peers.send(room.peer, message)
+            self._ports.nodes.send(room.peer, message)
 
     # ------------------------------------------------------------------ what follows from the facts
 
-    def open(self, room: SenderRoom) -> None:
+    def _open_room(self, room: SenderRoom) -> None:
         """Tell the workers both ends, once both are known, and order what has been published."""
         if room.state is not SenderState.SENDING or not room.tables:
             return
@@ -115,7 +116,7 @@ class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
             )
             self._ports.book.move(room.owner, PageState.HELD, PageState.LEASED)
             for rank, work in room.ranks.items():
-                self._workers.send(rank, opening)
+                self._ports.workers.send(rank, opening)
                 work.open = True
         self.flush(room)
 
@@ -130,13 +131,13 @@ class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
                 work.after.clear()
             for section in sections:
                 self._orders += 1
-                transport = work.outstanding[self._orders] = self._peers.transport(room.peer, rank)
+                transport = work.outstanding[self._orders] = self._ports.nodes.transport(room.peer, rank)
                 work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
                 order = Send(
                     room=room.room, generation=room.generation, order=self._orders, section=section, after=after
                 )
                 self._ports.events.emit(OrderBegan(**room.identity, rank=rank, order=self._orders, transport=transport))
-                self._workers.send(rank, order)
+                self._ports.workers.send(rank, order)
 
     def order_ended(self, room: SenderRoom, rank: Rank, order: int, amounts: Amounts) -> bool:
         """A worker has ended an order, in which it has sent `amounts`; whether it was under way."""
@@ -202,14 +203,14 @@ class SenderDriver(Driver[SenderRoom, SenderEvent, SenderAction]):
         room.wait_until(None)
         give_back(self._ports.book, room)
         room.forget_details()
-        self._rooms.ended(room)
+        self.rooms.ended(room)
 
     def not_quiet(self, room: SenderRoom, rank: Rank, why: str) -> None:
         """A transport may still read the room's pages: they stay away from everybody until it has been torn down."""
         self.quarantine(room, Quarantine.NOT_QUIET, f"rank {rank}: {why}")
 
     def late(self, room: SenderRoom, limit: str) -> None:
-        """See Driver. The pages of a room that is being stopped stay away from everybody, and that shows."""
+        """See Rooms. The pages of a room that is being stopped stay away from everybody, and that shows."""
         if room.over:
             self.quarantine_used(room, limit)
             return

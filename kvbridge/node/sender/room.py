@@ -1,12 +1,11 @@
-"""A room on a prefill node, and what the sending side asks of its surroundings.
+"""A room on a prefill node.
 
-Owns: the facts about one room on this side, the deadlines' names, the ports. Must not know: what is done with them.
+Owns: the facts about one room on this side, the ports. Must not know: what is done with them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.digest_sums import DigestSums
@@ -15,60 +14,19 @@ from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SENDER_TABLE, SenderState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import PeerMessage, WireTable
+from kvbridge.core.wire.messages import WireTable
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import MAX_POINTS
-from kvbridge.node.driver import RankWorkers, RoomPorts, RoomSettings
+from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.room import Room
-
-
-class SenderWorkers(RankWorkers, Protocol):
-    """The rank workers of the node."""
-
-    @property
-    def layers(self) -> dict[Rank, tuple[int, ...]]:
-        """The global layer ids of every rank of the node."""
-
-
-class PeerChannel(Protocol):
-    """Reliable messages to peer nodes."""
-
-    def send(self, peer: str, message: PeerMessage) -> None:
-        """Queue a message; what cannot be delivered in time is reported as the loss of the peer. Never raises."""
-
-    def transport(self, peer: str, rank: Rank) -> str:
-        """Name what a rank of ours reaches a peer over; empty while it is not connected."""
+from kvbridge.node.rooms import RoomPorts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderPorts(RoomPorts):
     """Everything that a room on this side touches."""
 
-    workers: SenderWorkers
-    peers: PeerChannel
-
-
-@dataclass(frozen=True)
-class SenderLimits:
-    """The deadlines of the sending side, in seconds; each is the configuration key `timeouts.<name>`."""
-
-    begin_s: float
-    """An engine begins a room within this, unless its admission says otherwise (`begin_within_s`)."""
-    offer_s: float
-    """An admitted room waits so long for the decode side."""
-    room_s: float
-    """An offered room is sent completely within this time."""
-    early_offer_s: float
-    """An offer waits so long for its room to be admitted."""
-    drain_s: float
-    """A room that is being stopped is quiet within this time, else its pages are quarantined until it is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SenderSettings(RoomSettings):
-    """What is the same for all rooms on this side."""
-
-    limits: SenderLimits
+    nodes: DecodeNodes
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,
@@ -19,83 +19,45 @@ from kvbridge.core.errors import (
     TransportError,
     UnknownRoomError,
 )
-from kvbridge.core.geometry.pages import pages_needed, tables_cover
-from kvbridge.core.geometry.tables import check_demand, request_tables, same_tables
-from kvbridge.core.ids import IndexSpace, Rank, Role, Tables
+from kvbridge.core.geometry.pages import tables_cover
+from kvbridge.core.geometry.tables import same_tables
+from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.progress import RankProgress
-from kvbridge.core.session.sender import SENDER_TABLE, SenderEvent, SenderState
+from kvbridge.core.session.sender import SenderEvent, SenderState
 from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Offer
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import Digested, RoomClosed, Sent
-from kvbridge.node.driver import WORKER_GONE
-from kvbridge.node.room_book import RoomBook
-from kvbridge.node.rooms import Rooms
+from kvbridge.node.rooms import WORKER_GONE, RoomSettings
 from kvbridge.node.sender.driver import SenderDriver
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
-from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, SenderSettings, user_state
-from kvbridge.pool.accounts.book import PageState
+from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom
 from kvbridge.telemetry.events import RoomMessageRefused
 
 
-class SenderRooms(Rooms):
+class SenderRooms(SenderDriver):
     """All rooms of a prefill node."""
 
-    rooms: RoomBook[SenderRoom]
-    _driver: SenderDriver
-
-    def __init__(self, ports: SenderPorts, settings: SenderSettings, *, clock: Clock = monotonic) -> None:
-        rooms: RoomBook[SenderRoom] = RoomBook(Role.PREFILL, user_state, clock=clock, keep_s=settings.keep_s)
-        super().__init__(rooms, SenderDriver(ports, rooms, settings.limits, clock=clock), ports.workers, clock=clock)
-        self._ports = ports
-        self._geometry = settings.geometry
-        self._limits = settings.limits
-        self._adopted = settings.adopted
+    def __init__(self, ports: SenderPorts, settings: RoomSettings, *, clock: Clock = monotonic) -> None:
+        super().__init__(ports, settings, clock=clock)
         self._early = EarlyOffers(wait_s=settings.limits.early_offer_s, clock=clock)
 
     # ------------------------------------------------------------------ admission
 
-    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """See Rooms."""
-        self._require_ready()
-        if request.room is not None:
-            self.rooms.check_free(request.room, request.generation)
+    def _demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
         if request.prefill:
             raise InvalidInputError("`prefill` is for the decode daemon; a prefill daemon sends to whoever offers it")
-        needed = pages_needed(self._geometry, tokens=request.prompt_tokens, prompt_tokens=request.prompt_tokens)
-        check_demand(needed)
-        self._ports.book.require_possible(needed)
-        return {} if self._adopted else needed
+        return self._pages_needed(request.prompt_tokens, request.prompt_tokens)
 
-    def admit(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve source pages for a request. See Rooms."""
-        demand = self.demand(request)
-        room = SenderRoom(
-            room=self.rooms.draw() if request.room is None else request.room,
-            generation=request.generation,
-            prompt_tokens=request.prompt_tokens,
-            prefix_tokens=0,
-            max_new_tokens=request.max_new_tokens,
-            client=request.client,
-            state=SENDER_TABLE.start,
-            created_s=self._clock(),
-            ranks={
-                rank: RankWork(RankProgress(layers, prompt_tokens=request.prompt_tokens))
-                for rank, layers in self._ports.workers.layers.items()
-            },
-        )
-        if not self._adopted:
-            ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
-            room.tables = request_tables(self._geometry, ids, prompt_tokens=room.prompt_tokens)
+    def _admitted(self, room: SenderRoom, request: AdmissionRequest) -> None:
+        for rank, layers in self._ports.workers.layers.items():
+            room.ranks[rank] = RankWork(RankProgress(layers, prompt_tokens=room.prompt_tokens))
         room.wait_until(room.created_s + self._limits.offer_s, "timeouts.offer_s")
         room.begin_within(request.begin_within_s, or_else=(self._limits.begin_s, "timeouts.begin_s"))
-        self.rooms.add(room)
-        self._driver.show(room)
         early = self._early.take(room.room, room.generation)
         if early is not None:
             self._take_offer(room, early.peer, early.offer)
-        return self.rooms.report(room)
 
     # ------------------------------------------------------------------ the engine's verbs
 
@@ -137,15 +99,15 @@ class SenderRooms(Rooms):
             self._let_go(attempt, engine)
         for rank in ranks:
             room.ranks[rank].engine = engine
-        if not self._adopted:
+        if not self._settings.adopted:
             room.writing.add(engine)
         room.phases_s.setdefault("admit_to_begin", self._clock() - room.created_s)
         room.begin_by_s = None
-        self._driver.open(room)
+        self._open_room(room)
         return room
 
     def _take_tables(self, room: SenderRoom, tables: Tables) -> None:
-        if not self._adopted:
+        if not self._settings.adopted:
             if tables:
                 raise InvalidInputError("this node owns its pools: `begin` takes no page tables, it returns them")
             return
@@ -185,7 +147,7 @@ class SenderRooms(Rooms):
         for rank in ranks:
             room.ranks[rank].progress.publish(upto_token, chosen[rank])
             room.ranks[rank].note_point((after or {}).get(str(rank)))
-        self._driver.flush(room)
+        self.flush(room)
 
     def finish(
         self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, metadata: bytes, by_gpu: bool = False
@@ -216,7 +178,7 @@ class SenderRooms(Rooms):
             room.ranks[rank].metadata = metadata
         if not by_gpu:
             self._let_go(room, engine)
-        self._driver.settle(room)
+        self.settle(room)
 
     def release(self, engine: str, room_id: int, generation: int) -> None:
         """The GPU of an engine is through with an attempt that it has finished. Harmless when that is over and forgotten.
@@ -277,20 +239,20 @@ class SenderRooms(Rooms):
             check_offer(offer, self._geometry, prompt_tokens=room.prompt_tokens)
         except BridgeError as error:
             self._refuse_offer(peer, offer, error.code, str(error))
-            self._driver.fail(room, error.code, str(error))
+            self.fail(room, error.code, str(error))
             return
         room.peer, room.destination, room.offered_s = peer, offer.tables, self._clock()
         room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
         room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
-        self._driver.advance(room, SenderEvent.OFFER)
-        self._driver.settle(room)
+        self.advance(room, SenderEvent.OFFER)
+        self.settle(room)
 
     def _refuse_offer(self, peer: str, offer: Offer, code: str, message: str) -> None:
         """Nothing was ever written for this offer, nor will be: saying so at once is the truth."""
         self._refuse_message(peer, offer, code)
         text = message[:REASON_CHARS]
-        self._ports.peers.send(peer, Failed(room=offer.room, generation=offer.generation, code=code, message=text))
-        self._ports.peers.send(peer, Drained(room=offer.room, generation=offer.generation))
+        self._ports.nodes.send(peer, Failed(room=offer.room, generation=offer.generation, code=code, message=text))
+        self._ports.nodes.send(peer, Drained(room=offer.room, generation=offer.generation))
 
     def _refuse_message(self, peer: str, offer: Offer, code: str) -> None:
         self._ports.events.emit(RoomMessageRefused(room=offer.room, generation=offer.generation, peer=peer, code=code))
@@ -302,15 +264,15 @@ class SenderRooms(Rooms):
         if room is None or room.peer != peer:
             # We do not write to this peer's pages of the room, and its offer, if any, is withdrawn. An Abort follows
             # its Offer on one ordered link, so a room that has taken no offer of this peer is not its to end.
-            self._ports.peers.send(peer, Drained(room=message.room, generation=message.generation))
+            self._ports.nodes.send(peer, Drained(room=message.room, generation=message.generation))
             return
-        self._driver.abort(room, f"by the decode side: {message.message}", message.code)
+        self.stop(room, f"by the decode side: {message.message}", message.code)
 
     def peer_failed(self, peer: str, message: Failed) -> None:
         """Everything of a room was sent, and the decode side could not use it: too late to fail, not to say why."""
         room = self.rooms.find(message.room, message.generation)
         if room is not None and room.peer == peer and room.state is SenderState.COMPLETED:
-            self._driver.rejected(room, message.code, f"by the decode side: {message.message}")
+            self.rejected(room, message.code, f"by the decode side: {message.message}")
 
     def peer_gone(self, peer: str, reason: str) -> None:
         """A decode node's process has ended, or it is silent: its rooms fail."""
@@ -318,14 +280,18 @@ class SenderRooms(Rooms):
         for room in self.rooms:
             if room.peer == peer:
                 why = f"the decode node is gone: {reason}"
-                self._driver.fail(room, PeerError.code, why)
+                self.fail(room, PeerError.code, why)
 
     # ------------------------------------------------------------------ workers
 
+    def _rank_work(self, message: Digested | Sent | RoomClosed) -> tuple[SenderRoom | None, RankWork | None]:
+        """What a worker speaks of, unless that is forgotten."""
+        room = self.rooms.find(message.room, message.generation)
+        return room, None if room is None else room.ranks.get(message.rank)
+
     def digested(self, message: Digested) -> None:
         """A worker has computed digests over what an order sends."""
-        room = self.rooms.find(message.room, message.generation)
-        work = None if room is None else room.ranks.get(message.rank)
+        room, work = self._rank_work(message)
         if room is None or work is None or message.order not in work.outstanding:
             return
         if work.digests is None:
@@ -334,37 +300,35 @@ class SenderRooms(Rooms):
         try:
             work.digests.merge(message.digests)
         except BridgeError as error:
-            self._driver.fail(room, error.code, f"rank {message.rank}: {error}")
+            self.fail(room, error.code, f"rank {message.rank}: {error}")
 
     def sent(self, message: Sent) -> None:
         """A worker ended an order."""
-        room = self.rooms.find(message.room, message.generation)
-        work = None if room is None else room.ranks.get(message.rank)
+        room, work = self._rank_work(message)
         if room is None or work is None:
             return
-        if not self._driver.order_ended(room, message.rank, message.order, message.amounts):
+        if not self.order_ended(room, message.rank, message.order, message.amounts):
             return
         room.in_transit = room.in_transit or message.in_transit
         if message.error_code or not message.quiet:
             code = message.error_code or TransportError.code
-            self._driver.fail(room, code, f"rank {message.rank}: {message.error}")
+            self.fail(room, code, f"rank {message.rank}: {message.error}")
             return
         work.amounts = add_amounts(work.amounts, message.amounts)
         for phase, seconds in message.seconds.items():
             work.phases_s[phase] = work.phases_s.get(phase, 0.0) + seconds
-        self._driver.settle(room)
+        self.settle(room)
 
     def room_closed(self, message: RoomClosed) -> None:
         """A worker proved that nothing of a room is in flight."""
-        room = self.rooms.find(message.room, message.generation)
-        work = None if room is None else room.ranks.get(message.rank)
+        room, work = self._rank_work(message)
         if room is None or work is None:
             return
         if not message.quiet:
-            self._driver.not_quiet(room, message.rank, message.reason)
+            self.not_quiet(room, message.rank, message.reason)
             return
-        self._driver.closed(room, message.rank)
-        self._driver.advance(room)
+        self.closed(room, message.rank)
+        self.advance(room)
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """A rank worker's process ended, and with it everything that it had in flight."""
@@ -373,9 +337,9 @@ class SenderRooms(Rooms):
             if work is None:
                 continue
             room.in_transit = room.in_transit or bool(work.outstanding)
-            self._driver.closed(room, rank)
+            self.closed(room, rank)
             why = f"rank worker {rank} of the prefill node died: {reason}"
-            self._driver.fail(room, WORKER_GONE, why)
+            self.fail(room, WORKER_GONE, why)
 
     # ------------------------------------------------------------------ time
 

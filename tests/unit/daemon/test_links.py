@@ -21,8 +21,7 @@ from kvbridge.core.wire.messages import Hello, PeerMessage, Rejected, Welcome
 from kvbridge.daemon.decode import PrefillPeers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
-from kvbridge.node.handshake.prefill_nodes import PrefillNodes
-from kvbridge.node.receiver.room import KnownNode
+from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
 
 pytestmark = pytest.mark.asyncio
 

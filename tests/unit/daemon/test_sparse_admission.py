@@ -60,7 +60,7 @@ def test_a_room_takes_a_slot_and_gives_it_back_with_its_pages():
         admit(bench, 3)
     assert refused.value.lacking == {IndexSpace.REQUEST: 1}
     assert bench.book.counts() == before, "nothing of it was kept"
-    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
+    bench.service.stop(bench.service.rooms.get(1), "by its client")
     assert bench.service.rooms.get(1).state is not ReceiverState.OFFERED
     bench.book.check_integrity()
 

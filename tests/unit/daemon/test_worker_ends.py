@@ -78,6 +78,7 @@ def host():
     made = WorkerHost(SimpleNamespace(), {RANK: (0,)}, events)
     made.serve(listener, {EndpointsRevoked: listener.said.append})
     made._server = Server()
+    made.workers.connect(made._server.send)
     made.start(lambda rank: "setup", own_processes=False)
     made.listener = listener
     return made

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -82,7 +84,7 @@ def drained(bench: ReceiverBench, peer: str = PREFILL, generation: int = 1, *, i
 
 def cancel(bench: ReceiverBench) -> None:
     room = bench.service.rooms.get(1)
-    bench.service._driver.abort(room, "by its client")
+    bench.service.stop(room, "by its client")
 
 
 def offered(**fields) -> ReceiverBench:
@@ -769,7 +771,7 @@ def test_what_lies_in_the_nodes_host_pool_has_no_prefix():
     bench = ReceiverBench(adopted=True)
     bench.nodes.know()
     admit(bench)
-    bench.service._host = frozenset({ComponentKind.MHA_KV})
+    bench.service._settings = replace(bench.service._settings, host=frozenset({ComponentKind.MHA_KV}))
     with pytest.raises(InvalidInputError, match=r"mha_kv of the room lies in this node's host pool.*must be 0 here"):
         bench.service.provide(1, {}, prefix_tokens=PAGE)
 

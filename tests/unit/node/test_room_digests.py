@@ -215,7 +215,7 @@ def test_verifying_has_a_deadline_of_its_own():
 
 def test_an_abort_ends_a_room_that_is_being_verified_at_once():
     bench = arrived()
-    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
+    bench.service.stop(bench.service.rooms.get(1), "by its client")
     assert bench.service.report(1).state is RoomState.ABORTED
     assert bench.free == 16
     find(bench, 5)

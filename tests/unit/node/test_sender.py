@@ -364,7 +364,7 @@ def test_an_abort_before_the_offer_ends_at_once(who):
         bench.service.abort("engine", 1, "no")
     else:
         room = bench.service.rooms.get(1)
-        bench.service._driver.abort(room, "by its client")
+        bench.service.stop(room, "by its client")
     assert state(bench) is SenderState.ABORTED
     if who != "engine":
         # The engine may be writing at this very moment: only its own word gives its pages to others.
@@ -519,7 +519,7 @@ def test_an_engine_that_dies_gives_back_the_pages_of_ended_rooms():
     bench = SenderBench()
     admit(bench)
     begin(bench)
-    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
+    bench.service.stop(bench.service.rooms.get(1), "by its client")
     assert bench.free == 14
     bench.service.engine_gone("engine", "killed")
     assert (state(bench), bench.free) == (SenderState.ABORTED, 14)
@@ -741,7 +741,7 @@ def test_beginning_anew_lets_go_of_earlier_attempts():
     bench = SenderBench()
     admit(bench)
     begin(bench)
-    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
+    bench.service.stop(bench.service.rooms.get(1), "by its client")
     admit(bench, generation=2)
     assert bench.free == 12
     begin(bench)
@@ -754,7 +754,7 @@ def test_an_engine_with_a_gpu_aborts_an_earlier_attempt_before_it_begins_anew():
     bench = SenderBench()
     admit(bench)
     begin(bench, by_gpu=True)
-    bench.service._driver.abort(bench.service.rooms.get(1), "by its client")
+    bench.service.stop(bench.service.rooms.get(1), "by its client")
     admit(bench, generation=2)
     with pytest.raises(
         ConflictError, match=r"generation 1\) may still be written by this engine's GPU; abort it first"

@@ -7,23 +7,24 @@ from typing import ClassVar
 
 import pytest
 
+from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
-from kvbridge.node.driver import Driver, RoomPorts
 from kvbridge.node.room import Quarantine, Room
-from kvbridge.node.room_book import RoomBook
+from kvbridge.node.rooms import RoomPorts, Rooms, RoomSettings
 from kvbridge.node.sender.room import user_state
 from kvbridge.pool.accounts.book import PageBook, PageState
 from kvbridge.telemetry.events import RoomEntered, RoomQuarantined
-from tests.helpers.rooms import FakeEngines, FakeWorkers, RecordedEvents
+from tests.helpers.rooms import GEOMETRY, SENDER_LIMITS, FakeEngines, FakeWorkers, RecordedEvents
 
 
-class Scripted(Driver[Room, SenderEvent, SenderAction]):
+class Scripted(Rooms[Room]):
     """Facts amount to what `script` says of a state; everything that is done is written down."""
 
     role = Role.PREFILL
+    room_type = Room
     table = SENDER_TABLE
     ABORT, FAULT = SenderEvent.ABORT, SenderEvent.FAULT
     engine_words: ClassVar = {}
@@ -32,8 +33,10 @@ class Scripted(Driver[Room, SenderEvent, SenderAction]):
         SenderState.ABORTING: SenderEvent.DRAINED,
     }
 
-    def __init__(self, ports: RoomPorts, rooms: RoomBook) -> None:
-        super().__init__(ports, rooms, clock=ManualClock())
+    _user_state = staticmethod(user_state)
+
+    def __init__(self, ports: RoomPorts) -> None:
+        super().__init__(ports, RoomSettings(geometry=GEOMETRY, limits=SENDER_LIMITS), clock=ManualClock())
         self.done: list[object] = []
         self.depths: list[int] = []
 
@@ -51,6 +54,12 @@ class Scripted(Driver[Room, SenderEvent, SenderAction]):
     def _at_rest(self, room: Room) -> None:
         self.done.append("rest")
 
+    def _demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
+        raise NotImplementedError
+
+    def _admitted(self, room: Room, request: AdmissionRequest) -> None:
+        raise NotImplementedError
+
     def late(self, room: Room, limit: str) -> None:
         raise NotImplementedError
 
@@ -59,7 +68,7 @@ class Scripted(Driver[Room, SenderEvent, SenderAction]):
 def driver() -> Scripted:
     events = RecordedEvents()
     ports = RoomPorts(book=PageBook({IndexSpace.FULL: 4}), workers=FakeWorkers(), engines=FakeEngines(), events=events)
-    made = Scripted(ports, RoomBook(Role.PREFILL, user_state, clock=ManualClock(), keep_s=1.0))
+    made = Scripted(ports)
     made.events, made.book = events, ports.book
     return made
 
@@ -96,7 +105,7 @@ def test_the_first_cause_is_kept_and_told(driver, room, monkeypatch):
     monkeypatch.setattr(Scripted, "script", {})
     driver.advance(room, SenderEvent.OFFER)
     driver.fail(room, "timeout", "too late")
-    driver.abort(room, "enough")
+    driver.stop(room, "enough")
     assert (room.state, room.reason_code, room.reason) == (SenderState.FAILING, "timeout", "too late")
     last = driver.events.of(RoomEntered)[-1]
     assert (last.room, last.generation, last.code, last.reason) == (1, 1, "timeout", "too late")
