@@ -24,7 +24,7 @@ from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.room import ReceiverPorts
 from kvbridge.node.receiver.service import ReceiverRooms
 from kvbridge.node.rooms import RoomSettings
-from kvbridge.telemetry.events import MessageUndelivered, PeerLost
+from kvbridge.telemetry.events import MessageUndelivered
 
 
 def decode_daemon(config: DecodeConfig) -> NodeDaemon:
@@ -32,7 +32,11 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
     parts = NodeParts.build(config, Role.DECODE)
     links = PrefillLinks(config, parts.events)
     nodes = PrefillNodes(
-        describe=parts.description, links=links, features=_required(config.integrity.digest), names_of=links.names_of
+        describe=parts.description,
+        links=links,
+        events=parts.events,
+        features=_required(config.integrity.digest),
+        names_of=links.names_of,
     )
     fence = Fence(parts.workers.layers, send=parts.workers.send, events=parts.events, fence_s=config.timeouts.fence_s)
     rooms = ReceiverRooms(
@@ -107,7 +111,7 @@ class PrefillPeers:
     def watch(self) -> None:
         """See Peers: and look for prefill nodes whose key is not accepted any more."""
         for address, reason in dict(self._links.lost() + self._links.barred()).items():
-            self._lose(address, reason)
+            self._nodes.lost(address, reason)
         for address in self._nodes.addresses():
             self._links.send(address, Heartbeat())
 
@@ -168,13 +172,8 @@ class PrefillPeers:
         limit_s = self._parts.config.timeouts.control_delivery_s
         if address in self._links and age_s >= limit_s:
             why = f"a {message.type} of {age_s:.1f} s ago was never acknowledged (limit: timeouts.control_delivery_s)"
-            self._lose(address, why)
+            self._nodes.lost(address, why)
 
     def restarted(self, address: PeerAddress) -> None:
         """See PrefillListener."""
         self._nodes.restarted(address)
-
-    def _lose(self, address: PeerAddress, reason: str) -> None:
-        """Give a prefill node up, and its link with it: the next room that names it begins anew."""
-        self._events.emit(PeerLost(peer=address.endpoint, reason=reason))
-        self._nodes.lost(address, reason)

@@ -17,7 +17,7 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.peer_setup import peer_settings, why_lost
-from kvbridge.telemetry.events import EventStream, MessageUndelivered, PeerLost
+from kvbridge.telemetry.events import EventStream, MessageUndelivered
 
 log = structlog.get_logger(__name__)
 
@@ -112,7 +112,6 @@ class DecodeLinks:
             self._lose(peer, why)
 
     def _lose(self, peer: str, reason: str) -> None:
-        self._events.emit(PeerLost(peer=peer, reason=reason))
         self._listener.gone(peer, reason)
         if self._server is not None:
             self._server.forget(peer)

@@ -10,7 +10,8 @@ from kvbridge.config.schema import PrefillConfig
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.errors import BridgeError, NotReadyError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.messages import Abort, Drained, Failed, Heartbeat, Hello, Offer, PeerMessage
+from kvbridge.core.wire.features import PEER_FEATURES
+from kvbridge.core.wire.messages import Abort, Drained, Failed, Heartbeat, Hello, Offer, PeerMessage, Welcome
 from kvbridge.core.wire.worker_messages import Digested, PeerConnected, RoomClosed, Sent
 from kvbridge.daemon.admission import admission_limits
 from kvbridge.daemon.decode_links import DecodeLinks
@@ -33,7 +34,12 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
     links, inspector = DecodeLinks(config, parts.events), Inspector()
     inspections = Inspections(inspector.run, limit_s=config.timeouts.handshake_s)
     nodes = DecodeNodes(
-        _introduction(parts), parts.workers, inspections=inspections, send=links.send, names_of=links.names_of
+        _introduction(parts),
+        parts.workers,
+        inspections=inspections,
+        send=links.send,
+        events=parts.events,
+        names_of=links.names_of,
     )
     rooms = SenderRooms(
         SenderPorts(book=parts.book, workers=parts.workers, nodes=nodes, engines=parts.engines, events=parts.events),
@@ -61,17 +67,18 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
 
 
 def _introduction(parts: NodeParts) -> Self:
-    sizes = parts.config.parallelism
-    identity = parts.identity
-    return Self(
-        identity.instance,
-        identity.node,
-        identity.incarnation,
-        sizes.pp_size,
-        sizes.tp_size,
-        parts.stage_boundaries,
-        parts.geometry,
+    identity, sizes = parts.identity, parts.config.parallelism
+    welcome = Welcome(
+        instance=identity.instance,
+        node=identity.node,
+        incarnation=identity.incarnation,
+        pp_size=sizes.pp_size,
+        tp_size=sizes.tp_size,
+        stage_boundaries=parts.stage_boundaries,
+        ranks=tuple(parts.workers.layers),
+        features=PEER_FEATURES,
     )
+    return Self(welcome, parts.geometry)
 
 
 class DecodePeers:

@@ -140,10 +140,32 @@ class RequestWaited(Fact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerLost(Fact):
-    """A peer is gone or silent: rooms do not rely on it any more. `peer` is its incarnation, or its address."""
+class PeerFact(Fact):
+    """Something about a node of the other role. `peer` is its incarnation, or its address while that is not known."""
 
     peer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAccepted(PeerFact):
+    """A handshake has succeeded, perhaps again: rooms may go between both nodes. `name` is the instance and node of the peer."""
+
+    name: str
+    features: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerRejected(PeerFact):
+    """A handshake has failed, on whichever side: no room goes between both nodes (any more)."""
+
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLost(PeerFact):
+    """A peer is gone, silent, or another incarnation: rooms do not rely on it any more."""
+
     reason: str
 
 

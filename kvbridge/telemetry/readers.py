@@ -31,7 +31,9 @@ from kvbridge.telemetry.events import (
     OrderBegan,
     OrderEnded,
     PagesDiffer,
+    PeerAccepted,
     PeerLost,
+    PeerRejected,
     RankSent,
     RequestRefused,
     RequestWaited,
@@ -118,6 +120,10 @@ class LogReader:
             RoomQuarantined: lambda fact: log.error(
                 "room_quarantined", **_room(fact), cause=fact.cause, reason=fact.reason
             ),
+            PeerAccepted: lambda fact: log.info(
+                "peer_accepted", peer=fact.peer, name=fact.name, features=fact.features
+            ),
+            PeerRejected: lambda fact: log.warning("peer_rejected", peer=fact.peer, code=fact.code, reason=fact.reason),
             PeerLost: lambda fact: log.warning("peer_lost", peer=fact.peer, reason=fact.reason),
             FrameRefused: self._frame_refused,
             RoomMessageRefused: self._message_refused,
@@ -202,6 +208,8 @@ class StatusReader:
                 self._peer(now_s, fact.peer).sent_bytes += _bytes(fact.amounts)
             case RoomReceived():
                 self._peer(now_s, fact.peer).received_bytes += _bytes(fact.amounts)
+            case PeerRejected():
+                self._note(now_s, "peer rejected", fact.peer, fact.reason)
             case PeerLost():
                 self._note(now_s, "peer lost", fact.peer, fact.reason)
             case WorkerLost():

@@ -1,7 +1,7 @@
 """One prefill node and one decode node in memory, with everything that can happen to them; for property tests.
 
-The services, the handshake and the books are the real ones. Links, rank workers and engines are models that are as nasty as the real
-ones may be: a link keeps its order and loses nothing, but a side may take the other for lost, forget it or die; a worker is a
+The services, the handshake and the books are the real ones. Links, rank workers and engines are models that are as nasty as the
+real ones may be: a link keeps its order and loses nothing, but a side may take the other for lost, forget it or die; a worker is a
 queue of orders that end well, badly or with it; engines call when they like and die when they like.
 """
 
@@ -18,6 +18,7 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
+from kvbridge.core.wire.features import PEER_FEATURES
 from kvbridge.core.wire.messages import (
     Abort,
     Digests,
@@ -107,9 +108,21 @@ class PrefillNode:
         )
         inspections.deliver_to(lambda _, message: self.take(message))
         self.nodes = DecodeNodes(
-            Self("prefill", "p0", incarnation, 1, len(RANKS), stage_boundaries=(), geometry=GEOMETRY),
+            Self(
+                Welcome(
+                    instance="prefill",
+                    node="p0",
+                    incarnation=incarnation,
+                    pp_size=1,
+                    tp_size=len(RANKS),
+                    ranks=RANKS,
+                    features=PEER_FEATURES,
+                ),
+                GEOMETRY,
+            ),
             WorkersOf(self),
             inspections=inspections,
+            events=EventStream(),
             send=lambda peer, message: world.to_decode(message),
         )
         self.nodes.watch(self.service)
@@ -236,6 +249,7 @@ class World:
         self.decode_nodes = PrefillNodes(
             describe=self.describe,
             links=OneLink(self),
+            events=EventStream(),
         )
         self.receiver = ReceiverRooms(
             ReceiverPorts(
@@ -385,7 +399,6 @@ class World:
         self.towards_decode.clear()
         self.inspections.clear()
         self.forgotten = True
-        self.decode_nodes.watch(self.receiver)
         self.prefill = self.new_life()
 
     # ------------------------------------------------------------------ users

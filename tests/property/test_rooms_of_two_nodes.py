@@ -308,8 +308,8 @@ def test_a_room_that_nobody_disturbs_is_committed_and_comes_to_an_end(adopted, d
     assert world.free() == (PAGES, PAGES)
 
 
-def test_a_room_that_was_given_up_is_not_written_by_the_endpoints_of_a_later_meeting():
-    """Decode has lost prefill, which knows nothing of that, and has used the room's pages again when they meet anew."""
+def test_a_room_that_was_given_up_is_not_written_by_the_endpoints_of_a_later_handshake():
+    """Decode has lost prefill, which knows nothing of that, and has used the room's pages again when both begin anew."""
     world = World(adopted=False)
     for stage in STAGES[: STAGES.index("begun") + 1]:
         for call in world.calls(stage, Owner(1, 1), 2 * PAGE):

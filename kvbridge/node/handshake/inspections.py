@@ -4,7 +4,7 @@ Owns: which peers are being inspected, the messages that wait for that, how much
 thread does it.
 
 A check runs elsewhere, and its end is heard on the loop. What its peer says until then waits, so that everything is dealt with in
-the order in which it was said: an offer that follows changed memory never meets the old one.
+the order in which it was said: an offer that follows changed memory is never checked against the old one.
 """
 
 from __future__ import annotations

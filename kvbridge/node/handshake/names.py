@@ -20,6 +20,14 @@ class ClaimedName:
     node: str
     key: str
 
+    @property
+    def node_name(self) -> tuple[str, str]:
+        """Instance and node."""
+        return self.instance, self.node
+
+    def __str__(self) -> str:
+        return f"{self.instance}/{self.node}"
+
 
 def check_name(claim: ClaimedName, *, bound_to: frozenset[str], present: Iterable[ClaimedName]) -> None:
     """Raise UnauthorizedError unless the holder of a key may use a name.
@@ -34,10 +42,9 @@ def check_name(claim: ClaimedName, *, bound_to: frozenset[str], present: Iterabl
             "`instance` there, or the key's entry in control.curve.allowed_keys_file here"
         )
     for other in present:
-        same_name = (other.instance, other.node) == (claim.instance, claim.node)
-        if same_name and other.key != claim.key and not bound_to:
+        if other.node_name == claim.node_name and other.key != claim.key and not bound_to:
             raise UnauthorizedError(
-                f"node {claim.instance}/{claim.node} is known here under another key than {claim.key}: two nodes use "
+                f"node {claim} is known here under another key than {claim.key}: two nodes use "
                 "one name, or its key was changed; then bind the new key to the instance in "
                 "control.curve.allowed_keys_file here, or wait until the old incarnation is lost (timeouts.peer_silence_s)"
             )

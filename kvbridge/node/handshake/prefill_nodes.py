@@ -1,7 +1,7 @@
-"""The prefill nodes that write to a decode node: from our Hello to the end of the acquaintance.
+"""The prefill nodes that write to a decode node: from our Hello until they are gone.
 
 Owns: which prefill addresses are known, and which incarnation answers there. Must not know: sockets (control delivers and sends),
-rooms (they ask `met`; a listener hears when something changed).
+rooms (they ask `known_node`; a listener hears when something changed).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from kvbridge.core.errors import BridgeError, FeatureError, InvalidInputError, P
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
 from kvbridge.core.wire.messages import MAX_PACKED_NODE_BYTES, Hello, NodeDescription, PeerMessage, Rejected, Welcome
+from kvbridge.telemetry.events import EventStream, PeerAccepted, PeerLost, PeerRejected
 
 FORMER_KEPT = 1_024
-"""Addresses of which the incarnation is remembered that was met there last."""
+"""Addresses of which the incarnation is remembered that answered there last."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,16 @@ class KnownNode:
 @dataclass(eq=False)
 class _KnownPrefill:
     address: PeerAddress
-    met: KnownNode | None = None
+    node: KnownNode | None = None
+    """Who answers there now; None before it has welcomed us."""
     features: tuple[str, ...] = ()
-    """Those that were agreed when it was met last."""
+    """Those that were agreed last."""
     error: BridgeError | None = None
+
+    @property
+    def peer(self) -> str:
+        """What facts name it by."""
+        return self.node.peer if self.node is not None else self.address.endpoint
 
 
 class Links(Protocol):
@@ -85,7 +92,7 @@ class PrefillNodesListener(Protocol):
 
 
 class PrefillNodes:
-    """The prefill nodes that write to this decode node. Implements the protocol of the same name in `receiver`.
+    """The prefill nodes that write to this decode node.
 
     There is a link to every address that is known here, and to no other. A node that is gone may still write, or have written
     what is still on its way: rooms do not rely on it (`fence`).
@@ -96,6 +103,7 @@ class PrefillNodes:
         *,
         describe: Callable[[], NodeDescription],
         links: Links,
+        events: EventStream,
         features: Features = PEER_FEATURES,
         names_of: Callable[[str], frozenset[str]] = lambda _key: frozenset(),
     ) -> None:
@@ -105,26 +113,30 @@ class PrefillNodes:
         """
         self._describe = describe
         self._links = links
+        self._events = events
         self._features = features
         self._names_of = names_of
         self._known: dict[PeerAddress, _KnownPrefill] = {}
         self._former: OrderedDict[PeerAddress, str] = OrderedDict()
-        """The incarnation that was met last behind an address, as long as it is not met there now."""
-        self._listeners: list[PrefillNodesListener] = []
+        """The incarnation that answered last behind an address, as long as it does not now."""
+        self._listener: PrefillNodesListener
 
     def watch(self, listener: PrefillNodesListener) -> None:
-        """Let somebody hear of nodes that have answered or are gone, from now on."""
-        self._listeners.append(listener)
+        """Say who hears of nodes that have answered or are gone; before anybody is asked for."""
+        self._listener = listener
 
     def known_node(self, address: PeerAddress) -> KnownNode | None:
-        """See `receiver.PrefillNodes`."""
+        """Return the node behind an address if it has welcomed us, else say hello (once) and return None.
+
+        Raises PeerError or FingerprintMismatchError when it has rejected us since the last attempt.
+        """
         known = self._known.get(address)
         if known is None:
             self._introduce(address)
             return None
         if known.error is not None:
             raise known.error
-        return known.met
+        return known.node
 
     def _introduce(self, address: PeerAddress) -> None:
         node = self._describe()
@@ -139,17 +151,17 @@ class PrefillNodes:
         self._links.send(address, Hello(node=node, features=self._features))
 
     def send(self, peer: str, message: PeerMessage) -> None:
-        """See `receiver.PrefillNodes`. Dropped when the node is lost; rooms ask again when it is back."""
+        """Queue a message; dropped when the node is lost: rooms ask again when it is back. Never raises."""
         for known in self._known.values():
-            if known.met is not None and known.met.peer == peer:
+            if known.node is not None and known.node.peer == peer:
                 self._links.send(known.address, message)
                 return
 
     def speaks(self, address: PeerAddress, peer: str) -> bool:
-        """Whether an incarnation is the one that was met behind an address, now or last."""
+        """Whether an incarnation is the one that answers behind an address, or did last."""
         known = self._known.get(address)
-        met = known is not None and known.met is not None and known.met.peer == peer
-        return met or self._former.get(address) == peer
+        current = known.node if known is not None else None
+        return (current is not None and current.peer == peer) or self._former.get(address) == peer
 
     def welcome(self, address: PeerAddress, message: Welcome) -> None:
         """A prefill node has accepted us."""
@@ -160,19 +172,17 @@ class PrefillNodes:
             us, them = "this decode node", f"the prefill node {message.instance}/{message.node} at {address.endpoint}"
             known.features = agree(self._features, message.features, us=us, them=them)
         except FeatureError as error:
-            self._vanish(known, str(error))
-            self._fail(known, error)
+            self._reject(known, error)
             return
-        reason = self._disbelief(address, message)
-        if reason:
-            self._vanish(known, reason)
-            self._fail(known, PeerError(f"the prefill node at {address.endpoint} is not believed: {reason}"))
+        if reason := self._disbelief(address, message):
+            self._reject(known, PeerError(f"the prefill node at {address.endpoint} is not believed: {reason}"))
             return
-        if known.met is not None and known.met.peer != message.incarnation:
-            self._vanish(known, f"another incarnation answers at {address.endpoint}")
+        if known.node is not None and known.node.peer != message.incarnation:
+            self._lose(known, f"another incarnation answers at {address.endpoint}")
         facts = message.model_dump(exclude={"type", "incarnation", "ranks", "features"})
-        known.met = KnownNode(message.incarnation, **facts, ranks=message.ranks)
-        self._changed()
+        known.node = KnownNode(message.incarnation, **facts, ranks=message.ranks)
+        self._events.emit(PeerAccepted(peer=message.incarnation, name=known.node.name, features=known.features))
+        self._listener.nodes_changed()
 
     def _disbelief(self, address: PeerAddress, message: Welcome) -> str:
         """Why a node cannot be who it says; empty when it can. One node may well have two addresses, with one key."""
@@ -190,37 +200,40 @@ class PrefillNodes:
         if known is None:
             return
         kind = error_codes().get(message.code, PeerError)
-        reason = f"the prefill node at {address.endpoint} rejected us: {message.message}"
-        self._vanish(known, reason)
-        self._fail(known, kind(reason))
+        self._reject(known, kind(f"the prefill node at {address.endpoint} rejected us: {message.message}"))
+
+    def _reject(self, known: _KnownPrefill, error: BridgeError) -> None:
+        self._events.emit(PeerRejected(peer=known.peer, code=error.code, reason=str(error)))
+        self._fail(known, error, str(error))
 
     def lost(self, address: PeerAddress, reason: str) -> None:
         """A prefill node does not answer any more; the next room says hello again."""
         known = self._known.get(address)
         if known is None:
             return
-        self._vanish(known, reason)
-        self._fail(known, PeerError(f"the prefill node at {address.endpoint} cannot be reached: {reason}"))
+        self._events.emit(PeerLost(peer=known.peer, reason=reason))
+        self._fail(known, PeerError(f"the prefill node at {address.endpoint} cannot be reached: {reason}"), reason)
 
-    def _vanish(self, known: _KnownPrefill, reason: str) -> None:
-        """The incarnation that we had met is out of reach: from here on nothing is sent to it."""
-        met, known.met = known.met, None
-        if met is not None:
-            self._former[known.address] = met.peer
+    def _lose(self, known: _KnownPrefill, reason: str) -> None:
+        if known.node is not None:
+            self._events.emit(PeerLost(peer=known.node.peer, reason=reason))
+        self._disconnect(known, reason)
+
+    def _disconnect(self, known: _KnownPrefill, reason: str) -> None:
+        """The incarnation that answered is out of reach: from here on nothing is sent to it."""
+        node, known.node = known.node, None
+        if node is not None:
+            self._former[known.address] = node.peer
             self._former.move_to_end(known.address)
             if len(self._former) > FORMER_KEPT:
                 self._former.popitem(last=False)
-            for listener in self._listeners:
-                listener.peer_gone(met.peer, reason)
+            self._listener.peer_gone(node.peer, reason)
 
-    def _changed(self) -> None:
-        for listener in self._listeners:
-            listener.nodes_changed()
-
-    def _fail(self, known: _KnownPrefill, error: BridgeError) -> None:
+    def _fail(self, known: _KnownPrefill, error: BridgeError, reason: str) -> None:
         """Let every room that waits see the error, then forget the node: the next room says hello again."""
+        self._disconnect(known, reason)
         known.error = error
-        self._changed()
+        self._listener.nodes_changed()
         if self._known.get(known.address) is known:
             del self._known[known.address]
             self._links.close(known.address)
@@ -229,7 +242,7 @@ class PrefillNodes:
         """Another incarnation answers at a known address, or the same one has forgotten us: introduce ourselves."""
         known = self._known.get(address)
         if known is not None:
-            self._vanish(known, f"the prefill node at {address.endpoint} was restarted or has forgotten us")
+            self._lose(known, f"the prefill node at {address.endpoint} was restarted or has forgotten us")
             self._say_hello(address)
 
     def refresh(self) -> None:
@@ -245,9 +258,9 @@ class PrefillNodes:
         return [
             {
                 "endpoint": known.address.endpoint,
-                "node": known.met.name if known.met else "",
-                "incarnation": known.met.peer if known.met else "",
-                "ranks": [str(rank) for rank in known.met.ranks] if known.met else [],
+                "node": known.node.name if known.node else "",
+                "incarnation": known.node.peer if known.node else "",
+                "ranks": [str(rank) for rank in known.node.ranks] if known.node else [],
                 "features": list(known.features),
             }
             for known in self._known.values()

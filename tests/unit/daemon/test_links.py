@@ -64,7 +64,8 @@ class Decode:
         )
         parts = NodeParts.build(config, Role.DECODE)
         self.links = PrefillLinks(config, parts.events)
-        self.nodes = PrefillNodes(describe=parts.description, links=self.links)
+        self.nodes = PrefillNodes(describe=parts.description, links=self.links, events=parts.events)
+        self.nodes.watch(SimpleNamespace(nodes_changed=lambda: None, peer_gone=lambda _peer, _reason: None))
         self.peers = PrefillPeers(parts, self.links, self.nodes, rooms=None, fence=None)
         self.links.start(PeerIdentity(parts.identity.incarnation))
         self.links.settings = settings
@@ -82,7 +83,7 @@ async def opened() -> AsyncIterator[Callable[[PeerSettings], Decode]]:
         yield make
 
 
-async def met(node: Decode, where: PeerAddress) -> KnownNode | BridgeError:
+async def answer_of(node: Decode, where: PeerAddress) -> KnownNode | BridgeError:
     """What a room learns that waits for a node."""
     answer: asyncio.Queue[KnownNode | BridgeError] = asyncio.Queue()
 
@@ -95,7 +96,7 @@ async def met(node: Decode, where: PeerAddress) -> KnownNode | BridgeError:
             if found is not None:
                 answer.put_nowait(found)
 
-    node.nodes._listeners[:] = [SimpleNamespace(nodes_changed=look, peer_gone=lambda _peer, _reason: None)]
+    node.nodes.watch(SimpleNamespace(nodes_changed=look, peer_gone=lambda _peer, _reason: None))
     look()
     async with asyncio.timeout(WAIT_S):
         return await answer.get()
@@ -118,18 +119,18 @@ def open_descriptors() -> int:
 async def test_a_link_to_a_node_that_refuses_is_closed_and_it_can_be_met_later(opened):
     node = opened(PeerSettings())
     first, *others = [Prefill(number) for number in range(25)]
-    refused = await met(node, first.address)
+    refused = await answer_of(node, first.address)
     assert isinstance(refused, FingerprintMismatchError)
     assert first.address not in node.links
     before = open_descriptors()  # ZeroMQ has made its thread by now
     for each in others:
-        assert isinstance(await met(node, each.address), FingerprintMismatchError)
+        assert isinstance(await answer_of(node, each.address), FingerprintMismatchError)
     assert not any(each.address in node.links for each in others)
     async with asyncio.timeout(WAIT_S):
         while open_descriptors() > before + 5:  # noqa: ASYNC110 - ZeroMQ closes in its own time; one may be under way
             await asyncio.sleep(0.01)
     first.welcomes = True
-    found = await met(node, first.address)
+    found = await answer_of(node, first.address)
     assert isinstance(found, KnownNode)
     assert found.peer == first.incarnation
     node.peers.watch()

@@ -34,6 +34,7 @@ from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
+from kvbridge.telemetry.events import PeerAccepted, PeerFact, PeerLost, PeerRejected
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -43,6 +44,7 @@ from tests.helpers.rooms import (
     R0,
     R1,
     FakeWorkers,
+    RecordedEvents,
     manifest,
     pick,
     run_inspection,
@@ -57,8 +59,18 @@ def description(incarnation: str = DECODE, endpoint: bytes = b"1", **fields) -> 
     return NodeDescription(instance="decode", node="d0", incarnation=incarnation, **fields)
 
 
+def welcome(incarnation: str = PREFILL, node: str = "p0", **fields) -> Welcome:
+    fields = {"tp_size": 1, "ranks": (R0,), "features": PEER_FEATURES} | fields
+    return Welcome(instance="prefill", node=node, incarnation=incarnation, pp_size=1, **fields)
+
+
+def handshakes(events: RecordedEvents) -> list[PeerFact]:
+    return events.of(PeerFact)
+
+
 class PrefillSide:
     def __init__(self) -> None:
+        self.events = RecordedEvents()
         self.workers = FakeWorkers(R0, R1)
         self.clock = ManualClock()
         self.later: list[tuple[Any, Any]] | None = None
@@ -69,9 +81,10 @@ class PrefillSide:
         inspections = Inspections(self.inspect, limit_s=20, clock=self.clock)
         inspections.deliver_to(lambda *said: self.delivered.append(said))
         self.nodes = DecodeNodes(
-            Self("prefill", "p0", PREFILL, pp_size=1, tp_size=2, stage_boundaries=(), geometry=GEOMETRY),
+            Self(welcome(tp_size=2, ranks=(R0, R1)), GEOMETRY),
             self.workers,
             inspections=inspections,
+            events=self.events,
             send=lambda peer, message: self.messages.append((peer, message)),
         )
         self.nodes.watch(self)
@@ -92,7 +105,7 @@ class PrefillSide:
     def connected(self, rank=R0, peer: str = DECODE, **fields) -> None:
         self.nodes.worker_connected(PeerConnected(rank=rank, peer=peer, transports=("local",), **fields))
 
-    def meet(self) -> None:
+    def introduce(self) -> None:
         self.hello()
         self.connected(R0)
         self.connected(R1)
@@ -172,7 +185,7 @@ def test_a_node_that_has_changed_is_connected_anew_and_only_the_last_answer_coun
 
 def test_a_new_life_ends_the_old_one():
     side = PrefillSide()
-    side.meet()
+    side.introduce()
     side.hello(NEXT_LIFE)
     assert side.gone == [(DECODE, f"it was restarted (now {NEXT_LIFE})")]
     assert len(pick(side.workers.messages, DisconnectPeer)) == 2
@@ -181,7 +194,7 @@ def test_a_new_life_ends_the_old_one():
 
 def test_a_worker_that_is_back_is_connected_to_everybody():
     side = PrefillSide()
-    side.meet()
+    side.introduce()
     side.workers.messages.clear()
     side.nodes.worker_ready(R1)
     assert [rank for rank, _ in side.workers.messages] == [R1]
@@ -215,13 +228,46 @@ def test_a_new_life_of_a_worker_owes_no_answers_of_the_old_one():
 
 def test_a_lost_node_is_forgotten_once_and_strangers_are_ignored():
     side = PrefillSide()
-    side.meet()
+    side.introduce()
     side.nodes.gone(DECODE, "silent")
     side.nodes.gone(DECODE, "silent")
     side.connected(R0)
     side.connected(R0, peer="nobody")
     assert side.gone == [(DECODE, "silent")]
     assert len(pick(side.messages, Welcome)) == 1
+
+
+def test_a_prefill_node_tells_of_its_handshakes_as_facts():
+    side = PrefillSide()
+    side.introduce()
+    side.nodes.gone("nobody", "silent")
+    side.hello(NEXT_LIFE)
+    side.connected(R0, NEXT_LIFE, error_code="transport_failed", error="no way there")
+    accepted, restarted, rejected = handshakes(side.events)
+    assert accepted == PeerAccepted(peer=DECODE, name="decode/d0", features=())
+    assert restarted == PeerLost(peer=DECODE, reason=f"it was restarted (now {NEXT_LIFE})")
+    assert rejected == PeerRejected(peer=NEXT_LIFE, code="transport_failed", reason="no way there")
+
+
+def test_a_decode_node_tells_of_its_handshakes_as_facts():
+    side = DecodeSide()
+    side.introduce()
+    side.nodes.lost(ADDRESS, "silent")
+    side.nodes.known_node(ADDRESS)
+    side.nodes.rejected(ADDRESS, Rejected(code="fingerprint_mismatch", message="another model"))
+    side.nodes.known_node(ADDRESS)
+    side.welcome("aaaa000000000002")
+    side.welcome("aaaa000000000003")
+    accepted, lost, rejected, *others = handshakes(side.events)
+    assert accepted == PeerAccepted(peer=PREFILL, name="prefill/p0", features=("digests",))
+    assert lost == PeerLost(peer=PREFILL, reason="silent")
+    assert (rejected.peer, rejected.code) == (ADDRESS.endpoint, "fingerprint_mismatch")
+    assert "rejected us: another model" in rejected.reason
+    assert [(type(fact), fact.peer) for fact in others] == [
+        (PeerAccepted, "aaaa000000000002"),
+        (PeerLost, "aaaa000000000002"),
+        (PeerAccepted, "aaaa000000000003"),
+    ]
 
 
 def test_nobody_takes_a_name_over_from_another_key():
@@ -241,7 +287,7 @@ def test_nobody_takes_a_name_over_from_another_key():
 def slow() -> PrefillSide:
     """A prefill node whose checks end when the test says so; DECODE is known to it."""
     side = PrefillSide()
-    side.meet()
+    side.introduce()
     side.workers.messages.clear()
     side.later = []
     return side
@@ -353,7 +399,7 @@ def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
     side = PrefillSide()
     side.hello(ranks=tuple(ranks * 64))
     [known] = side.nodes._known.values()
-    assert known.node.ranks == tuple(ranks * 64)
+    assert known.ranks == tuple(ranks * 64)
     assert all(order.ranks == tuple(ranks * 64) for order in pick(side.workers.messages, ConnectPeer))
 
 
@@ -362,6 +408,7 @@ def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
 
 class DecodeSide:
     def __init__(self, features: Features = PEER_FEATURES) -> None:
+        self.events = RecordedEvents()
         self.opened: list[object] = []
         self.closed: list[object] = []
         self.messages: list[tuple[object, object]] = []
@@ -371,10 +418,11 @@ class DecodeSide:
         self.nodes = PrefillNodes(
             describe=description,
             links=self,
+            events=self.events,
             features=features,
         )
         self.nodes.watch(self)
-        self.met_at_change: list[object] = []
+        self.found_at_change: list[object] = []
 
     def open(self, address) -> None:
         if self.error is not None:
@@ -393,16 +441,14 @@ class DecodeSide:
     def nodes_changed(self) -> None:
         self.changes += 1
         try:
-            self.met_at_change.append(self.nodes.known_node(ADDRESS))
+            self.found_at_change.append(self.nodes.known_node(ADDRESS))
         except BridgeError as error:
-            self.met_at_change.append(error)
+            self.found_at_change.append(error)
 
     def welcome(self, incarnation: str = PREFILL, node: str = "p0", address=ADDRESS, **fields) -> None:
-        facts = {"instance": "prefill", "node": node, "incarnation": incarnation, "pp_size": 1, "tp_size": 1}
-        welcome = Welcome(**facts, ranks=(R0,), **fields)
-        self.nodes.welcome(address, welcome)
+        self.nodes.welcome(address, welcome(incarnation, node, **fields))
 
-    def meet(self) -> None:
+    def introduce(self) -> None:
         assert self.nodes.known_node(ADDRESS) is None
         self.welcome()
 
@@ -417,10 +463,10 @@ def test_a_node_is_greeted_once_and_then_known():
     assert side.nodes.known_node(ADDRESS) is None
     assert (side.opened, side.hellos) == ([ADDRESS], 1)
     side.welcome()
-    met = side.nodes.known_node(ADDRESS)
-    assert met is not None
-    assert (met.peer, met.name, met.ranks) == (PREFILL, "prefill/p0", (R0,))
-    assert met.parallelism == ("prefill", 1, 1, ())
+    found = side.nodes.known_node(ADDRESS)
+    assert found is not None
+    assert (found.peer, found.name, found.ranks) == (PREFILL, "prefill/p0", (R0,))
+    assert found.parallelism == ("prefill", 1, 1, ())
     assert side.changes == 1
     side.nodes.send(PREFILL, Heartbeat())
     side.nodes.send("nobody", Heartbeat())
@@ -454,7 +500,7 @@ def test_a_rejection_reaches_every_waiting_room_and_the_next_one_greets_anew(cod
     side = DecodeSide()
     side.nodes.known_node(ADDRESS)
     side.nodes.rejected(ADDRESS, Rejected(code=code, message="no"))
-    assert isinstance(side.met_at_change[0], kind)
+    assert isinstance(side.found_at_change[0], kind)
     assert side.closed == [ADDRESS]
     assert side.nodes.known_node(ADDRESS) is None
     assert side.opened == [ADDRESS, ADDRESS]
@@ -465,7 +511,7 @@ def test_a_rejection_reaches_every_waiting_room_and_the_next_one_greets_anew(cod
 @pytest.mark.parametrize("how", ["lost", "rejected", "restarted"])
 def test_a_known_node_that_is_out_of_reach_is_gone(how):
     side = DecodeSide()
-    side.meet()
+    side.introduce()
     if how == "lost":
         side.nodes.lost(ADDRESS, "silent")
     elif how == "rejected":
@@ -481,7 +527,7 @@ def test_a_known_node_that_is_out_of_reach_is_gone(how):
 
 def test_a_welcome_of_another_life_ends_the_one_before():
     side = DecodeSide()
-    side.meet()
+    side.introduce()
     side.welcome(NEXT_LIFE)
     assert side.gone == [PREFILL]
     side.welcome(NEXT_LIFE)
@@ -490,7 +536,7 @@ def test_a_welcome_of_another_life_ends_the_one_before():
 
 def test_nobody_speaks_in_the_name_of_a_node_behind_another_key():
     side = DecodeSide()
-    side.meet()
+    side.introduce()
     assert side.nodes.speaks(ADDRESS, PREFILL)
     stranger = ADDRESS.model_copy(update={"endpoint": "tcp://10.0.0.9:1", "public_key": "k" * 40})
     same = ADDRESS.model_copy(update={"endpoint": "tcp://10.0.0.9:2"})
@@ -498,7 +544,7 @@ def test_nobody_speaks_in_the_name_of_a_node_behind_another_key():
         assert side.nodes.known_node(address) is None
         assert not side.nodes.speaks(address, PREFILL)
     side.welcome(address=stranger)
-    assert isinstance(side.met_at_change[-1], BridgeError) or stranger not in side.nodes.addresses()
+    assert isinstance(side.found_at_change[-1], BridgeError) or stranger not in side.nodes.addresses()
     assert not side.nodes.speaks(stranger, PREFILL)
     side.welcome(address=same)
     assert side.nodes.speaks(same, PREFILL), "one node may have two addresses"
@@ -509,7 +555,7 @@ def test_nobody_speaks_in_the_name_of_a_node_behind_another_key():
 def test_few_of_those_who_were_met_once_are_remembered(monkeypatch):
     monkeypatch.setattr(prefill_nodes, "FORMER_KEPT", 1)
     side = DecodeSide()
-    side.meet()
+    side.introduce()
     side.nodes.lost(ADDRESS, "silent")
     assert side.nodes.known_node(OTHER_ADDRESS) is None
     side.welcome(NEXT_LIFE, address=OTHER_ADDRESS)
@@ -529,7 +575,7 @@ def test_nothing_is_said_to_addresses_that_nobody_knows():
 
 def test_everybody_hears_when_we_have_changed():
     side = DecodeSide()
-    side.meet()
+    side.introduce()
     side.nodes.known_node(OTHER_ADDRESS)
     side.nodes.refresh()
     assert side.hellos == 2
@@ -570,7 +616,7 @@ def test_a_prefill_node_without_a_required_feature_is_refused_by_name(theirs):
     assert side.nodes.known_node(ADDRESS) is None
     assert pick(side.messages, Hello, ADDRESS)[0].features.requires == ("digests",)
     side.welcome(features=theirs)
-    [error] = side.met_at_change
+    [error] = side.found_at_change
     assert isinstance(error, FeatureError)
     for words in ("'digests'", "upgrade the prefill node prefill/p0", ADDRESS.endpoint):
         assert words in str(error)
@@ -581,7 +627,7 @@ def test_a_prefill_node_that_requires_what_we_lack_is_refused_and_one_that_has_i
     side = DecodeSide(Features(has=("digests",), requires=("digests",)))
     assert side.nodes.known_node(ADDRESS) is None
     side.welcome(features=DEMANDING.model_copy(update={"has": ("digests",)}))
-    assert "upgrade this decode node" in str(side.met_at_change[0])
+    assert "upgrade this decode node" in str(side.found_at_change[0])
     assert side.nodes.known_node(ADDRESS) is None
     side.welcome(features=Features(has=("digests", "later")))
     assert side.nodes.peers()[0]["features"] == ["digests"]

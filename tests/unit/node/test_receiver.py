@@ -196,7 +196,7 @@ def test_a_wrong_amount_fails_closed_and_waits_for_nobody_who_is_done(factor):
         bench.service.claim("engine", 1)
 
 
-# ------------------------------------------------------------------------------------------- admission and meeting
+# ------------------------------------------------------------------------------------------- admission and handshake
 
 
 def test_admission_is_all_or_nothing():
@@ -313,14 +313,14 @@ def test_amounts_that_add_up_do_not_count_unless_each_rank_reports_its_own():
 # ------------------------------------------------------------------------------------------- aborts and failures
 
 
-@pytest.mark.parametrize("met", [False, True])
-def test_an_abort_frees_at_once_only_what_was_never_offered(met):
+@pytest.mark.parametrize("offered", [False, True])
+def test_an_abort_frees_at_once_only_what_was_never_offered(offered):
     bench = ReceiverBench()
-    if met:
+    if offered:
         bench.nodes.know()
     admit(bench)
     cancel(bench)
-    if not met:
+    if not offered:
         assert state(bench) is ReceiverState.ABORTED
         assert bench.free == 16
         return
