@@ -9,8 +9,6 @@ event that says so.
 
 from __future__ import annotations
 
-import os
-import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -77,17 +75,9 @@ class AdoptedWorker:
         self._thread.start()
 
     def _serve(self, socket: Path, regions: Sequence[Region]) -> None:
-        name = f"worker-{self.rank}-{os.getpid()}-{secrets.token_hex(4)}"
-        link = open_node_link(socket, name)
+        link = open_node_link(socket, self.rank)
         try:
-            serve_rank(
-                link,
-                self.rank,
-                pid=os.getpid(),
-                setup_timeout_s=SETUP_TIMEOUT_S,
-                adopted=regions,
-                stopped=self._stop.is_set,
-            )
+            serve_rank(link, self.rank, setup_timeout_s=SETUP_TIMEOUT_S, adopted=regions, stopped=self._stop.is_set)
         except BridgeError as error:
             log.error("adopted_worker_failed", rank=str(self.rank), code=error.code, reason=str(error))
         finally:

@@ -5,6 +5,7 @@ Owns: that order, and the report of a failure on the way. Must not know: who sta
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -44,7 +45,6 @@ def serve_rank(
     link: NodeLink,
     rank: Rank,
     *,
-    pid: int,
     setup_timeout_s: float,
     adopted: Sequence[Region] = (),
     stopped: Callable[[], bool] = lambda: False,
@@ -53,7 +53,7 @@ def serve_rank(
 
     `adopted` is the device memory that this process brings. A failure is reported to the node before it is raised.
     """
-    link.send(WorkerHello(rank=rank, pid=pid, adopted=bool(adopted)))
+    link.send(WorkerHello(rank=rank, pid=os.getpid(), adopted=bool(adopted)))
     worker: RankWorker | None = None
     try:
         setup = _setup(link, setup_timeout_s, stopped)
@@ -62,7 +62,7 @@ def serve_rank(
         with ExitStack() as stack:
             memory = bring_memory(setup, adopted, stack, on_progress=partial(_report_progress, link, rank, stopped))
             identity = _identity(setup, memory)
-            worker = RankWorker(identity, link, _factory(setup), transfer_timeout_s=setup.transfer_timeout_s, pid=pid)
+            worker = RankWorker(identity, link, _factory(setup), transfer_timeout_s=setup.transfer_timeout_s)
             worker.run(stopped)
     except _StoppedError:
         return

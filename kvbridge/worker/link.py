@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
-from typing import Protocol
 
 from kvbridge.control.local import LocalClient
+from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode
 
-
-class NodeLink(Protocol):
-    """The worker's end of the connection to its node. Both calls raise PeerError once the node is gone."""
-
-    def send(self, message: WorkerToNode) -> None:
-        """Queue a message to the node."""
-
-    def receive(self, timeout_s: float) -> NodeToWorker | None:
-        """Return the next message, or None after `timeout_s`."""
+NodeLink = LocalClient[NodeToWorker, WorkerToNode]
+"""Used by the thread that serves the rank only."""
 
 
-def open_node_link(path: Path, name: str) -> LocalClient[NodeToWorker, WorkerToNode]:
-    """Connect to the node that listens for rank workers on `path`; used by the thread that serves the rank."""
-    client: LocalClient[NodeToWorker, WorkerToNode] = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
-    client.connect(path)
-    return client
+def open_node_link(path: Path, rank: Rank) -> NodeLink:
+    """Connect to the node that listens for rank workers on `path`, by a name that no other worker has."""
+    link: NodeLink = LocalClient(f"worker-{rank}-{os.getpid()}-{secrets.token_hex(4)}", NODE_TO_WORKER, WORKER_TO_NODE)
+    link.connect(path)
+    return link

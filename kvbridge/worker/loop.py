@@ -13,6 +13,7 @@ an order's own ends the worker: its agents are torn down first, so its end is th
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -66,21 +67,19 @@ MESSAGES_A_STEP = 64
 class RankWorker:
     """Executes the node's orders for one rank. Not thread-safe; everything happens in `run` or `step`."""
 
-    def __init__(  # noqa: PLR0913 - the last two are for tests
+    def __init__(
         self,
         identity: RankIdentity,
         link: NodeLink,
         create_transport: TransportFactory,
         *,
         transfer_timeout_s: float,
-        pid: int,
         clock: Clock = monotonic,
         points: StreamPoints | None = None,
     ) -> None:
         self._identity = identity
         self._link = link
         self._transfer_timeout_s = transfer_timeout_s
-        self._pid = pid
         self._clock = clock
         self._transports = RankTransports(identity, create_transport, report=self._report_progress, clock=clock)
         self._peers = RankPeers(identity, self._transports)
@@ -156,7 +155,7 @@ class RankWorker:
         self._link.send(
             WorkerReady(
                 rank=self._identity.rank,
-                pid=self._pid,
+                pid=os.getpid(),
                 description=description,
                 epoch=self._transports.epoch,
                 device=self._identity.made,

@@ -6,8 +6,6 @@ Owns: logs, the connection to the node, what is left at the end. Must not know: 
 from __future__ import annotations
 
 import argparse
-import os
-import secrets
 import sys
 from pathlib import Path
 
@@ -30,9 +28,9 @@ def serve(given: argparse.Namespace) -> int:
     """Serve one rank until the node says Shutdown or is gone. Returns the exit code."""
     configure_logs(role=f"worker pp{given.pp}.tp{given.tp}", level=given.log_level, form=_form(given.log_format))
     rank = Rank(pp=given.pp, tp=given.tp)
-    link = open_node_link(Path(given.socket), f"worker-{rank}-{os.getpid()}-{secrets.token_hex(4)}")
+    link = open_node_link(Path(given.socket), rank)
     try:
-        serve_rank(link, rank, pid=os.getpid(), setup_timeout_s=given.setup_timeout_s)
+        serve_rank(link, rank, setup_timeout_s=given.setup_timeout_s)
     except BridgeError as error:
         log.error("worker_ends", rank=str(rank), code=error.code, reason=str(error))
         return EXIT_FAILED

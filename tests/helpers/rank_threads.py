@@ -66,7 +66,7 @@ class WorkerThread:
 
     def _serve(self) -> None:
         with contextlib.suppress(BridgeError):  # told to the node, where `hear` raises it
-            serve_rank(self._link, self.setup.rank, pid=os.getpid(), setup_timeout_s=ANSWER_LIMIT_S)
+            serve_rank(self._link, self.setup.rank, setup_timeout_s=ANSWER_LIMIT_S)
 
     def tell(self, message: NodeToWorker) -> None:
         self._link.orders.put(message)

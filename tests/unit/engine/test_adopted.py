@@ -67,7 +67,7 @@ def test_an_engine_whose_worker_does_not_end_does_not_say_that_it_is_through(stu
 
 def test_an_adopted_worker_says_that_it_has_closed_everything_and_waits_until_that_is_read():
     node = NodeOf(Shutdown(), Shutdown(), Shutdown())
-    serve_rank(node, RANK, pid=1, setup_timeout_s=1, adopted=(object(),))
+    serve_rank(node, RANK, setup_timeout_s=1, adopted=(object(),))
     assert node.said[1:] == [WorkerClosed(rank=RANK)]
     assert len(node.answers) == 1
 
@@ -75,7 +75,7 @@ def test_an_adopted_worker_says_that_it_has_closed_everything_and_waits_until_th
 def test_a_node_that_does_not_answer_is_not_waited_for_longer(monkeypatch):
     monkeypatch.setattr(worker_life, "CLOSE_ANSWER_S", 0.01)
     node = NodeOf(Shutdown())
-    serve_rank(node, RANK, pid=1, setup_timeout_s=1, adopted=(object(),))
+    serve_rank(node, RANK, setup_timeout_s=1, adopted=(object(),))
     assert node.said[1:] == [WorkerClosed(rank=RANK)]
 
 
@@ -94,5 +94,5 @@ def test_only_a_worker_that_has_closed_its_transports_says_so(monkeypatch, close
         monkeypatch.setattr(worker_life, name, lambda *args, **fields: None)
     node = NodeOf(Shutdown())
     with pytest.raises(PeerError):
-        serve_rank(node, RANK, pid=1, setup_timeout_s=1, adopted=(object(),))
+        serve_rank(node, RANK, setup_timeout_s=1, adopted=(object(),))
     assert [type(message) for message in node.said[1:]] == [WorkerFailed, *([WorkerClosed] if closes else [])]

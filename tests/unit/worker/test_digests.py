@@ -58,7 +58,6 @@ class Bench:
             self.link,
             self.create,
             transfer_timeout_s=5.0,
-            pid=11,
             clock=self.clock,
         )
         self.worker._transports.build("one")

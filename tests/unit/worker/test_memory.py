@@ -142,6 +142,6 @@ def test_a_worker_that_is_stopped_while_its_memory_is_registered_ends_with_the_n
 
     link = Link()
     stopped = lambda: not isinstance(link.answers[0], WorkerSetup)  # noqa: E731 - once it has its setup
-    serve_rank(link, RANK, pid=1, setup_timeout_s=5.0, adopted=on_gpu(cuda), stopped=stopped)
+    serve_rank(link, RANK, setup_timeout_s=5.0, adopted=on_gpu(cuda), stopped=stopped)
     assert [type(message) for message in link.said] == [WorkerHello, WorkerClosed]
     assert registered_ranges() == {}
