@@ -13,7 +13,6 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.features import PEER_FEATURES, Feature, Features
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, Heartbeat, PeerMessage, Rejected, Welcome
 from kvbridge.core.wire.worker_messages import Digested, EndpointsRevoked, Verified
-from kvbridge.daemon.admission import admission_limits
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
@@ -67,8 +66,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             Verified: rooms.digests.verified,
         },
     )
-    limits = admission_limits(config.admission)
-    admission = AdmissionController(rooms, parts.book, limits=limits, events=parts.events)
+    admission = AdmissionController(rooms, parts.book, limits=config.admission, events=parts.events)
     api = DecodeEngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
     return NodeDaemon(parts, peers, rooms, admission, api)
 

@@ -13,7 +13,6 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.features import PEER_FEATURES
 from kvbridge.core.wire.messages import Abort, Drained, Failed, Heartbeat, Hello, Offer, PeerMessage, Welcome
 from kvbridge.core.wire.worker_messages import Digested, PeerConnected, RoomClosed, Sent
-from kvbridge.daemon.admission import admission_limits
 from kvbridge.daemon.decode_links import DecodeLinks
 from kvbridge.daemon.inspector import Inspector
 from kvbridge.daemon.node import NodeDaemon
@@ -57,8 +56,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
             RoomClosed: rooms.room_closed,
         },
     )
-    limits = admission_limits(config.admission)
-    admission = AdmissionController(rooms, parts.book, limits=limits, events=parts.events)
+    admission = AdmissionController(rooms, parts.book, limits=config.admission, events=parts.events)
     api = PrefillEngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
     node = NodeDaemon(parts, peers, rooms, admission, api)
     node.on_close(inspector.close)

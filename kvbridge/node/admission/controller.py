@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import IndexSpace
@@ -37,36 +38,6 @@ log = structlog.get_logger(__name__)
 SHOWN_CLIENTS = 20
 QUEUE_FULL, WAIT_TIMEOUT = "queue_full", "wait_timeout"
 """Kinds of `capacity`, for those who count refusals."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientCaps:
-    """What one client may have here at once; 0: as much as there is."""
-
-    max_rooms: int = 0
-    """Rooms and waiting requests together."""
-    max_waiting: int = 0
-
-
-@dataclass(frozen=True)
-class AdmissionLimits:
-    """Bounds of admission; each is the configuration key `admission.<name>`."""
-
-    max_rooms: int = 10_000
-    max_wait_s: float = 30.0
-    max_waiting: int = 1_000
-    max_overtakes: int = 16
-    retry_after_min_s: float = 0.1
-    retry_after_max_s: float = 30.0
-    unready_after_s: float = 30.0
-    client: ClientCaps = ClientCaps()
-    """`admission.client_max_rooms` and `admission.client_max_waiting`."""
-    clients: Mapping[str, ClientCaps] = field(default_factory=dict)
-    """`admission.clients`: those that have caps of their own."""
-
-    def of(self, client: str) -> ClientCaps:
-        """Return the caps of a client."""
-        return self.clients.get(client, self.client)
 
 
 @dataclass(eq=False)
@@ -85,7 +56,7 @@ class AdmissionController:
         rooms: Rooms[Any],
         book: PageBook,
         *,
-        limits: AdmissionLimits,
+        limits: AdmissionConfig,
         events: EventStream,
         clock: Clock = monotonic,
         draw: Callable[[], float] = random.random,
@@ -163,10 +134,10 @@ class AdmissionController:
         return self._join(request)
 
     def _join(self, request: AdmissionRequest) -> _WaitingRequest:
-        most = self._limits.of(request.client).max_waiting
+        most, key = self._cap(request.client, "max_waiting")
         waiting = self._queue.waiting_of(request.client)
         if most and waiting >= most:
-            raise self._over_cap(request.client, f"{waiting} waiting requests", "max_waiting")
+            raise self._over_cap(request.client, f"{waiting} waiting requests", key, most)
         demand = self._rooms.demand(request)
         outcome: asyncio.Future[RoomReport] = asyncio.get_running_loop().create_future()
         waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome)
@@ -224,23 +195,29 @@ class AdmissionController:
     # ------------------------------------------------------------------ refusals
 
     def _check_caps(self, client: str) -> None:
-        most = self._limits.of(client).max_rooms
+        most, key = self._cap(client, "max_rooms")
         if not most:
             return
         rooms, waiting = self._rooms.in_use().get(client, 0), self._queue.waiting_of(client)
         if rooms + waiting >= most:
-            raise self._over_cap(client, f"{rooms} rooms and {waiting} waiting requests", "max_rooms")
+            raise self._over_cap(client, f"{rooms} rooms and {waiting} waiting requests", key, most)
 
-    def _over_cap(self, client: str, having: str, cap: str) -> ClientLimitError:
+    def _cap(self, client: str, name: str) -> tuple[int, str]:
+        """What a client may have at once (0: as much as there is), and the configuration key that says so."""
+        own: int | None = getattr(self._limits.clients.get(client), name, None)
+        if own is not None:
+            return own, f"admission.clients.{client}.{name}"
+        return getattr(self._limits, f"client_{name}"), f"admission.client_{name}"
+
+    def _over_cap(self, client: str, having: str, key: str, most: int) -> ClientLimitError:
         in_use = self._rooms.in_use()
-        key = f"admission.clients.{client}.{cap}" if client in self._limits.clients else f"admission.client_{cap}"
         own = [reservation for reservation in self._rooms.not_begun() if reservation.client == client]
         seconds = self._rates.seconds_until_a_room_ends(
             of=in_use.get(client, 0), rooms=sum(in_use.values()), reserved=own
         )
         return ClientLimitError(
-            f"client '{client}' has {having} on this daemon, as many as it may ({key} is "
-            f"{getattr(self._limits.of(client), cap)}); a room counts until its pages are back{first_end(own)}",
+            f"client '{client}' has {having} on this daemon, as many as it may ({key} is {most}); a room counts until its pages "
+            f"are back{first_end(own)}",
             retry_after_s=self._retry_after(seconds),
         )
 
@@ -362,8 +339,8 @@ class AdmissionController:
                 "rooms": in_use.get(client, 0),
                 "waiting": waiting[client][0] if client in waiting else 0,
                 "head_waits_s": round(now_s - waiting[client][1], 3) if client in waiting else 0.0,
-                "max_rooms": self._limits.of(client).max_rooms,
-                "max_waiting": self._limits.of(client).max_waiting,
+                "max_rooms": self._cap(client, "max_rooms")[0],
+                "max_waiting": self._cap(client, "max_waiting")[0],
             }
             for client in shown[:SHOWN_CLIENTS]
         ]

@@ -24,23 +24,18 @@ class Starvation:
         self._unready_after_s = unready_after_s
         self._clock = clock
         self._since_s: float | None = None
-        self._unready = False
 
     def look(self) -> None:
         """Take note of what is free now."""
         free = self._book.free_pages()
         if all(free[space] for space in self._spaces):
             self.over()
-            return
-        if self._since_s is None:
+        elif self._since_s is None:
             self._since_s = self._clock()
-        if not self._unready and self.seconds() >= self._unready_after_s:
-            self._unready = True
 
     def over(self) -> None:
         """Something fits, or was admitted."""
         self._since_s = None
-        self._unready = False
 
     @property
     def starving(self) -> bool:
@@ -53,7 +48,7 @@ class Starvation:
 
     def problem(self) -> str:
         """Why this node is not ready; empty unless it has lasted for `admission.unready_after_s`."""
-        if not self._unready:
+        if self.seconds() < self._unready_after_s:
             return ""
         full = [self._describe_space(space) for space in self._spaces if not self._book.free_pages()[space]]
         return (

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import (
     BridgeError,
@@ -21,7 +22,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import RoomState
-from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits, ClientCaps
+from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.admission.pressure import Reservation
 from kvbridge.pool.accounts.book import Owner, PageBook
 from tests.helpers.rooms import RecordedEvents
@@ -95,7 +96,7 @@ class Bench:
         self.admission = AdmissionController(
             self.rooms,
             self.book,
-            limits=AdmissionLimits(**limits),  # type: ignore[arg-type]
+            limits=AdmissionConfig(**limits),  # type: ignore[arg-type]
             events=self.events,
             clock=self.clock,
             draw=lambda: 0.0,
@@ -318,7 +319,7 @@ async def test_the_end_refuses_everybody_who_waits(made):
 
 
 async def test_a_client_at_its_cap_is_refused_whatever_is_free(made):
-    bench = made(client=ClientCaps(max_rooms=2), clients={"vip": ClientCaps(max_rooms=3)})
+    bench = made(client_max_rooms=2, clients={"vip": {"max_rooms": 3}})
     for room in (1, 2):
         bench.now(room, client="a")
     with pytest.raises(
@@ -336,8 +337,17 @@ async def test_a_client_at_its_cap_is_refused_whatever_is_free(made):
     assert ClientLimitError.http_status == 429
 
 
+async def test_a_client_keeps_everybody_s_cap_where_it_has_none_of_its_own(made):
+    clients = {"batch": {"max_rooms": 64}, "free": {"max_rooms": 0, "max_waiting": 0}}
+    bench = made(client_max_rooms=4, client_max_waiting=2, clients=clients)
+    for client in ("anybody", "batch", "free"):
+        bench.now(None, client=client)
+    shown = {one["client"]: (one["max_rooms"], one["max_waiting"]) for one in bench.admission.status()["clients"]}
+    assert shown == {"anybody": (4, 2), "batch": (64, 2), "free": (0, 0)}
+
+
 async def test_rooms_and_waiting_requests_share_the_cap(made):
-    bench = made(client=ClientCaps(max_rooms=2))
+    bench = made(client_max_rooms=2)
     bench.now(1, PAGES, client="a")
     task = await bench.waits(2, client="a")
     await refused("client_limit", await bench.waits(3, client="a"))
@@ -349,7 +359,7 @@ async def test_rooms_and_waiting_requests_share_the_cap(made):
 
 
 async def test_a_client_may_have_so_many_waiting(made):
-    bench = made(client=ClientCaps(max_waiting=1))
+    bench = made(client_max_waiting=1)
     bench.now(1, PAGES, client="a")
     await bench.waits(2, client="a")
     error = await refused("client_limit", await bench.waits(3, client="a"))
@@ -385,7 +395,7 @@ async def test_a_refusal_says_when_the_pages_will_be_there(made):
 
 
 async def test_a_client_is_told_when_one_of_its_rooms_will_end(made):
-    bench = made(client=ClientCaps(max_rooms=PAGES))
+    bench = made(client_max_rooms=PAGES)
     for room in range(100, 100 + PAGES):
         bench.now(room)
     churn(bench, every_s=0.5, times=100)
@@ -417,7 +427,7 @@ async def test_a_refusal_names_the_rooms_that_nobody_has_begun_and_their_end(mad
 
 
 async def test_a_client_at_its_cap_is_told_when_its_own_room_ends(made):
-    bench = made(client=ClientCaps(max_rooms=1))
+    bench = made(client_max_rooms=1)
     bench.now(1, client="a")
     with pytest.raises(ClientLimitError):
         bench.now(2, client="a")
@@ -488,7 +498,7 @@ async def test_a_full_pool_whose_rooms_come_and_go_is_ready(made):
 
 
 async def test_what_operators_see(made):
-    bench = made(client=ClientCaps(max_rooms=5))
+    bench = made(client_max_rooms=5)
     bench.now(1, PAGES, client="a")
     await bench.waits(2, client="b")
     await bench.waits(3, client="b")
@@ -523,7 +533,7 @@ async def test_input_errors_are_counted_and_keep_their_kind(made):
 async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours():
     book = PageBook({FULL: PAGES})
     rooms = Rooms(book)
-    admission = AdmissionController(rooms, book, limits=AdmissionLimits(max_rooms=2), events=RecordedEvents())
+    admission = AdmissionController(rooms, book, limits=AdmissionConfig(max_rooms=2), events=RecordedEvents())
     for room in (1, 2):
         admission.admit_now(AdmissionRequest(room=room, prompt_tokens=1))
     for wait_s in (0.0, 0.01):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.ids import IndexSpace, PageTable, Role
 from kvbridge.core.session.states import RoomState
@@ -28,7 +29,7 @@ from kvbridge.core.wire.engine_messages import (
 )
 from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
-from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits
+from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineFact, EngineLost
@@ -56,7 +57,7 @@ class Api:
         self.bench = bench
         self.messages: list[tuple[str, object]] = []
         self.ready = True
-        admission = AdmissionController(bench.service, bench.book, limits=AdmissionLimits(), events=bench.events)
+        admission = AdmissionController(bench.service, bench.book, limits=AdmissionConfig(), events=bench.events)
         send = lambda engine, message: self.messages.append((engine, message))  # noqa: E731
         self.engines = AttachedEngines(send, ranks, bench.events)
         self.api = kind(bench.service, admission, self.engines, pid=lambda engine: 77, attached=self.describe)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.plan.operations import Amount
@@ -20,7 +21,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import Admit, Attach, Claim, Extend, Refused
 from kvbridge.core.wire.messages import Done, Drained, Failed, Offer, to_wire
 from kvbridge.core.wire.worker_messages import RoomClosed
-from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits, ClientCaps
+from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.pool.accounts.book import PageState
@@ -244,7 +245,7 @@ def test_adopted_prefill_pools_ask_for_nothing():
     bench = SenderBench(adopted=True)
     assert bench.service.demand(request()) == {}
     admission = AdmissionController(
-        bench.service, bench.book, limits=AdmissionLimits(), events=bench.events, clock=bench.clock
+        bench.service, bench.book, limits=AdmissionConfig(), events=bench.events, clock=bench.clock
     )
     admission.tick()
     assert admission.starved_s() == 0.0
@@ -269,7 +270,7 @@ class Api:
         admission = AdmissionController(
             bench.service,
             bench.book,
-            limits=AdmissionLimits(**limits),  # type: ignore[arg-type]
+            limits=AdmissionConfig(**limits),  # type: ignore[arg-type]
             events=bench.events,
             clock=bench.clock,
             draw=lambda: 0.0,
@@ -291,7 +292,7 @@ class Api:
 
 
 def test_an_engine_is_told_when_to_come_back():
-    api = Api(SenderBench(pages=2), client=ClientCaps(max_rooms=2))
+    api = Api(SenderBench(pages=2), client_max_rooms=2)
     api.call(Admit(call=2, room=1, prompt_tokens=TOKENS))
     first = api.call(Admit(call=3, room=2, prompt_tokens=PAGE))
     api.bench.clock.advance(7)
@@ -303,7 +304,7 @@ def test_an_engine_is_told_when_to_come_back():
 
 
 def test_engines_are_one_client_of_their_own():
-    api = Api(SenderBench(), client=ClientCaps(max_rooms=1))
+    api = Api(SenderBench(), client_max_rooms=1)
     api.call(Admit(call=2, room=1, prompt_tokens=PAGE))
     refused = api.call(Admit(call=3, room=2, prompt_tokens=PAGE))
     assert isinstance(refused, Refused)
