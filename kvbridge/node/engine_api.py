@@ -160,7 +160,8 @@ class PrefillEngineApi(EngineApi[SenderRooms]):
         rooms = self._rooms
         match message:
             case Admit():
-                self._admission.admit_now(_admission_request(message))
+                asked = message.model_dump(include={"room", "generation", "prompt_tokens", "max_new_tokens"})
+                self._admission.admit_now(AdmissionRequest(**asked, client="engine"))
             case Begin():
                 room = rooms.begin(
                     engine.name,
@@ -225,16 +226,6 @@ class DecodeEngineApi(EngineApi[ReceiverRooms]):
 
 def _refused(call: Call, error: BridgeError, *, retry_after_s: float = 0.0) -> Refused:
     return Refused(call=call.call, code=error.code, message=str(error)[:REASON_CHARS], retry_after_s=retry_after_s)
-
-
-def _admission_request(message: Admit) -> AdmissionRequest:
-    return AdmissionRequest(
-        room=message.room,
-        generation=message.generation,
-        prompt_tokens=message.prompt_tokens,
-        max_new_tokens=message.max_new_tokens,
-        client="engine",
-    )
 
 
 def _pages(call: int, room: Room) -> Pages:  # type: ignore[type-arg]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 from kvbridge.core.errors import RoomFailedError
 from kvbridge.core.ids import Tables
@@ -45,6 +45,7 @@ class RoomIdentity(TypedDict):
 class Room(Generic[StateT]):
     """One attempt at one request on this node. Written by its service only."""
 
+    final_states: ClassVar[frozenset[Any]] = frozenset()
     room: int
     generation: int
     prompt_tokens: int
@@ -72,6 +73,11 @@ class Room(Generic[StateT]):
     """Why its pages are quarantined, while they are."""
     departed: set[str] = field(default_factory=set)
     """Engines that may use its pages, whose connection has ended and whose process has not."""
+
+    @property
+    def over(self) -> bool:
+        """Whether its table has ended."""
+        return self.state in self.final_states
 
     @property
     def owner(self) -> Owner:

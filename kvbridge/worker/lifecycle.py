@@ -27,7 +27,6 @@ from kvbridge.core.wire.worker_messages import (
     WorkerProgress,
     WorkerSetup,
 )
-from kvbridge.transport.base import Transport
 from kvbridge.transport.registry import create_transport
 from kvbridge.worker.link import NodeLink
 from kvbridge.worker.loop import RankWorker
@@ -60,9 +59,16 @@ def serve_rank(
         if setup is None:
             return
         with ExitStack() as stack:
-            memory = bring_memory(setup, adopted, stack, on_progress=partial(_report_progress, link, rank, stopped))
-            identity = _identity(setup, memory)
-            worker = RankWorker(identity, link, _factory(setup), transfer_timeout_s=setup.transfer_timeout_s)
+            settings = TransportSettings.model_validate_json(setup.transports)
+            memory = bring_memory(
+                setup, settings, adopted, stack, on_progress=partial(_report_progress, link, rank, stopped)
+            )
+            worker = RankWorker(
+                _identity(setup, settings, memory),
+                link,
+                lambda name, epoch: create_transport(name, settings, epoch=epoch),
+                transfer_timeout_s=setup.transfer_timeout_s,
+            )
             worker.run(stopped)
     except _StoppedError:
         return
@@ -117,7 +123,7 @@ def _report_progress(
     link.send(WorkerProgress(rank=rank, done_bytes=done_bytes, total_bytes=total_bytes))
 
 
-def _identity(setup: WorkerSetup, memory: WorkerMemory) -> RankIdentity:
+def _identity(setup: WorkerSetup, settings: TransportSettings, memory: WorkerMemory) -> RankIdentity:
     manifest = RankManifest(
         fingerprint=fingerprint(setup.geometry),
         rank=setup.rank,
@@ -126,15 +132,5 @@ def _identity(setup: WorkerSetup, memory: WorkerMemory) -> RankIdentity:
         regions=memory.regions,
     )
     check_manifest(manifest, setup.geometry)
-    settings = TransportSettings.model_validate_json(setup.transports)
     order = tuple(str(name) for name in settings.order)
     return RankIdentity(setup.geometry, manifest, memory.extents, order, epoch=setup.epoch, made=memory.made)
-
-
-def _factory(setup: WorkerSetup) -> Callable[[str, int], Transport]:
-    settings = TransportSettings.model_validate_json(setup.transports)
-
-    def create(name: str, epoch: int) -> Transport:
-        return create_transport(name, settings, epoch=epoch)
-
-    return create

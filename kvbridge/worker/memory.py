@@ -41,7 +41,12 @@ class WorkerMemory:
 
 
 def bring_memory(
-    setup: WorkerSetup, adopted: Sequence[Region], stack: ExitStack, *, on_progress: Progress
+    setup: WorkerSetup,
+    settings: TransportSettings,
+    adopted: Sequence[Region],
+    stack: ExitStack,
+    *,
+    on_progress: Progress,
 ) -> WorkerMemory:
     """Map what the node owns, make what it asks for on the GPU, adopt what this process brings; `stack` undoes it.
 
@@ -57,7 +62,8 @@ def bring_memory(
         regions, extents, made = pool.regions() + regions, [*pool.extents(), *extents], pool.shared_regions()
     if adopted:
         on_host = {shared.region.component for shared in setup.host}
-        ours = AdoptedPool(setup.geometry, part, adopted, exclude=on_host, shared=_exported(setup, adopted, stack))
+        exported = _exported(adopted, stack, required=TransportName.LOCAL in settings.order)
+        ours = AdoptedPool(setup.geometry, part, adopted, exclude=on_host, shared=exported)
         regions, extents = regions + ours.regions(), [*extents, *ours.extents()]
     device = _gpu(regions)
     if device is not None:
@@ -82,10 +88,10 @@ def _gpu(regions: Iterable[Region]) -> int | None:
     return next((region.device for region in regions if region.memory is MemoryKind.VRAM), None)
 
 
-def _exported(setup: WorkerSetup, adopted: Sequence[Region], stack: ExitStack) -> list[Extent]:
+def _exported(adopted: Sequence[Region], stack: ExitStack, *, required: bool) -> list[Extent]:
     """Make the engine's device memory known to other processes of the host, each allocation once.
 
-    Memory that cannot be shared is an error only if the `local` transport is to reach it.
+    `required`: memory that cannot be shared is an error, since the `local` transport is to reach it.
     """
     allocations: list[Extent] = []
     for region in adopted:
@@ -97,14 +103,10 @@ def _exported(setup: WorkerSetup, adopted: Sequence[Region], stack: ExitStack) -
         try:
             exported = export(region.device, address)
         except RegistrationError as error:
-            if _uses_local(setup):
+            if required:
                 raise RegistrationError(f"{region.label}: {error}; or take `local` out of transports.order") from error
             log.info("device_memory_not_shared", region=region.label, reason=str(error))
             continue
         stack.callback(exported.forget)
         allocations.append(exported_extent(exported))
     return allocations
-
-
-def _uses_local(setup: WorkerSetup) -> bool:
-    return TransportName.LOCAL in TransportSettings.model_validate_json(setup.transports).order

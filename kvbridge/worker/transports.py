@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.geometry.components import ModelGeometry
@@ -27,11 +26,8 @@ from kvbridge.transport.base import Transport
 PROGRESS_INTERVAL_S = 0.2
 
 
-class TransportFactory(Protocol):
-    """Builds one transport by its name, for an epoch; called again when one has to be replaced."""
-
-    def __call__(self, name: str, epoch: int, /) -> Transport:
-        """Raises TransportError with cause and fix when it cannot run here."""
+TransportFactory = Callable[[str, int], Transport]
+"""Builds one transport by its name, for an epoch; raises TransportError with cause and fix when it cannot run here."""
 
 
 @dataclass(frozen=True)

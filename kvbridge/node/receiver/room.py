@@ -57,6 +57,7 @@ class WriterNode:
 class ReceiverRoom(Room[ReceiverState]):
     """A room on the decode side."""
 
+    final_states = RECEIVER_TABLE.final
     addresses: tuple[PeerAddress, ...] = ()
     writers: dict[str, WriterNode] = field(default_factory=dict)
     """By incarnation; empty before every node is known."""
@@ -73,11 +74,6 @@ class ReceiverRoom(Room[ReceiverState]):
     offered_s: float = 0.0
     committed_s: float = 0.0
     reserved_tokens: int = 0
-
-    @property
-    def over(self) -> bool:
-        """Whether the table has ended."""
-        return self.state in RECEIVER_TABLE.final
 
     @property
     def awaits_writers(self) -> bool:

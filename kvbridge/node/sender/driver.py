@@ -205,10 +205,6 @@ class SenderDriver(Rooms[SenderRoom]):
         room.forget_details()
         self.rooms.ended(room)
 
-    def not_quiet(self, room: SenderRoom, rank: Rank, why: str) -> None:
-        """A transport may still read the room's pages: they stay away from everybody until it has been torn down."""
-        self.quarantine(room, Quarantine.NOT_QUIET, f"rank {rank}: {why}")
-
     def late(self, room: SenderRoom, limit: str) -> None:
         """See Rooms. The pages of a room that is being stopped stay away from everybody, and that shows."""
         if room.over:

@@ -67,6 +67,7 @@ class RankWork:
 class SenderRoom(Room[SenderState]):
     """A room on the prefill side."""
 
+    final_states = SENDER_TABLE.final
     ranks: dict[Rank, RankWork] = field(default_factory=dict)
     """Empty once the room has been concluded."""
     peer: str = ""
@@ -106,11 +107,6 @@ class SenderRoom(Room[SenderState]):
     def stopping(self) -> bool:
         """Whether it waits until nothing is in flight."""
         return self.state in {SenderState.ABORTING, SenderState.FAILING}
-
-    @property
-    def over(self) -> bool:
-        """Whether the table has ended."""
-        return self.state in SENDER_TABLE.final
 
     @property
     def open_ranks(self) -> list[Rank]:

@@ -29,6 +29,7 @@ from kvbridge.core.session.sender import SenderEvent, SenderState
 from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Offer
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import Digested, RoomClosed, Sent
+from kvbridge.node.room import Quarantine
 from kvbridge.node.rooms import WORKER_GONE, RoomSettings
 from kvbridge.node.sender.driver import SenderDriver
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
@@ -325,7 +326,7 @@ class SenderRooms(SenderDriver):
         if room is None or work is None:
             return
         if not message.quiet:
-            self.not_quiet(room, message.rank, message.reason)
+            self.quarantine(room, Quarantine.NOT_QUIET, f"rank {message.rank}: {message.reason}")
             return
         self.closed(room, message.rank)
         self.advance(room)

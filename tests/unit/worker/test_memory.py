@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin
 from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHello, WorkerSetup
+from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.host_registration import registered_ranges
 from kvbridge.pool.memory.layout import RankPart, device_placement, host_placement
 from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.worker.lifecycle import serve_rank
-from kvbridge.worker.memory import bring_memory
+from kvbridge.worker.memory import WorkerMemory, bring_memory
 from tests.helpers.fake_cuda import FakeCuda
 
 TINY = preset("tiny-v4")
@@ -45,6 +47,11 @@ def host(tmp_path: Path):
 def stack():
     with ExitStack() as stack:
         yield stack
+
+
+def bring(order: WorkerSetup, given: Sequence[Region], stack: ExitStack, *, on_progress: Progress) -> WorkerMemory:
+    settings = TransportSettings.model_validate_json(order.transports)
+    return bring_memory(order, settings, given, stack, on_progress=on_progress)
 
 
 def setup(
@@ -74,7 +81,7 @@ def on_gpu(cuda: FakeCuda) -> tuple[Region, ...]:
 
 def test_a_worker_makes_what_it_is_told_to_and_page_locks_the_host_pool(cuda, host, stack):
     told: list[tuple[int, int]] = []
-    memory = bring_memory(setup(host, make=True), (), stack, on_progress=lambda *bytes_: told.append(bytes_))
+    memory = bring(setup(host, make=True), (), stack, on_progress=lambda *bytes_: told.append(bytes_))
     manifest = RankManifest(fingerprint=fingerprint(TINY), rank=RANK, pp_size=1, tp_size=1, regions=memory.regions)
     check_manifest(manifest, TINY)
     on_device = [region for region in memory.regions if region.space is not IndexSpace.HOST]
@@ -96,14 +103,14 @@ def test_a_worker_makes_what_it_is_told_to_and_page_locks_the_host_pool(cuda, ho
 
 def test_without_a_gpu_nothing_of_cuda_is_touched(cuda, host, stack, tmp_path):
     order = setup(host).model_copy(update={"host": (), "device": host.shared_regions()})
-    memory = bring_memory(order, (), stack, on_progress=lambda *_: None)
+    memory = bring(order, (), stack, on_progress=lambda *_: None)
     assert (memory.made, cuda.registrations, cuda.memory) == ((), 0, {})
     assert {type(piece.origin) for piece in memory.extents} == {FileOrigin}
 
 
 def test_an_engines_own_allocation_is_shared_with_the_offset_of_each_piece(cuda, host, stack):
     given = on_gpu(cuda)
-    memory = bring_memory(setup(host), given, stack, on_progress=lambda *_: None)
+    memory = bring(setup(host), given, stack, on_progress=lambda *_: None)
     ours = [piece for piece in memory.extents if piece.kind is MemoryKind.VRAM]
     (base,) = cuda.memory
     assert len(cuda.handles) == 1
@@ -116,13 +123,13 @@ def test_an_engines_own_allocation_is_shared_with_the_offset_of_each_piece(cuda,
 def test_memory_that_cannot_be_shared_is_refused_where_local_is_to_reach_it(cuda, host, stack, order):
     cuda.shareable = False
     with pytest.raises(RegistrationError, match=r"no expandable_segments; or take `local` out of transports\.order"):
-        bring_memory(setup(host, order=order), on_gpu(cuda), stack, on_progress=lambda *_: None)
+        bring(setup(host, order=order), on_gpu(cuda), stack, on_progress=lambda *_: None)
 
 
 def test_memory_that_cannot_be_shared_serves_other_transports(cuda, host, stack):
     cuda.shareable = False
     order = setup(host, order=(TransportName.NIXL,))
-    memory = bring_memory(order, on_gpu(cuda), stack, on_progress=lambda *_: None)
+    memory = bring(order, on_gpu(cuda), stack, on_progress=lambda *_: None)
     assert {piece.origin for piece in memory.extents if piece.kind is MemoryKind.VRAM} == {None}
 
 
