@@ -26,13 +26,14 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.machine import Table
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.messages import RoomMessage
 from kvbridge.node.admission.pressure import Reservation
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.room import Quarantine, Room, quarantine
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook, PageState
-from kvbridge.telemetry.events import EventStream, RoomEntered, RoomQuarantined
+from kvbridge.telemetry.events import EventStream, RoomEntered, RoomMessageRefused, RoomQuarantined
 
 ABORTED = "aborted"
 """Code of rooms that somebody wanted stopped."""
@@ -198,6 +199,11 @@ class Rooms(ABC, Generic[RoomT]):
         else:
             why = f"engines {', '.join(sorted(room.users))} have not let go of it (limit: {limit})"
             self.quarantine(room, Quarantine.NOT_RELEASED, why)
+
+    def refuse_message(self, peer: str, message: RoomMessage, code: str) -> None:
+        """Say that a peer's message about a room is ignored."""
+        fact = RoomMessageRefused(room=message.room, generation=message.generation, peer=peer, code=code)
+        self._ports.events.emit(fact)
 
     # ------------------------------------------------------------------ admission
 

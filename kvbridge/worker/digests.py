@@ -7,7 +7,7 @@ what anybody compares the digests with.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,9 @@ from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import MemoryKind, Tables
 from kvbridge.core.plan.crc32c import ChecksumArray, followed_by
 from kvbridge.core.plan.digest_sums import DigestSums
-from kvbridge.core.plan.digests import DigestPieces, digest_pieces, sent_groups
+from kvbridge.core.plan.digests import DigestPieces, digest_pieces
 from kvbridge.core.plan.operations import Section
-from kvbridge.core.plan.pairing import LayerGroup, Pairing, Stripe, held_groups
+from kvbridge.core.plan.pairing import LayerGroup, Stripe, held_groups
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.core.wire.worker_messages import Digested, Verified, Verify
 from kvbridge.kernels.digest import raw_checksums
@@ -42,33 +42,21 @@ COST_DIVISOR = {MemoryKind.DRAM: 1, MemoryKind.VRAM: 16}
 class DigestWork:
     """The digests of one section, computed slice by slice."""
 
-    def __init__(self, pieces: Iterator[DigestPieces], sums: DigestSums) -> None:
-        self.sums = sums
-        self._pieces = pieces
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        groups: Sequence[LayerGroup],
+        section: Section,
+        source: Tables,
+        destination: Tables,
+    ) -> None:
+        """`source`: where the rows are read; `destination`: in which pages the peer (or this rank itself) keeps them."""
+        self.sums = DigestSums.of_section(geometry, section)
+        self._pieces = digest_pieces(groups, section, source, destination)
         self._present: DigestPieces | None = None
         self._checksums: list[ChecksumArray] = []
         """Of the present pieces, as far as they have been read."""
         self._read = 0
-
-    @classmethod
-    def of_order(
-        cls,
-        geometry: ModelGeometry,
-        pairings: list[Pairing],
-        section: Section,
-        source: Tables,
-        destination: Tables,
-    ) -> DigestWork:
-        """What a prefill rank sends of a section to all ranks of a peer."""
-        groups = sent_groups(pairings, section.layers)
-        return cls(digest_pieces(groups, section, source, destination), DigestSums.of_section(geometry, section))
-
-    @classmethod
-    def of_room(
-        cls, geometry: ModelGeometry, groups: tuple[LayerGroup, ...], section: Section, tables: Tables
-    ) -> DigestWork:
-        """What a decode rank has received; `section` is the whole request."""
-        return cls(digest_pieces(groups, section, tables, tables), DigestSums.of_section(geometry, section))
 
     def step(self) -> bool:
         """Compute one slice; whether that was the last. Raises UnsupportedError, and what `digest_pieces` raises."""
@@ -159,7 +147,8 @@ class Verifications:
             start_token=0,
             stop_token=request.prompt_tokens,
         )
-        return DigestWork.of_room(self._identity.geometry, groups, whole, tables_from_wire(request.tables))
+        tables = tables_from_wire(request.tables)
+        return DigestWork(self._identity.geometry, groups, whole, tables, tables)
 
     def _end(self, ended: _Verification, error: BridgeError | None = None) -> None:
         self._waiting.popleft()

@@ -4,11 +4,10 @@ Owns: orders in flight, and when a connection or an agent may be given up. Decid
 whether and when is the node's business. Everything here runs on one thread, since one submitting thread an agent is
 what both libraries bear best.
 
-Life: hello, setup (map, register, report), then a loop that takes messages from the node and pushes transfers
-forward. When a transfer ends without being quiet, that is reported at once, and the transport that did it is replaced:
-what is new goes through its successor, what other peers have under way ends in peace, and then it is closed, which
-ends everything that it might still have been doing. Only then is a room of that transfer closed. An exception that is not
-an order's own ends the worker: its agents are torn down first, so its end is the proof that nothing moves.
+When a transfer ends without being quiet, that is reported at once, and the transport that did it is replaced: what is new goes
+through its successor, and it is closed when what other peers have under way has ended. Only then is a room of that transfer
+closed. An exception that is not an order's own ends the worker: its agents are torn down first, so its end is the proof that
+nothing moves.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import Rank, Tables
-from kvbridge.core.plan.digests import DigestKind, PageDigests
+from kvbridge.core.plan.digests import DigestKind, PageDigests, sent_groups
 from kvbridge.core.plan.operations import Amounts, Operations, add_amounts
 from kvbridge.core.plan.planner import plan
 from kvbridge.core.wire.messages import REASON_CHARS
@@ -116,8 +116,9 @@ class Order:
         """Get ready to compute the digests that the room asks for, now that its bytes are on their way."""
         if self.error_code or self.peer is None or room.opening.digest is DigestKind.NONE:
             return
-        pairings = [target.pairing for target in self.peer.targets]
-        self.digests = DigestWork.of_order(geometry, pairings, self.request.section, room.source, room.destination)
+        section = self.request.section
+        groups = sent_groups([target.pairing for target in self.peer.targets], section.layers)
+        self.digests = DigestWork(geometry, groups, section, room.source, room.destination)
 
     def digest_some(self, clock: Clock) -> None:
         """Compute one slice of the digests. A failure is the order's."""

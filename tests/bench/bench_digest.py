@@ -72,7 +72,7 @@ def _compute(tokens: int, turns: int) -> dict[str, Any]:
     stretch, copy = memory[:live_bytes], np.empty(live_bytes, dtype=np.uint8)
 
     def digests() -> None:
-        work = DigestWork.of_room(geometry, groups, section, tables)
+        work = DigestWork(geometry, groups, section, tables, tables)
         while not work.step():
             pass
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,11 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
-from kvbridge.core.ids import IndexSpace
 from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
 from kvbridge.node.rooms import Rooms
-from kvbridge.pool.accounts.book import Owner, PageBook
+from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.events import EventStream, RequestRefused, RequestWaited, WaitOutcome
 
 log = structlog.get_logger(__name__)
@@ -49,7 +48,7 @@ class _WaitingRequest(Waiting):
 
 
 class AdmissionController:
-    """Implements PageWatcher for its book. Called from the event loop's thread only."""
+    """Called from the event loop's thread only."""
 
     def __init__(
         self,
@@ -70,13 +69,13 @@ class AdmissionController:
         self._queue: AdmissionQueue[_WaitingRequest] = AdmissionQueue(
             max_waiting=limits.max_waiting, max_overtakes=limits.max_overtakes
         )
-        self._rates = ReleaseRates(clock)
+        self._rates = ReleaseRates(clock, self._pages_freed)
         self._retry_after = RetryAfter(limits.retry_after_min_s, limits.retry_after_max_s, draw)
         self._starvation = Starvation(book, unready_after_s=limits.unready_after_s, clock=clock)
         self.closed = ""
         """Why nobody is admitted any more; empty while requests are."""
         self._serving_soon = False
-        book.watch(self)
+        book.watch(self._rates)
 
     # ------------------------------------------------------------------ admission
 
@@ -258,26 +257,13 @@ class AdmissionController:
 
     # ------------------------------------------------------------------ what becomes of pages
 
-    def ending(self, owner: Owner) -> None:
-        """See PageWatcher."""
-        self._rates.ending(owner)
-
-    def quarantined(self, owner: Owner) -> None:
-        """See PageWatcher."""
-        self._rates.quarantined(owner)
-
-    def freed(self, pages: Mapping[IndexSpace, int]) -> None:
-        """See PageWatcher. Those who wait are served after the call that freed the pages, not inside it."""
-        self._rates.freed(pages)
+    def _pages_freed(self) -> None:
+        """Those who wait are served after the call that freed the pages, not inside it."""
         if self._starvation.starving:
             self._starvation.look()
         if self._queue and not self._serving_soon:
             self._serving_soon = True
             asyncio.get_running_loop().call_soon(self._serve)
-
-    def gone(self, owner: Owner) -> None:
-        """See PageWatcher."""
-        self._rates.gone(owner)
 
     # ------------------------------------------------------------------ time and the end
 

@@ -77,8 +77,10 @@ class _Rate:
 class ReleaseRates:
     """What has been released lately. Implements the page book's PageWatcher."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, on_freed: Callable[[], None] = lambda: None) -> None:
+        """`on_freed()` hears that pages have become free, in the middle of the call that frees them."""
         self._clock = clock
+        self._on_freed = on_freed
         self._pages: dict[IndexSpace, _Rate] = {}
         self._owners = _Rate()
         self._ending_since: dict[Owner, float] = {}
@@ -100,6 +102,7 @@ class ReleaseRates:
         for space, count in pages.items():
             if count:
                 self._pages.setdefault(space, _Rate()).add(count, now_s)
+        self._on_freed()
 
     def gone(self, owner: Owner) -> None:
         """See PageWatcher."""

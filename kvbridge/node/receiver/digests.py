@@ -12,12 +12,7 @@ from kvbridge.core.wire.worker_messages import Digested, Verified
 from kvbridge.node.receiver.driver import ReceiverDriver
 from kvbridge.node.receiver.room import ReceiverRoom
 from kvbridge.node.receiver.verification import Verification
-from kvbridge.telemetry.events import EventStream, PagesDiffer, RoomMessageRefused
-
-
-def refuse_message(events: EventStream, peer: str, message: Digests | Done, code: str) -> None:
-    """Say that a writer's message about a room is ignored."""
-    events.emit(RoomMessageRefused(room=message.room, generation=message.generation, peer=peer, code=code))
+from kvbridge.telemetry.events import EventStream, PagesDiffer
 
 
 class ReceiverDigests:
@@ -32,10 +27,10 @@ class ReceiverDigests:
         room = self._driver.rooms.find(message.room, message.generation)
         writer = None if room is None else room.writers.get(peer)
         if room is None or room.over:
-            refuse_message(self._events, peer, message, "stale_digests")
+            self._driver.refuse_message(peer, message, "stale_digests")
             return
         if writer is None or message.writer not in writer.node.ranks or room.verification is None:
-            refuse_message(self._events, peer, message, "foreign_digests")
+            self._driver.refuse_message(peer, message, "foreign_digests")
             return
         if room.state is not ReceiverState.OFFERED or message.writer not in writer.missing:
             return
@@ -79,13 +74,12 @@ class ReceiverDigests:
             room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
         if not verification.answered(message.rank):
             return
-        difference = verification.difference()
-        if difference is None:
+        differing, why = verification.differences(room.tables)
+        if not differing:
             self._driver.commit(room, ReceiverEvent.VERIFIED)
             return
-        for kind, pages in difference.pages.items():
+        for kind, pages in differing.items():
             self._events.emit(PagesDiffer(**room.identity, component=kind, pages=pages))
-        why = difference.describe(room.tables)
         self._driver.fail(room, DigestMismatchError.code, why)
 
     def _verifying(self, message: Digested | Verified) -> tuple[ReceiverRoom | None, Verification | None]:

@@ -3,10 +3,6 @@
 Owns: feeding `RECEIVER_TABLE`, carrying its actions out, and what follows from the facts alone (the offer once
 every writer is known, the commit once every writer has sent what it owes, the end once nobody writes or reads).
 Must not know: who raised the event.
-
-From the offer on, pages are leased to the writers. They come back by proof only: Done from every writer with the
-amounts that it owes (commit), Done or Drained from every prefill node, or the end of a node's incarnation. A node that vanished
-without proof leaves its pages quarantined, counted and shown, until its successor or its own return brings the proof.
 """
 
 from __future__ import annotations

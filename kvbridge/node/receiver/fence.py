@@ -3,10 +3,8 @@
 Owns: the epoch of the node's endpoints, and the rounds that end an epoch. Must not know: rooms (they ask, and are told),
 transports, time but by its clock.
 
-A writer that died, that cannot be reached, or whose transfer failed half-way may have sent what has not arrived yet: it
-may lie in a buffer on the way, the kernel of this machine included, and no library can take it back. So the node does
-not rely on the writer. It has its own rank workers give out new endpoints, and then close what belonged to the earlier
-ones; whatever was on its way there ends there. A round is:
+What a writer has sent may still lie in a buffer on the way, the kernel of this machine included, and no library can take it back:
+it ends where the endpoint that it goes to is closed. A round is:
 
     renewing    every rank builds new endpoints beside the old ones; peers are told of them
     waiting     rooms that were offered before write on by the old ones and end in peace, up to `timeouts.fence_s`

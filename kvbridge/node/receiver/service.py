@@ -24,7 +24,7 @@ from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Done, Drained, Failed
-from kvbridge.node.receiver.digests import ReceiverDigests, refuse_message
+from kvbridge.node.receiver.digests import ReceiverDigests
 from kvbridge.node.receiver.driver import ReceiverDriver
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, user_state
 from kvbridge.node.rooms import WORKER_GONE, RoomSettings
@@ -189,10 +189,10 @@ class ReceiverRooms(ReceiverDriver):
         room = self.rooms.find(message.room, message.generation)
         writer = None if room is None else room.writers.get(peer)
         if room is None or room.over:
-            refuse_message(self._ports.events, peer, message, "stale_done")
+            self.refuse_message(peer, message, "stale_done")
             return
         if writer is None or message.writer not in writer.node.ranks:
-            refuse_message(self._ports.events, peer, message, "foreign_done")
+            self.refuse_message(peer, message, "foreign_done")
             return
         if message.writer not in writer.missing:
             return  # sent again

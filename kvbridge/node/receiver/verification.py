@@ -1,6 +1,6 @@
 """One room's digests on a decode node: what the writers say that they sent, what our ranks find, and the difference.
 
-Owns: both sums, which ranks are still to answer, the sentence about what differs. Must not know: the states of a room,
+Owns: both sums, which ranks are still to answer, what differs. Must not know: the states of a room,
 how messages travel.
 """
 
@@ -26,30 +26,6 @@ _REMEDY = (
 
 Holdings = dict[DigestKey, list[int]]
 """Which layers of what somebody keeps."""
-
-
-class Difference:
-    """Pages that are not as they were sent; never empty. `where` says whose memory the first one lies in."""
-
-    def __init__(self, where: str, first: Mismatch, space: IndexSpace) -> None:
-        self._where = where
-        self._first = first
-        self._space = space
-        self.pages: Counter[ComponentKind] = Counter()
-        """How many pages of all layers differ, by component."""
-
-    def describe(self, tables: Tables) -> str:
-        """Return one sentence for whoever has to find the cause; `tables` are the room's."""
-        first, table = self._first, tables[self._space]
-        text = (
-            f"{first.key.component} of layer {first.layer}, logical page {first.page}: page "
-            f"{int(table.ids[first.page - table.first_page])} of space '{self._space}' in {self._where} has the digest "
-            f"{first.found:08x}, the prefill node read {first.expected:08x}"
-        )
-        if self.pages.total() > 1:
-            counts = ", ".join(f"{count} of {kind}" for kind, count in self.pages.items())
-            text += f"; {self.pages.total()} pages differ ({counts})"
-        return f"{text}; {_REMEDY}"
 
 
 class Verification:
@@ -136,14 +112,25 @@ class Verification:
         self._waiting.discard(rank)
         return not self._waiting
 
-    def difference(self) -> Difference | None:
-        """Return how what has arrived differs from what was sent, or None."""
-        found: Difference | None = None
+    def differences(self, tables: Tables) -> tuple[Counter[ComponentKind], str]:
+        """Return how many pages of each component are not as they were sent, and one sentence for whoever has to find the cause.
+
+        Both are empty when all are. `tables` are the room's.
+        """
+        pages: Counter[ComponentKind] = Counter()
+        text = ""
         for where, space, wrong in self._mismatches():
-            if found is None:
-                found = Difference(where, wrong, space)
-            found.pages[wrong.key.component] += 1
-        return found
+            pages[wrong.key.component] += 1
+            if not text:
+                page = int(tables[space].ids[wrong.page - tables[space].first_page])
+                text = (
+                    f"{wrong.key.component} of layer {wrong.layer}, logical page {wrong.page}: page {page} of space '{space}' "
+                    f"in {where} has the digest {wrong.found:08x}, the prefill node read {wrong.expected:08x}"
+                )
+        if pages.total() > 1:
+            counts = ", ".join(f"{count} of {kind}" for kind, count in pages.items())
+            text += f"; {pages.total()} pages differ ({counts})"
+        return pages, text and f"{text}; {_REMEDY}"
 
     def _mismatches(self) -> Iterator[tuple[str, IndexSpace, Mismatch]]:
         """Yield where, in which space, and what."""

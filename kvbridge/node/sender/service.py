@@ -34,7 +34,6 @@ from kvbridge.node.rooms import WORKER_GONE, RoomSettings
 from kvbridge.node.sender.driver import SenderDriver
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom
-from kvbridge.telemetry.events import RoomMessageRefused
 
 
 class SenderRooms(SenderDriver):
@@ -230,7 +229,7 @@ class SenderRooms(SenderDriver):
     def _take_offer(self, room: SenderRoom, peer: str, offer: Offer) -> None:
         if room.peer == peer:
             # Sent again, or a second thought: neither may end what the first offer began.
-            self._refuse_message(peer, offer, "duplicate_offer")
+            self.refuse_message(peer, offer, "duplicate_offer")
             return
         if room.state is not SenderState.ADMITTED:
             why = room.reason or f"the room is already {room.state} on the prefill side"
@@ -250,13 +249,10 @@ class SenderRooms(SenderDriver):
 
     def _refuse_offer(self, peer: str, offer: Offer, code: str, message: str) -> None:
         """Nothing was ever written for this offer, nor will be: saying so at once is the truth."""
-        self._refuse_message(peer, offer, code)
+        self.refuse_message(peer, offer, code)
         text = message[:REASON_CHARS]
         self._ports.nodes.send(peer, Failed(room=offer.room, generation=offer.generation, code=code, message=text))
         self._ports.nodes.send(peer, Drained(room=offer.room, generation=offer.generation))
-
-    def _refuse_message(self, peer: str, offer: Offer, code: str) -> None:
-        self._ports.events.emit(RoomMessageRefused(room=offer.room, generation=offer.generation, peer=peer, code=code))
 
     def peer_abort(self, peer: str, message: Abort) -> None:
         """The decode side wants a room stopped. Always answered with Drained, at once or when it is quiet."""

@@ -89,7 +89,9 @@ def test_only_a_worker_that_has_closed_its_transports_says_so(monkeypatch, close
             raise PeerError("the transports" if not closes else "the node")
 
     monkeypatch.setattr(worker_life, "RankWorker", Worker)
-    monkeypatch.setattr(worker_life, "_setup", lambda *args: type("Setup", (), {"transfer_timeout_s": 1.0, "transports": "{}"}))
+    monkeypatch.setattr(
+        worker_life, "_setup", lambda *args: type("Setup", (), {"transfer_timeout_s": 1.0, "transports": "{}"})
+    )
     for name in ("bring_memory", "_identity"):
         monkeypatch.setattr(worker_life, name, lambda *args, **fields: None)
     node = NodeOf(Shutdown())
