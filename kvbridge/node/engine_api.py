@@ -83,7 +83,7 @@ class EngineApi(ABC, Generic[RoomsT]):
         try:
             answer = self._answer(engine, message)
         except CapacityError as error:
-            answer = _refused(message, error, retry_after_s=self._retry_after_s(message, error))
+            answer = _refused(message, error, retry_after_s=self._admission.retry_after_s(error))
         except BridgeError as error:
             answer = _refused(message, error)
         self._engines.send(engine, answer)
@@ -98,10 +98,6 @@ class EngineApi(ABC, Generic[RoomsT]):
             case Detach():
                 return self._detach(engine, message)
         return self._call(self._attached(engine, message), message)
-
-    def _retry_after_s(self, message: Call, error: CapacityError) -> float:
-        """An attach is refused before admission is asked; admission has put its own estimate into what it refused."""
-        return error.retry_after_s if isinstance(message, Attach | Admit) else self._admission.retry_after_s(error)
 
     def gone(self, engine: str, reason: str, *, followed: bool) -> bool:
         """An engine's connection has ended. Returns whether pages wait for `ended`; `followed`: whether that will come."""

@@ -226,10 +226,10 @@ class RankWorker:
         """Begin to connect. Every order is answered; what is under way to the peer as it was ends by itself."""
         name = message.peer
         if self._peers.cancel(name):
-            self._report_unconnected(name, PeerError("a later order has replaced this one"))
+            self._report_peer(name, PeerError("a later order has replaced this one"))
         known = self._peers.get(name)
         if known is not None and known.ranks == message.ranks:
-            self._report_connected(known)
+            self._report_peer(name, known)
         else:
             self._peers.begin(name, message.ranks)
 
@@ -248,17 +248,15 @@ class RankWorker:
     def _tend_peers(self) -> None:
         """Disconnect who is not used any more; go on connecting, and say who is connected."""
         for name, found in self._peers.tend(lambda peer: any(order.peer is peer for order in self._active)):
-            if isinstance(found, ConnectedPeer):
-                self._report_connected(found)
-            else:
-                self._report_unconnected(name, found)
+            self._report_peer(name, found)
 
-    def _report_connected(self, peer: ConnectedPeer) -> None:
-        self._link.send(PeerConnected(rank=self._identity.rank, peer=peer.name, transports=peer.transports))
-
-    def _report_unconnected(self, name: str, error: BridgeError) -> None:
-        reason = str(error)[:REASON_CHARS]
-        self._link.send(PeerConnected(rank=self._identity.rank, peer=name, error_code=error.code, error=reason))
+    def _report_peer(self, name: str, found: ConnectedPeer | BridgeError) -> None:
+        rank = self._identity.rank
+        if isinstance(found, ConnectedPeer):
+            self._link.send(PeerConnected(rank=rank, peer=name, transports=found.transports))
+        else:
+            error = str(found)[:REASON_CHARS]
+            self._link.send(PeerConnected(rank=rank, peer=name, error_code=found.code, error=error))
 
     # ------------------------------------------------------------------ orders
 
