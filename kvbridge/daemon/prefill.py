@@ -6,6 +6,7 @@ Owns: which parts it has, in which order they are made, and what a message of a 
 from __future__ import annotations
 
 from kvbridge.api.rooms import PeerAddress
+from kvbridge.api.status import DecodeNodeStatus
 from kvbridge.config.schema import PrefillConfig
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.errors import BridgeError, NotReadyError
@@ -119,13 +120,12 @@ class DecodePeers:
     def tick(self) -> None:
         """See Peers: nothing here has a deadline of its own."""
 
-    def listing(self) -> list[dict[str, object]]:
-        """See Peers."""
+    def status(self) -> tuple[DecodeNodeStatus, ...]:
+        """See ShownPeers."""
         return self._nodes.peers()
 
-    def status(self) -> dict[str, object]:
-        """See Peers."""
-        return {}
+    def fence(self) -> None:
+        """See ShownPeers: nobody writes to a prefill node."""
 
     def worker_ready(self, rank: Rank) -> None:
         """See WorkerListener: it has to be connected to everybody."""

@@ -8,21 +8,18 @@ Must not know: rooms, instances.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 
 from kvbridge.api.status import Readiness, StatusPort
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
 from kvbridge.http.middleware import BearerToken, BodyLimit, UnhandledErrors
 from kvbridge.http.problems import PROBLEM_TYPE, Problem, install_problem_handlers
-
-MetricsRender = Callable[[], tuple[bytes, str]]
-"""Returns the metrics page and its content type."""
 
 PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
     "default": {
@@ -61,11 +58,11 @@ class Version(FrozenModel):
 
 
 def assemble_app(
-    title: str, routers: list[APIRouter], *, status: StatusPort, metrics_render: MetricsRender, settings: AppSettings
+    title: str, routers: list[APIRouter], *, status: StatusPort[BaseModel], kind: type[BaseModel], settings: AppSettings
 ) -> FastAPI:
-    """Build an application from its own routers and the operators' routes."""
+    """Build an application from its own routers and the operators' routes; `kind` is what its status page is."""
     app = FastAPI(title=title, version=settings.version, openapi_url=None, docs_url=None, redoc_url=None)
-    for router in [*routers, _operators_router(status, metrics_render, settings)]:
+    for router in [*routers, _operators_router(status, kind, settings)]:
         app.include_router(router)
     _describe(app, settings)
     install_problem_handlers(app)
@@ -77,7 +74,7 @@ def assemble_app(
     return app
 
 
-def _operators_router(status: StatusPort, metrics_render: MetricsRender, settings: AppSettings) -> APIRouter:
+def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel], settings: AppSettings) -> APIRouter:
     router = APIRouter(tags=["operations"], responses=PROBLEM_RESPONSES)
 
     @router.get("/health")
@@ -94,7 +91,7 @@ def _operators_router(status: StatusPort, metrics_render: MetricsRender, setting
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Return the metrics for Prometheus."""
-        body, content_type = metrics_render()
+        body, content_type = status.render_metrics()
         return Response(body, headers={"Content-Type": content_type})
 
     @router.get("/version")
@@ -102,8 +99,8 @@ def _operators_router(status: StatusPort, metrics_render: MetricsRender, setting
         """Return the release and the protocol version."""
         return Version(version=settings.version)
 
-    @router.get("/status")
-    async def show_status() -> dict[str, Any]:
+    @router.get("/status", response_model=kind)
+    async def show_status() -> BaseModel:
         """Return everything that an operator wants to see."""
         return status.status()
 

@@ -28,7 +28,7 @@ from kvbridge.core.wire.features import Features
 from kvbridge.http import DirectoryClient, create_bootstrap_app
 from tests.helpers.later_release import later
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, TIMES, FakeDaemons, half, node
-from tests.unit.http.services import FakeStatus, metrics, settings
+from tests.unit.http.services import BOOTSTRAP_PAGE, FakeStatus, settings
 from tests.unit.http.test_daemon_app import check_description
 
 pytestmark = pytest.mark.asyncio
@@ -46,8 +46,7 @@ class Setup:
         app = create_bootstrap_app(
             directory=self.directory,
             pairing=pairing,
-            status=FakeStatus(),
-            metrics_render=metrics,
+            status=FakeStatus(BOOTSTRAP_PAGE),
             settings=settings(token="t", max_body_bytes=1 << 20),
         )
         self.transport = httpx.ASGITransport(app)

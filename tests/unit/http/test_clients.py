@@ -26,7 +26,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.http import DaemonClient, DirectoryClient, create_daemon_app
 from kvbridge.http.problems import error_of, problem_of
 from tests.helpers.later_release import later
-from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
+from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
 
@@ -40,7 +40,6 @@ def daemon(rooms: FakeRooms, status: FakeStatus | None = None, *, token: str = "
         admission=rooms,
         rooms=rooms,
         status=status or FakeStatus(),
-        metrics_render=metrics,
         settings=settings(token="t"),
     )
     return DaemonClient(token=token, timeout_s=5.0, transport=httpx.ASGITransport(app))

@@ -14,7 +14,7 @@ from kvbridge.core.errors import CapacityError, error_codes
 from kvbridge.core.ids import MAX_ROOM
 from kvbridge.core.session.states import RoomState
 from kvbridge.http import create_daemon_app
-from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
+from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
 
@@ -32,9 +32,7 @@ def status() -> FakeStatus:
 
 
 def caller(rooms, status, **changes) -> httpx.AsyncClient:
-    app = create_daemon_app(
-        admission=rooms, rooms=rooms, status=status, metrics_render=metrics, settings=settings(**changes)
-    )
+    app = create_daemon_app(admission=rooms, rooms=rooms, status=status, settings=settings(**changes))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://daemon")
 
 
@@ -187,7 +185,7 @@ async def test_health_and_readiness(http, status):
 
 async def test_operators_routes(http):
     response = await http.get("/metrics")
-    assert (response.content, response.headers["content-type"]) == metrics()
+    assert (response.content, response.headers["content-type"]) == FakeStatus().render_metrics()
     assert (await http.get("/version")).json() == {"name": "kvbridge", "version": "9.9", "protocol_version": 1}
     assert (await http.get("/status")).json()["rooms"] == {"admitted": 1}
 
