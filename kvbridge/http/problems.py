@@ -91,7 +91,7 @@ def install_problem_handlers(app: FastAPI) -> None:
 async def _answer_bridge_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BridgeError)
     if error.http_status == HTTPStatus.INTERNAL_SERVER_ERROR:
-        log.error("request failed", path=request.url.path, code=error.code, exc_info=error)
+        log.error("request_failed", path=request.url.path, code=error.code, exc_info=error)
     return problem_response(problem_of(error, request.url.path))
 
 

@@ -17,7 +17,7 @@ from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import ConfigError, PeerError
 from kvbridge.http import DaemonClient, HttpServer, TlsFiles, connections, create_daemon_app
 from kvbridge.http.connections import ConnectionLimits
-from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
+from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,9 +26,7 @@ TLS = TlsFiles(certificate=DATA / "tls-certificate.pem", key=DATA / "tls-key.pem
 
 
 def app(rooms: FakeRooms):
-    return create_daemon_app(
-        admission=rooms, rooms=rooms, status=FakeStatus(), metrics_render=metrics, settings=settings(token="t")
-    )
+    return create_daemon_app(admission=rooms, rooms=rooms, status=FakeStatus(), settings=settings(token="t"))
 
 
 async def serve(
