@@ -17,6 +17,7 @@ from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.decode import decode_daemon
+from kvbridge.daemon.descriptors import raise_open_files
 from kvbridge.daemon.lifecycle import Daemon, run_daemon
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.telemetry.logs import configure_logs
@@ -91,6 +92,7 @@ def _logs(role: str, telemetry: TelemetryConfig, *, instance: str = "", node: st
 
 def _run(build: type[Daemon] | object) -> None:
     """Run a daemon to its end. What it refuses to do is one line and an exit code, not a traceback."""
+    raise_open_files()
 
     async def live() -> None:
         await run_daemon(build())  # type: ignore[operator]
