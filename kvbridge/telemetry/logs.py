@@ -15,7 +15,7 @@ from collections.abc import MutableMapping
 from typing import Any, Literal, TextIO, cast
 
 import structlog
-from structlog.typing import FilteringBoundLogger, Processor
+from structlog.typing import Processor
 
 from kvbridge.core.clock import Clock, monotonic
 
@@ -96,12 +96,6 @@ def configure_logs(
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
-
-
-def get_logger(name: str, **names: object) -> FilteringBoundLogger:
-    """Return a logger that puts `names` on each of its lines."""
-    logger: FilteringBoundLogger = structlog.get_logger(name, **names)
-    return logger
 
 
 class Seldom:
