@@ -52,7 +52,7 @@ class Peers(ShownPeers, Protocol):
     """The nodes of the other role."""
 
     def open(self, identity: PeerIdentity) -> PeerAddress | None:
-        """Open the ways to peers; returns the bound address of a role that listens."""
+        """Open the ways to peers; returns the address to tell others, of a role that listens."""
 
     async def close(self, timeout_s: float) -> None:
         """Let the last messages out and close the ways to peers. Harmless when closed."""
@@ -189,10 +189,8 @@ class NodeDaemon:
     def _open_peers(self) -> None:
         config = self.parts.config
         keys = curve_keys(config.control.curve)
-        bound = self.peers.open(PeerIdentity(self.parts.identity.incarnation, keys, insecure=config.insecure))
-        if bound is not None:
-            endpoint = config.control.advertised(bound.endpoint)
-            self.overview.control = PeerAddress(endpoint=endpoint, public_key=keys.public if keys else "")
+        identity = PeerIdentity(self.parts.identity.incarnation, keys, insecure=config.insecure)
+        self.overview.control = self.peers.open(identity)
 
     def _app(self, settings: AppSettings) -> Application:
         return create_daemon_app(
