@@ -37,7 +37,7 @@ from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.telemetry.metrics import Metrics
+from kvbridge.telemetry.metrics import READY, ROOMS, Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -193,8 +193,8 @@ class BootstrapDaemon:
 
     def render_metrics(self) -> tuple[bytes, str]:
         """Set what is only known now, and return the metrics page and its content type."""
-        self.metrics.rooms(self._overview.rooms)
-        self.metrics.ready(self.readiness().ready)
+        self.metrics.replace(ROOMS, self._overview.rooms)
+        self.metrics.set(READY, self.readiness().ready)
         return self.metrics.render()
 
 

@@ -29,6 +29,7 @@ from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.rooms import Rooms
+from kvbridge.telemetry.metrics import EPOCH, OLDEST_WAIT, PEERS, POOL, QUARANTINED, READY, ROOMS, STARVED, WAITING
 
 
 class ShownPeers(Protocol):
@@ -126,18 +127,16 @@ class NodeOverview:
     def render_metrics(self) -> tuple[bytes, str]:
         """Set what is only known now, and return the metrics page and its content type."""
         metrics = self._parts.metrics
-        metrics.rooms(self._rooms.states())
-        metrics.quarantined(self._rooms.quarantined())
-        metrics.epoch(self._peers.epoch)
+        metrics.replace(ROOMS, self._rooms.states())
+        metrics.replace(QUARANTINED, self._rooms.quarantined())
         for space, states in self._parts.book.counts().items():
-            metrics.pool(space, {state.value: pages for state, pages in states.items()})
-        metrics.peers({"known": len(self._peers.status())})
-        metrics.admission(
-            waiting=self._admission.waiting,
-            oldest_wait_s=self._admission.oldest_wait_s(),
-            starved_s=self._admission.starved_s(),
-        )
-        metrics.ready(self.readiness().ready)
+            metrics.replace(POOL, {state.value: pages for state, pages in states.items()}, space.value)
+        metrics.replace(PEERS, {"known": len(self._peers.status())})
+        metrics.set(EPOCH, self._peers.epoch)
+        metrics.set(WAITING, self._admission.waiting)
+        metrics.set(OLDEST_WAIT, self._admission.oldest_wait_s())
+        metrics.set(STARVED, self._admission.starved_s())
+        metrics.set(READY, self.readiness().ready)
         return metrics.render()
 
     # ------------------------------------------------------------------ the directory

@@ -90,3 +90,16 @@ def test_the_recent_past_is_on_the_page(prefill: NodeDaemon) -> None:
         ("room failed", "4", "lost"),
     ]
     assert (page.traffic["p"].sent_bytes, page.traffic["p"].rooms_failed) == (7, 1)
+
+
+def test_what_is_only_known_when_somebody_scrapes(prefill: NodeDaemon) -> None:
+    page, _ = prefill.overview.render_metrics()
+    shown = page.decode()
+    for line in (
+        'kvbridge_pool_pages{space="full",state="free"} 8.0',
+        'kvbridge_peers{state="known"} 0.0',
+        "kvbridge_endpoint_epoch 0.0",
+        "kvbridge_admission_waiting_requests 0.0",
+        "kvbridge_ready 0.0",
+    ):
+        assert line in shown
