@@ -5,7 +5,6 @@ Owns: the command and its tables. Must not know: the arithmetic (`core/geometry/
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,16 +12,15 @@ from pydantic import ByteSize, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from kvbridge.cli.config import EXIT_CONFIG
-from kvbridge.config import DecodeConfig, load_config
-from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError
+from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, FileOption, SetOption, fail, load_or_exit
+from kvbridge.config import DecodeConfig
+from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.costs import DecodePlan, RequestCost, fit_memory, fit_pools, hot_slot_bytes, request_cost
 from kvbridge.core.ids import FrozenModel, IndexSpace, Rank
 from kvbridge.daemon.memory import NodeLayout, plan_memory
 from kvbridge.daemon.model import load_geometry
 
 DEFAULT_TOKENS = "1024,8192,32768,131072"
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class _RankPlan(FrozenModel):
@@ -51,13 +49,8 @@ class _Memory(FrozenModel):
 
 
 def fit(
-    config: Annotated[
-        Path | None, typer.Option("--config", envvar="KVBRIDGE_CONFIG", help="YAML file of a decode daemon.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key, as pools.host.pages=4096."),
-    ] = None,
+    config: FileOption = None,
+    overrides: SetOption = None,
     tokens: Annotated[str, typer.Option("--tokens", help="Lengths of prompts, separated by commas.")] = DEFAULT_TOKENS,
     new_tokens: Annotated[
         int, typer.Option("--new-tokens", min=0, help="Tokens that each request may generate.")
@@ -68,8 +61,8 @@ def fit(
     host_memory: Annotated[str, typer.Option("--host-memory", help="See --device-memory; of the node, as 1TiB.")] = "",
 ) -> None:
     """Print what requests of some lengths cost on a decode node, and how many of each fit, by its configuration."""
+    loaded = load_or_exit(DecodeConfig, config, overrides)
     try:
-        loaded = load_config(DecodeConfig, file=config, overrides=overrides or ())
         lengths = _lengths(tokens)
         geometry = load_geometry(loaded.model)
         layout = plan_memory(loaded, geometry)
@@ -78,12 +71,8 @@ def fit(
         )
         costs = [request_cost(heaviest.plan, prompt_tokens=each, max_new_tokens=new_tokens) for each in lengths]
         memory = _memory(device_memory, host_memory)
-    except (ConfigError, InvalidInputError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(EXIT_CONFIG) from error
     except BridgeError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        fail(error, EXIT_CONFIG if isinstance(error, InvalidInputError) else EXIT_FAILED)
     console = Console()
     console.print(_pools(loaded, layout, heaviest))
     requests = _Requests(plan=heaviest.plan, lengths=tuple(lengths), costs=tuple(costs))
@@ -190,7 +179,4 @@ def _explanation(new_tokens: int, heaviest: _RankPlan) -> str:
 
 def readable(size_bytes: int) -> str:
     """Return a number of bytes in the largest unit that leaves one digit before the point."""
-    size, unit = float(size_bytes), 0
-    while size >= 1024 and unit + 1 < len(UNITS):
-        size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {UNITS[unit]}" if unit else f"{size_bytes} B"
+    return ByteSize(size_bytes).human_readable(separator=" ")

@@ -12,7 +12,9 @@ import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.errors import CapacityError, ClientLimitError
-from kvbridge.http import DaemonClient, HttpServer, create_daemon_app
+from kvbridge.http.client import DaemonClient
+from kvbridge.http.daemon_app import create_daemon_app
+from kvbridge.http.server import HttpServer
 from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio

@@ -25,7 +25,8 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import Features
-from kvbridge.http import DirectoryClient, create_bootstrap_app
+from kvbridge.http.bootstrap_app import create_bootstrap_app
+from kvbridge.http.client import DirectoryClient
 from tests.helpers.later_release import later
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, TIMES, FakeDaemons, half, node
 from tests.unit.http.services import BOOTSTRAP_PAGE, FakeStatus, settings

@@ -23,7 +23,8 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
-from kvbridge.http import DaemonClient, DirectoryClient, create_daemon_app
+from kvbridge.http.client import DaemonClient, DirectoryClient
+from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.problems import error_of, problem_of
 from tests.helpers.later_release import later
 from tests.unit.http.services import FakeRooms, FakeStatus, settings

@@ -13,7 +13,7 @@ from kvbridge.api.status import Readiness
 from kvbridge.core.errors import CapacityError, error_codes
 from kvbridge.core.ids import MAX_ROOM
 from kvbridge.core.session.states import RoomState
-from kvbridge.http import create_daemon_app
+from kvbridge.http.daemon_app import create_daemon_app
 from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio

@@ -15,8 +15,11 @@ import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import ConfigError, PeerError
-from kvbridge.http import DaemonClient, HttpServer, TlsFiles, connections, create_daemon_app
+from kvbridge.http import connections
+from kvbridge.http.client import DaemonClient
 from kvbridge.http.connections import ConnectionLimits
+from kvbridge.http.daemon_app import create_daemon_app
+from kvbridge.http.server import HttpServer, TlsFiles
 from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
