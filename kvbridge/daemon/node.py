@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +22,6 @@ from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.loading import read_secret
 from kvbridge.control.local import prepare_runtime_directory
 from kvbridge.control.peers import PeerIdentity
-from kvbridge.core.ids import Rank
-from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
@@ -76,15 +74,10 @@ class NodeDaemon:
         self.admission = admission
         self.overview = NodeOverview(parts, peers, rooms, admission)
         self._api = api
-        self._closers: list[Callable[[], Awaitable[None] | None]] = []
         self._broken: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._http: HttpServer | None = None
         self._obstacles_told: list[str] = []
-
-    def on_close(self, close: Callable[[], Awaitable[None] | None]) -> None:
-        """Let `close` be called when peers are closed; the last one that was given is called first."""
-        self._closers.append(close)
 
     # ------------------------------------------------------------------ from start to end
 
@@ -102,7 +95,9 @@ class NodeDaemon:
         self._announce(self._http.url)
         self._background(self._ticks(), "ticks")
         await self._create_memory()
-        parts.worker_host.start(self._worker_setup, own_processes=not parts.adopted)
+        parts.worker_host.start(
+            lambda rank: parts.worker_setup(rank, self.peers.epoch), own_processes=not parts.adopted
+        )
         self._background(parts.worker_host.failed(), "workers")
 
     async def failed(self) -> None:
@@ -136,8 +131,6 @@ class NodeDaemon:
             last_first.callback(parts.memory.close)
             last_first.callback(remove_endpoint, parts.config.runtime_dir, parts.identity.incarnation)
             last_first.callback(parts.engine_socket.close)
-            for close in self._closers:
-                last_first.push_async_callback(_call, close)
             last_first.push_async_callback(self.peers.close, min(1.0, self._closing_part_s))
             last_first.push_async_callback(parts.worker_host.close, 2 * self._closing_part_s)
             if self.overview.announcer is not None:
@@ -211,9 +204,6 @@ class NodeDaemon:
         seconds = round(time.monotonic() - begun_s, 3)
         log.info("memory_created", bytes=self.parts.layout.node_bytes, seconds=seconds)
 
-    def _worker_setup(self, rank: Rank) -> WorkerSetup:
-        return self.parts.worker_setup(rank, self.peers.epoch)
-
     # ------------------------------------------------------------------ the directory
 
     def _announce(self, url: str) -> None:
@@ -254,9 +244,3 @@ class NodeDaemon:
             self._obstacles_told = obstacles
             announcer.changed()
         announcer.look()
-
-
-async def _call(close: Callable[[], Awaitable[None] | None]) -> None:
-    waiting = close()
-    if waiting is not None:
-        await waiting

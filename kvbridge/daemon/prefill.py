@@ -40,7 +40,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         _settings(config, parts),
     )
     nodes.watch(rooms)
-    peers = DecodePeers(parts, links, nodes, rooms)
+    peers = DecodePeers(parts, links, nodes, rooms, inspections, inspector)
     inspections.deliver_to(peers.deliver)
     parts.worker_host.serve(
         peers,
@@ -54,10 +54,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
     limits = admission_limits(config.admission)
     admission = AdmissionController(rooms, parts.book, limits=limits, events=parts.events)
     api = PrefillEngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
-    node = NodeDaemon(parts, peers, rooms, admission, api)
-    node.on_close(inspector.close)
-    node.on_close(inspections.close)  # first, so that the thread is through after the rank that it looks at
-    return node
+    return NodeDaemon(parts, peers, rooms, admission, api)
 
 
 def _introduction(parts: NodeParts) -> Self:
@@ -95,12 +92,22 @@ class DecodePeers:
 
     epoch = 0
 
-    def __init__(self, parts: NodeParts, links: DecodeLinks, nodes: DecodeNodes, rooms: SenderRooms) -> None:
+    def __init__(
+        self,
+        parts: NodeParts,
+        links: DecodeLinks,
+        nodes: DecodeNodes,
+        rooms: SenderRooms,
+        inspections: Inspections,
+        inspector: Inspector,
+    ) -> None:
         self._parts = parts
         self._events = parts.events
         self._links = links
         self._nodes = nodes
         self._rooms = rooms
+        self._inspections = inspections
+        self._inspector = inspector
         links.serve(self)
 
     # ------------------------------------------------------------------ for the daemon
@@ -111,7 +118,11 @@ class DecodePeers:
 
     async def close(self, timeout_s: float) -> None:
         """See Peers."""
-        await self._links.close(timeout_s)
+        try:
+            await self._links.close(timeout_s)
+        finally:
+            self._inspections.close()  # so that the thread is through after the rank that it looks at
+            await self._inspector.close()
 
     def watch(self) -> None:
         """See Peers."""
