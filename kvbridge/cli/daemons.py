@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ import typer
 
 from kvbridge.cli.config import EXIT_FAILED, FileOption, SetOption, fail, load_or_exit
 from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig
-from kvbridge.config.endpoints import LogFormat, TelemetryConfig
+from kvbridge.config.endpoints import TelemetryConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.decode import decode_daemon
@@ -59,16 +58,8 @@ def bootstrap(
 
 
 def _logs(role: str, telemetry: TelemetryConfig, *, instance: str = "", node: str = "") -> None:
-    form = telemetry.log_format
-    if form is LogFormat.AUTO:
-        form = LogFormat.CONSOLE if sys.stderr.isatty() else LogFormat.JSON
-    configure_logs(
-        role=role,
-        instance=instance,
-        node=node,
-        level=telemetry.log_level.value,
-        form="console" if form is LogFormat.CONSOLE else "json",
-    )
+    level, form = telemetry.log_level.value, telemetry.log_format.value
+    configure_logs(role=role, instance=instance, node=node, level=level, form=form)
 
 
 def _run(build: Callable[[], Daemon]) -> None:

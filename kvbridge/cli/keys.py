@@ -31,11 +31,6 @@ _OTHERS = 0o077
 app = typer.Typer(name="keys", help="Make and check keys and tokens.", no_args_is_help=True)
 
 
-@app.callback()
-def group() -> None:
-    """Make and check keys and tokens."""
-
-
 @app.command()
 def generate(
     file: Annotated[Path, typer.Argument(help="Where to write the secret key; the public one goes beside it as .pub.")],

@@ -133,3 +133,14 @@ def test_logging_that_was_set_up_stays(lines):
     leave_standard_output()
     structlog.get_logger("sender").warning("offer refused")
     assert [line["event"] for line in lines()] == ["offer refused"]
+
+
+def test_lines_are_for_machines_unless_somebody_watches():
+    stream = io.StringIO()
+    configure_logs(role="decode", stream=stream)
+    structlog.get_logger("x").info("daemon_ready")
+    assert json.loads(stream.getvalue())["event"] == "daemon_ready"
+    stream.isatty = lambda: True
+    configure_logs(role="decode", stream=stream)
+    structlog.get_logger("x").info("draining")
+    assert not stream.getvalue().splitlines()[1].startswith("{")
