@@ -15,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
+from kvbridge import __version__
 from kvbridge.api.status import Readiness, StatusPort
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
@@ -32,12 +33,8 @@ PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
 class AppSettings(FrozenModel):
     """What applications are told of their surroundings."""
 
-    version: str
-    """Release of kvbridge."""
-    token: str = ""
-    """Bearer token; empty: no token is asked for."""
-    more_tokens: tuple[str, ...] = ()
-    """Further tokens that are as good, while the token is being changed."""
+    tokens: tuple[str, ...] = ()
+    """Bearer tokens, one as good as the other; none: no token is asked for."""
     open_metrics: bool = False
     max_body_bytes: Positive = 1 << 20
     max_wait_s: float = 60.0
@@ -53,7 +50,7 @@ class Version(FrozenModel):
     """Releases that must fit together."""
 
     name: str = "kvbridge"
-    version: str
+    version: str = __version__
     protocol_version: NonNegative = PROTOCOL_VERSION
 
 
@@ -61,20 +58,20 @@ def assemble_app(
     title: str, routers: list[APIRouter], *, status: StatusPort[BaseModel], kind: type[BaseModel], settings: AppSettings
 ) -> FastAPI:
     """Build an application from its own routers and the operators' routes; `kind` is what its status page is."""
-    app = FastAPI(title=title, version=settings.version, openapi_url=None, docs_url=None, redoc_url=None)
-    for router in [*routers, _operators_router(status, kind, settings)]:
+    app = FastAPI(title=title, version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
+    for router in [*routers, _operators_router(status, kind)]:
         app.include_router(router)
     _describe(app, settings)
     install_problem_handlers(app)
     open_paths = {"/health", "/ready"} | ({"/metrics"} if settings.open_metrics else set())
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(BearerToken, tokens=(settings.token, *settings.more_tokens), open_paths=frozenset(open_paths))
+    app.add_middleware(BearerToken, tokens=settings.tokens, open_paths=frozenset(open_paths))
     app.add_middleware(UnhandledErrors)
     return app
 
 
-def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel], settings: AppSettings) -> APIRouter:
+def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel]) -> APIRouter:
     router = APIRouter(tags=["operations"], responses=PROBLEM_RESPONSES)
 
     @router.get("/health")
@@ -97,7 +94,7 @@ def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel], sett
     @router.get("/version")
     async def version() -> Version:
         """Return the release and the protocol version."""
-        return Version(version=settings.version)
+        return Version()
 
     @router.get("/status", response_model=kind)
     async def show_status() -> BaseModel:
@@ -121,7 +118,7 @@ def _schema(app: FastAPI, settings: AppSettings) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     components = schema.setdefault("components", {})
     components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
-    if settings.token:
+    if settings.tokens:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"bearer": []}]
         for path in ("/health", "/ready", *(["/metrics"] if settings.open_metrics else [])):

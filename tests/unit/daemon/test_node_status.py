@@ -37,14 +37,14 @@ def described(app: Any) -> str:
 
 
 def test_the_description_says_what_the_page_of_a_node_is(prefill: NodeDaemon) -> None:
-    assert described(prefill._app(AppSettings(version="9.9"))) == NodeStatus.__name__
+    assert described(prefill._app(AppSettings())) == NodeStatus.__name__
 
 
 @pytest.mark.asyncio
 async def test_the_description_says_what_the_page_of_bootstrap_is() -> None:
     daemon = BootstrapDaemon(BootstrapConfig())
     try:
-        assert described(daemon._app(AppSettings(version="9.9"))) == BootstrapStatus.__name__
+        assert described(daemon._app(AppSettings())) == BootstrapStatus.__name__
         page = json.loads(daemon.status().model_dump_json())
         assert (page["role"], page["store"]["kind"], page["instances"]) == ("bootstrap", "memory", [])
         assert page["ready"]["reasons"] == ["the directory has not been read yet"]

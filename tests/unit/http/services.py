@@ -120,4 +120,4 @@ class FakeStatus:
 
 
 def settings(**changes: Any) -> AppSettings:
-    return AppSettings(**{"version": "9.9", "max_body_bytes": 4096, "max_wait_s": 5.0, **changes})
+    return AppSettings(**{"max_body_bytes": 4096, "max_wait_s": 5.0, **changes})

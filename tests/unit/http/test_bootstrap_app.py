@@ -48,7 +48,7 @@ class Setup:
             directory=self.directory,
             pairing=pairing,
             status=FakeStatus(BOOTSTRAP_PAGE),
-            settings=settings(token="t", max_body_bytes=1 << 20),
+            settings=settings(tokens=("t",), max_body_bytes=1 << 20),
         )
         self.transport = httpx.ASGITransport(app)
 

@@ -41,7 +41,7 @@ def daemon(rooms: FakeRooms, status: FakeStatus | None = None, *, token: str = "
         admission=rooms,
         rooms=rooms,
         status=status or FakeStatus(),
-        settings=settings(token="t"),
+        settings=settings(tokens=("t",)),
     )
     return DaemonClient(token=token, timeout_s=5.0, transport=httpx.ASGITransport(app))
 
