@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvbridge.api.rooms import PeerAddress
+from kvbridge.api.status import PrefillNodeStatus
 from kvbridge.core.errors import BridgeError, FeatureError, InvalidInputError, PeerError, error_codes
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
 from kvbridge.core.wire.messages import MAX_PACKED_NODE_BYTES, Hello, NodeDescription, PeerMessage, Rejected, Welcome
@@ -209,18 +210,18 @@ class PrefillNodes:
     def _say_hello(self, address: PeerAddress) -> None:
         self._links.send(address, Hello(node=self._describe(), features=self._features))
 
-    def peers(self) -> list[dict[str, object]]:
+    def peers(self) -> tuple[PrefillNodeStatus, ...]:
         """For `/status`."""
-        return [
-            {
-                "endpoint": known.address.endpoint,
-                "node": known.met.name if known.met else "",
-                "incarnation": known.met.peer if known.met else "",
-                "ranks": [str(rank) for rank in known.met.ranks] if known.met else [],
-                "features": list(known.features),
-            }
+        return tuple(
+            PrefillNodeStatus(
+                endpoint=known.address.endpoint,
+                node=known.met.name if known.met else "",
+                incarnation=known.met.peer if known.met else "",
+                ranks=tuple(map(str, known.met.ranks)) if known.met else (),
+                features=known.features,
+            )
             for known in self._known.values()
-        ]
+        )
 
     def addresses(self) -> list[PeerAddress]:
         """Every address that we have said hello to."""

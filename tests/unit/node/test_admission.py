@@ -494,8 +494,8 @@ async def test_what_operators_see(made):
     await bench.waits(3, client="b")
     bench.clock.advance(1.5)
     shown = bench.admission.status()
-    assert (shown["waiting"], shown["oldest_wait_s"], bench.admission.oldest_wait_s()) == (2, 1.5, 1.5)
-    assert shown["clients"] == [
+    assert (shown.waiting, shown.oldest_wait_s, bench.admission.oldest_wait_s()) == (2, 1.5, 1.5)
+    assert [client.model_dump() for client in shown.clients] == [
         {"client": "b", "rooms": 0, "waiting": 2, "head_waits_s": 1.5, "max_rooms": 5, "max_waiting": 0},
         {"client": "a", "rooms": 1, "waiting": 0, "head_waits_s": 0.0, "max_rooms": 5, "max_waiting": 0},
     ]
@@ -509,7 +509,7 @@ async def test_status_is_bounded(made):
     bench.now(1, PAGES)
     for room in range(2, 62):
         await bench.waits(room, client=f"client{room}")
-    assert len(bench.admission.status()["clients"]) == 20
+    assert len(bench.admission.status().clients) == 20
     assert bench.admission.waiting == 60
 
 
