@@ -102,6 +102,48 @@ class NodeHeartbeat(FrozenModel):
     load: Load = Load()
 
 
+class NodeView(FrozenModel):
+    """One node in a listing."""
+
+    node: str
+    http_url: str
+    control_endpoint: str
+    incarnation: str
+    epoch: Positive
+    ranks: tuple[Rank, ...]
+    ready: bool
+    load: Load
+    silent_s: float
+    """Seconds since it was last heard of."""
+
+
+class Registered(NodeView):
+    """The answer to a registration."""
+
+    features: Features = Features()
+    """What this bootstrap has, and requires of nodes, for their conversation."""
+
+
+class InstanceView(FrozenModel):
+    """One instance in a listing."""
+
+    instance: str
+    role: Role
+    model: str
+    fingerprint: str
+    pp_size: Positive
+    tp_size: Positive
+    meets_by: tuple[ControlMode, ...]
+    """How its nodes and those of the other role can meet."""
+    complete: bool
+    """Whether all pp x tp ranks are there."""
+    ready: bool
+    """Whether it is complete, every node is ready, and somebody could be paired with it."""
+    reasons: tuple[str, ...] = ()
+    """Why it is not ready."""
+    nodes: tuple[NodeView, ...]
+
+
 class PairRequest(FrozenModel):
     """Ask bootstrap for a pair of instances for one request."""
 

@@ -1,13 +1,18 @@
 """What operators ask of any daemon.
 
-Owns: readiness, and the protocol behind `/ready` and `/status`. Must not know: HTTP, rooms, instances.
+Owns: readiness, the status pages, and the protocol behind `/ready`, `/status` and `/metrics`. Must not know: HTTP, how any of it
+comes about. Field names here are the JSON names of the API.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
-from kvbridge.core.ids import FrozenModel
+from pydantic import BaseModel
+
+from kvbridge.api.directory import InstanceView
+from kvbridge.core.ids import FrozenModel, IndexSpace, Role
+from kvbridge.pool.accounts.page_states import PageState
 
 
 class Readiness(FrozenModel):
@@ -17,11 +22,196 @@ class Readiness(FrozenModel):
     reasons: tuple[str, ...] = ()
 
 
-class StatusPort(Protocol):
+class ModelStatus(FrozenModel):
+    """The model that a node serves."""
+
+    name: str
+    fingerprint: str
+
+
+class BootstrapLinkStatus(FrozenModel):
+    """A node's entry in the directory."""
+
+    url: str
+    """Empty: the node announces itself to no directory."""
+    problem: str
+    """Why the entry is not fresh; empty when it is."""
+
+
+class RankStatus(FrozenModel):
+    """One rank of a node and its worker."""
+
+    rank: str
+    state: str
+    """`absent`, `starting` or `ready`."""
+    pid: int
+    layers: int
+    registered: float
+    """The share of its memory that its transports know, from 0 to 1."""
+    restarts: int
+    error: str
+    transports: tuple[str, ...]
+
+
+class EngineStatus(FrozenModel):
+    """One engine process that is attached, or gone while pages wait for its end."""
+
+    name: str
+    pid: int
+    """0: it is in another pid namespace."""
+    ranks: tuple[str, ...]
+    gone: str
+    """Why it is not attached any more; empty while it is."""
+
+
+class DecodeNodeStatus(FrozenModel):
+    """A decode node, as a prefill node knows it."""
+
+    instance: str
+    node: str
+    incarnation: str
+    transports: dict[str, tuple[str, ...]]
+    """By rank of ours: what reaches each of its ranks."""
+    connecting: tuple[str, ...]
+    """Ranks of ours that are not connected to it yet."""
+    features: tuple[str, ...]
+
+
+class PrefillNodeStatus(FrozenModel):
+    """A prefill node, as a decode node knows it; without a name while it has not answered."""
+
+    endpoint: str
+    node: str
+    incarnation: str
+    ranks: tuple[str, ...]
+    features: tuple[str, ...]
+
+
+PeerStatuses = tuple[DecodeNodeStatus, ...] | tuple[PrefillNodeStatus, ...]
+
+
+class FenceStatus(FrozenModel):
+    """How far a decode node has shut out writers that gave no proof."""
+
+    epoch: int
+    phase: str
+    """`idle`, `renewing`, `waiting` or `revoking`."""
+    rooms: tuple[str, ...]
+    waits_for_rooms: int
+    waits_for_ranks: tuple[str, ...]
+
+
+class ClientStatus(FrozenModel):
+    """What one client has at a node; caps of 0 are none."""
+
+    client: str
+    rooms: int
+    waiting: int
+    head_waits_s: float
+    """How long the first of its waiting requests waits."""
+    max_rooms: int
+    max_waiting: int
+
+
+class AdmissionStatus(FrozenModel):
+    """The queue of admission, the clients with the most in it or in use, and what Retry-After is made of."""
+
+    waiting: int
+    oldest_wait_s: float
+    starved_s: float
+    clients: tuple[ClientStatus, ...]
+    released_pages_per_s: dict[IndexSpace, float]
+    usual_release_s: float | None
+    """From one release to the next; null before the second."""
+
+
+class ProblemStatus(FrozenModel):
+    """Something that went wrong lately."""
+
+    ago_s: float
+    what: str
+    whom: str
+    """Room, peer, rank or engine; empty when nobody in particular."""
+    reason: str
+
+
+class TrafficStatus(FrozenModel):
+    """What went between a node and one peer since the peer was first seen."""
+
+    sent_bytes: int
+    received_bytes: int
+    rooms_completed: int
+    rooms_failed: int
+    last_ago_s: float
+    """Since a room of it moved last."""
+
+
+class NodeStatus(FrozenModel):
+    """A prefill or decode daemon."""
+
+    role: Role
+    instance: str
+    node: str
+    incarnation: str
+    version: str
+    uptime_s: float
+    model: ModelStatus
+    memory_bytes: int
+    """Of all pools together."""
+    ready: Readiness
+    bootstrap: BootstrapLinkStatus
+    control: str
+    """Where decode nodes connect; empty on a decode node."""
+    ranks: tuple[RankStatus, ...]
+    engines: tuple[EngineStatus, ...]
+    peers: PeerStatuses
+    rooms: dict[str, int]
+    """Rooms that are known now, by state."""
+    admission: AdmissionStatus
+    pools: dict[IndexSpace, dict[PageState, int]]
+    quarantine: dict[str, tuple[str, ...]]
+    """By reason: whose pages nobody may use yet."""
+    problems: tuple[ProblemStatus, ...]
+    """The oldest first."""
+    traffic: dict[str, TrafficStatus]
+    """By the peer's incarnation."""
+    fence: FenceStatus | None
+    """Null on a prefill node, to which nobody writes."""
+
+
+class StoreStatus(FrozenModel):
+    """Where bootstrap keeps the directory."""
+
+    kind: str
+    problem: str
+    """Why it cannot be asked; empty when it can. What else the page shows is then what it last said."""
+
+
+class BootstrapStatus(FrozenModel):
+    """A bootstrap daemon."""
+
+    role: str = "bootstrap"
+    incarnation: str
+    version: str
+    uptime_s: float
+    ready: Readiness
+    store: StoreStatus
+    instances: tuple[InstanceView, ...]
+    rooms: dict[str, int]
+    """Rooms that it paired and remembers, by state."""
+
+
+StatusT_co = TypeVar("StatusT_co", bound=BaseModel, covariant=True)
+
+
+class StatusPort(Protocol[StatusT_co]):
     """What operators ask of any daemon."""
 
     def readiness(self) -> Readiness:
         """Whether new rooms can be admitted, and every reason why not."""
 
-    def status(self) -> dict[str, Any]:
-        """Everything an operator wants to see, as JSON-able data: role, ranks, peers, rooms and pools by state."""
+    def status(self) -> StatusT_co:
+        """Everything an operator wants to see."""
+
+    def render_metrics(self) -> tuple[bytes, str]:
+        """The metrics page and its content type."""

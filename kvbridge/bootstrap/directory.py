@@ -15,14 +15,11 @@ from typing import Protocol
 
 import structlog
 
-from kvbridge.api.directory import NodeHeartbeat, NodeRegistration
+from kvbridge.api.directory import InstanceView, NodeHeartbeat, NodeRegistration, NodeView, Registered
 from kvbridge.bootstrap.nodes import (
     Instance,
-    InstanceView,
     NodeKey,
     NodeRecord,
-    NodeView,
-    Registered,
     by_instance,
     check_agreement,
     check_registration,
@@ -82,7 +79,7 @@ class Directory:
             if await self._store.put(entry, version=found.version):
                 if known is None or entry.epoch != known.entry.epoch:
                     log.info(
-                        "node registered",
+                        "node_registered",
                         instance=registration.instance,
                         node=registration.node,
                         role=registration.role.value,
@@ -129,13 +126,13 @@ class Directory:
     async def deregister(self, instance: str, node: str, incarnation: str) -> None:
         """Take a node off at its own wish. Raises NotFoundError and StaleError as `heartbeat` does."""
         _owned(await self._store.remove((instance, node), incarnation), instance, node, incarnation)
-        log.info("node left", instance=instance, node=node, incarnation=incarnation)
+        log.info("node_left", instance=instance, node=node, incarnation=incarnation)
 
     async def expire(self) -> tuple[NodeKey, ...]:
         """Forget silent nodes, say so in the log, and return their keys. Nobody sees them before that either."""
         gone = await self._store.expire()
         for instance, node in gone:
-            log.warning("node lost: no heartbeat", instance=instance, node=node, limit="directory.expire_after_s")
+            log.warning("node_lost", instance=instance, node=node, limit="directory.expire_after_s")
         return gone
 
     async def instances(self) -> tuple[Instance, ...]:

@@ -9,12 +9,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
-from kvbridge.api.directory import ControlMode, Load, Name, NodeHeartbeat, NodeRegistration
+from kvbridge.api.directory import (
+    ControlMode,
+    InstanceView,
+    Load,
+    Name,
+    NodeHeartbeat,
+    NodeRegistration,
+    NodeView,
+)
 from kvbridge.core.errors import ConflictError, FingerprintMismatchError, InvalidInputError, StaleError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint, first_difference
 from kvbridge.core.ids import FrozenModel, Positive, Rank, Role
-from kvbridge.core.wire.features import Features
 from kvbridge.pool.memory.layout import stage_layers
 
 REPLACED_KEPT = 16
@@ -80,48 +87,6 @@ class NodeRecord:
     def incarnation(self) -> str:
         """The life of the node that holds the name."""
         return self.entry.registration.incarnation
-
-
-class NodeView(FrozenModel):
-    """One node in a listing."""
-
-    node: str
-    http_url: str
-    control_endpoint: str
-    incarnation: str
-    epoch: Positive
-    ranks: tuple[Rank, ...]
-    ready: bool
-    load: Load
-    silent_s: float
-    """Seconds since it was last heard of."""
-
-
-class Registered(NodeView):
-    """The answer to a registration."""
-
-    features: Features = Features()
-    """What this bootstrap has, and requires of nodes, for their conversation."""
-
-
-class InstanceView(FrozenModel):
-    """One instance in a listing."""
-
-    instance: str
-    role: Role
-    model: str
-    fingerprint: str
-    pp_size: Positive
-    tp_size: Positive
-    meets_by: tuple[ControlMode, ...]
-    """How its nodes and those of the other role can meet."""
-    complete: bool
-    """Whether all pp x tp ranks are there."""
-    ready: bool
-    """Whether it is complete, every node is ready, and somebody could be paired with it."""
-    reasons: tuple[str, ...] = ()
-    """Why it is not ready."""
-    nodes: tuple[NodeView, ...]
 
 
 @dataclass(frozen=True, slots=True)

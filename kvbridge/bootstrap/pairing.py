@@ -221,7 +221,7 @@ class PairingService:
             await self._rooms.give_up(attempt.claim, attempt.generation)
         except BridgeError as error:
             # The caller is told why there is no ticket, which matters more; the claim ends by its age.
-            log.warning("room stays claimed for a while", room=attempt.room, code=error.code, reason=str(error))
+            log.warning("room_stays_claimed", room=attempt.room, code=error.code, reason=str(error))
 
     async def _ticket(self, room: int) -> Ticket:
         entry = await self._rooms.room(room)
@@ -247,7 +247,7 @@ class PairingService:
             outcome = await self._reserve(attempt, candidate)
             if isinstance(outcome, Ticket):
                 return outcome
-            log.warning("reservation refused", room=attempt.room, instance=outcome.instance, error=str(outcome.error))
+            log.warning("reservation_refused", room=attempt.room, instance=outcome.instance, error=str(outcome.error))
             refusals.append(outcome)
             looks_full = candidate.looks_full
         raise self._nobody(attempt.room, refusals)
@@ -322,7 +322,7 @@ class PairingService:
         call = partial(self._port.cancel, url, room, reason, generation=generation)
         end = await _end(url, call, self._limits.cancel_s, "timeouts.cancel_s")
         if end.error_code not in NOTHING_TO_CANCEL:
-            log.warning("reservation could not be given back", room=room, url=url, error=end.error)
+            log.warning("reservation_not_given_back", room=room, url=url, error=end.error)
         return end
 
     def _ticket_for(self, attempt: _Attempt, candidate: Candidate) -> Ticket:

@@ -14,11 +14,9 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from kvbridge.cli.config import EXIT_FAILED
 from kvbridge.pool.memory.leftovers import Leftover, Verdict, sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-
-EXIT_FAILED = 1
-"""Exit code when something that nobody owns could not be removed."""
 
 
 def clean(

@@ -1,20 +1,24 @@
-"""`kvbridge config`: what a daemon would run with.
+"""`kvbridge config`: what a daemon would run with; and how every command reads a configuration and says that something is wrong.
 
-Owns: the sub-commands and their exit codes. Must not know: the schema.
+Owns: the sub-commands, the options that name a configuration, exit codes. Must not know: the schema.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn, TypeVar
 
 import typer
 from pydantic import BaseModel
 
 from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config, render_config
-from kvbridge.core.errors import ConfigError
+from kvbridge.core.errors import BridgeError, ConfigError
 
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+EXIT_FAILED = 1
+"""Exit code of a command that could not do what it was told to."""
 EXIT_CONFIG = 2
 """Exit code of every command that is given a wrong configuration."""
 
@@ -41,11 +45,29 @@ _SCHEMAS: dict[DaemonRole, type[BaseModel]] = {
 }
 
 RoleOption = Annotated[DaemonRole, typer.Option("--role", help="Whose configuration.")]
-FileOption = Annotated[Path | None, typer.Option("--config", envvar="KVBRIDGE_CONFIG", help="YAML file.")]
+FileOption = Annotated[
+    Path | None, typer.Option("--config", envvar="KVBRIDGE_CONFIG", help="YAML file; see configs/ for a complete one.")
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key, as http.port=0. May be repeated."),
 ]
+
+
+def fail(error: BridgeError, code: int = EXIT_CONFIG) -> NoReturn:
+    """End the command: an error is one line on standard error and an exit code, not a traceback."""
+    typer.echo(str(error), err=True)
+    raise typer.Exit(code) from error
+
+
+def load_or_exit(
+    kind: type[ConfigT], file: Path | None, overrides: list[str] | None, *, insecure: bool = False
+) -> ConfigT:
+    """Load a configuration, or say what is wrong with it and end the command."""
+    try:
+        return load_config(kind, file=file, overrides=overrides or (), flags={"insecure": True if insecure else None})
+    except ConfigError as error:
+        fail(error)
 
 
 @app.callback()
@@ -56,9 +78,4 @@ def group() -> None:
 @app.command()
 def show(role: RoleOption, config: FileOption = None, overrides: SetOption = None) -> None:
     """Print the merged configuration as YAML, secrets blanked, and exit with 2 when it is wrong."""
-    try:
-        loaded = load_config(role.schema, file=config, overrides=overrides or ())
-    except ConfigError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(EXIT_CONFIG) from error
-    typer.echo(render_config(loaded), nl=False)
+    typer.echo(render_config(load_or_exit(role.schema, config, overrides)), nl=False)

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import structlog
 import typer
 
-from kvbridge.cli.config import EXIT_CONFIG
-from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
-from kvbridge.config.endpoints import LogFormat, TelemetryConfig
+from kvbridge.cli.config import EXIT_FAILED, FileOption, SetOption, fail, load_or_exit
+from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.endpoints import TelemetryConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
-from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.decode import decode_daemon
+from kvbridge.daemon.descriptors import raise_open_files
 from kvbridge.daemon.lifecycle import Daemon, run_daemon
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.telemetry.logs import configure_logs
 
-EXIT_FAILED = 1
-"""Exit code of a daemon that could not start or go on."""
-
 log = structlog.get_logger(__name__)
 
-ConfigT = TypeVar("ConfigT", bound=FrozenModel)
-FileOption = Annotated[
-    Path | None, typer.Option("--config", envvar="KVBRIDGE_CONFIG", help="YAML file; see configs/ for a complete one.")
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key, as http.port=0. May be repeated."),
-]
 InsecureOption = Annotated[
     bool,
     typer.Option("--insecure", help="Allow endpoints that the network can reach without keys and without a token."),
@@ -42,14 +31,14 @@ InsecureOption = Annotated[
 
 def prefill(config: FileOption = None, overrides: SetOption = None, insecure: InsecureOption = False) -> None:
     """Run a prefill daemon: rooms whose pages an engine computes, and which are sent to a decode node."""
-    loaded = _load(PrefillConfig, config, overrides, insecure=insecure)
+    loaded = load_or_exit(PrefillConfig, config, overrides, insecure=insecure)
     _logs("prefill", loaded.telemetry, instance=loaded.instance, node=loaded.node)
     _run(lambda: prefill_daemon(loaded))
 
 
 def decode(config: FileOption = None, overrides: SetOption = None, insecure: InsecureOption = False) -> None:
     """Run a decode daemon: rooms whose pages are written by prefill nodes and claimed by an engine."""
-    loaded = _load(DecodeConfig, config, overrides, insecure=insecure)
+    loaded = load_or_exit(DecodeConfig, config, overrides, insecure=insecure)
     _logs("decode", loaded.telemetry, instance=loaded.instance, node=loaded.node)
     _run(lambda: decode_daemon(loaded))
 
@@ -63,43 +52,27 @@ def bootstrap(
     ] = None,
 ) -> None:
     """Run bootstrap: the directory of instances, and the pairing of requests."""
-    loaded = _load(BootstrapConfig, config, overrides, insecure=insecure)
+    loaded = load_or_exit(BootstrapConfig, config, overrides, insecure=insecure)
     _logs("bootstrap", loaded.telemetry)
     _run(lambda: BootstrapDaemon(loaded, endpoint_dir=endpoint_dir))
 
 
-def _load(kind: type[ConfigT], file: Path | None, overrides: list[str] | None, *, insecure: bool) -> ConfigT:
-    try:
-        return load_config(kind, file=file, overrides=overrides or (), flags={"insecure": True if insecure else None})
-    except ConfigError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(EXIT_CONFIG) from error
-
-
 def _logs(role: str, telemetry: TelemetryConfig, *, instance: str = "", node: str = "") -> None:
-    form = telemetry.log_format
-    if form is LogFormat.AUTO:
-        form = LogFormat.CONSOLE if sys.stderr.isatty() else LogFormat.JSON
-    configure_logs(
-        role=role,
-        instance=instance,
-        node=node,
-        level=telemetry.log_level.value,
-        form="console" if form is LogFormat.CONSOLE else "json",
-    )
+    level, form = telemetry.log_level.value, telemetry.log_format.value
+    configure_logs(role=role, instance=instance, node=node, level=level, form=form)
 
 
-def _run(build: type[Daemon] | object) -> None:
+def _run(build: Callable[[], Daemon]) -> None:
     """Run a daemon to its end. What it refuses to do is one line and an exit code, not a traceback."""
+    raise_open_files()
 
     async def live() -> None:
-        await run_daemon(build())  # type: ignore[operator]
+        await run_daemon(build())
 
     try:
         asyncio.run(live())
     except (ConfigError, ConflictError) as error:  # a conflict at start is an address or a directory that is taken
-        typer.echo(str(error), err=True)
-        raise typer.Exit(EXIT_CONFIG) from error
+        fail(error)
     except BridgeError as error:
         log.error("daemon_failed", code=error.code, reason=str(error))
         raise typer.Exit(EXIT_FAILED) from error

@@ -5,7 +5,6 @@ Owns: the command and its tables. Must not know: the arithmetic (`core/geometry/
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,31 +12,15 @@ from pydantic import ByteSize, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from kvbridge.cli.config import EXIT_CONFIG
-from kvbridge.config import DecodeConfig, load_config
-from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError
+from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, FileOption, SetOption, fail, load_or_exit
+from kvbridge.config import DecodeConfig
+from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.costs import DecodePlan, RequestCost, fit_memory, fit_pools, hot_slot_bytes, request_cost
 from kvbridge.core.ids import FrozenModel, IndexSpace, Rank
 from kvbridge.daemon.memory import NodeLayout, plan_memory
 from kvbridge.daemon.model import load_geometry
 
 DEFAULT_TOKENS = "1024,8192,32768,131072"
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-class _RankPlan(FrozenModel):
-    """The rank that holds most, and what it holds."""
-
-    rank: Rank
-    plan: DecodePlan
-
-
-class _Requests(FrozenModel):
-    """Requests of some lengths, and what each costs."""
-
-    plan: DecodePlan
-    lengths: tuple[int, ...]
-    costs: tuple[RequestCost, ...]
 
 
 class _Memory(FrozenModel):
@@ -51,13 +34,8 @@ class _Memory(FrozenModel):
 
 
 def fit(
-    config: Annotated[
-        Path | None, typer.Option("--config", envvar="KVBRIDGE_CONFIG", help="YAML file of a decode daemon.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key, as pools.host.pages=4096."),
-    ] = None,
+    config: FileOption = None,
+    overrides: SetOption = None,
     tokens: Annotated[str, typer.Option("--tokens", help="Lengths of prompts, separated by commas.")] = DEFAULT_TOKENS,
     new_tokens: Annotated[
         int, typer.Option("--new-tokens", min=0, help="Tokens that each request may generate.")
@@ -68,27 +46,21 @@ def fit(
     host_memory: Annotated[str, typer.Option("--host-memory", help="See --device-memory; of the node, as 1TiB.")] = "",
 ) -> None:
     """Print what requests of some lengths cost on a decode node, and how many of each fit, by its configuration."""
+    loaded = load_or_exit(DecodeConfig, config, overrides)
     try:
-        loaded = load_config(DecodeConfig, file=config, overrides=overrides or ())
         lengths = _lengths(tokens)
         geometry = load_geometry(loaded.model)
         layout = plan_memory(loaded, geometry)
-        heaviest = _heaviest(
-            loaded, layout, DecodePlan(geometry=geometry, host=layout.host_kinds, sparse=loaded.sparse)
-        )
-        costs = [request_cost(heaviest.plan, prompt_tokens=each, max_new_tokens=new_tokens) for each in lengths]
+        whole = DecodePlan(geometry=geometry, host=layout.host_kinds, sparse=loaded.sparse)
+        rank, plan = _heaviest(loaded, layout, whole)
+        costs = [request_cost(plan, prompt_tokens=each, max_new_tokens=new_tokens) for each in lengths]
         memory = _memory(device_memory, host_memory)
-    except (ConfigError, InvalidInputError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(EXIT_CONFIG) from error
     except BridgeError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        fail(error, EXIT_CONFIG if isinstance(error, InvalidInputError) else EXIT_FAILED)
     console = Console()
-    console.print(_pools(loaded, layout, heaviest))
-    requests = _Requests(plan=heaviest.plan, lengths=tuple(lengths), costs=tuple(costs))
-    console.print(_requests(requests, layout, memory))
-    console.print(_explanation(new_tokens, heaviest), style="dim")
+    console.print(_pools(loaded, layout, rank, plan))
+    console.print(_requests(plan, lengths, costs, layout, memory))
+    console.print(_explanation(new_tokens, rank, plan), style="dim")
 
 
 def _lengths(text: str) -> list[int]:
@@ -112,50 +84,47 @@ def _memory(device: str, host: str) -> _Memory | None:
         ) from error
 
 
-def _heaviest(config: DecodeConfig, layout: NodeLayout, whole: DecodePlan) -> _RankPlan:
-    """The rank on which a request takes the most device memory."""
-    ranks = [
-        _RankPlan(
-            rank=rank,
-            plan=whole.model_copy(
-                update={"layers": frozenset(part.layers), "tp_size": config.parallelism.tp_size},
-            ),
-        )
+def _heaviest(config: DecodeConfig, layout: NodeLayout, whole: DecodePlan) -> tuple[Rank, DecodePlan]:
+    """The rank on which a request takes the most device memory, and what it holds."""
+    tp_size, one_page = config.parallelism.tp_size, whole.geometry.tokens_per_page
+    plans = {
+        rank: whole.model_copy(update={"layers": frozenset(part.layers), "tp_size": tp_size})
         for rank, part in layout.parts.items()
-    ]
-    one_page = whole.geometry.tokens_per_page
-    return max(ranks, key=lambda one: request_cost(one.plan, prompt_tokens=one_page, max_new_tokens=0).device_bytes)
-
-
-def _pools(config: DecodeConfig, layout: NodeLayout, heaviest: _RankPlan) -> Table:
-    table = Table(
-        title=f"Memory of {config.instance}/{config.node}, {heaviest.plan.geometry.name}", title_justify="left"
+    }
+    return max(
+        plans.items(),
+        key=lambda found: request_cost(found[1], prompt_tokens=one_page, max_new_tokens=0).device_bytes,
     )
+
+
+def _pools(config: DecodeConfig, layout: NodeLayout, rank: Rank, plan: DecodePlan) -> Table:
+    table = Table(title=f"Memory of {config.instance}/{config.node}, {plan.geometry.name}", title_justify="left")
     table.add_column("what")
     table.add_column("pages or slots", justify="right")
     table.add_column("bytes", justify="right")
-    placement = layout.device.get(heaviest.rank)
+    placement = layout.device.get(rank)
     if placement is None:
-        table.add_row(f"device pool of rank {heaviest.rank}", "the engine's own", "")
+        table.add_row(f"device pool of rank {rank}", "the engine's own", "")
     else:
         counts = ", ".join(f"{count} {space}" for space, count in sorted(placement.page_counts().items()))
-        table.add_row(f"device pool of rank {heaviest.rank}", counts, readable(placement.total_bytes))
+        table.add_row(f"device pool of rank {rank}", counts, readable(placement.total_bytes))
     if layout.host is not None:
         table.add_row("host pool", str(layout.owned[IndexSpace.HOST]), readable(layout.host.total_bytes))
-    if heaviest.plan.sparse is not None:
-        slots, each = heaviest.plan.sparse.max_requests, hot_slot_bytes(heaviest.plan)
-        table.add_row(f"hot buffer of rank {heaviest.rank}", str(slots), readable(slots * each.total))
+    if plan.sparse is not None:
+        slots, each = plan.sparse.max_requests, hot_slot_bytes(plan)
+        table.add_row(f"hot buffer of rank {rank}", str(slots), readable(slots * each.total))
         for part, size in each.model_dump().items():
             table.add_row(f"  {part.replace('_', ' ')}", "", readable(slots * size))
     return table
 
 
-def _requests(requests: _Requests, layout: NodeLayout, memory: _Memory | None) -> Table:
+def _requests(
+    plan: DecodePlan, lengths: list[int], costs: list[RequestCost], layout: NodeLayout, memory: _Memory | None
+) -> Table:
     """A column for each length, so that the width does not depend on the model."""
-    plan, costs = requests.plan, requests.costs
     table = Table(title="A request of", title_justify="left")
     table.add_column("tokens in the prompt")
-    for length in requests.lengths:
+    for length in lengths:
         table.add_column(f"{length:,}", justify="right")
     for kind in costs[0].device:
         table.add_row(str(kind), *(readable(cost.device[kind]) for cost in costs))
@@ -178,19 +147,14 @@ def _requests(requests: _Requests, layout: NodeLayout, memory: _Memory | None) -
     return table
 
 
-def _explanation(new_tokens: int, heaviest: _RankPlan) -> str:
-    hot = (
-        "; the hot buffer is allocated whole at start, by the engine, beside the pools" if heaviest.plan.sparse else ""
-    )
+def _explanation(new_tokens: int, rank: Rank, plan: DecodePlan) -> str:
+    hot = "; the hot buffer is allocated whole at start, by the engine, beside the pools" if plan.sparse else ""
     return (
         f"What a request takes from its admission to its end, with room for {new_tokens} new tokens. Device: of rank "
-        f"{heaviest.rank}, which holds most{hot}. Fit: so many at once, if all are of that length."
+        f"{rank}, which holds most{hot}. Fit: so many at once, if all are of that length."
     )
 
 
 def readable(size_bytes: int) -> str:
     """Return a number of bytes in the largest unit that leaves one digit before the point."""
-    size, unit = float(size_bytes), 0
-    while size >= 1024 and unit + 1 < len(UNITS):
-        size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {UNITS[unit]}" if unit else f"{size_bytes} B"
+    return ByteSize(size_bytes).human_readable(separator=" ")

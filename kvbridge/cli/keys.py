@@ -11,13 +11,13 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple, NoReturn
+from typing import Annotated, NamedTuple
 
 import typer
 from pydantic import SecretStr
 
-from kvbridge.cli.config import EXIT_CONFIG, DaemonRole, FileOption, RoleOption, SetOption
-from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
+from kvbridge.cli.config import EXIT_CONFIG, DaemonRole, FileOption, RoleOption, SetOption, fail, load_or_exit
+from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.config.endpoints import CurveConfig, HttpConfig
 from kvbridge.config.loading import read_secrets
 from kvbridge.control.keys import generate_keys, load_keys, public_key_beside, read_allowed, write_keys, write_secret
@@ -29,11 +29,6 @@ SHORTEST_TOKEN = 16
 _OTHERS = 0o077
 
 app = typer.Typer(name="keys", help="Make and check keys and tokens.", no_args_is_help=True)
-
-
-@app.callback()
-def group() -> None:
-    """Make and check keys and tokens."""
 
 
 @app.command()
@@ -48,7 +43,7 @@ def generate(
     try:
         public_file = write_keys(keys, file)
     except BridgeError as error:
-        _fail(error)
+        fail(error)
     entry = f"{keys.public} {instance}".strip()
     typer.echo(f"""secret key: {file.absolute()} (mode 0600; it stays on this machine)
 public key: {keys.public} (also in {public_file.absolute()})
@@ -75,7 +70,7 @@ def token(
     try:
         write_secret(secrets.token_urlsafe(TOKEN_BYTES), file)
     except BridgeError as error:
-        _fail(error)
+        fail(error)
     typer.echo(f"""token: {file.absolute()} (mode 0600)
 
 The daemons that ask for it: http.token_file. Bootstrap, when it is the token of its daemons: daemons.token_file.
@@ -92,10 +87,7 @@ class Finding(NamedTuple):
 @app.command()
 def check(role: RoleOption, config: FileOption = None, overrides: SetOption = None) -> None:
     """Look at the keys and tokens that a daemon would use; exit with 2 when something is wrong with them."""
-    try:
-        loaded = load_config(role.schema, file=config, overrides=overrides or ())
-    except BridgeError as error:
-        _fail(error)
+    loaded = load_or_exit(role.schema, config, overrides)
     findings: list[Finding] = []
     if isinstance(loaded, PrefillConfig | DecodeConfig):
         findings += _curve(loaded.control.curve, role)
@@ -178,8 +170,3 @@ def _private(key: str, file: Path) -> Iterator[Finding]:
         yield Finding(False, f"{key}: {file} has mode {mode:04o}, others can read it; run: chmod 600 {file}")
     else:
         yield Finding(True, f"{key}: {file}")
-
-
-def _fail(error: BridgeError) -> NoReturn:
-    typer.echo(str(error), err=True)
-    raise typer.Exit(EXIT_CONFIG) from error

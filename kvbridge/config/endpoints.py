@@ -67,16 +67,33 @@ class CurveConfig(FrozenModel):
 
 
 class ControlConfig(FrozenModel):
-    """The control socket on which the other role's nodes are met."""
+    """How nodes of the two roles speak to each other."""
+
+    max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    """Prefill: connections at once, whoever they are; one more is closed at once. Decode: prefill nodes that are connected to
+    at once, each by four file descriptors. All of them get a quarter of what the process may open at most."""
+    curve: CurveConfig = CurveConfig()
+
+
+class ConnectingControlConfig(ControlConfig):
+    """Of a decode node, which connects to the prefill nodes of its rooms."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listens_to_nobody(cls, given: object) -> object:
+        idle = sorted({"bind", "advertise"} & given.keys()) if isinstance(given, dict) else ()
+        if idle:
+            raise ValueError(f"{' and '.join(idle)}: of no use on a decode node, which listens to nobody; take it out")
+        return given
+
+
+class ListeningControlConfig(ControlConfig):
+    """Of a prefill node, on whose control socket decode nodes meet it."""
 
     bind: Annotated[str, Field(pattern=r"^(tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$", max_length=200)] = "tcp://127.0.0.1:0"
     """Where to listen; port 0 takes a free one."""
     advertise: Annotated[str, Field(pattern=r"^(|tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$", max_length=200)] = ""
     """What peers are told to connect to; port 0 stands for the bound port; empty: the bound address."""
-    max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Prefill: connections at once, whoever they are; one more is closed at once. Decode: prefill nodes that are connected to
-    at once, each by four file descriptors. All of them get a quarter of what the process may open at most."""
-    curve: CurveConfig = CurveConfig()
 
     @property
     def host(self) -> str:

@@ -16,8 +16,10 @@ from kvbridge.config.admission import AdmissionConfig
 from kvbridge.config.directory import DirectoryConfig
 from kvbridge.config.endpoints import (
     BootstrapLinkConfig,
+    ConnectingControlConfig,
     ControlConfig,
     HttpConfig,
+    ListeningControlConfig,
     TelemetryConfig,
     is_loopback,
     is_wildcard,
@@ -53,7 +55,7 @@ class DaemonConfig(FrozenModel):
     model: ModelConfig
     parallelism: ParallelismConfig = ParallelismConfig()
     transports: TransportSettings = TransportSettings()
-    control: ControlConfig = ControlConfig()
+    control: ControlConfig
     http: HttpConfig = HttpConfig()
     bootstrap: BootstrapLinkConfig = BootstrapLinkConfig()
     admission: AdmissionConfig = AdmissionConfig()
@@ -66,26 +68,33 @@ class DaemonConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:
-        problems = [
-            *_open_http(self.http, insecure=self.insecure),
-            *_open_control(self.control, insecure=self.insecure),
-            *_unreachable(self.http, self.bootstrap),
-            *_runtime_dir(self.runtime_dir),
-        ]
+        problems = self._problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _problems(self) -> list[str]:
+        return [
+            *_open_http(self.http, insecure=self.insecure),
+            *_unreachable(self.http, self.bootstrap),
+            *_runtime_dir(self.runtime_dir),
+        ]
 
 
 class PrefillConfig(DaemonConfig):
     """A prefill daemon."""
 
+    control: ListeningControlConfig = ListeningControlConfig()
     pools: PrefillPools
+
+    def _problems(self) -> list[str]:
+        return super()._problems() + _open_control(self.control, insecure=self.insecure)
 
 
 class DecodeConfig(DaemonConfig):
     """A decode daemon."""
 
+    control: ConnectingControlConfig = ConnectingControlConfig()
     pools: DecodePools
     sparse: SparseSettings | None = None
     """Sparse decode: engines keep a hot buffer on the device for the component in the host pool. Null: they do not."""
@@ -176,7 +185,7 @@ def _open_http(http: HttpConfig, *, insecure: bool) -> list[str]:
     return [f"http.host is {http.host}, which others can reach, and there is no token: {remedy}"]
 
 
-def _open_control(control: ControlConfig, *, insecure: bool) -> list[str]:
+def _open_control(control: ListeningControlConfig, *, insecure: bool) -> list[str]:
     if insecure or control.curve.secret_key_file is not None or is_loopback(control.host):
         return []
     remedy = "set control.curve.secret_key_file, bind a loopback address, or set insecure"

@@ -14,14 +14,14 @@ import secrets
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 
 from kvbridge import __version__
-from kvbridge.api.status import Readiness
+from kvbridge.api.directory import InstanceView
+from kvbridge.api.status import BootstrapStatus, Readiness, StoreStatus
 from kvbridge.bootstrap.directory import Directory, absences
-from kvbridge.bootstrap.nodes import InstanceView
 from kvbridge.bootstrap.pairing import PairingLimits, PairingService
 from kvbridge.bootstrap.stores.base import NodeStore, RoomStore, RoomTimes, StoreObserver
 from kvbridge.bootstrap.stores.memory import MemoryStore
@@ -37,7 +37,7 @@ from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.telemetry.metrics import Metrics
+from kvbridge.telemetry.metrics import READY, ROOMS, Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -120,7 +120,6 @@ class BootstrapDaemon:
             directory=self.directory,
             pairing=self.pairing,
             status=self,
-            metrics_render=self._render_metrics,
             settings=settings,
         )
 
@@ -179,23 +178,23 @@ class BootstrapDaemon:
             return Readiness(ready=False, reasons=(overview.problem,))
         return Readiness(ready=True, reasons=absences(overview.listing))
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> BootstrapStatus:
         """Everything an operator wants to see."""
         overview = self._overview
-        return {
-            "role": "bootstrap",
-            "incarnation": self.incarnation,
-            "version": __version__,
-            "uptime_s": round(time.monotonic() - self._started_s, 1),
-            "ready": self.readiness().model_dump(),
-            "store": {"kind": self.config.directory.store.value, "problem": overview.problem},
-            "instances": [instance.model_dump(mode="json") for instance in overview.listing],
-            "rooms": overview.rooms,
-        }
+        return BootstrapStatus(
+            incarnation=self.incarnation,
+            version=__version__,
+            uptime_s=round(time.monotonic() - self._started_s, 1),
+            ready=self.readiness(),
+            store=StoreStatus(kind=self.config.directory.store.value, problem=overview.problem),
+            instances=overview.listing,
+            rooms=overview.rooms,
+        )
 
-    def _render_metrics(self) -> tuple[bytes, str]:
-        self.metrics.rooms(self._overview.rooms)
-        self.metrics.ready(self.readiness().ready)
+    def render_metrics(self) -> tuple[bytes, str]:
+        """Set what is only known now, and return the metrics page and its content type."""
+        self.metrics.replace(ROOMS, self._overview.rooms)
+        self.metrics.set(READY, self.readiness().ready)
         return self.metrics.render()
 
 

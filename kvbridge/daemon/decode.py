@@ -6,6 +6,7 @@ Owns: which parts it has, in which order they are made, and what a message of a 
 from __future__ import annotations
 
 from kvbridge.api.rooms import PeerAddress
+from kvbridge.api.status import FenceStatus, PrefillNodeStatus
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.ids import Rank, Role
@@ -95,7 +96,7 @@ class PrefillPeers:
 
     @property
     def epoch(self) -> int:
-        """See Peers."""
+        """See ShownPeers."""
         return self._fence.epoch
 
     def open(self, identity: PeerIdentity) -> None:
@@ -117,13 +118,13 @@ class PrefillPeers:
         """See Peers."""
         self._fence.tick()
 
-    def listing(self) -> list[dict[str, object]]:
-        """See Peers."""
+    def status(self) -> tuple[PrefillNodeStatus, ...]:
+        """See ShownPeers."""
         return self._nodes.peers()
 
-    def status(self) -> dict[str, object]:
-        """See Peers: how far writers that gave no proof are shut out."""
-        return {"fence": self._fence.status()}
+    def fence(self) -> FenceStatus:
+        """See ShownPeers."""
+        return self._fence.status()
 
     def worker_ready(self, rank: Rank) -> None:
         """See WorkerListener: peers must know of new endpoints."""

@@ -50,7 +50,7 @@ class DecodeLinks:
         self._listener = listener
 
     def open(self, identity: PeerIdentity) -> PeerAddress:
-        """Listen, and return the bound address. Raises ConfigError, ConflictError for a taken address."""
+        """Listen, and return the address to tell others. Raises ConfigError, ConflictError for a taken address."""
         callbacks = PeerCallbacks(
             self._listener.received,
             on_undelivered=self._on_undelivered,
@@ -61,7 +61,9 @@ class DecodeLinks:
         )
         self._allowed = AllowedPeers(self._config.control.curve, identity.keys)
         self._server = PeerServer(identity, callbacks, settings=peer_settings(self._config))
-        return PeerAddress(endpoint=self._server.bind(self._config.control.bind))
+        control, keys = self._config.control, identity.keys
+        endpoint = control.advertised(self._server.bind(control.bind))
+        return PeerAddress(endpoint=endpoint, public_key=keys.public if keys else "")
 
     def names_of(self, key: str) -> frozenset[str]:
         """The instances that the holder of a key may speak for; empty: any."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbridge import __version__
 from kvbridge.config.endpoints import HttpConfig
 from kvbridge.config.loading import read_secrets
 from kvbridge.daemon.descriptors import affordable
@@ -15,11 +14,8 @@ from kvbridge.http.server import Application, HttpServer, TlsFiles
 
 async def open_http(http: HttpConfig, build: Callable[[AppSettings], Application], *, shutdown_s: float) -> HttpServer:
     """Build the application and serve it. Raises ConfigError for a taken address or an unreadable secret."""
-    tokens = read_secrets(http.token, http.token_file, key="http.token_file")
     settings = AppSettings(
-        version=__version__,
-        token=tokens[0] if tokens else "",
-        more_tokens=tokens[1:],
+        tokens=read_secrets(http.token, http.token_file, key="http.token_file"),
         open_metrics=http.open_metrics,
         max_body_bytes=http.max_body_bytes,
         max_wait_s=http.max_wait_s,

@@ -1,4 +1,4 @@
-"""A node as its operator sees it: the status page, and the gauges that are set when somebody scrapes.
+"""A node as others see it: operators, Prometheus, and the directory.
 
 Owns: what is shown and under which names. Must not know: how any of it comes about; it only reads.
 """
@@ -6,82 +6,170 @@ Owns: what is shown and under which names. Must not know: how any of it comes ab
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kvbridge import __version__
+from kvbridge.api.directory import Load, NodeRegistration
+from kvbridge.api.rooms import PeerAddress
+from kvbridge.api.status import (
+    BootstrapLinkStatus,
+    FenceStatus,
+    ModelStatus,
+    NodeStatus,
+    PeerStatuses,
+    ProblemStatus,
+    Readiness,
+    TrafficStatus,
+)
 from kvbridge.core.geometry.manifest import fingerprint
-
-if TYPE_CHECKING:
-    from kvbridge.daemon.node import NodeDaemon
-
-
-def node_status(node: NodeDaemon) -> dict[str, Any]:
-    """Everything an operator wants to see, as JSON-able data."""
-    parts, now_s = node.parts, time.monotonic()
-    config, identity = parts.config, parts.identity
-    return {
-        "role": identity.role,
-        "instance": identity.instance,
-        "node": identity.node,
-        "incarnation": identity.incarnation,
-        "version": __version__,
-        "uptime_s": round(now_s - node.started_s, 1),
-        "model": {"name": parts.geometry.name, "fingerprint": fingerprint(parts.geometry)},
-        "memory_bytes": parts.layout.total_bytes,
-        "ready": node.readiness().model_dump(),
-        "bootstrap": {"url": config.bootstrap.url, "problem": node.bootstrap_problem},
-        "control": node.control.endpoint if node.control else "",
-        "ranks": parts.workers.status(),
-        "engines": [
-            {"name": engine.name, "pid": engine.pid, "ranks": [str(rank) for rank in engine.ranks], "gone": engine.gone}
-            for engine in parts.engines.listing()
-        ],
-        "peers": node.peers.listing(),
-        "rooms": node.rooms.states(),
-        "admission": node.admission.status(),
-        "pools": {
-            space.value: {state.value: pages for state, pages in states.items()}
-            for space, states in node.parts.book.counts().items()
-        },
-        "quarantine": {
-            reason: [str(owner) for owner in owners] for reason, owners in parts.book.quarantine_reasons().items()
-        },
-        "problems": [
-            {
-                "ago_s": round(now_s - problem.at_s, 1),
-                "what": problem.what,
-                "whom": problem.whom,
-                "reason": problem.reason,
-            }
-            for problem in parts.recent.problems()
-        ],
-        "traffic": {
-            peer: {
-                "sent_bytes": traffic.sent_bytes,
-                "received_bytes": traffic.received_bytes,
-                "rooms_completed": traffic.rooms_completed,
-                "rooms_failed": traffic.rooms_failed,
-                "last_ago_s": round(now_s - traffic.last_s, 1),
-            }
-            for peer, traffic in parts.recent.traffic().items()
-        },
-        **node.peers.status(),
-    }
+from kvbridge.core.wire.features import DIRECTORY_FEATURES
+from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.daemon.announce import Announcer
+from kvbridge.daemon.parts import NodeParts
+from kvbridge.daemon.peer_setup import control_modes
+from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.rooms import Rooms
+from kvbridge.telemetry.metrics import EPOCH, OLDEST_WAIT, PEERS, POOL, QUARANTINED, READY, ROOMS, STARVED, WAITING
 
 
-def node_metrics(node: NodeDaemon) -> tuple[bytes, str]:
-    """Set what is only known now, and return the metrics page and its content type."""
-    metrics = node.parts.metrics
-    metrics.rooms(node.rooms.states())
-    metrics.quarantined(node.rooms.quarantined())
-    metrics.epoch(node.peers.epoch)
-    for space, states in node.parts.book.counts().items():
-        metrics.pool(space, {state.value: pages for state, pages in states.items()})
-    metrics.peers({"known": len(node.peers.listing())})
-    metrics.admission(
-        waiting=node.admission.waiting,
-        oldest_wait_s=node.admission.oldest_wait_s(),
-        starved_s=node.admission.starved_s(),
-    )
-    metrics.ready(node.readiness().ready)
-    return metrics.render()
+class ShownPeers(Protocol):
+    """The nodes of the other role, as far as they are shown."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the endpoints that rank workers are to give out."""
+
+    def status(self) -> PeerStatuses:
+        """The known peers."""
+
+    def fence(self) -> FenceStatus | None:
+        """How far writers that gave no proof are shut out; None for a role that nobody writes to."""
+
+
+class NodeOverview:
+    """Implements StatusPort[NodeStatus]. Three attributes are set while the daemon opens."""
+
+    def __init__(self, parts: NodeParts, peers: ShownPeers, rooms: Rooms[Any], admission: AdmissionController) -> None:
+        self._parts = parts
+        self._peers = peers
+        self._rooms = rooms
+        self._admission = admission
+        self._started_s = time.monotonic()
+        self.http_url = ""
+        """Where HTTP is served."""
+        self.control: PeerAddress | None = None
+        """Where peers meet this node, if it listens."""
+        self.announcer: Announcer | None = None
+        """Its entry in the directory, if it has one."""
+
+    def obstacles(self) -> list[str]:
+        """What keeps every room out, whatever is free: bootstrap need not ask. A node that is full it does ask, and is told."""
+        candidates = (self._parts.memory.problem, self._parts.workers.missing(), self._admission.closed)
+        return [reason for reason in candidates if reason]
+
+    # ------------------------------------------------------------------ StatusPort
+
+    def readiness(self) -> Readiness:
+        """Whether new rooms can be admitted, and every reason why not."""
+        refusal = self.announcer.refusal if self.announcer else ""
+        reasons = [*self.obstacles(), self._admission.problem(), refusal and f"bootstrap refuses this node: {refusal}"]
+        return Readiness(ready=not any(reasons), reasons=tuple(filter(None, reasons)))
+
+    def status(self) -> NodeStatus:
+        """Everything an operator wants to see."""
+        parts = self._parts
+        return NodeStatus(
+            role=parts.identity.role,
+            instance=parts.identity.instance,
+            node=parts.identity.node,
+            incarnation=parts.identity.incarnation,
+            version=__version__,
+            uptime_s=round(time.monotonic() - self._started_s, 1),
+            model=ModelStatus(name=parts.geometry.name, fingerprint=fingerprint(parts.geometry)),
+            memory_bytes=parts.layout.total_bytes,
+            ready=self.readiness(),
+            bootstrap=BootstrapLinkStatus(
+                url=parts.config.bootstrap.url, problem=self.announcer.problem if self.announcer else ""
+            ),
+            control=self.control.endpoint if self.control else "",
+            ranks=parts.workers.status(),
+            engines=parts.engines.status(),
+            peers=self._peers.status(),
+            rooms=self._rooms.states(),
+            admission=self._admission.status(),
+            pools=parts.book.counts(),
+            quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
+            problems=self._problems(),
+            traffic=self._traffic(),
+            fence=self._peers.fence(),
+        )
+
+    def _problems(self) -> tuple[ProblemStatus, ...]:
+        now_s = time.monotonic()
+        return tuple(
+            ProblemStatus(ago_s=round(now_s - found.at_s, 1), what=found.what, whom=found.whom, reason=found.reason)
+            for found in self._parts.recent.problems()
+        )
+
+    def _traffic(self) -> dict[str, TrafficStatus]:
+        now_s = time.monotonic()
+        return {
+            peer: TrafficStatus(
+                sent_bytes=found.sent_bytes,
+                received_bytes=found.received_bytes,
+                rooms_completed=found.rooms_completed,
+                rooms_failed=found.rooms_failed,
+                last_ago_s=round(now_s - found.last_s, 1),
+            )
+            for peer, found in self._parts.recent.traffic().items()
+        }
+
+    def render_metrics(self) -> tuple[bytes, str]:
+        """Set what is only known now, and return the metrics page and its content type."""
+        metrics = self._parts.metrics
+        metrics.replace(ROOMS, self._rooms.states())
+        metrics.replace(QUARANTINED, self._rooms.quarantined())
+        for space, states in self._parts.book.counts().items():
+            metrics.replace(POOL, {state.value: pages for state, pages in states.items()}, space.value)
+        metrics.replace(PEERS, {"known": len(self._peers.status())})
+        metrics.set(EPOCH, self._peers.epoch)
+        metrics.set(WAITING, self._admission.waiting)
+        metrics.set(OLDEST_WAIT, self._admission.oldest_wait_s())
+        metrics.set(STARVED, self._admission.starved_s())
+        metrics.set(READY, self.readiness().ready)
+        return metrics.render()
+
+    # ------------------------------------------------------------------ the directory
+
+    def registration(self) -> NodeRegistration:
+        """The node's entry in the directory, once HTTP is open."""
+        parts, config, reasons = self._parts, self._parts.config, self.obstacles()
+        return NodeRegistration(
+            instance=config.instance,
+            node=config.node,
+            role=parts.identity.role,
+            incarnation=parts.identity.incarnation,
+            http_url=config.http.advertised(self.http_url),
+            control=self.control,
+            meets_by=control_modes(config, self.control),
+            pp_size=config.parallelism.pp_size,
+            tp_size=config.parallelism.tp_size,
+            stage_boundaries=parts.stage_boundaries,
+            ranks=tuple(parts.workers.layers),
+            fingerprint=fingerprint(parts.geometry),
+            geometry=parts.geometry,
+            host=tuple(sorted(parts.layout.host_kinds)),
+            features=DIRECTORY_FEATURES,
+            ready=not reasons,
+            reasons=tuple(reason[:REASON_CHARS] for reason in reasons),
+            load=self.load(),
+        )
+
+    def load(self) -> Load:
+        """How full the node is."""
+        book = self._parts.book
+        return Load(
+            rooms=len(self._rooms.open()),
+            free_pages={space.value: pages for space, pages in book.free_pages().items()},
+            total_pages={space.value: pages for space, pages in book.totals().items()},
+        )

@@ -6,6 +6,7 @@ Owns: which parts it has, in which order they are made, and what a message of a 
 from __future__ import annotations
 
 from kvbridge.api.rooms import PeerAddress
+from kvbridge.api.status import DecodeNodeStatus
 from kvbridge.config.schema import PrefillConfig
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.errors import BridgeError, NotReadyError
@@ -45,7 +46,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         RoomSettings(geometry=parts.geometry, limits=config.timeouts, adopted=parts.adopted),
     )
     nodes.watch(rooms)
-    peers = DecodePeers(parts, links, nodes, rooms)
+    peers = DecodePeers(parts, links, nodes, rooms, inspections, inspector)
     inspections.deliver_to(peers.deliver)
     parts.worker_host.serve(
         peers,
@@ -58,10 +59,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
     )
     admission = AdmissionController(rooms, parts.book, limits=config.admission, events=parts.events)
     api = PrefillEngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
-    node = NodeDaemon(parts, peers, rooms, admission, api)
-    node.on_close(inspector.close)
-    node.on_close(inspections.close)  # first, so that the thread is through after the rank that it looks at
-    return node
+    return NodeDaemon(parts, peers, rooms, admission, api)
 
 
 def _introduction(parts: NodeParts) -> Self:
@@ -84,12 +82,22 @@ class DecodePeers:
 
     epoch = 0
 
-    def __init__(self, parts: NodeParts, links: DecodeLinks, nodes: DecodeNodes, rooms: SenderRooms) -> None:
+    def __init__(
+        self,
+        parts: NodeParts,
+        links: DecodeLinks,
+        nodes: DecodeNodes,
+        rooms: SenderRooms,
+        inspections: Inspections,
+        inspector: Inspector,
+    ) -> None:
         self._parts = parts
         self._events = parts.events
         self._links = links
         self._nodes = nodes
         self._rooms = rooms
+        self._inspections = inspections
+        self._inspector = inspector
         links.serve(self)
 
     # ------------------------------------------------------------------ for the daemon
@@ -100,7 +108,11 @@ class DecodePeers:
 
     async def close(self, timeout_s: float) -> None:
         """See Peers."""
-        await self._links.close(timeout_s)
+        try:
+            await self._links.close(timeout_s)
+        finally:
+            self._inspections.close()  # so that the thread is through after the rank that it looks at
+            await self._inspector.close()
 
     def watch(self) -> None:
         """See Peers."""
@@ -109,13 +121,12 @@ class DecodePeers:
     def tick(self) -> None:
         """See Peers: nothing here has a deadline of its own."""
 
-    def listing(self) -> list[dict[str, object]]:
-        """See Peers."""
+    def status(self) -> tuple[DecodeNodeStatus, ...]:
+        """See ShownPeers."""
         return self._nodes.peers()
 
-    def status(self) -> dict[str, object]:
-        """See Peers."""
-        return {}
+    def fence(self) -> None:
+        """See ShownPeers: nobody writes to a prefill node."""
 
     def worker_ready(self, rank: Rank) -> None:
         """See WorkerListener: it has to be connected to everybody."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from kvbridge.core.ids import Rank
-from kvbridge.daemon.children import clean_environment
+from kvbridge.daemon.children import clean_environment, how_it_ended
 
 log = structlog.get_logger(__name__)
 
@@ -128,5 +128,4 @@ class Supervisor:
 
 
 def _reason(code: int, why: str) -> str:
-    end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"{end} ({why})" if why else end
+    return f"{how_it_ended(code)} ({why})" if why else how_it_ended(code)

@@ -10,15 +10,22 @@ from typing import Annotated
 from fastapi import APIRouter, FastAPI, Path, Query, Response
 from pydantic import BaseModel, BeforeValidator
 
-from kvbridge.api.directory import NodeHeartbeat, NodeRegistration, PairRequest, Ticket
-from kvbridge.api.status import StatusPort
+from kvbridge.api.directory import (
+    InstanceView,
+    NodeHeartbeat,
+    NodeRegistration,
+    NodeView,
+    PairRequest,
+    Registered,
+    Ticket,
+)
+from kvbridge.api.status import BootstrapStatus, StatusPort
 from kvbridge.bootstrap.directory import Directory
-from kvbridge.bootstrap.nodes import InstanceView, NodeView, Registered
 from kvbridge.bootstrap.pairing import PairingService, PairReport
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.http.daemon_app import ReasonQuery, RoomPath
 from kvbridge.http.numbers import as_described
-from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, MetricsRender, assemble_app
+from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, assemble_app
 
 NamePath = Annotated[str, Path(min_length=1, max_length=200)]
 
@@ -36,13 +43,12 @@ def create_bootstrap_app(
     *,
     directory: Directory,
     pairing: PairingService,
-    status: StatusPort,
-    metrics_render: MetricsRender,
+    status: StatusPort[BootstrapStatus],
     settings: AppSettings,
 ) -> FastAPI:
     """Build the application of bootstrap; it holds no state of its own."""
     routers = [_pairs_router(pairing), _directory_router(directory)]
-    return assemble_app("kvbridge bootstrap", routers, status=status, metrics_render=metrics_render, settings=settings)
+    return assemble_app("kvbridge bootstrap", routers, status=status, kind=BootstrapStatus, settings=settings)
 
 
 def _pairs_router(pairing: PairingService) -> APIRouter:

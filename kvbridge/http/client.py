@@ -20,10 +20,17 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from kvbridge.api.directory import NodeHeartbeat, NodeRegistration, PairRequest, Ticket
+from kvbridge.api.directory import (
+    InstanceView,
+    NodeHeartbeat,
+    NodeRegistration,
+    NodeView,
+    PairRequest,
+    Registered,
+    Ticket,
+)
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
-from kvbridge.bootstrap.nodes import InstanceView, NodeView, Registered
 from kvbridge.bootstrap.pairing import PairReport
 from kvbridge.core.errors import DeadlineError, PeerError, ProtocolError, UnauthorizedError
 from kvbridge.core.session.states import RoomState

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
-from kvbridge.api.status import StatusPort
+from kvbridge.api.status import NodeStatus, StatusPort
 from kvbridge.core.errors import ConflictError, InvalidInputError, StaleError
 from kvbridge.core.ids import MAX_ROOM, RoomId
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.numbers import NUMBER, as_described
-from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, MetricsRender, assemble_app
+from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.rooms import Rooms
 
@@ -28,13 +28,12 @@ def create_daemon_app(
     *,
     admission: AdmissionController,
     rooms: Rooms[Any],
-    status: StatusPort,
-    metrics_render: MetricsRender,
+    status: StatusPort[NodeStatus],
     settings: AppSettings,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
     router = _rooms_router(admission, rooms, settings)
-    return assemble_app("kvbridge daemon", [router], status=status, metrics_render=metrics_render, settings=settings)
+    return assemble_app("kvbridge daemon", [router], status=status, kind=NodeStatus, settings=settings)
 
 
 def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: AppSettings) -> APIRouter:

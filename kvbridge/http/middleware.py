@@ -99,7 +99,7 @@ class UnhandledErrors:
             if scope["type"] != "http" or begun:
                 raise  # half a response is out: only closing the connection is honest
             reference = secrets.token_hex(4)
-            log.exception("request failed", path=scope["path"], reference=reference)
+            log.exception("request_failed", path=scope["path"], reference=reference)
             detail = f"an internal error, please report it; the log has it under reference {reference}"
             problem = make_problem(BridgeError.code, BridgeError.http_status, detail, path=scope["path"])
             await problem_response(problem)(scope, receive, send)

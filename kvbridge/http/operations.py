@@ -8,21 +8,19 @@ Must not know: rooms, instances.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 
+from kvbridge import __version__
 from kvbridge.api.status import Readiness, StatusPort
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
 from kvbridge.http.middleware import BearerToken, BodyLimit, UnhandledErrors
 from kvbridge.http.problems import PROBLEM_TYPE, Problem, install_problem_handlers
-
-MetricsRender = Callable[[], tuple[bytes, str]]
-"""Returns the metrics page and its content type."""
 
 PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
     "default": {
@@ -35,12 +33,8 @@ PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
 class AppSettings(FrozenModel):
     """What applications are told of their surroundings."""
 
-    version: str
-    """Release of kvbridge."""
-    token: str = ""
-    """Bearer token; empty: no token is asked for."""
-    more_tokens: tuple[str, ...] = ()
-    """Further tokens that are as good, while the token is being changed."""
+    tokens: tuple[str, ...] = ()
+    """Bearer tokens, one as good as the other; none: no token is asked for."""
     open_metrics: bool = False
     max_body_bytes: Positive = 1 << 20
     max_wait_s: float = 60.0
@@ -56,28 +50,28 @@ class Version(FrozenModel):
     """Releases that must fit together."""
 
     name: str = "kvbridge"
-    version: str
+    version: str = __version__
     protocol_version: NonNegative = PROTOCOL_VERSION
 
 
 def assemble_app(
-    title: str, routers: list[APIRouter], *, status: StatusPort, metrics_render: MetricsRender, settings: AppSettings
+    title: str, routers: list[APIRouter], *, status: StatusPort[BaseModel], kind: type[BaseModel], settings: AppSettings
 ) -> FastAPI:
-    """Build an application from its own routers and the operators' routes."""
-    app = FastAPI(title=title, version=settings.version, openapi_url=None, docs_url=None, redoc_url=None)
-    for router in [*routers, _operators_router(status, metrics_render, settings)]:
+    """Build an application from its own routers and the operators' routes; `kind` is what its status page is."""
+    app = FastAPI(title=title, version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
+    for router in [*routers, _operators_router(status, kind)]:
         app.include_router(router)
     _describe(app, settings)
     install_problem_handlers(app)
     open_paths = {"/health", "/ready"} | ({"/metrics"} if settings.open_metrics else set())
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(BearerToken, tokens=(settings.token, *settings.more_tokens), open_paths=frozenset(open_paths))
+    app.add_middleware(BearerToken, tokens=settings.tokens, open_paths=frozenset(open_paths))
     app.add_middleware(UnhandledErrors)
     return app
 
 
-def _operators_router(status: StatusPort, metrics_render: MetricsRender, settings: AppSettings) -> APIRouter:
+def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel]) -> APIRouter:
     router = APIRouter(tags=["operations"], responses=PROBLEM_RESPONSES)
 
     @router.get("/health")
@@ -94,16 +88,16 @@ def _operators_router(status: StatusPort, metrics_render: MetricsRender, setting
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Return the metrics for Prometheus."""
-        body, content_type = metrics_render()
+        body, content_type = status.render_metrics()
         return Response(body, headers={"Content-Type": content_type})
 
     @router.get("/version")
     async def version() -> Version:
         """Return the release and the protocol version."""
-        return Version(version=settings.version)
+        return Version()
 
-    @router.get("/status")
-    async def show_status() -> dict[str, Any]:
+    @router.get("/status", response_model=kind)
+    async def show_status() -> BaseModel:
         """Return everything that an operator wants to see."""
         return status.status()
 
@@ -124,7 +118,7 @@ def _schema(app: FastAPI, settings: AppSettings) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     components = schema.setdefault("components", {})
     components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
-    if settings.token:
+    if settings.tokens:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"bearer": []}]
         for path in ("/health", "/ready", *(["/metrics"] if settings.open_metrics else [])):

@@ -18,7 +18,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import Field
-from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from kvbridge.core.errors import BridgeError, CapacityError, InvalidInputError, PeerError, error_codes
@@ -91,7 +90,7 @@ def install_problem_handlers(app: FastAPI) -> None:
 async def _answer_bridge_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BridgeError)
     if error.http_status == HTTPStatus.INTERNAL_SERVER_ERROR:
-        log.error("request failed", path=request.url.path, code=error.code, exc_info=error)
+        log.error("request_failed", path=request.url.path, code=error.code, exc_info=error)
     return problem_response(problem_of(error, request.url.path))
 
 
@@ -137,8 +136,7 @@ def error_of(status: int, body: bytes, *, source: str) -> BridgeError:
     PeerError. Errors keep their codes over any number of hops.
     """
     try:
-        # Not `json`, which raises RecursionError on what is nested deeply.
-        problem = Problem.model_validate(_known_members(from_json(body)))
+        problem = Problem.model_validate_json(body, extra="ignore")  # what a later release adds is ignored
     except ValueError:
         return PeerError(f"{source} answered {status} without a problem body: {body[:200]!r}")
     kind = error_codes().get(problem.code)
@@ -147,10 +145,3 @@ def error_of(status: int, body: bytes, *, source: str) -> BridgeError:
     if issubclass(kind, CapacityError):
         return kind(problem.detail, retry_after_s=problem.retry_after_s or 1.0)
     return kind(problem.detail)
-
-
-def _known_members(body: object) -> object:
-    """Leave out extension members of later releases."""
-    if not isinstance(body, dict):
-        return body
-    return {key: value for key, value in body.items() if key in Problem.model_fields}

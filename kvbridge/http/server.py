@@ -123,7 +123,7 @@ class HttpServer:
         self._server.should_exit = True
         done, _ = await asyncio.wait({self._task}, timeout=self._shutdown_s)
         if not done:
-            log.warning("http server cut off", url=self.url, limit_s=self._shutdown_s)
+            log.warning("http_server_cut_off", url=self.url, limit_s=self._shutdown_s)
             self._server.force_exit = True
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=self._shutdown_s)

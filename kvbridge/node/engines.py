@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvbridge.api.status import EngineStatus
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.engine_messages import Detached, NodeToEngine, RoomEvent
@@ -53,9 +54,12 @@ class AttachedEngines:
         """Names of the engines attached now."""
         return frozenset(self._attached)
 
-    def listing(self) -> list[AttachedEngine]:
+    def status(self) -> tuple[EngineStatus, ...]:
         """Everything attached, and what is gone and not ended, for `/status`."""
-        return [*self._attached.values(), *self._departed.values()]
+        return tuple(
+            EngineStatus(name=engine.name, pid=engine.pid, ranks=tuple(map(str, engine.ranks)), gone=engine.gone)
+            for engine in (*self._attached.values(), *self._departed.values())
+        )
 
     def get(self, name: str) -> AttachedEngine:
         """Return an attached engine. Raises ConflictError for one that is not."""

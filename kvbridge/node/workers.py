@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import structlog
 
+from kvbridge.api.status import RankStatus
 from kvbridge.core.errors import BridgeError, NotReadyError, ProtocolError
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
@@ -196,23 +197,23 @@ class WorkerSet:
             )
         return worker
 
-    def status(self) -> list[dict[str, object]]:
+    def status(self) -> tuple[RankStatus, ...]:
         """For `/status`."""
-        return [
-            {
-                "rank": str(worker.rank),
-                "state": worker.state,
-                "pid": worker.pid,
-                "layers": len(worker.layers),
-                "registered": round(worker.progress, 3),
-                "restarts": max(0, worker.processes - 1),
-                "error": worker.error,
-                "transports": [endpoint.transport for endpoint in worker.description.endpoints]
-                if worker.description
-                else [],
-            }
+        return tuple(
+            RankStatus(
+                rank=str(worker.rank),
+                state=worker.state,
+                pid=worker.pid,
+                layers=len(worker.layers),
+                registered=round(worker.progress, 3),
+                restarts=max(0, worker.processes - 1),
+                error=worker.error,
+                transports=tuple(
+                    endpoint.transport for endpoint in (worker.description.endpoints if worker.description else ())
+                ),
+            )
             for worker in self._workers.values()
-        ]
+        )
 
     def __repr__(self) -> str:
         return f"<WorkerSet {', '.join(f'{worker.rank} {worker.state}' for worker in self._workers.values())}>"

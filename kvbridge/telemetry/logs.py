@@ -12,14 +12,12 @@ import math
 import re
 import sys
 from collections.abc import MutableMapping
-from typing import Any, Literal, TextIO, cast
+from typing import Any, TextIO, cast
 
 import structlog
-from structlog.typing import FilteringBoundLogger, Processor
+from structlog.typing import Processor
 
 from kvbridge.core.clock import Clock, monotonic
-
-LogFormat = Literal["console", "json"]
 
 MASK = "***"
 _SECRET = re.compile(r"secret|passw|credential|authori[sz]ation|bearer|private|api_?key|key_material", re.IGNORECASE)
@@ -57,13 +55,13 @@ def configure_logs(
     instance: str = "",
     node: str = "",
     level: str = "info",
-    form: LogFormat = "console",
+    form: str = "auto",
     stream: TextIO | None = None,
 ) -> None:
     """Set logging up for this process, the standard library's loggers included.
 
-    `role`, `instance` and `node` are on every line. `stream` defaults to standard error. Raises ValueError on an
-    unknown level.
+    `role`, `instance` and `node` are on every line. `stream` defaults to standard error. `form` is `console`, `json`, or `auto`:
+    `console` on a terminal, `json` otherwise. Raises ValueError on an unknown level.
     """
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
@@ -82,7 +80,10 @@ def configure_logs(
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(form, target)],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *_renderers("console" if form == "auto" and target.isatty() else form, target),
+            ],
         )
     )
     root = logging.getLogger()
@@ -96,12 +97,6 @@ def configure_logs(
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
-
-
-def get_logger(name: str, **names: object) -> FilteringBoundLogger:
-    """Return a logger that puts `names` on each of its lines."""
-    logger: FilteringBoundLogger = structlog.get_logger(name, **names)
-    return logger
 
 
 class Seldom:
@@ -149,8 +144,8 @@ def _bind(names: dict[str, str]) -> Processor:
     return add
 
 
-def _renderers(form: LogFormat, target: TextIO) -> list[Processor]:
-    if form == "json":
+def _renderers(form: str, target: TextIO) -> list[Processor]:
+    if form != "console":
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     # Its usual tracebacks show local variables, and so every secret that a failing call holds.
     return [structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback)]

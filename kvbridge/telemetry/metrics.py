@@ -21,8 +21,6 @@ from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.process_collector import ProcessCollector
 
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Amounts
 
 MAX_LABEL_VALUES = 64
@@ -62,131 +60,116 @@ class MetricSpec:
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 
-BUILD = MetricSpec("kvbridge_build_info", _GAUGE, ("version", "role"), "Always 1; what is running.")
-TRANSFERRED = MetricSpec(
-    "kvbridge_transferred_bytes_total",
-    _COUNTER,
-    ("component", "direction", "transport"),
-    "KV cache moved, counted when it has arrived.",
-)
-BUSY = MetricSpec(
-    "kvbridge_transfer_busy_seconds_total",
-    _COUNTER,
-    ("direction", "transport"),
-    "Wall time during which at least one transfer was under way; bytes over this is the honest rate.",
-)
-OPERATION = MetricSpec(
-    "kvbridge_operation_bytes",
-    _HISTOGRAM,
-    ("component", "direction", "transport"),
-    "Sizes of copies, each room's at their mean; small ones are bound by their count.",
-    _OPERATION_BUCKETS_BYTES,
-)
-PHASE = MetricSpec(
-    "kvbridge_phase_duration_seconds", _HISTOGRAM, ("phase",), "How long a room spent in each phase.", _PHASE_BUCKETS_S
-)
-ROOMS = MetricSpec("kvbridge_rooms", _GAUGE, ("state",), "Rooms that are known now, by state.")
-ROOMS_ENDED = MetricSpec(
-    "kvbridge_rooms_ended_total", _COUNTER, ("state", "code"), "Rooms that ended, with the code of the first cause."
-)
-POOL = MetricSpec(
-    "kvbridge_pool_pages",
-    _GAUGE,
-    ("space", "state"),
-    "Pages of each index space; over all states they sum to the pool.",
-)
-QUARANTINED = MetricSpec(
-    "kvbridge_rooms_quarantined",
-    _GAUGE,
-    ("reason",),
-    "Rooms whose pages nobody may use yet, by what is not proved: a transport of ours is quiet, a writer is shut out, "
-    "an engine has let go, the process of an engine that left without letting go has ended.",
-)
-EPOCH = MetricSpec(
-    "kvbridge_endpoint_epoch",
-    _GAUGE,
-    (),
-    "Epoch of the endpoints that rank workers give out; it rises each time that writers had to be shut out.",
-)
-REFUSED = MetricSpec(
-    "kvbridge_admissions_refused_total",
-    _COUNTER,
-    ("code",),
-    "Requests that were not admitted, by stable error code; `wait_timeout` and `queue_full` are kinds of `capacity`.",
-)
-WAIT = MetricSpec(
-    "kvbridge_admission_wait_seconds",
-    _HISTOGRAM,
-    ("outcome",),
-    "How long requests waited for pages: until admitted, refused, their timeout, or their client left.",
-    _WAIT_BUCKETS_S,
-)
-WAITING = MetricSpec("kvbridge_admission_waiting_requests", _GAUGE, (), "Requests that wait for pages now.")
-OLDEST_WAIT = MetricSpec("kvbridge_admission_oldest_wait_seconds", _GAUGE, (), "How long the oldest of them waits.")
-STARVED = MetricSpec(
-    "kvbridge_admission_starved_seconds", _GAUGE, (), "For how long not even the smallest request fits; 0 if one does."
-)
-DIGEST_MISMATCHES = MetricSpec(
-    "kvbridge_digest_mismatches_total",
-    _COUNTER,
-    ("component",),
-    "Pages that arrived with other bytes than were sent; each failed its room.",
-)
-FRAMES_REFUSED = MetricSpec(
-    "kvbridge_control_frames_refused_total",
-    _COUNTER,
-    ("reason",),
-    "Control frames and connections that were refused: malformed, stale, duplicate, unauthenticated and so on.",
-)
-RESENT = MetricSpec("kvbridge_control_resends_total", _COUNTER, (), "Control messages that were sent again.")
-UNDELIVERED = MetricSpec(
-    "kvbridge_control_undelivered_total", _COUNTER, (), "Control messages that were given up unacknowledged."
-)
-PEERS = MetricSpec("kvbridge_peers", _GAUGE, ("state",), "Peer daemons, by state.")
-WORKER_RESTARTS = MetricSpec("kvbridge_worker_restarts_total", _COUNTER, ("reason",), "Rank workers started again.")
-REGISTRATION = MetricSpec(
-    "kvbridge_registration_progress_ratio", _GAUGE, (), "Pool memory registered with the transport: 1 when all is."
-)
-STORE_REFUSED = MetricSpec(
-    "kvbridge_store_values_refused_total",
-    _COUNTER,
-    ("reason",),
-    "Values in the directory's store that were malformed and treated as absent: node or room.",
-)
-STORE_FAILED = MetricSpec(
-    "kvbridge_store_failures_total",
-    _COUNTER,
-    ("reason",),
-    "Calls to the directory's store that failed: timeout, connection or refused.",
-)
-READY = MetricSpec("kvbridge_ready", _GAUGE, (), "1 while new rooms can be admitted.")
-
 METRICS: tuple[MetricSpec, ...] = (
-    BUILD,
-    READY,
-    TRANSFERRED,
-    BUSY,
-    OPERATION,
-    PHASE,
-    ROOMS,
-    ROOMS_ENDED,
-    DIGEST_MISMATCHES,
-    POOL,
-    QUARANTINED,
-    EPOCH,
-    REFUSED,
-    WAIT,
-    WAITING,
-    OLDEST_WAIT,
-    STARVED,
-    PEERS,
-    FRAMES_REFUSED,
-    RESENT,
-    UNDELIVERED,
-    WORKER_RESTARTS,
-    REGISTRATION,
-    STORE_REFUSED,
-    STORE_FAILED,
+    BUILD := MetricSpec("kvbridge_build_info", _GAUGE, ("version", "role"), "Always 1; what is running."),
+    READY := MetricSpec("kvbridge_ready", _GAUGE, (), "1 while new rooms can be admitted."),
+    TRANSFERRED := MetricSpec(
+        "kvbridge_transferred_bytes_total",
+        _COUNTER,
+        ("component", "direction", "transport"),
+        "KV cache moved, counted when it has arrived.",
+    ),
+    BUSY := MetricSpec(
+        "kvbridge_transfer_busy_seconds_total",
+        _COUNTER,
+        ("direction", "transport"),
+        "Wall time during which at least one transfer was under way; bytes over this is the honest rate.",
+    ),
+    OPERATION := MetricSpec(
+        "kvbridge_operation_bytes",
+        _HISTOGRAM,
+        ("component", "direction", "transport"),
+        "Sizes of copies, each room's at their mean; small ones are bound by their count.",
+        _OPERATION_BUCKETS_BYTES,
+    ),
+    PHASE := MetricSpec(
+        "kvbridge_phase_duration_seconds",
+        _HISTOGRAM,
+        ("phase",),
+        "How long a room spent in each phase.",
+        _PHASE_BUCKETS_S,
+    ),
+    ROOMS := MetricSpec("kvbridge_rooms", _GAUGE, ("state",), "Rooms that are known now, by state."),
+    ROOMS_ENDED := MetricSpec(
+        "kvbridge_rooms_ended_total", _COUNTER, ("state", "code"), "Rooms that ended, with the code of the first cause."
+    ),
+    DIGEST_MISMATCHES := MetricSpec(
+        "kvbridge_digest_mismatches_total",
+        _COUNTER,
+        ("component",),
+        "Pages that arrived with other bytes than were sent; each failed its room.",
+    ),
+    POOL := MetricSpec(
+        "kvbridge_pool_pages",
+        _GAUGE,
+        ("space", "state"),
+        "Pages of each index space; over all states they sum to the pool.",
+    ),
+    QUARANTINED := MetricSpec(
+        "kvbridge_rooms_quarantined",
+        _GAUGE,
+        ("reason",),
+        "Rooms whose pages nobody may use yet, by what is not proved: a transport of ours is quiet, a writer is shut out, "
+        "an engine has let go, the process of an engine that left without letting go has ended.",
+    ),
+    EPOCH := MetricSpec(
+        "kvbridge_endpoint_epoch",
+        _GAUGE,
+        (),
+        "Epoch of the endpoints that rank workers give out; it rises each time that writers had to be shut out.",
+    ),
+    REFUSED := MetricSpec(
+        "kvbridge_admissions_refused_total",
+        _COUNTER,
+        ("code",),
+        "Requests that were not admitted, by stable error code; `wait_timeout` and `queue_full` are kinds of `capacity`.",
+    ),
+    WAIT := MetricSpec(
+        "kvbridge_admission_wait_seconds",
+        _HISTOGRAM,
+        ("outcome",),
+        "How long requests waited for pages: until admitted, refused, their timeout, or their client left.",
+        _WAIT_BUCKETS_S,
+    ),
+    WAITING := MetricSpec("kvbridge_admission_waiting_requests", _GAUGE, (), "Requests that wait for pages now."),
+    OLDEST_WAIT := MetricSpec(
+        "kvbridge_admission_oldest_wait_seconds", _GAUGE, (), "How long the oldest of them waits."
+    ),
+    STARVED := MetricSpec(
+        "kvbridge_admission_starved_seconds",
+        _GAUGE,
+        (),
+        "For how long not even the smallest request fits; 0 if one does.",
+    ),
+    PEERS := MetricSpec("kvbridge_peers", _GAUGE, ("state",), "Peer daemons, by state."),
+    FRAMES_REFUSED := MetricSpec(
+        "kvbridge_control_frames_refused_total",
+        _COUNTER,
+        ("reason",),
+        "Control frames and connections that were refused: malformed, stale, duplicate, unauthenticated and so on.",
+    ),
+    RESENT := MetricSpec("kvbridge_control_resends_total", _COUNTER, (), "Control messages that were sent again."),
+    UNDELIVERED := MetricSpec(
+        "kvbridge_control_undelivered_total", _COUNTER, (), "Control messages that were given up unacknowledged."
+    ),
+    WORKER_RESTARTS := MetricSpec(
+        "kvbridge_worker_restarts_total", _COUNTER, ("reason",), "Rank workers started again."
+    ),
+    REGISTRATION := MetricSpec(
+        "kvbridge_registration_progress_ratio", _GAUGE, (), "Pool memory registered with the transport: 1 when all is."
+    ),
+    STORE_REFUSED := MetricSpec(
+        "kvbridge_store_values_refused_total",
+        _COUNTER,
+        ("reason",),
+        "Values in the directory's store that were malformed and treated as absent: node or room.",
+    ),
+    STORE_FAILED := MetricSpec(
+        "kvbridge_store_failures_total",
+        _COUNTER,
+        ("reason",),
+        "Calls to the directory's store that failed: timeout, connection or refused.",
+    ),
 )
 
 
@@ -253,13 +236,23 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._clock = clock
-        self._counters = {spec: self._counter(spec) for spec in METRICS if spec.kind is MetricKind.COUNTER}
-        self._gauges = {spec: self._gauge(spec) for spec in METRICS if spec.kind is MetricKind.GAUGE}
-        self._phases = Histogram(PHASE.name, PHASE.help, PHASE.labels, buckets=PHASE.buckets, registry=self.registry)
-        self._waits = Histogram(WAIT.name, WAIT.help, WAIT.labels, buckets=WAIT.buckets, registry=self.registry)
+        self._counters = {
+            spec: Counter(spec.name, spec.help, spec.labels, registry=self.registry)
+            for spec in METRICS
+            if spec.kind is MetricKind.COUNTER
+        }
+        self._gauges = {
+            spec: Gauge(spec.name, spec.help, spec.labels, registry=self.registry)
+            for spec in METRICS
+            if spec.kind is MetricKind.GAUGE
+        }
+        self._histograms = {
+            spec: Histogram(spec.name, spec.help, spec.labels, buckets=spec.buckets, registry=self.registry)
+            for spec in (PHASE, WAIT)
+        }
         self._operations = _SizeHistogram(OPERATION)
         self.registry.register(self._operations)
-        self._busy: dict[tuple[str, str], BusyTime] = {}
+        self._busy: dict[tuple[str, ...], BusyTime] = {}
         self._seen: dict[MetricSpec, set[str]] = {}
         self._gauges[BUILD].labels(version, role).set(1)
 
@@ -267,111 +260,56 @@ class Metrics:
         """Return the scrape's body and its content type."""
         now_s = self._clock()
         for labels, busy in self._busy.items():
-            self._counters[BUSY].labels(*labels).inc(busy.take_s(now_s))
+            self.count(BUSY, *labels, by=busy.take_s(now_s))
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def transferred(self, amounts: Amounts, direction: Direction, transport: str) -> None:
         """Count what has arrived: bytes by component, and its operations at their mean size."""
-        transport = self._known(TRANSFERRED, transport)
         for kind, amount in amounts.items():
-            self._counters[TRANSFERRED].labels(kind.value, direction.value, transport).inc(amount.bytes)
+            labels = self._bounded(TRANSFERRED, (kind.value, direction.value, transport))
+            self.count(TRANSFERRED, *labels, by=amount.bytes)
             if amount.operations:
-                mean_bytes = amount.bytes / amount.operations
-                self._operations.observe((kind.value, direction.value, transport), mean_bytes, amount.operations)
+                self._operations.observe(labels, amount.bytes / amount.operations, amount.operations)
 
     def transfer_began(self, direction: Direction, transport: str) -> None:
         """A transfer is under way; `transfer_ended` with the same words follows, whatever becomes of it."""
-        labels = (direction.value, self._known(BUSY, transport))
+        labels = self._bounded(BUSY, (direction.value, transport))
         self._busy.setdefault(labels, BusyTime()).begin(self._clock())
 
     def transfer_ended(self, direction: Direction, transport: str) -> None:
         """A transfer is over."""
-        self._busy[direction.value, self._known(BUSY, transport)].end(self._clock())
+        self._busy[self._bounded(BUSY, (direction.value, transport))].end(self._clock())
 
-    def phases(self, phases_s: Mapping[str, float]) -> None:
-        """Observe how long each phase of a room took, in seconds."""
-        for phase, seconds in phases_s.items():
-            self._phases.labels(self._known(PHASE, phase)).observe(seconds)
+    def count(self, metric: MetricSpec, *labels: str, by: float = 1) -> None:
+        """Add to a counter."""
+        counter = self._counters[metric]
+        (counter.labels(*self._bounded(metric, labels)) if labels else counter).inc(by)
 
-    def rooms(self, by_state: Mapping[str, int]) -> None:
-        """Set how many rooms there are in each state; states that are left out have none."""
-        self._replace(ROOMS, (), by_state)
+    def set(self, metric: MetricSpec, value: float) -> None:
+        """Set a gauge without labels."""
+        self._gauges[metric].set(value)
 
-    def room_ended(self, state: str, code: str) -> None:
-        """Count a room that ended; `code` is empty when it completed."""
-        self._counters[ROOMS_ENDED].labels(state, self._known(ROOMS_ENDED, code)).inc()
+    def replace(self, metric: MetricSpec, values: Mapping[str, float], *first_labels: str) -> None:
+        """Set a gauge for values of its last label; those that are left out become 0."""
+        known = {self._known(metric, label): value for label, value in values.items()}
+        for label in self._seen.get(metric, set()):
+            self._gauges[metric].labels(*first_labels, label).set(known.get(label, 0))
 
-    def pool(self, space: IndexSpace, by_state: Mapping[str, int]) -> None:
-        """Set how many pages of a space are in each state; states that are left out have none."""
-        self._replace(POOL, (space.value,), by_state)
-
-    def quarantined(self, by_reason: Mapping[str, int]) -> None:
-        """Set how many rooms have quarantined pages, by cause; causes that are left out have none."""
-        self._replace(QUARANTINED, (), by_reason)
-
-    def epoch(self, epoch: int) -> None:
-        """Set the epoch of the node's endpoints."""
-        self._gauges[EPOCH].set(epoch)
-
-    def peers(self, by_state: Mapping[str, int]) -> None:
-        """Set how many peers are in each state; states that are left out have none."""
-        self._replace(PEERS, (), by_state)
-
-    def admission_refused(self, code: str) -> None:
-        """Count a request that was not admitted, by the code of its error."""
-        self._counters[REFUSED].labels(self._known(REFUSED, code)).inc()
-
-    def admission_waited(self, outcome: str, seconds: float) -> None:
-        """Observe a request that waited for pages and waits no more."""
-        self._waits.labels(self._known(WAIT, outcome)).observe(seconds)
-
-    def admission(self, *, waiting: int, oldest_wait_s: float, starved_s: float) -> None:
-        """Set how many requests wait, how long the oldest does, and for how long nothing fitted."""
-        self._gauges[WAITING].set(waiting)
-        self._gauges[OLDEST_WAIT].set(oldest_wait_s)
-        self._gauges[STARVED].set(starved_s)
-
-    def digest_mismatches(self, component: ComponentKind, pages: int) -> None:
-        """Count pages whose digests differ from those of the pages that were sent."""
-        self._counters[DIGEST_MISMATCHES].labels(component.value).inc(pages)
-
-    def frame_refused(self, reason: str) -> None:
-        """Count a control frame or connection that was refused."""
-        self._counters[FRAMES_REFUSED].labels(self._known(FRAMES_REFUSED, reason)).inc()
-
-    def resent(self, count: int = 1) -> None:
-        """Count control messages that were sent again."""
-        self._counters[RESENT].inc(count)
-
-    def undelivered(self, count: int = 1) -> None:
-        """Count control messages that were given up."""
-        self._counters[UNDELIVERED].inc(count)
-
-    def worker_restarted(self, reason: str) -> None:
-        """Count a rank worker that was started again."""
-        self._counters[WORKER_RESTARTS].labels(self._known(WORKER_RESTARTS, reason)).inc()
-
-    def registration(self, share: float) -> None:
-        """Set how much of the pools is registered, from 0 to 1."""
-        self._gauges[REGISTRATION].set(share)
+    def observe(self, metric: MetricSpec, seconds: float, *labels: str) -> None:
+        """Add one observation to a histogram."""
+        self._histograms[metric].labels(*self._bounded(metric, labels)).observe(seconds)
 
     def store_value_refused(self, reason: str) -> None:
-        """Count a malformed value in the directory's store."""
-        self._counters[STORE_REFUSED].labels(self._known(STORE_REFUSED, reason)).inc()
+        """See StoreObserver."""
+        self.count(STORE_REFUSED, reason)
 
     def store_failed(self, reason: str) -> None:
-        """Count a call to the directory's store that failed."""
-        self._counters[STORE_FAILED].labels(self._known(STORE_FAILED, reason)).inc()
+        """See StoreObserver."""
+        self.count(STORE_FAILED, reason)
 
-    def ready(self, ready: bool) -> None:
-        """Set whether new rooms can be admitted."""
-        self._gauges[READY].set(1 if ready else 0)
-
-    def _counter(self, spec: MetricSpec) -> Counter:
-        return Counter(spec.name, spec.help, spec.labels, registry=self.registry)
-
-    def _gauge(self, spec: MetricSpec) -> Gauge:
-        return Gauge(spec.name, spec.help, spec.labels, registry=self.registry)
+    def _bounded(self, metric: MetricSpec, labels: tuple[str, ...]) -> tuple[str, ...]:
+        """The last label may be a word from outside."""
+        return *labels[:-1], self._known(metric, labels[-1])
 
     def _known(self, spec: MetricSpec, value: str) -> str:
         """Return a label value, or "other" once a metric has seen too many: some of these words come from peers."""
@@ -380,11 +318,6 @@ class Metrics:
             return "other"
         seen.add(value)
         return value
-
-    def _replace(self, spec: MetricSpec, first_labels: tuple[str, ...], by_state: Mapping[str, int]) -> None:
-        states = {self._known(spec, state): count for state, count in by_state.items()}
-        for state in self._seen.get(spec, set()):
-            self._gauges[spec].labels(*first_labels, state).set(states.get(state, 0))
 
 
 def metrics_table() -> str:

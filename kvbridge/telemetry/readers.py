@@ -48,7 +48,20 @@ from kvbridge.telemetry.events import (
     WritersShutOut,
 )
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.metrics import Direction, Metrics
+from kvbridge.telemetry.metrics import (
+    DIGEST_MISMATCHES,
+    FRAMES_REFUSED,
+    PHASE,
+    REFUSED,
+    REGISTRATION,
+    RESENT,
+    ROOMS_ENDED,
+    UNDELIVERED,
+    WAIT,
+    WORKER_RESTARTS,
+    Direction,
+    Metrics,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -68,15 +81,15 @@ class MetricsReader:
             RoomEntered: self._room,
             OrderBegan: lambda fact: metrics.transfer_began(Direction.SENT, fact.transport),
             OrderEnded: self._order_ended,
-            RankSent: lambda fact: metrics.phases(fact.phases_s),
+            RankSent: lambda fact: self._phases(fact.phases_s),
             RoomReceived: self._received,
-            PagesDiffer: lambda fact: metrics.digest_mismatches(fact.component, fact.pages),
-            RequestRefused: lambda fact: metrics.admission_refused(fact.code),
-            RoomMessageRefused: lambda fact: metrics.admission_refused(fact.code),
-            RequestWaited: lambda fact: metrics.admission_waited(fact.outcome, fact.seconds),
-            FrameRefused: lambda fact: metrics.frame_refused(fact.kind),
-            MessagesResent: lambda fact: metrics.resent(fact.count),
-            MessageUndelivered: lambda _fact: metrics.undelivered(),
+            PagesDiffer: lambda fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
+            RequestRefused: lambda fact: metrics.count(REFUSED, fact.code),
+            RoomMessageRefused: lambda fact: metrics.count(REFUSED, fact.code),
+            RequestWaited: lambda fact: metrics.observe(WAIT, fact.seconds, fact.outcome),
+            FrameRefused: lambda fact: metrics.count(FRAMES_REFUSED, fact.kind),
+            MessagesResent: lambda fact: metrics.count(RESENT, by=fact.count),
+            MessageUndelivered: lambda _fact: metrics.count(UNDELIVERED),
             MemoryRegistered: self._memory_registered,
             WorkerLost: self._worker_lost,
         }
@@ -89,7 +102,7 @@ class MetricsReader:
 
     def _room(self, fact: RoomEntered) -> None:
         if fact.state.final:
-            self._metrics.room_ended(fact.state.value, fact.code)
+            self._metrics.count(ROOMS_ENDED, fact.state.value, fact.code)
 
     def _order_ended(self, fact: OrderEnded) -> None:
         self._metrics.transfer_ended(Direction.SENT, fact.transport)
@@ -97,16 +110,20 @@ class MetricsReader:
 
     def _received(self, fact: RoomReceived) -> None:
         self._metrics.transferred(fact.amounts, Direction.RECEIVED, UNKNOWN_TRANSPORT)
-        self._metrics.phases(fact.phases_s)
+        self._phases(fact.phases_s)
+
+    def _phases(self, phases_s: Mapping[str, float]) -> None:
+        for phase, seconds in phases_s.items():
+            self._metrics.observe(PHASE, seconds, phase)
 
     def _memory_registered(self, fact: MemoryRegistered) -> None:
         """A node is as far as the slowest of its ranks."""
         self._registered[fact.rank] = fact.share
-        self._metrics.registration(min(self._registered.values()))
+        self._metrics.set(REGISTRATION, min(self._registered.values()))
 
     def _worker_lost(self, fact: WorkerLost) -> None:
         if fact.cause:
-            self._metrics.worker_restarted(fact.cause)
+            self._metrics.count(WORKER_RESTARTS, fact.cause)
 
 
 class LogReader:

@@ -228,7 +228,6 @@ def daemon_config(
         "parallelism": {"pp_size": pp, "tp_size": tp},
         "transports": transport_section(transport),
         "http": {"port": 0},
-        "control": {"bind": "tcp://127.0.0.1:0"},
         "runtime_dir": str(runtime_dir),
         **LOG_JSON,
         **more,

@@ -6,14 +6,13 @@ Owns: logs, the connection to the node, what is left at the end. Must not know: 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import structlog
 
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
-from kvbridge.telemetry.logs import LogFormat, configure_logs
+from kvbridge.telemetry.logs import configure_logs
 from kvbridge.transport.local.host import PROCESS_LOCK_FILES
 from kvbridge.worker.lifecycle import serve_rank
 from kvbridge.worker.link import open_node_link
@@ -26,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 def serve(given: argparse.Namespace) -> int:
     """Serve one rank until the node says Shutdown or is gone. Returns the exit code."""
-    configure_logs(role=f"worker pp{given.pp}.tp{given.tp}", level=given.log_level, form=_form(given.log_format))
+    configure_logs(role=f"worker pp{given.pp}.tp{given.tp}", level=given.log_level, form=given.log_format)
     rank = Rank(pp=given.pp, tp=given.tp)
     link = open_node_link(Path(given.socket), rank)
     try:
@@ -38,9 +37,3 @@ def serve(given: argparse.Namespace) -> int:
         link.close()
         PROCESS_LOCK_FILES.remove_names()  # this process ends without the interpreter's exit handlers
     return 0
-
-
-def _form(name: str) -> LogFormat:
-    if name == "auto":
-        return "console" if sys.stderr.isatty() else "json"
-    return "console" if name == "console" else "json"

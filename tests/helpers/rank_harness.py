@@ -99,7 +99,14 @@ def transport_settings(name: str) -> TransportSettings:
     return TransportSettings(
         order=(TransportName(name),),
         mooncake=MooncakeSettings(),  # those of the daemons: the library takes one set of timeouts in a process
-        nixl=NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=10, max_operation_bytes=200_000),
+        # A machine that is busy with other tests takes its time for a process that parses what a peer says of itself.
+        nixl=NixlSettings(
+            ucx_tls="tcp",
+            ucx_net_devices="lo",
+            connect_timeout_s=10,
+            check_timeout_s=60,
+            max_operation_bytes=200_000,
+        ),
     )
 
 

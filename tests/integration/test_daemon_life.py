@@ -308,7 +308,7 @@ def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster) -> None:
         refused = DaemonProcess(role, f"{role} {change}", folder)
         if role != "bootstrap":
             # Any free address, since other tests have pinned the one of the prefill node.
-            own = {"runtime_dir": str(refused.runtime_dir), "control": {"bind": "tcp://127.0.0.1:0"}}
+            own = {"runtime_dir": str(refused.runtime_dir), "control": {}}
             refused.config = getattr(live, role).config | own
         refused.config = refused.config | change
         refused.start()

@@ -143,4 +143,4 @@ def test_an_api_keeps_to_its_description(live: LiveCluster, side: str) -> None:
     for wanted in (("POST /v1/requests", 201), ("POST /v1/requests", 400), (f"GET {ROOMS}", 200), ("GET /status", 200)):
         assert endpoint.answers[wanted], f"nothing was answered like {wanted}: {endpoint.answers}"
     assert http("GET", endpoint.daemon, "/health").status_code == 200
-    assert "request failed" not in endpoint.daemon.log_path.read_text(), "an error that nobody foresaw"
+    assert "request_failed" not in endpoint.daemon.log_path.read_text(), "an error that nobody foresaw"

@@ -86,7 +86,7 @@ def searched() -> Iterator[Searched]:
                 transport="local",
                 pools=POOLS | ({"host": {"pages": 8}} if daemon is found.decode else {}),
                 bootstrap=link,
-                control={"bind": "tcp://127.0.0.1:0", "curve": curve},
+                control={"curve": curve},
                 telemetry={"log_level": "debug", "log_format": form},
                 timeouts={"handshake_s": 1.0},
             )

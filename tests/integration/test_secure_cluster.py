@@ -27,6 +27,8 @@ from tests.helpers.raw_peers import RawDecode
 TOKENS = 1000
 NODE_TOKEN, BOOTSTRAP_TOKEN = "the-token-of-the-nodes", "the-token-of-bootstrap"
 POOLS = {"device": {"full": 16, "swa": 8, "request": 4}}
+PUBLIC = {"bind": "tcp://0.0.0.0:0", "advertise": "tcp://127.0.0.1:0"}
+"""Where a prefill node listens for all the network to reach."""
 
 
 @dataclass
@@ -68,11 +70,8 @@ def secure() -> Iterator[Secure]:
                 "advertise_url": "http://127.0.0.1:0",
                 "token_file": str(node_token),
             },
-            "control": {
-                "bind": "tcp://0.0.0.0:0",
-                "advertise": "tcp://127.0.0.1:0",
-                "curve": {"secret_key_file": str(folder / f"{name}.key"), **curve},
-            },
+            "control": (PUBLIC if name == "prefill" else {})
+            | {"curve": {"secret_key_file": str(folder / f"{name}.key"), **curve}},
             "timeouts": {"handshake_s": 1.5},
         }
 
@@ -271,18 +270,17 @@ def test_a_token_in_the_file_itself_is_blanked(secure: Secure, tmp_path: Path) -
 def test_open_endpoints_are_refused_at_the_start(secure: Secure) -> None:
     """All at once, since most of the time goes into importing."""
     live, folder = secure.live, secure.live.cluster.folder
-    public = {"bind": "tcp://0.0.0.0:0", "advertise": "tcp://127.0.0.1:0"}
     loose, broken = folder / "loose.key", folder / "broken.key"
     for path, text, mode in ((loose, secure.prefill_keys.secret, 0o644), (broken, "k" * 39, 0o600)):
         path.write_text(text)
         path.chmod(mode)
-    local = {"http": {"port": 0}, "control": {"bind": "tcp://127.0.0.1:0"}}
+    local = {"http": {"port": 0}, "control": {}}
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("prefill", local | {"control": public}, "control.bind is tcp://0.0.0.0:0, which others can reach"),
+        ("prefill", local | {"control": PUBLIC}, "control.bind is tcp://0.0.0.0:0, which others can reach"),
         ("decode", local | {"http": {"host": "0.0.0.0", "port": 0}}, "http.host is 0.0.0.0, which others can reach"),
         ("bootstrap", {"http": {"host": "0.0.0.0", "port": 0}}, "http.host is 0.0.0.0, which others can reach"),
-        ("prefill", local | {"control": {**public, "curve": {"secret_key_file": str(loose)}}}, f"chmod 600 {loose}"),
-        ("prefill", local | {"control": {**public, "curve": {"secret_key_file": str(broken)}}}, "got 39 characters"),
+        ("prefill", local | {"control": {**PUBLIC, "curve": {"secret_key_file": str(loose)}}}, f"chmod 600 {loose}"),
+        ("prefill", local | {"control": {**PUBLIC, "curve": {"secret_key_file": str(broken)}}}, "got 39 characters"),
         ("decode", local | {"http": {"port": 0, "token_file": str(folder / "none")}}, "http.token_file: cannot read"),
         (
             "prefill",
@@ -299,7 +297,7 @@ def test_open_endpoints_are_refused_at_the_start(secure: Secure) -> None:
         refused.start()
         started.append((refused, text))
     trusted = DaemonProcess("prefill", "a daemon on a trusted network", folder / "t")
-    trusted.config = live.prefill.config | local | {"control": public, "bootstrap": {}}
+    trusted.config = live.prefill.config | local | {"control": PUBLIC, "bootstrap": {}}
     trusted.config |= {"runtime_dir": str(trusted.runtime_dir), "instance": "trusted"}
     trusted.arguments = ("--insecure",)
     trusted.start()

@@ -72,7 +72,7 @@ def keyed() -> Iterator[Keyed]:
         prefill=NodeSpec(
             instance="prefill-0",
             pools=POOLS,
-            more={"control": {"bind": "tcp://127.0.0.1:0", "curve": curve}, "timeouts": timeouts},
+            more={"control": {"curve": curve}, "timeouts": timeouts},
         ),
         decode=NodeSpec(
             instance="decode-0",

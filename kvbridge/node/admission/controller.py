@@ -22,6 +22,7 @@ from typing import Any
 import structlog
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.status import AdmissionStatus, ClientStatus
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
@@ -301,35 +302,35 @@ class AdmissionController:
         """For how long nothing could be admitted."""
         return self._starvation.seconds()
 
-    def status(self) -> dict[str, Any]:
-        """For `/status`: the queue, the clients with the most in it or in use, and what Retry-After is made of."""
-        return {
-            "waiting": self.waiting,
-            "oldest_wait_s": round(self.oldest_wait_s(), 3),
-            "starved_s": round(self.starved_s(), 3),
-            "clients": self._clients(),
-            "released_pages_per_s": {space: round(rate, 3) for space, rate in self._rates.pages_per_s().items()},
-            "usual_release_s": self._rates.usual_release_s,
-        }
+    def status(self) -> AdmissionStatus:
+        """For `/status`."""
+        return AdmissionStatus(
+            waiting=self.waiting,
+            oldest_wait_s=round(self.oldest_wait_s(), 3),
+            starved_s=round(self.starved_s(), 3),
+            clients=self._clients(),
+            released_pages_per_s={space: round(rate, 3) for space, rate in self._rates.pages_per_s().items()},
+            usual_release_s=self._rates.usual_release_s,
+        )
 
-    def _clients(self) -> list[dict[str, Any]]:
+    def _clients(self) -> tuple[ClientStatus, ...]:
         in_use, waiting = self._rooms.in_use(), self._queue.by_client()
         shown = sorted(
             in_use.keys() | waiting.keys(),
             key=lambda client: (-waiting.get(client, (0, 0.0))[0], -in_use.get(client, 0), client),
         )
         now_s = self._clock()
-        return [
-            {
-                "client": client,
-                "rooms": in_use.get(client, 0),
-                "waiting": waiting[client][0] if client in waiting else 0,
-                "head_waits_s": round(now_s - waiting[client][1], 3) if client in waiting else 0.0,
-                "max_rooms": self._cap(client, "max_rooms")[0],
-                "max_waiting": self._cap(client, "max_waiting")[0],
-            }
+        return tuple(
+            ClientStatus(
+                client=client,
+                rooms=in_use.get(client, 0),
+                waiting=waiting[client][0] if client in waiting else 0,
+                head_waits_s=round(now_s - waiting[client][1], 3) if client in waiting else 0.0,
+                max_rooms=self._cap(client, "max_rooms")[0],
+                max_waiting=self._cap(client, "max_waiting")[0],
+            )
             for client in shown[:SHOWN_CLIENTS]
-        ]
+        )
 
     def __repr__(self) -> str:
         return f"<AdmissionController {self._queue!r}, starved for {self.starved_s():.1f} s>"

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import structlog
 
+from kvbridge.api.status import DecodeNodeStatus
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
@@ -204,19 +205,19 @@ class DecodeNodes:
         known = self._known.get(peer)
         return "+".join(sorted(set(known.transports.get(rank, ())))) if known is not None else ""
 
-    def peers(self) -> list[dict[str, object]]:
+    def peers(self) -> tuple[DecodeNodeStatus, ...]:
         """For `/status`."""
-        return [
-            {
-                "instance": known.name.instance,
-                "node": known.name.node,
-                "incarnation": peer,
-                "transports": {str(rank): list(names) for rank, names in known.transports.items()},
-                "connecting": sorted(map(str, known.waiting)),
-                "features": list(known.features),
-            }
+        return tuple(
+            DecodeNodeStatus(
+                instance=known.name.instance,
+                node=known.name.node,
+                incarnation=peer,
+                transports={str(rank): tuple(names) for rank, names in known.transports.items()},
+                connecting=tuple(sorted(map(str, known.waiting))),
+                features=tuple(known.features),
+            )
             for peer, known in self._known.items()
-        ]
+        )
 
     def known(self) -> list[str]:
         """Incarnations of all known peers."""

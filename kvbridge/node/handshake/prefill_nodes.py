@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvbridge.api.rooms import PeerAddress
+from kvbridge.api.status import PrefillNodeStatus
 from kvbridge.core.errors import BridgeError, FeatureError, InvalidInputError, PeerError, error_codes
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
@@ -253,18 +254,18 @@ class PrefillNodes:
     def _say_hello(self, address: PeerAddress) -> None:
         self._links.send(address, Hello(node=self._describe(), features=self._features))
 
-    def peers(self) -> list[dict[str, object]]:
+    def peers(self) -> tuple[PrefillNodeStatus, ...]:
         """For `/status`."""
-        return [
-            {
-                "endpoint": known.address.endpoint,
-                "node": known.node.name if known.node else "",
-                "incarnation": known.node.peer if known.node else "",
-                "ranks": [str(rank) for rank in known.node.ranks] if known.node else [],
-                "features": list(known.features),
-            }
+        return tuple(
+            PrefillNodeStatus(
+                endpoint=known.address.endpoint,
+                node=known.node.name if known.node else "",
+                incarnation=known.node.peer if known.node else "",
+                ranks=tuple(map(str, known.node.ranks)) if known.node else (),
+                features=known.features,
+            )
             for known in self._known.values()
-        ]
+        )
 
     def addresses(self) -> list[PeerAddress]:
         """Every address that we have said hello to."""

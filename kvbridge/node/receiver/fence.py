@@ -23,6 +23,7 @@ from typing import Protocol
 
 import structlog
 
+from kvbridge.api.status import FenceStatus
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints
@@ -125,15 +126,15 @@ class Fence:
             log.warning("fence_cuts_rooms_off", rooms=len(self._earlier), limit="timeouts.fence_s")
         self._revoke()
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> FenceStatus:
         """For `/status`."""
-        return {
-            "epoch": self.epoch,
-            "phase": self.phase,
-            "rooms": [str(owner) for owner in sorted(self._served | self._next)],
-            "waits_for_rooms": len(self._earlier),
-            "waits_for_ranks": sorted(map(str, self._missing)),
-        }
+        return FenceStatus(
+            epoch=self.epoch,
+            phase=self.phase,
+            rooms=tuple(map(str, sorted(self._served | self._next))),
+            waits_for_rooms=len(self._earlier),
+            waits_for_ranks=tuple(sorted(map(str, self._missing))),
+        )
 
     def _begin(self) -> None:
         self._served, self._next = self._next, set()

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvbridge.cli.daemons import EXIT_FAILED
+from kvbridge.cli.config import EXIT_FAILED
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.components import Encoding

@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 from rich.console import Console
 
-from kvbridge.cli.daemons import EXIT_FAILED
+from kvbridge.cli.config import EXIT_FAILED
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED
 from kvbridge.core.errors import BridgeError, InvalidInputError, UnsupportedError
 from kvbridge.testbed.command import Complaints, with_options

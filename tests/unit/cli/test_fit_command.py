@@ -76,7 +76,7 @@ def test_wrong_options_are_refused_in_words(arguments, text):
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 30, "5.0 GiB"), (1 << 60, "1048576.0 TiB")],
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 30, "5.0 GiB"), (1 << 60, "1.0 EiB")],
 )
 def test_sizes_are_readable(size, text):
     assert readable(size) == text

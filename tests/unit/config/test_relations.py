@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
-from kvbridge.config.endpoints import ControlConfig, HttpConfig, is_loopback
+from kvbridge.config.endpoints import HttpConfig, ListeningControlConfig, is_loopback
 from kvbridge.config.pools import ParallelismConfig
 from kvbridge.core.errors import ConfigError
 
@@ -50,6 +50,8 @@ REFUSED = [
 ON_HOST = {"pools.host.pages": 8}
 
 REFUSED_DECODE = [
+    ({**ON_HOST, "control.bind": "tcp://10.0.0.1:5"}, "control: bind: of no use on a decode node"),
+    ({**ON_HOST, "control.bind": "tcp://127.0.0.1:0", "control.advertise": ""}, "advertise and bind: of no use"),
     ({"pools.host": {}}, "host pool without pages"),
     ({"pools.host": {"pages": 1, "size_bytes": 1}}, "keep one"),
     ({"pools.host": {"pages": 1, "components": ["c4_kv", "c4_kv"]}}, "one kind twice"),
@@ -142,17 +144,17 @@ def test_loopback(host, expected):
 
 
 def test_port_0_in_an_advertised_address_is_the_bound_port():
-    control = ControlConfig(bind="tcp://10.0.0.1:0", advertise="tcp://node-7:0")
+    control = ListeningControlConfig(bind="tcp://10.0.0.1:0", advertise="tcp://node-7:0")
     assert control.advertised("tcp://10.0.0.1:4711") == "tcp://node-7:4711"
-    assert ControlConfig(advertise="tcp://node-7:10").advertised("tcp://x:4711") == "tcp://node-7:10"
-    assert ControlConfig().advertised("tcp://127.0.0.1:4711") == "tcp://127.0.0.1:4711"
+    assert ListeningControlConfig(advertise="tcp://node-7:10").advertised("tcp://x:4711") == "tcp://node-7:10"
+    assert ListeningControlConfig().advertised("tcp://127.0.0.1:4711") == "tcp://127.0.0.1:4711"
     http = HttpConfig(advertise_url="https://node-7:0/")
     assert http.advertised("http://10.0.0.1:80") == "https://node-7:80"
     assert HttpConfig(advertise_url="https://node-7/").advertised("http://10.0.0.1:80") == "https://node-7"
 
 
 def test_an_advertised_port_that_only_ends_in_0_stays():
-    assert ControlConfig(advertise="tcp://n:7000").advertised("tcp://x:4711") == "tcp://n:7000"
+    assert ListeningControlConfig(advertise="tcp://n:7000").advertised("tcp://x:4711") == "tcp://n:7000"
     assert HttpConfig(advertise_url="http://n:7000").advertised("http://x:4711") == "http://n:7000"
 
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from pydantic import BaseModel
+
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
-from kvbridge.api.status import Readiness
+from kvbridge.api.status import (
+    AdmissionStatus,
+    BootstrapLinkStatus,
+    BootstrapStatus,
+    ModelStatus,
+    NodeStatus,
+    Readiness,
+    StoreStatus,
+)
 from kvbridge.core.errors import UnknownRoomError
-from kvbridge.core.ids import Role
+from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import RoomState
-from kvbridge.http import AppSettings
+from kvbridge.http.operations import AppSettings
+from kvbridge.pool.accounts.page_states import PageState
 
 
 class FakeRooms:
@@ -55,22 +66,58 @@ class FakeRooms:
         return self.rooms[room]
 
 
+NODE_PAGE = NodeStatus(
+    role=Role.PREFILL,
+    instance="i",
+    node="node-0",
+    incarnation="incarnation-1",
+    version="9.9",
+    uptime_s=1.0,
+    model=ModelStatus(name="tiny", fingerprint="f"),
+    memory_bytes=0,
+    ready=Readiness(ready=True),
+    bootstrap=BootstrapLinkStatus(url="", problem=""),
+    control="",
+    ranks=(),
+    engines=(),
+    peers=(),
+    rooms={"admitted": 1},
+    admission=AdmissionStatus(
+        waiting=0, oldest_wait_s=0, starved_s=0, clients=(), released_pages_per_s={}, usual_release_s=None
+    ),
+    pools={IndexSpace.FULL: {PageState.FREE: 8}},
+    quarantine={},
+    problems=(),
+    traffic={},
+    fence=None,
+)
+BOOTSTRAP_PAGE = BootstrapStatus(
+    incarnation="incarnation-1",
+    version="9.9",
+    uptime_s=1.0,
+    ready=Readiness(ready=True),
+    store=StoreStatus(kind="memory", problem=""),
+    instances=(),
+    rooms={},
+)
+
+
 class FakeStatus:
     """What an operator sees."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: BaseModel = NODE_PAGE) -> None:
         self.ready = Readiness(ready=True)
+        self._page = page
 
     def readiness(self) -> Readiness:
         return self.ready
 
-    def status(self) -> dict[str, Any]:
-        return {"role": "prefill", "rooms": {"admitted": 1}}
+    def status(self) -> Any:
+        return self._page
 
-
-def metrics() -> tuple[bytes, str]:
-    return b"kvbridge_rooms 1\n", "text/plain; version=0.0.4"
+    def render_metrics(self) -> tuple[bytes, str]:
+        return b"kvbridge_rooms 1\n", "text/plain; version=0.0.4"
 
 
 def settings(**changes: Any) -> AppSettings:
-    return AppSettings(**{"version": "9.9", "max_body_bytes": 4096, "max_wait_s": 5.0, **changes})
+    return AppSettings(**{"max_body_bytes": 4096, "max_wait_s": 5.0, **changes})

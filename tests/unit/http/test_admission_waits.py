@@ -12,8 +12,10 @@ import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.errors import CapacityError, ClientLimitError
-from kvbridge.http import DaemonClient, HttpServer, create_daemon_app
-from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
+from kvbridge.http.client import DaemonClient
+from kvbridge.http.daemon_app import create_daemon_app
+from kvbridge.http.server import HttpServer
+from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
 
@@ -58,9 +60,7 @@ def rooms() -> SlowRooms:
 
 @pytest_asyncio.fixture
 async def server(rooms: SlowRooms) -> AsyncIterator[HttpServer]:
-    app = create_daemon_app(
-        admission=rooms, rooms=rooms, status=FakeStatus(), metrics_render=metrics, settings=settings()
-    )
+    app = create_daemon_app(admission=rooms, rooms=rooms, status=FakeStatus(), settings=settings())
     started = await HttpServer.start(app, host="127.0.0.1", port=0, shutdown_s=5.0)
     yield started
     await started.stop()

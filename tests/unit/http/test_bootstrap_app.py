@@ -25,10 +25,11 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import Features
-from kvbridge.http import DirectoryClient, create_bootstrap_app
+from kvbridge.http.bootstrap_app import create_bootstrap_app
+from kvbridge.http.client import DirectoryClient
 from tests.helpers.later_release import later
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, TIMES, FakeDaemons, half, node
-from tests.unit.http.services import FakeStatus, metrics, settings
+from tests.unit.http.services import BOOTSTRAP_PAGE, FakeStatus, settings
 from tests.unit.http.test_daemon_app import check_description
 
 pytestmark = pytest.mark.asyncio
@@ -46,9 +47,8 @@ class Setup:
         app = create_bootstrap_app(
             directory=self.directory,
             pairing=pairing,
-            status=FakeStatus(),
-            metrics_render=metrics,
-            settings=settings(token="t", max_body_bytes=1 << 20),
+            status=FakeStatus(BOOTSTRAP_PAGE),
+            settings=settings(tokens=("t",), max_body_bytes=1 << 20),
         )
         self.transport = httpx.ASGITransport(app)
 

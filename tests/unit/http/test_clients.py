@@ -23,10 +23,11 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
-from kvbridge.http import DaemonClient, DirectoryClient, create_daemon_app
+from kvbridge.http.client import DaemonClient, DirectoryClient
+from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.problems import error_of, problem_of
 from tests.helpers.later_release import later
-from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
+from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
 
@@ -40,8 +41,7 @@ def daemon(rooms: FakeRooms, status: FakeStatus | None = None, *, token: str = "
         admission=rooms,
         rooms=rooms,
         status=status or FakeStatus(),
-        metrics_render=metrics,
-        settings=settings(token="t"),
+        settings=settings(tokens=("t",)),
     )
     return DaemonClient(token=token, timeout_s=5.0, transport=httpx.ASGITransport(app))
 

@@ -8,13 +8,14 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from kvbridge import __version__
 from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import CapacityError, error_codes
 from kvbridge.core.ids import MAX_ROOM
 from kvbridge.core.session.states import RoomState
-from kvbridge.http import create_daemon_app
-from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
+from kvbridge.http.daemon_app import create_daemon_app
+from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
 
@@ -32,9 +33,7 @@ def status() -> FakeStatus:
 
 
 def caller(rooms, status, **changes) -> httpx.AsyncClient:
-    app = create_daemon_app(
-        admission=rooms, rooms=rooms, status=status, metrics_render=metrics, settings=settings(**changes)
-    )
+    app = create_daemon_app(admission=rooms, rooms=rooms, status=status, settings=settings(**changes))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://daemon")
 
 
@@ -187,8 +186,8 @@ async def test_health_and_readiness(http, status):
 
 async def test_operators_routes(http):
     response = await http.get("/metrics")
-    assert (response.content, response.headers["content-type"]) == metrics()
-    assert (await http.get("/version")).json() == {"name": "kvbridge", "version": "9.9", "protocol_version": 1}
+    assert (response.content, response.headers["content-type"]) == FakeStatus().render_metrics()
+    assert (await http.get("/version")).json() == {"name": "kvbridge", "version": __version__, "protocol_version": 1}
     assert (await http.get("/status")).json()["rooms"] == {"admitted": 1}
 
 
@@ -225,7 +224,7 @@ CLOSED = ["/metrics", "/status", "/version", "/openapi.json", "/v1/requests/1", 
 
 
 async def test_only_probes_are_open_without_the_token(rooms, status):
-    async with caller(rooms, status, token="s3cret") as http:
+    async with caller(rooms, status, tokens=("s3cret",)) as http:
         for path in OPEN:
             assert (await http.get(path)).status_code == 200, path
         for path in CLOSED:
@@ -239,29 +238,29 @@ async def test_only_probes_are_open_without_the_token(rooms, status):
     "value", ["Bearer wrong", "Bearer s3cret2", "Basic s3cret", "s3cret", "Bearer", "Bearer s3cre\xe9"]
 )
 async def test_a_wrong_token_is_refused(rooms, status, value):
-    async with caller(rooms, status, token="s3cret") as http:
+    async with caller(rooms, status, tokens=("s3cret",)) as http:
         problem(await http.get("/status", headers={"authorization": value.encode("latin-1")}), 401, "unauthorized")
 
 
 async def test_the_token_opens_everything(rooms, status):
-    async with caller(rooms, status, token="s3cret") as http:
+    async with caller(rooms, status, tokens=("s3cret",)) as http:
         assert (await http.get("/status", headers={"authorization": "bearer s3cret"})).status_code == 200
 
 
 async def test_two_tokens_are_good_while_one_is_being_changed(rooms, status):
-    async with caller(rooms, status, token="new", more_tokens=("old",)) as http:
+    async with caller(rooms, status, tokens=("new", "old")) as http:
         for token, code in (("new", 200), ("old", 200), ("older", 401), ("", 401)):
             answer = await http.get("/status", headers={"authorization": f"Bearer {token}"})
             assert answer.status_code == code, token
 
 
 async def test_metrics_can_be_opened(rooms, status):
-    async with caller(rooms, status, token="s3cret", open_metrics=True) as http:
+    async with caller(rooms, status, tokens=("s3cret",), open_metrics=True) as http:
         assert (await http.get("/metrics")).status_code == 200
 
 
 async def test_the_description_is_complete(rooms, status):
-    async with caller(rooms, status, token="s3cret") as http:
+    async with caller(rooms, status, tokens=("s3cret",)) as http:
         schema = (await http.get("/openapi.json", headers={"authorization": "Bearer s3cret"})).json()
     assert set(schema["paths"]) == {
         "/v1/requests",

@@ -15,9 +15,12 @@ import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import ConfigError, PeerError
-from kvbridge.http import DaemonClient, HttpServer, TlsFiles, connections, create_daemon_app
+from kvbridge.http import connections
+from kvbridge.http.client import DaemonClient
 from kvbridge.http.connections import ConnectionLimits
-from tests.unit.http.services import FakeRooms, FakeStatus, metrics, settings
+from kvbridge.http.daemon_app import create_daemon_app
+from kvbridge.http.server import HttpServer, TlsFiles
+from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,9 +29,7 @@ TLS = TlsFiles(certificate=DATA / "tls-certificate.pem", key=DATA / "tls-key.pem
 
 
 def app(rooms: FakeRooms):
-    return create_daemon_app(
-        admission=rooms, rooms=rooms, status=FakeStatus(), metrics_render=metrics, settings=settings(token="t")
-    )
+    return create_daemon_app(admission=rooms, rooms=rooms, status=FakeStatus(), settings=settings(tokens=("t",)))
 
 
 async def serve(

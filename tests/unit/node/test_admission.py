@@ -342,7 +342,7 @@ async def test_a_client_keeps_everybody_s_cap_where_it_has_none_of_its_own(made)
     bench = made(client_max_rooms=4, client_max_waiting=2, clients=clients)
     for client in ("anybody", "batch", "free"):
         bench.now(None, client=client)
-    shown = {one["client"]: (one["max_rooms"], one["max_waiting"]) for one in bench.admission.status()["clients"]}
+    shown = {one.client: (one.max_rooms, one.max_waiting) for one in bench.admission.status().clients}
     assert shown == {"anybody": (4, 2), "batch": (64, 2), "free": (0, 0)}
 
 
@@ -504,8 +504,8 @@ async def test_what_operators_see(made):
     await bench.waits(3, client="b")
     bench.clock.advance(1.5)
     shown = bench.admission.status()
-    assert (shown["waiting"], shown["oldest_wait_s"], bench.admission.oldest_wait_s()) == (2, 1.5, 1.5)
-    assert shown["clients"] == [
+    assert (shown.waiting, shown.oldest_wait_s, bench.admission.oldest_wait_s()) == (2, 1.5, 1.5)
+    assert [client.model_dump() for client in shown.clients] == [
         {"client": "b", "rooms": 0, "waiting": 2, "head_waits_s": 1.5, "max_rooms": 5, "max_waiting": 0},
         {"client": "a", "rooms": 1, "waiting": 0, "head_waits_s": 0.0, "max_rooms": 5, "max_waiting": 0},
     ]
@@ -519,7 +519,7 @@ async def test_status_is_bounded(made):
     bench.now(1, PAGES)
     for room in range(2, 62):
         await bench.waits(room, client=f"client{room}")
-    assert len(bench.admission.status()["clients"]) == 20
+    assert len(bench.admission.status().clients) == 20
     assert bench.admission.waiting == 60
 
 

@@ -92,7 +92,7 @@ def test_an_engine_attaches_for_ranks_of_this_node():
     answer = api.attach(ranks=(R1,))
     assert isinstance(answer, Attached)
     assert api.engines.serving() == {"engine"}
-    assert api.engines.listing()[0].ranks == (R1,)
+    assert api.engines.status()[0].ranks == (str(R1),)
     assert api.attach("b").ranks == (R0, R1)
 
 
@@ -189,7 +189,7 @@ def test_an_engine_that_is_gone_is_told_to_the_rooms_once(role):
     api.api.gone("engine", "killed", followed=True)
     assert told == ["killed"]
     assert api.engines.serving() == frozenset()
-    assert api.engines.listing() == [], "no page waits for it"
+    assert api.engines.status() == (), "no page waits for it"
 
 
 def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
@@ -200,7 +200,7 @@ def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
     assert api.api.gone("engine", "its connection has ended", followed=True)
     assert api.bench.service.report(1).state is RoomState.FAILED
     assert api.bench.free == 14
-    [left] = api.engines.listing()
+    [left] = api.engines.status()
     assert (left.pid, left.gone) == (77, "its connection has ended; its process has not ended")
     refused = api.attach()
     assert (refused.code, "take another name" in refused.message) == ("conflict", True)
@@ -212,7 +212,7 @@ def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
         EngineEnded(engine="engine"),
     ]
     assert api.bench.free == 16
-    assert api.engines.listing() == []
+    assert api.engines.status() == ()
     assert isinstance(api.attach(), Attached)
 
 

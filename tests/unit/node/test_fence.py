@@ -78,7 +78,7 @@ def test_rooms_that_are_being_written_end_in_peace(bench: Bench) -> None:
     bench.clock.advance(29)
     bench.fence.tick()
     assert bench.orders() == {}
-    assert bench.fence.status()["waits_for_rooms"] == 1
+    assert bench.fence.status().waits_for_rooms == 1
     bench.offers = {LATER}
     bench.fence.tick()
     assert set(bench.orders()) == {ONE, TWO}

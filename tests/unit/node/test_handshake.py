@@ -118,7 +118,7 @@ def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
     side.connected(R0)
     side.hello()
     assert side.messages == []
-    assert side.nodes.peers()[0]["connecting"] == ["pp0.tp1"]
+    assert side.nodes.peers()[0].connecting == ("pp0.tp1",)
     side.connected(R1)
     [welcome] = pick(side.messages, Welcome, DECODE)
     assert (welcome.instance, welcome.node, welcome.incarnation, welcome.ranks) == ("prefill", "p0", PREFILL, (R0, R1))
@@ -127,7 +127,7 @@ def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
     assert len(pick(side.messages, Welcome)) == 2
     assert len(pick(side.workers.messages, ConnectPeer)) == 2
     assert side.nodes.known() == [DECODE]
-    assert side.nodes.peers()[0]["transports"] == {"pp0.tp0": ["local"], "pp0.tp1": ["local"]}
+    assert side.nodes.peers()[0].transports == {"pp0.tp0": ("local",), "pp0.tp1": ("local",)}
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,7 @@ def test_a_node_is_greeted_once_and_then_known():
     side.nodes.send("nobody", Heartbeat())
     assert len(pick(side.messages, Heartbeat, ADDRESS)) == 1
     assert side.nodes.addresses() == [ADDRESS]
-    assert side.nodes.peers()[0]["incarnation"] == PREFILL
+    assert side.nodes.peers()[0].incarnation == PREFILL
 
 
 def test_a_node_that_takes_too_long_to_describe_says_so_to_the_room():
@@ -605,9 +605,9 @@ def test_an_older_decode_node_is_welcomed_with_what_both_have():
     side.connected(R1)
     [welcome] = pick(side.messages, Welcome, DECODE)
     assert welcome.features == PEER_FEATURES
-    assert side.nodes.peers()[0]["features"] == []
+    assert side.nodes.peers()[0].features == ()
     side.hello(features=Features(has=("digests", "later")))
-    assert side.nodes.peers()[0]["features"] == ["digests"]
+    assert side.nodes.peers()[0].features == ("digests",)
 
 
 @pytest.mark.parametrize("theirs", [LACKING, Features()])
@@ -630,4 +630,4 @@ def test_a_prefill_node_that_requires_what_we_lack_is_refused_and_one_that_has_i
     assert "upgrade this decode node" in str(side.found_at_change[0])
     assert side.nodes.known_node(ADDRESS) is None
     side.welcome(features=Features(has=("digests", "later")))
-    assert side.nodes.peers()[0]["features"] == ["digests"]
+    assert side.nodes.peers()[0].features == ("digests",)

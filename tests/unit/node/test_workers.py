@@ -73,7 +73,7 @@ def test_a_worker_comes_to_life_and_what_is_missing_is_said_in_words():
     assert bench.messages[-1] == ("link1", Heartbeat())
     assert bench.workers.rank_of("link1") is R1
     assert repr(bench.workers) == "<WorkerSet pp0.tp0 ready, pp0.tp1 ready>"
-    assert bench.workers.status()[0]["transports"] == ["local"]
+    assert bench.workers.status()[0].transports == ("local",)
 
 
 def test_a_dead_worker_is_sent_nothing_and_names_its_first_error():
@@ -88,9 +88,9 @@ def test_a_dead_worker_is_sent_nothing_and_names_its_first_error():
     assert len(bench.messages) == 1
     assert "pp0.tp0 is not there: memlock is too small" in bench.workers.missing()
     assert bench.workers.rank_of("link") is None
-    assert bench.workers.status()[0]["restarts"] == 0
+    assert bench.workers.status()[0].restarts == 0
     bench.hello(link="next")
-    assert bench.workers.status()[0]["restarts"] == 1
+    assert bench.workers.status()[0].restarts == 1
     assert "is starting (0%" in bench.workers.missing()
 
 

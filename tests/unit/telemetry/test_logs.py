@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from kvbridge.core.clock import ManualClock
-from kvbridge.telemetry.logs import Seldom, configure_logs, get_logger, leave_standard_output
+from kvbridge.telemetry.logs import Seldom, configure_logs, leave_standard_output
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def lines():
 
 
 def test_names_and_facts_are_keys(lines):
-    get_logger("sender", peer="abcd").warning("offer refused", room=2**64 - 1)
+    structlog.get_logger("sender", peer="abcd").warning("offer refused", room=2**64 - 1)
     (line,) = lines()
     assert line.pop("timestamp").endswith("Z")
     assert line == {
@@ -43,7 +43,7 @@ def test_names_and_facts_are_keys(lines):
 
 
 def test_the_level_holds_for_the_standard_library_too(lines):
-    get_logger("x").debug("hidden")
+    structlog.get_logger("x").debug("hidden")
     logging.getLogger("x").debug("hidden")
     logging.getLogger("x").info("shown %s", 1)
     (line,) = lines()
@@ -51,7 +51,7 @@ def test_the_level_holds_for_the_standard_library_too(lines):
 
 
 def test_secrets_are_blanked_wherever_they_lie(lines):
-    get_logger("x").info(
+    structlog.get_logger("x").info(
         "start",
         http_token="hunter2",
         secret="hunter2",
@@ -72,7 +72,7 @@ def test_exceptions_are_told_in_full(lines):
     try:
         int("the cause")
     except ValueError:
-        get_logger("x").exception("failed")
+        structlog.get_logger("x").exception("failed")
     (line,) = lines()
     assert "the cause" in line["exception"]
 
@@ -80,7 +80,7 @@ def test_exceptions_are_told_in_full(lines):
 def test_the_console_is_for_people():
     stream = io.StringIO()
     configure_logs(role="decode", form="console", stream=stream)
-    get_logger("x").info("room committed", room=7)
+    structlog.get_logger("x").info("room committed", room=7)
     text = stream.getvalue()
     assert "room committed" in text
     assert "room=7" in text
@@ -131,5 +131,16 @@ def test_an_engines_standard_output_is_its_own(capsys):
 
 def test_logging_that_was_set_up_stays(lines):
     leave_standard_output()
-    get_logger("sender").warning("offer refused")
+    structlog.get_logger("sender").warning("offer refused")
     assert [line["event"] for line in lines()] == ["offer refused"]
+
+
+def test_lines_are_for_machines_unless_somebody_watches():
+    stream = io.StringIO()
+    configure_logs(role="decode", stream=stream)
+    structlog.get_logger("x").info("daemon_ready")
+    assert json.loads(stream.getvalue())["event"] == "daemon_ready"
+    stream.isatty = lambda: True
+    configure_logs(role="decode", stream=stream)
+    structlog.get_logger("x").info("draining")
+    assert not stream.getvalue().splitlines()[1].startswith("{")

@@ -7,12 +7,21 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvbridge.core.clock import ManualClock
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Amount
 from kvbridge.telemetry.metrics import (
     MAX_LABEL_VALUES,
     METRICS,
+    PEERS,
+    PHASE,
+    POOL,
+    READY,
+    REGISTRATION,
+    RESENT,
+    ROOMS,
+    ROOMS_ENDED,
     TABLE_PATH,
+    UNDELIVERED,
+    WAIT,
     BusyTime,
     Direction,
     MetricKind,
@@ -93,11 +102,11 @@ def test_busy_time_is_a_union(metrics, clock):
 
 
 def test_states_that_are_left_out_become_zero(metrics):
-    metrics.pool(IndexSpace.SWA, {"free": 3, "leased": 1})
-    metrics.pool(IndexSpace.SWA, {"free": 4})
-    metrics.rooms({"committed": 2})
-    metrics.rooms({})
-    metrics.peers({"connected": 1})
+    metrics.replace(POOL, {"free": 3, "leased": 1}, "swa")
+    metrics.replace(POOL, {"free": 4}, "swa")
+    metrics.replace(ROOMS, {"committed": 2})
+    metrics.replace(ROOMS, {})
+    metrics.replace(PEERS, {"connected": 1})
     found = samples(metrics)
     assert found["kvbridge_pool_pages", "free", "swa"] == 4
     assert found["kvbridge_pool_pages", "leased", "swa"] == 0
@@ -106,30 +115,29 @@ def test_states_that_are_left_out_become_zero(metrics):
 
 
 def test_the_rest(metrics):
-    metrics.phases({"move": 0.02})
-    metrics.room_ended("failed", "deadline")
-    metrics.admission_refused("capacity")
-    metrics.frame_refused("malformed")
-    metrics.resent(3)
-    metrics.undelivered()
-    metrics.worker_restarted("died")
-    metrics.registration(0.25)
-    metrics.ready(True)
+    metrics.observe(PHASE, 0.02, "move")
+    metrics.count(ROOMS_ENDED, "failed", "deadline")
+    metrics.count(RESENT, by=3)
+    metrics.count(UNDELIVERED)
+    metrics.set(REGISTRATION, 0.25)
+    metrics.set(READY, True)
+    metrics.store_failed("timeout")
+    metrics.store_value_refused("node")
     found = samples(metrics)
     assert found["kvbridge_phase_duration_seconds_sum", "move"] == 0.02
     assert found["kvbridge_rooms_ended_total", "deadline", "failed"] == 1
-    assert found["kvbridge_admissions_refused_total", "capacity"] == 1
-    assert found["kvbridge_control_frames_refused_total", "malformed"] == 1
+    assert found["kvbridge_store_failures_total", "timeout"] == 1
+    assert found["kvbridge_store_values_refused_total", "node"] == 1
     assert found["kvbridge_control_resends_total",] == 3
     assert found["kvbridge_control_undelivered_total",] == 1
-    assert found["kvbridge_worker_restarts_total", "died"] == 1
     assert found["kvbridge_registration_progress_ratio",] == 0.25
     assert found["kvbridge_ready",] == 1
     assert found["kvbridge_build_info", "1.2.3", "decode"] == 1
 
 
 def test_words_from_peers_cannot_fill_the_memory(metrics):
-    metrics.phases({f"phase-{number}": 0.1 for number in range(1_000)})
+    for number in range(1_000):
+        metrics.observe(PHASE, 0.1, f"phase-{number}")
     found = samples(metrics)
     shown = [key for key in found if key[0] == "kvbridge_phase_duration_seconds_count"]
     assert len(shown) == MAX_LABEL_VALUES + 1
@@ -138,18 +146,14 @@ def test_words_from_peers_cannot_fill_the_memory(metrics):
 
 def test_two_daemons_of_one_process_do_not_share():
     first, second = Metrics(role="prefill", version="1"), Metrics(role="decode", version="1")
-    first.resent()
+    first.count(RESENT)
     assert samples(second)["kvbridge_control_resends_total",] == 0
 
 
 def test_waits_for_pages(metrics):
-    metrics.admission_waited("admitted", 0.3)
-    metrics.admission_waited("timeout", 5.0)
-    metrics.admission(waiting=3, oldest_wait_s=1.5, starved_s=0.0)
+    metrics.observe(WAIT, 0.3, "admitted")
+    metrics.observe(WAIT, 5.0, "timeout")
     found = samples(metrics)
     assert found["kvbridge_admission_wait_seconds_bucket", "0.5", "admitted"] == 1
     assert found["kvbridge_admission_wait_seconds_bucket", "0.25", "admitted"] == 0
     assert found["kvbridge_admission_wait_seconds_sum", "timeout"] == 5.0
-    assert found["kvbridge_admission_waiting_requests",] == 3
-    assert found["kvbridge_admission_oldest_wait_seconds",] == 1.5
-    assert found["kvbridge_admission_starved_seconds",] == 0

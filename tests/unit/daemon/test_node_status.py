@@ -1,0 +1,105 @@
+"""The status pages: described as they are, and built from what the parts say of themselves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from kvbridge.api.status import BootstrapStatus, NodeStatus
+from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.ids import Rank
+from kvbridge.core.plan.operations import Amount
+from kvbridge.core.session.states import RoomState
+from kvbridge.daemon.bootstrap import BootstrapDaemon
+from kvbridge.daemon.decode import decode_daemon
+from kvbridge.daemon.node import NodeDaemon
+from kvbridge.daemon.prefill import prefill_daemon
+from kvbridge.http.operations import AppSettings
+from kvbridge.telemetry.events import OrderBegan, OrderEnded, PeerLost, RoomEntered
+
+NODE = {"instance": "i", "model": {"preset": "tiny-gqa"}, "pools": {"device": {"full": 8}}}
+
+
+@pytest.fixture
+def prefill() -> NodeDaemon:
+    return prefill_daemon(PrefillConfig.model_validate(NODE))
+
+
+def described(app: Any) -> str:
+    """The name of the schema that the published description gives the status page."""
+    assert isinstance(app, FastAPI)
+    answer = app.openapi()["paths"]["/status"]["get"]["responses"]["200"]
+    return str(answer["content"]["application/json"]["schema"]["$ref"]).rpartition("/")[2]
+
+
+def test_the_description_says_what_the_page_of_a_node_is(prefill: NodeDaemon) -> None:
+    assert described(prefill._app(AppSettings())) == NodeStatus.__name__
+
+
+@pytest.mark.asyncio
+async def test_the_description_says_what_the_page_of_bootstrap_is() -> None:
+    daemon = BootstrapDaemon(BootstrapConfig())
+    try:
+        assert described(daemon._app(AppSettings())) == BootstrapStatus.__name__
+        page = json.loads(daemon.status().model_dump_json())
+        assert (page["role"], page["store"]["kind"], page["instances"]) == ("bootstrap", "memory", [])
+        assert page["ready"]["reasons"] == ["the directory has not been read yet"]
+    finally:
+        await daemon.close()
+
+
+def test_the_page_of_a_node_shows_what_its_parts_are_in(prefill: NodeDaemon) -> None:
+    page = json.loads(prefill.overview.status().model_dump_json())
+    assert (page["role"], page["instance"], page["fence"]) == ("prefill", "i", None)
+    assert page["pools"]["full"]["free"] == 8
+    assert page["ranks"][0] | {"layers": 0} == {
+        "rank": "pp0.tp0",
+        "state": "absent",
+        "pid": 0,
+        "layers": 0,
+        "registered": 0.0,
+        "restarts": 0,
+        "error": "",
+        "transports": [],
+    }
+    assert page["ready"]["reasons"][0] == "memory is being created"
+
+
+def test_a_decode_node_shows_its_fence() -> None:
+    config = NODE | {"pools": {"device": {"full": 8}, "host": {"components": []}}}
+    page = decode_daemon(DecodeConfig.model_validate(config)).overview.status()
+    assert page.fence is not None
+    assert (page.fence.epoch, page.fence.phase) == (0, "idle")
+
+
+def test_the_recent_past_is_on_the_page(prefill: NodeDaemon) -> None:
+    events, amounts = prefill.parts.events, {ComponentKind.MHA_KV: Amount(lane_rows=1, bytes=7, operations=1)}
+    events.emit(PeerLost(peer="p", reason="silent"))
+    room = {"room": 4, "generation": 1, "peer": "p"}
+    order = {"rank": Rank(pp=0, tp=0), "order": 1, "transport": "local"}
+    events.emit(OrderBegan(**room, **order))
+    events.emit(OrderEnded(**room, **order, amounts=amounts))
+    events.emit(RoomEntered(**room, state=RoomState.FAILED, code="peer", reason="lost"))
+    page = prefill.overview.status()
+    assert [(found.what, found.whom, found.reason) for found in page.problems] == [
+        ("peer lost", "p", "silent"),
+        ("room failed", "4", "lost"),
+    ]
+    assert (page.traffic["p"].sent_bytes, page.traffic["p"].rooms_failed) == (7, 1)
+
+
+def test_what_is_only_known_when_somebody_scrapes(prefill: NodeDaemon) -> None:
+    page, _ = prefill.overview.render_metrics()
+    shown = page.decode()
+    for line in (
+        'kvbridge_pool_pages{space="full",state="free"} 8.0',
+        'kvbridge_peers{state="known"} 0.0',
+        "kvbridge_endpoint_epoch 0.0",
+        "kvbridge_admission_waiting_requests 0.0",
+        "kvbridge_ready 0.0",
+    ):
+        assert line in shown
