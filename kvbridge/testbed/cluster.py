@@ -17,17 +17,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 from pydantic import Field
 
 from kvbridge.api.directory import PairRequest, Ticket
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import Readiness
-from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, RoomFailedError
+from kvbridge.bootstrap.pairing import PairReport
+from kvbridge.core.errors import BridgeError, DeadlineError, RoomFailedError
 from kvbridge.core.ids import FrozenModel, Positive, Role
 from kvbridge.daemon.announce import ENDPOINT_FILE, DaemonEndpoint, read_endpoint
 from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
-from kvbridge.http.problems import error_of
+from kvbridge.http.client import BlockingClient
 from kvbridge.pool.memory.leftovers import sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
@@ -75,9 +75,9 @@ class DaemonProcess(ChildProcess):
         """Where its HTTP API is."""
         return self.endpoint().http_url
 
-    def get(self, path: str) -> Any:  # noqa: ANN401 - any JSON document
+    def get(self, path: str) -> dict[str, Any]:
         """Return the JSON document at a path of its HTTP API."""
-        return ask("GET", f"{self.url}{path}").json()
+        return calls().ask(dict[str, Any], "GET", f"{self.url}{path}")
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
         """Wait until it can admit rooms. Raises PeerError when it ends, DeadlineError with its reasons and its log."""
@@ -93,13 +93,13 @@ class DaemonProcess(ChildProcess):
         if endpoint is None:
             return False
         try:
-            response = _client().get(f"{endpoint.http_url}/ready")
-        except httpx.HTTPError as error:
-            self._last_answer = str(error) or type(error).__name__
+            found = calls().ask(Readiness, "GET", f"{endpoint.http_url}/ready")
+        except BridgeError as error:
+            self._last_answer = str(error)
             return False
-        self._last_answer = response.text
+        self._last_answer = found.model_dump_json()
         # Bootstrap always lets nodes come; it has something to pair once it gives no reason why not.
-        return response.is_success and not Readiness.model_validate_json(response.content).reasons
+        return found.ready and not found.reasons
 
     def worker_errors(self) -> list[str]:
         """Why its rank workers do not work, of those that said so or ended. Raises PeerError, DeadlineError."""
@@ -140,12 +140,11 @@ class Cluster:
 
     def ticket(self, request: PairRequest) -> Ticket:
         """Ask bootstrap for a pair. Raises CapacityError when there is none now."""
-        answer = ask("POST", f"{self.bootstrap.url}/v1/requests", body=request)
-        return Ticket.model_validate_json(answer.content)
+        return calls().ask(Ticket, "POST", f"{self.bootstrap.url}/v1/requests", body=request)
 
     def cancel(self, room: int, reason: str) -> None:
         """Give a paired room back on both ends and wait until its pages are free there."""
-        ask("DELETE", f"{self.bootstrap.url}/v1/requests/{room}", params={"reason": reason})
+        calls().ask(PairReport, "DELETE", f"{self.bootstrap.url}/v1/requests/{room}", params={"reason": reason})
         for daemon in (self.prefill, self.decode):
             wait_ended(daemon, room)
 
@@ -245,32 +244,14 @@ def transport_section(transport: str) -> Section:
 
 
 @cache
-def _client() -> httpx.Client:
+def calls() -> BlockingClient:
     """One client for all daemons of this process: to make one costs tens of milliseconds, for certificates."""
-    return httpx.Client(timeout=CALL_S, trust_env=False)
-
-
-def ask(
-    method: str, url: str, *, body: AdmissionRequest | PairRequest | None = None, params: dict[str, Any] | None = None
-) -> httpx.Response:
-    """Call an HTTP API. Raises the error that it answered with, DeadlineError, or PeerError when nobody is there."""
-    content = None if body is None else body.model_dump_json()
-    headers = {} if body is None else {"Content-Type": "application/json"}
-    try:
-        response = _client().request(method, url, content=content, headers=headers, params=params)
-    except httpx.TimeoutException as error:
-        raise DeadlineError(f"{method} {url} was not answered within {CALL_S:g} s") from error
-    except httpx.HTTPError as error:
-        raise PeerError(f"{method} {url} failed: {error or type(error).__name__}") from error
-    if response.is_success:
-        return response
-    raise error_of(response.status_code, response.content, source=url)
+    return BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command")
 
 
 def wait_ended(daemon: DaemonProcess, room: int) -> None:
     """Wait until a room is over on a daemon. Raises RoomFailedError when it is not in time."""
-    answer = ask("GET", f"{daemon.url}/v1/requests/{room}", params={"wait": CALL_S / 2})
-    report = RoomReport.model_validate_json(answer.content)
+    report = calls().ask(RoomReport, "GET", f"{daemon.url}/v1/requests/{room}", params={"wait": CALL_S / 2})
     if not report.state.final:
         raise RoomFailedError(f"room {room} is still '{report.state}' on {daemon.name} after {CALL_S / 2:g} s")
 

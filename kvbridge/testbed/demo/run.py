@@ -18,7 +18,7 @@ from kvbridge.api.directory import PairRequest
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.errors import CapacityError, ConflictError, RoomFailedError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.testbed.cluster import Cluster, ask, wait_ended
+from kvbridge.testbed.cluster import Cluster, calls, wait_ended
 from kvbridge.testbed.demo.job import (
     EVENTS,
     Attach,
@@ -145,11 +145,11 @@ class Demo(ClusterRun):
         Returns the paired rooms that are held; the one that only prefill knows is the first.
         """
         body = AdmissionRequest(prompt_tokens=self._plan.prefill_only_tokens)
-        answer = ask("POST", f"{cluster.prefill.url}/v1/requests", body=body)
+        held = calls().ask(RoomReport, "POST", f"{cluster.prefill.url}/v1/requests", body=body)
         rooms = [self._pair(cluster, PairRequest(prompt_tokens=tokens)) for tokens in self._plan.hole_tokens]
         for room in rooms[::2]:
             cluster.cancel(room, "the demo makes holes in the pools")
-        return [int(RoomReport.model_validate_json(answer.content).room), *rooms[1::2]]
+        return [int(held.room), *rooms[1::2]]
 
     # ------------------------------------------------------------------ requests
 
@@ -246,7 +246,8 @@ class Demo(ClusterRun):
     def _give_back(self, cluster: Cluster, held: list[int]) -> int:
         """Release what was held and return how many pages are not free then."""
         prefill_only, *paired = held
-        ask("DELETE", f"{cluster.prefill.url}/v1/requests/{prefill_only}", params={"reason": "the demo is over"})
+        url = f"{cluster.prefill.url}/v1/requests/{prefill_only}"
+        calls().ask(RoomReport, "DELETE", url, params={"reason": "the demo is over"})
         wait_ended(cluster.prefill, prefill_only)
         for room in paired:
             cluster.cancel(room, "the demo is over")
