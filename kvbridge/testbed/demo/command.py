@@ -24,7 +24,7 @@ from kvbridge.testbed.demo.lengths import DEFAULT_PROMPTS, DEFAULT_SPARSE_PROMPT
 from kvbridge.testbed.demo.plan import DEFAULT_HOT_ROWS, DemoOptions
 from kvbridge.testbed.demo.report import DemoReport, print_report
 from kvbridge.testbed.demo.run import Demo
-from kvbridge.testbed.progress import ShownProgress, shown_progress
+from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.signals import terminated_like_interrupted
 
 SYSTEM_LIBRARIES = {
@@ -186,7 +186,7 @@ def _run(options: DemoOptions, errors: Console) -> DemoReport:
     try:
         with (
             terminated_like_interrupted(),
-            shown_progress(errors) as progress,
+            ShownProgress(errors) as progress,
             _prepared(options, progress) as prepared,
         ):
             return prepared.run()

@@ -12,7 +12,7 @@ from kvbridge.cli.daemons import EXIT_FAILED
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED
 from kvbridge.core.errors import BridgeError, InvalidInputError, UnsupportedError
 from kvbridge.testbed.command import Complaints, with_options
-from kvbridge.testbed.progress import ShownProgress, shown_progress
+from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.replay.options import ReplayOptions
 from kvbridge.testbed.replay.plot import draw, require_plots
 from kvbridge.testbed.replay.report import Ending, ReplayReport, print_report
@@ -62,7 +62,7 @@ def _run(options: ReplayOptions) -> ReplayReport:
     """Run it; whatever it came to is in the report."""
     with (
         terminated_like_interrupted(),
-        shown_progress(Console(stderr=True)) as progress,
+        ShownProgress(Console(stderr=True)) as progress,
         _prepared(options, progress) as prepared,
     ):
         ending, problem = _ending(prepared)

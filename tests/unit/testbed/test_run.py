@@ -15,7 +15,7 @@ from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.testbed.cluster import ClusterSpec, NodeSpec
 from kvbridge.testbed.engines.channel import Failed
-from kvbridge.testbed.progress import Lines
+from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.run import ClusterRun
 
 SPEC = ClusterSpec(
@@ -26,7 +26,7 @@ SPEC = ClusterSpec(
 def run(keep_logs=None):
     options = SimpleNamespace(patience_s=5.0, keep_logs=keep_logs)
     return ClusterRun(
-        "kvbridge.testbed.nothing", options, Lines(Console(file=io.StringIO())), events=TypeAdapter(Failed)
+        "kvbridge.testbed.nothing", options, ShownProgress(Console(file=io.StringIO())), events=TypeAdapter(Failed)
     )
 
 
