@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from pydantic import TypeAdapter
 
@@ -21,6 +21,7 @@ from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.children import stop_all, wait_for
 from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, first_worker_error, plan_cluster
 from kvbridge.testbed.engines.processes import SCRATCH, EngineProcess, Reports
+from kvbridge.testbed.options import CommandOptions
 from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.signals import interrupts_ignored
 
@@ -33,22 +34,12 @@ STOP_S, FORCE_S = 8.0, 1.0
 ENGINE_STOP_S = 3.0
 
 
-class RunOptions(Protocol):
-    """What a user chooses for any run."""
-
-    @property
-    def patience_s(self) -> float:
-        """Longest silence of all engine processes."""
-
-    @property
-    def keep_logs(self) -> Path | None:
-        """Where configurations and logs are copied in the end; None: nowhere."""
-
-
 class ClusterRun:
     """Use as a context; leaving it ends every process and removes the folder."""
 
-    def __init__(self, module: str, options: RunOptions, progress: ShownProgress, *, events: TypeAdapter[Any]) -> None:
+    def __init__(
+        self, module: str, options: CommandOptions, progress: ShownProgress, *, events: TypeAdapter[Any]
+    ) -> None:
         """`module` is what engine processes run; `events` validates what they report."""
         self.folder = Path(tempfile.mkdtemp(prefix=f"kvbridge-{module.rpartition('.')[2]}-"))
         self.progress = progress

@@ -33,7 +33,8 @@ from kvbridge.testbed.demo.job import (
     Serve,
     Stepped,
 )
-from kvbridge.testbed.demo.plan import DemoOptions, DemoPlan
+from kvbridge.testbed.demo.options import DemoOptions
+from kvbridge.testbed.demo.plan import IN_FLIGHT, DemoPlan
 from kvbridge.testbed.demo.report import (
     DemoReport,
     Divergence,
@@ -156,7 +157,7 @@ class Demo(ClusterRun):
     def _serve(self, cluster: Cluster) -> None:
         pending = deque(self._requests.values())
         while any(request.decoded is None for request in self._requests.values()):
-            while pending and self._in_flight() < self._options.in_flight and self._admit(cluster, pending[0]):
+            while pending and self._in_flight() < IN_FLIGHT and self._admit(cluster, pending[0]):
                 pending.popleft()
             self._most_in_flight = max(self._most_in_flight, self._in_flight())
             self._next(cluster.check_running)
@@ -255,11 +256,13 @@ class Demo(ClusterRun):
 
     def _report(self, pages_left: int) -> DemoReport:
         plan, options = self._plan, self._options
-        requests = tuple(request.report(options.steps, self.folder / "logits") for request in self._requests.values())
+        requests = tuple(
+            request.report(options.step_count, self.folder / "logits") for request in self._requests.values()
+        )
         comparisons = [request.comparison for request in requests]
         return DemoReport(
             verdict=verdict_line(comparisons, reference=plan.reference),
-            transport=options.transport,
+            transport=options.chosen_transport,
             encoding=options.encoding.value,
             prefill_stages=plan.stages,
             model=plan.model_name,

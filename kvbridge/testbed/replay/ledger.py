@@ -24,6 +24,8 @@ from kvbridge.testbed.replay.plan import ReplayPlan
 from kvbridge.testbed.replay.report import Ending, PhaseSummary, ReplayReport, Sample, Unserved
 from kvbridge.testbed.replay.trace import TraceRequest
 
+SAMPLE_S = 1.0
+"""How often the pools are looked at."""
 MOST_SAMPLES = 600
 """A longer replay is sampled less often."""
 MOST_UNSERVED = 50
@@ -86,7 +88,7 @@ class Ledger:
         self._most_in_flight = 0
         self._phases: dict[str, list[float]] = defaultdict(list)
         self._samples: list[Sample] = []
-        self._sample_every_s = plan.options.sample_s
+        self._sample_every_s = SAMPLE_S
         self._next_sample_s = 0.0
 
     # ------------------------------------------------------------------ what is to be done

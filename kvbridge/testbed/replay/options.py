@@ -13,11 +13,11 @@ import typer
 
 from kvbridge.core.geometry.presets import PRESETS
 from kvbridge.core.plan.digests import DigestKind
-from kvbridge.testbed.command import Transport
+from kvbridge.testbed.options import CommandOptions, Transport
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions:
+class ReplayOptions(CommandOptions):
     """The options of `kvbridge replay`."""
 
     trace: Annotated[
@@ -64,15 +64,3 @@ class ReplayOptions:
         Path | None,
         typer.Option("--plot", metavar="FILE.png", help="Draw latencies and pools; needs the extra 'plot'."),
     ] = None
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on standard output.")
-    ] = False
-    keep_logs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Copy configurations and logs of all processes there.")
-    ] = None
-    patience_s: Annotated[
-        float,
-        typer.Option("--patience", min=1, metavar="SECONDS", help="Give up when no engine says anything for so long."),
-    ] = 60.0
-    sample_s: float = 1.0
-    """How often the pools are looked at."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
@@ -15,6 +14,7 @@ from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.testbed.cluster import ClusterSpec, NodeSpec
 from kvbridge.testbed.engines.channel import Failed
+from kvbridge.testbed.options import CommandOptions
 from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.run import ClusterRun
 
@@ -24,7 +24,7 @@ SPEC = ClusterSpec(
 
 
 def run(keep_logs=None):
-    options = SimpleNamespace(patience_s=5.0, keep_logs=keep_logs)
+    options = CommandOptions(patience_s=5.0, keep_logs=keep_logs)
     return ClusterRun(
         "kvbridge.testbed.nothing", options, ShownProgress(Console(file=io.StringIO())), events=TypeAdapter(Failed)
     )
