@@ -38,16 +38,16 @@ class ClusterRun:
     """Use as a context; leaving it ends every process and removes the folder."""
 
     def __init__(
-        self, module: str, options: CommandOptions, progress: ShownProgress, *, events: TypeAdapter[Any]
+        self, package: str, options: CommandOptions, progress: ShownProgress, *, events: TypeAdapter[Any]
     ) -> None:
-        """`module` is what engine processes run; `events` validates what they report."""
-        self.folder = Path(tempfile.mkdtemp(prefix=f"kvbridge-{module.rpartition('.')[2]}-"))
+        """`package` has the parts that engine processes run; `events` validates what they report."""
+        self.folder = Path(tempfile.mkdtemp(prefix=f"kvbridge-{package.rpartition('.')[2]}-"))
         self.progress = progress
         self.reports = Reports(silence_s=options.patience_s)
         self.engines: dict[str, EngineProcess] = {}
         self.completed = False
         """Whether everything was done; what is left may be ended by force otherwise."""
-        self._module = module
+        self._package = package
         self._events = events
         self._keep_logs = options.keep_logs
         self._cluster: Cluster | None = None
@@ -93,7 +93,7 @@ class ClusterRun:
         job_file.write_text(job.model_dump_json(indent=2))
         for part, name in names.items():
             self.engines[part] = engine = EngineProcess(
-                self._module, part, name, self.folder, events=self._events, reports=self.reports.queue
+                self._package, part, name, self.folder, events=self._events, reports=self.reports.queue
             )
             engine.start(job_file)
 

@@ -14,20 +14,11 @@ from kvbridge.core.errors import ConflictError
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.testbed.demo.generation import Generation, Generations, generations
-from kvbridge.testbed.demo.job import (
-    Attached,
-    Claimed,
-    Decoded,
-    DemoChannel,
-    FirstToken,
-    Job,
-    RoomEnded,
-    Stepped,
-    page_ids,
-)
+from kvbridge.testbed.demo.job import Claimed, Decoded, DemoChannel, FirstToken, Job, Stepped, page_ids
 from kvbridge.testbed.demo.model import DemoModel, load_and_report, save_logits
 from kvbridge.testbed.demo.trace import Trace
 from kvbridge.testbed.demo.watch import CacheWatch
+from kvbridge.testbed.engines.messages import Attached, RoomEnded
 
 IDLE_WAIT_S = 0.2
 
@@ -94,7 +85,7 @@ class _Decoding:
         if event.kind == "committed":
             self._active.append(self._claim(event.room))
         elif event.kind in {"aborted", "failed"}:
-            self._channel.report(RoomEnded(room=event.room, kind=event.kind, reason=event.reason))
+            self._channel.report(RoomEnded.told(event, "decode"))
 
     def _claim(self, room: int) -> _Request:
         """Claim a committed room and take its cache out of the pages."""

@@ -28,7 +28,8 @@ from kvbridge.engine.adapters.transformers import (
     prompt_tokens,
     weights_digest,
 )
-from kvbridge.testbed.demo.job import Computed, DemoChannel, Job, Loaded, Prompt
+from kvbridge.testbed.demo.job import DemoChannel, Job, Loaded, Prompt
+from kvbridge.testbed.engines.messages import Computed
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -78,7 +79,7 @@ class DemoModel:
         def after(cache: Any, tokens: int) -> None:  # noqa: ANN401 - transformers is untyped
             nonlocal done
             on_chunk(cache, tokens)
-            report(Computed(number=prompt.number, tokens=tokens - done))
+            report(Computed(tokens=tokens - done))
             done = tokens
 
         tokens = prompt_tokens(prompt.tokens, offset=prompt.offset)

@@ -19,20 +19,7 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.errors import CapacityError, ConflictError, RoomFailedError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.testbed.cluster import Cluster, calls, wait_ended
-from kvbridge.testbed.demo.job import (
-    EVENTS,
-    Attach,
-    Attached,
-    Began,
-    Claimed,
-    Computed,
-    Decoded,
-    Finished,
-    Loaded,
-    RoomEnded,
-    Serve,
-    Stepped,
-)
+from kvbridge.testbed.demo.job import EVENTS, Attach, Began, Claimed, Decoded, Loaded, Serve, Stepped
 from kvbridge.testbed.demo.options import DemoOptions
 from kvbridge.testbed.demo.plan import IN_FLIGHT, DemoPlan
 from kvbridge.testbed.demo.report import (
@@ -44,12 +31,11 @@ from kvbridge.testbed.demo.report import (
 )
 from kvbridge.testbed.demo.requests import DemoRequest
 from kvbridge.testbed.demo.verdict import verdict_line
+from kvbridge.testbed.engines.messages import Attached, Computed, Finished, RoomEnded
 from kvbridge.testbed.engines.processes import EngineProcess
 from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.run import ClusterRun, wait_free, wait_ready
 
-MODULE = "kvbridge.testbed.demo"
-"""What engine processes run."""
 PAIR_S, PAIR_PAUSE_S = 15.0, 0.1
 """A pair is found within this time when nothing else is running; asked for at this pace."""
 
@@ -61,7 +47,7 @@ class Demo(ClusterRun):
         """Raises ConfigError or InvalidInputError for options that do not fit the model."""
         self._options = options
         self._plan = DemoPlan.of(options)
-        super().__init__(MODULE, options, progress, events=EVENTS)
+        super().__init__("kvbridge.testbed.demo", options, progress, events=EVENTS)
         self._requests: dict[int, DemoRequest] = {}
         self._loaded: dict[str, Loaded] = {}
         self._attached: set[str] = set()
@@ -218,7 +204,7 @@ class Demo(ClusterRun):
             case Decoded():
                 self._on_decoded(engine, event)
             case RoomEnded():
-                self._on_room_ended(engine, event)
+                self._on_room_ended(event)
             case _:
                 pass
 
@@ -234,12 +220,11 @@ class Demo(ClusterRun):
             f"moved and {len(event.tokens)} decoded"
         )
 
-    def _on_room_ended(self, engine: EngineProcess, event: RoomEnded) -> None:
+    def _on_room_ended(self, event: RoomEnded) -> None:
         for request in self._requests.values():
             if request.room == event.room and request.decoded is None:
                 raise RoomFailedError(
-                    f"request {request.prompt.number} ({request.prompt.tokens} tokens, room {event.room}) "
-                    f"{event.kind}, says {engine.name}'s daemon: {event.reason}"
+                    f"request {request.prompt.number} ({request.prompt.tokens} tokens, room {event.room}) {event.reason}"
                 )
 
     # ------------------------------------------------------------------ the end

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.children import ChildProcess
-from kvbridge.testbed.engines.channel import Failed
+from kvbridge.testbed.engines.messages import Failed
 
 LOOK_S = 0.1
 """How often processes are looked at while nothing is reported."""
@@ -32,11 +32,11 @@ Reported: TypeAlias = "tuple[EngineProcess, FrozenModel]"
 
 
 class EngineProcess(ChildProcess):
-    """One engine process: `python -m MODULE PART JOB_FILE`. What it reports appears in `reports`, which all of them share."""
+    """One engine process of a command's package. What it reports appears in `reports`, which all of them share."""
 
     def __init__(
         self,
-        module: str,
+        package: str,
         part: str,
         name: str,
         folder: Path,
@@ -47,7 +47,7 @@ class EngineProcess(ChildProcess):
         """`events` validates what it reports; `name` is for messages."""
         super().__init__(name, folder / f"{part}-engine.log", ends_with_us=True)
         self.part = part
-        self._module = module
+        self._package = package
         self._events = events
         self._reports = reports
         self._reader = threading.Thread(target=self._read, name=f"reports of {name}", daemon=True)
@@ -56,7 +56,7 @@ class EngineProcess(ChildProcess):
         """Start it; it reads the job at once."""
         scratch = job_file.parent / SCRATCH
         scratch.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", self._module, self.part, str(job_file)]
+        command = [sys.executable, "-m", "kvbridge.testbed.engines", self._package, self.part, str(job_file)]
         self.launch(command, piped=True, environment={"TMPDIR": str(scratch)})
         self._reader.start()
 

@@ -16,17 +16,16 @@ from kvbridge.api.directory import PairRequest
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.testbed.cluster import Cluster
+from kvbridge.testbed.engines.messages import Attached, Computed, Finished, RoomEnded
 from kvbridge.testbed.engines.processes import EngineProcess
 from kvbridge.testbed.progress import ShownProgress
-from kvbridge.testbed.replay.job import EVENTS, Arrived, Computed, Finished, Ready, Released, RoomEnded, Serve
+from kvbridge.testbed.replay.job import EVENTS, Arrived, Released, Serve
 from kvbridge.testbed.replay.ledger import Ledger, Request
 from kvbridge.testbed.replay.options import ReplayOptions
 from kvbridge.testbed.replay.plan import ReplayPlan
 from kvbridge.testbed.replay.report import Ending, ReplayReport, Sample
 from kvbridge.testbed.run import LOOK_S, ClusterRun, used_pages, wait_free, wait_ready
 
-MODULE = "kvbridge.testbed.replay"
-"""What engine processes run."""
 RETRY_S = 1.0
 """After an answer that does not say when to come again."""
 DETAIL_S = 5.0
@@ -41,7 +40,7 @@ class Replay(ClusterRun):
         """Raises InvalidInputError for a trace or options that cannot be replayed."""
         self._options = options
         self._plan = ReplayPlan.of(options)
-        super().__init__(MODULE, options, progress, events=EVENTS)
+        super().__init__("kvbridge.testbed.replay", options, progress, events=EVENTS)
         self._ledger = Ledger(self._plan)
         self._ready: set[str] = set()
         self._pool_bytes = 0
@@ -155,7 +154,7 @@ class Replay(ClusterRun):
 
     def _handle(self, engine: EngineProcess, event: FrozenModel) -> None:
         match event:
-            case Ready():
+            case Attached():
                 self._ready.add(engine.part)
             case Computed():
                 self.progress.advance("written (tokens)", event.tokens)

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.testbed.cluster import ClusterSpec, NodeSpec
-from kvbridge.testbed.engines.channel import Failed
+from kvbridge.testbed.engines.messages import Failed
 from kvbridge.testbed.options import CommandOptions
 from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.run import ClusterRun
