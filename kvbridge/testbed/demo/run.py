@@ -176,7 +176,7 @@ class Demo(ClusterRun):
         return sum(request.in_flight for request in self._requests.values())
 
     def _wait_alone(self) -> None:
-        while any(request.alone is None for request in self._requests.values()):
+        while not all(request.alone and request.finished for request in self._requests.values()):
             self._next(lambda: None)
 
     def _next(self, check: Callable[[], None]) -> None:
@@ -190,15 +190,15 @@ class Demo(ClusterRun):
             case Attached():
                 self._attached.add(engine.part)
             case Began():
-                self._requests[event.number].source_pages = event.pages
+                self._requests[event.number].began = event
             case Computed():
                 self.progress.advance(
                     "model alone (tokens)" if engine.part == "alone" else "prefill (tokens)", event.tokens
                 )
             case Finished():
-                self._requests[event.number].finished_s = event.finished_s
+                self._requests[event.number].finished = event
             case Claimed():
-                self._requests[event.number].on_claimed(event)
+                self._requests[event.number].claimed = event
             case Stepped() if engine.part == "decode":
                 self.progress.advance("decode (steps)", event.steps)
             case Decoded():
