@@ -23,16 +23,20 @@ SPEC = ClusterSpec(
 )
 
 
+class Run(ClusterRun):
+    def handle(self, engine, event):
+        raise AssertionError(f"{engine.name} said {event}")
+
+
 def run(keep_logs=None):
     options = CommandOptions(patience_s=5.0, keep_logs=keep_logs)
-    return ClusterRun(
-        "kvbridge.testbed.nothing", options, ShownProgress(Console(file=io.StringIO())), events=TypeAdapter(Failed)
-    )
+    progress = ShownProgress(Console(file=io.StringIO()))
+    return Run("kvbridge.testbed.nothing", options, progress, events=TypeAdapter(Failed), spec=lambda folder: SPEC)
 
 
 def fail_in(ours, prepare):
     with ours, ours.causes_named():
-        prepare(ours.plan_cluster(SPEC))
+        prepare(ours.cluster)
         raise DeadlineError("no engine said anything")
 
 
