@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from kvbridge.api.directory import PairRequest, Ticket
 from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.bootstrap.pairing import PairReport
-from kvbridge.core.errors import BridgeError, DeadlineError, RoomFailedError
+from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, RoomFailedError
 from kvbridge.core.ids import FrozenModel, Positive, Role
 from kvbridge.daemon.announce import ENDPOINT_FILE, DaemonEndpoint, read_endpoint
 from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
@@ -49,7 +49,8 @@ class DaemonProcess(ChildProcess):
         self.folder = folder
         self.config: Section = config or {}
         self.arguments: tuple[str, ...] = ()
-        self._last_answer = ""
+        self.last_answer = "none"
+        """What it said when it was last asked whether it is ready."""
 
     @property
     def runtime_dir(self) -> Path:
@@ -80,12 +81,8 @@ class DaemonProcess(ChildProcess):
         return calls().ask(dict[str, Any], "GET", f"{self.url}{path}")
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
-        """Wait until it can admit rooms. Raises PeerError when it ends, DeadlineError with its reasons and its log."""
-        self.endpoint()
-        try:
-            wait_for(f"{self.name} ready", self.is_ready, timeout_s=timeout_s, watched=[self])
-        except DeadlineError as error:
-            raise DeadlineError(f"{error}; last answer {self._last_answer}; its log ends:\n{self.log()}") from error
+        """Wait until it can admit rooms. Raises what `wait_all_ready` does."""
+        wait_all_ready([self], timeout_s=timeout_s)
 
     def is_ready(self) -> bool:
         """Whether it serves and can admit rooms now."""
@@ -95,15 +92,11 @@ class DaemonProcess(ChildProcess):
         try:
             found = calls().ask(Readiness, "GET", f"{endpoint.http_url}/ready")
         except BridgeError as error:
-            self._last_answer = str(error)
+            self.last_answer = str(error)
             return False
-        self._last_answer = found.model_dump_json()
+        self.last_answer = found.model_dump_json()
         # Bootstrap always lets nodes come; it has something to pair once it gives no reason why not.
         return found.ready and not found.reasons
-
-    def worker_errors(self) -> list[str]:
-        """Why its rank workers do not work, of those that said so or ended. Raises PeerError, DeadlineError."""
-        return [str(rank["error"]) for rank in self.get("/status")["ranks"] if rank["error"]]
 
 
 @dataclass
@@ -129,9 +122,8 @@ class Cluster:
             daemon.start()
 
     def wait_ready(self) -> None:
-        """Wait until requests can be paired."""
-        for daemon in (*self.all()[1:], self.bootstrap):  # bootstrap is ready when the others have registered
-            daemon.wait_ready()
+        """Wait until requests can be paired. Raises what `wait_all_ready` does."""
+        wait_all_ready(self.all(), timeout_s=START_S)
 
     def check_running(self) -> None:
         """Raise PeerError when a daemon has ended."""
@@ -256,15 +248,36 @@ def wait_ended(daemon: DaemonProcess, room: int) -> None:
         raise RoomFailedError(f"room {room} is still '{report.state}' on {daemon.name} after {CALL_S / 2:g} s")
 
 
-def first_worker_error(daemons: Iterable[DaemonProcess]) -> str:
-    """Return why a rank worker of a daemon does not work, or an empty text; a daemon that is not there yet has none."""
+def wait_all_ready(
+    daemons: Sequence[DaemonProcess], *, timeout_s: float, check: Callable[[], None] = lambda: None
+) -> None:
+    """Wait until all can admit rooms, and call `check` meanwhile.
+
+    Raises PeerError when one ends, DeadlineError with their last answers and logs, and what `check` raises.
+    """
+    waiting = list(daemons)
+
+    def look() -> bool:
+        check()
+        waiting[:] = [daemon for daemon in waiting if not daemon.is_ready()]
+        return not waiting
+
+    try:
+        wait_for("daemons ready", look, timeout_s=timeout_s, watched=daemons)
+    except DeadlineError as error:
+        said = [f"{each.name}: last answer {each.last_answer}; its log ends:\n{each.log()}" for each in waiting]
+        raise DeadlineError("\n".join([str(error), *said])) from error
+
+
+def check_workers(daemons: Iterable[DaemonProcess]) -> None:
+    """Raise PeerError when a rank worker of a daemon does not work; one that is not there yet has none."""
     for daemon in daemons:
         if read_endpoint(daemon.runtime_dir) is None:
             continue
         try:
-            errors = daemon.worker_errors()
+            ranks = daemon.get("/status")["ranks"]
         except BridgeError:
             continue  # its end is noticed by whoever watches its process
-        if errors:
-            return f"{daemon.name}: {errors[0]}"
-    return ""
+        for rank in ranks:
+            if rank["error"]:
+                raise PeerError(f"{daemon.name}: {rank['error']}")

@@ -18,10 +18,10 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from kvbridge.core.errors import BridgeError, DeadlineError, PeerError
+from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.daemon.children import stop_all, wait_for
-from kvbridge.testbed.cluster import ClusterSpec, DaemonProcess, first_worker_error, plan_cluster
+from kvbridge.daemon.children import stop_all
+from kvbridge.testbed.cluster import ClusterSpec, DaemonProcess, check_workers, plan_cluster, wait_all_ready
 from kvbridge.testbed.engines.messages import Attached
 from kvbridge.testbed.engines.processes import SCRATCH, EngineProcess, Reports
 from kvbridge.testbed.options import CommandOptions
@@ -118,19 +118,8 @@ class ClusterRun(ABC):
 
     def wait_ready(self) -> None:
         """Wait until requests can be paired. Raises PeerError when a daemon or a rank worker cannot, DeadlineError."""
-        waiting = self.cluster.all()
-
-        def look() -> bool:
-            if why := first_worker_error([self.cluster.prefill, self.cluster.decode]):
-                raise PeerError(why)
-            waiting[:] = [daemon for daemon in waiting if not daemon.is_ready()]
-            return not waiting
-
-        try:
-            wait_for("daemons ready", look, timeout_s=START_S, watched=self.cluster.all())
-        except DeadlineError as error:
-            names = ", ".join(daemon.name for daemon in waiting)
-            raise DeadlineError(f"{names} not ready within {START_S:g} s; --keep-logs keeps what they say") from error
+        nodes = [self.cluster.prefill, self.cluster.decode]
+        wait_all_ready(self.cluster.all(), timeout_s=START_S, check=lambda: check_workers(nodes))
 
     def wait_attached(self) -> None:
         """Wait until the engines of both nodes have attached."""

@@ -52,21 +52,11 @@ class Job(EngineJob):
 
     def logits_file(self, who: str, number: int) -> Path:
         """Where a process puts a request's logits: float32 [positions, vocabulary] as .npy."""
-        return logits_file(self.logits_dir, who, number)
+        return self.logits_dir / f"{number:04d}-{who}.npy"
 
     def trace_file(self, who: str, number: int) -> Path:
         """Where a process puts the trace of a request's decode steps: .npz."""
-        return trace_file(self.logits_dir, who, number)
-
-
-def logits_file(folder: Path, who: str, number: int) -> Path:
-    """Where logits are in a job's folder."""
-    return folder / f"{number:04d}-{who}.npy"
-
-
-def trace_file(folder: Path, who: str, number: int) -> Path:
-    """Where traces are in a job's folder."""
-    return folder / f"{number:04d}-{who}-trace.npz"
+        return self.logits_dir / f"{number:04d}-{who}-trace.npz"
 
 
 class SparseFigures(FrozenModel):

@@ -6,10 +6,9 @@ Owns: the account of a request, from its prompt to its line of the report. Must 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvbridge.core.errors import ConflictError
-from kvbridge.testbed.demo.job import Began, Claimed, Decoded, Prompt, logits_file, trace_file
+from kvbridge.testbed.demo.job import Began, Claimed, Decoded, Job, Prompt
 from kvbridge.testbed.demo.report import RequestReport
 from kvbridge.testbed.demo.trace import Trace
 from kvbridge.testbed.demo.verdict import Comparison, compare, read_logits
@@ -34,8 +33,8 @@ class DemoRequest:
         """Whether it has a room and is not through."""
         return bool(self.room) and self.decoded is None
 
-    def report(self, steps: int, folder: Path) -> RequestReport:
-        """Compare what came over the bridge with the model alone: what the processes wrote into `folder`."""
+    def report(self, job: Job) -> RequestReport:
+        """Compare what came over the bridge with the model alone: what the job's processes have written."""
         if not (self.began and self.finished and self.claimed and self.decoded and self.alone):
             raise ConflictError(f"request {self.prompt.number} is not through: {self}")
         phases = self.claimed.phases_s
@@ -44,22 +43,22 @@ class DemoRequest:
         return RequestReport(
             number=self.prompt.number,
             prompt_tokens=self.prompt.tokens,
-            steps=steps,
+            steps=job.steps,
             amounts=self.claimed.amounts,
             moving_s=phases["first_byte"] + phases["move"] if moving else None,
             after_prefill_s=max(0.0, claimable_s - self.finished.finished_s),
             source_pages=self.began.pages,
             destination_pages=self.claimed.pages,
-            comparison=self._compare(folder),
+            comparison=self._compare(job),
             mean_kl=self.alone.mean_kl,
             top1_agreement=self.alone.top1_agreement,
             share_of_rounding=self.alone.share_of_rounding,
             sparse=self.decoded.sparse,
         )
 
-    def _compare(self, folder: Path) -> Comparison:
+    def _compare(self, job: Job) -> Comparison:
         number = self.prompt.number
-        ours = read_logits(logits_file(folder, "prefill", number), logits_file(folder, "decode", number))
-        alone = read_logits(logits_file(folder, "alone", number))
-        traces = (Trace.read(trace_file(folder, "decode", number)), Trace.read(trace_file(folder, "alone", number)))
+        ours = read_logits(job.logits_file("prefill", number), job.logits_file("decode", number))
+        alone = read_logits(job.logits_file("alone", number))
+        traces = (Trace.read(job.trace_file("decode", number)), Trace.read(job.trace_file("alone", number)))
         return compare(number, ours, alone, traces=traces)

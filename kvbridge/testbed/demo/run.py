@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from pathlib import Path
 
 from kvbridge.api.directory import PairRequest
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
@@ -47,16 +46,17 @@ class Demo(ClusterRun):
     def __init__(self, options: DemoOptions, progress: ShownProgress) -> None:
         """Raises ConfigError or InvalidInputError for options that do not fit the model."""
         self._plan = plan = DemoPlan.of(options)
-        self._model_file = Path(f"{plan.model_name}.json")
+        model_file = f"{plan.model_name}.json"
         super().__init__(
             "kvbridge.testbed.demo",
             options,
             progress,
             events=EVENTS,
-            spec=lambda folder: plan.cluster_spec(folder.name, folder / self._model_file),
+            spec=lambda folder: plan.cluster_spec(folder.name, folder / model_file),
         )
-        self._logits_dir = self.folder / "logits"
-        self._requests: dict[int, DemoRequest] = {}
+        nodes = (self.cluster.prefill.runtime_dir, self.cluster.decode.runtime_dir)
+        self._job = plan.job(self.folder / model_file, *nodes, logits_dir=self.folder / "logits")
+        self._requests = {prompt.number: DemoRequest(prompt) for prompt in self._job.prompts}
         self._loaded: dict[str, Loaded] = {}
         self._most_in_flight = 0
 
@@ -87,19 +87,16 @@ class Demo(ClusterRun):
     # ------------------------------------------------------------------ start
 
     def _start(self) -> None:
-        plan, cluster = self._plan, self.cluster
+        plan, job = self._plan, self._job
         self.progress.stage(
             f"starting 3 daemons (prefill in {len(plan.stages)} pipeline stages) and 3 processes with the model"
         )
-        model_file = self.folder / self._model_file
-        model_file.write_text(json.dumps(plan.model_facts))
-        self._logits_dir.mkdir()
-        job = plan.job(model_file, cluster.prefill.runtime_dir, cluster.decode.runtime_dir, logits_dir=self._logits_dir)
-        self._requests = {prompt.number: DemoRequest(prompt) for prompt in job.prompts}
+        job.hf_config.write_text(json.dumps(plan.model_facts))
+        job.logits_dir.mkdir()
         self.start_engines(
             job, {"prefill": "the prefill engine", "decode": "the decode engine", "alone": "the model alone"}
         )
-        cluster.start()
+        self.cluster.start()
         prompt_tokens = sum(prompt.tokens for prompt in job.prompts)
         self.progress.bars({PREFILL: prompt_tokens, DECODE: job.steps * len(job.prompts), ALONE: prompt_tokens})
         self.wait_ready()
@@ -215,7 +212,7 @@ class Demo(ClusterRun):
 
     def _report(self, pages_left: int) -> DemoReport:
         plan, options = self._plan, self._plan.options
-        requests = tuple(request.report(options.step_count, self._logits_dir) for request in self._requests.values())
+        requests = tuple(request.report(self._job) for request in self._requests.values())
         comparisons = [request.comparison for request in requests]
         return DemoReport(
             verdict=verdict_line(comparisons, reference=plan.reference),
