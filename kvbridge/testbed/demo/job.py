@@ -43,7 +43,6 @@ class Job(EngineJob):
     encoding: Encoding
     prompts: tuple[Prompt, ...]
     steps: Positive
-    seed: int = 0
     device: str = "cpu"
     """Where the models compute, as torch names it."""
     sparse: SparseSettings | None = None

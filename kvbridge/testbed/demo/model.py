@@ -65,7 +65,7 @@ class DemoModel:
                 f"--device cuda: torch {torch.__version__} cannot use a GPU here; install a build of torch with CUDA, or leave "
                 "--device out"
             )
-        model = load_model(facts, seed=job.seed, dtype=dtype, device=device)
+        model = load_model(facts, dtype=dtype, device=device)
         return cls(model, dtype, device, geometry, weights_digest(model))
 
     def codec(self, geometry: ModelGeometry | None = None) -> CacheCodec:

@@ -5,7 +5,7 @@ Owns: the report and its forms. Must not know: how it came about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 from pydantic import computed_field
@@ -114,12 +114,7 @@ class DemoReport(FrozenModel):
     weights: str
     versions: dict[str, str]
     requests: tuple[RequestReport, ...]
-    page_ids: dict[str, PageIds]
-    """Source against destination, by index space of the destination."""
-    scattered_requests: NonNegative
-    """Whose pages are not consecutive on at least one side."""
     most_in_flight: NonNegative
-    divergence: Divergence | None = None
     hot_buffer: HotBuffer | None = None
     """None: decode kept whole caches."""
     pages_left: NonNegative = 0
@@ -132,23 +127,40 @@ class DemoReport(FrozenModel):
         """Whether every request gave the very logits."""
         return bool(self.requests) and all(request.equal for request in self.requests)
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def page_ids(self) -> dict[str, PageIds]:
+        """Source against destination, by index space of the destination; host pages come from prefill's `full` ones."""
+        found: dict[str, PageIds] = {}
+        for request in self.requests:
+            for space, destination in request.destination_pages.items():
+                source = request.source_pages["full" if space == "host" else space][: len(destination)]
+                if destination:
+                    so_far = found.get(space, PageIds(compared=0, different=0))
+                    different = so_far.different + (source != destination[: len(source)])
+                    found[space] = PageIds(compared=so_far.compared + 1, different=different)
+        return found
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def scattered_requests(self) -> int:
+        """Requests whose pages are not consecutive on at least one side."""
+        return sum(map(is_scattered, self.requests))
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def divergence(self) -> Divergence | None:
+        """Average over all steps, of which every request has as many."""
+        kl = [request.mean_kl for request in self.requests if request.mean_kl is not None]
+        agreed = [request.top1_agreement for request in self.requests if request.top1_agreement is not None]
+        if not kl or not agreed:
+            return None
+        return Divergence(mean_kl=sum(kl) / len(kl), top1_agreement=sum(agreed) / len(agreed))
+
     @property
     def good(self) -> bool:
         """Whether the demo has shown what it is there to show."""
         return self.equal and not self.pages_left
-
-
-def compare_page_ids(requests: Iterable[RequestReport]) -> dict[str, PageIds]:
-    """Compare each request's ids on the two sides; pages in host memory come from prefill's `full` ones."""
-    found: dict[str, PageIds] = {}
-    for request in requests:
-        for space, destination in request.destination_pages.items():
-            source = request.source_pages["full" if space == "host" else space][: len(destination)]
-            if destination:
-                so_far = found.get(space, PageIds(compared=0, different=0))
-                different = so_far.different + (source != destination[: len(source)])
-                found[space] = PageIds(compared=so_far.compared + 1, different=different)
-    return found
 
 
 def is_scattered(request: RequestReport) -> bool:

@@ -20,13 +20,7 @@ from kvbridge.testbed.cluster import calls, wait_ended
 from kvbridge.testbed.demo.job import EVENTS, Attach, Began, Claimed, Decoded, Loaded, Serve, Stepped
 from kvbridge.testbed.demo.options import DemoOptions
 from kvbridge.testbed.demo.plan import IN_FLIGHT, DemoPlan
-from kvbridge.testbed.demo.report import (
-    DemoReport,
-    Divergence,
-    RequestReport,
-    compare_page_ids,
-    is_scattered,
-)
+from kvbridge.testbed.demo.report import DemoReport
 from kvbridge.testbed.demo.requests import DemoRequest
 from kvbridge.testbed.demo.verdict import verdict_line
 from kvbridge.testbed.engines.messages import Computed, Finished, RoomEnded
@@ -223,21 +217,9 @@ class Demo(ClusterRun):
             weights=self._loaded["alone"].weights,
             versions=self._loaded["alone"].versions,
             requests=requests,
-            page_ids=compare_page_ids(requests),
-            scattered_requests=sum(map(is_scattered, requests)),
             most_in_flight=self._most_in_flight,
-            divergence=_divergence(requests),
             device=options.device,
             hot_buffer=plan.hot_buffer(),
             pages_left=pages_left,
             seconds=self.seconds,
         )
-
-
-def _divergence(requests: tuple[RequestReport, ...]) -> Divergence | None:
-    """Average over steps; every request has as many."""
-    kl = [request.mean_kl for request in requests if request.mean_kl is not None]
-    agreed = [request.top1_agreement for request in requests if request.top1_agreement is not None]
-    if not kl or not agreed:
-        return None
-    return Divergence(mean_kl=sum(kl) / len(kl), top1_agreement=sum(agreed) / len(agreed))
