@@ -189,15 +189,8 @@ def plan_cluster(folder: Path, spec: ClusterSpec) -> Cluster:
     prefill = DaemonProcess(Role.PREFILL, "the prefill daemon", folder / "p", ends_with_us=spec.ends_with_us)
     decode = DaemonProcess(Role.DECODE, "the decode daemon", folder / "d", ends_with_us=spec.ends_with_us)
     for daemon, node in ((prefill, spec.prefill), (decode, spec.decode)):
-        daemon.config = daemon_config(
-            spec.model,
-            instance=node.instance,
-            runtime_dir=daemon.runtime_dir,
-            transport=spec.transport,
-            pp=node.pp,
-            tp=node.tp,
-            pools=node.pools,
-        )
+        parts = node.model_dump(exclude={"more"})
+        daemon.config = daemon_config(spec.model, runtime_dir=daemon.runtime_dir, transport=spec.transport, **parts)
         daemon.config |= node.more
     return Cluster(folder, bootstrap, prefill, decode)
 
