@@ -25,6 +25,11 @@ class Transport(StrEnum):
     LOCAL = "local"
 
 
+def count_of(what: str, *, least: int = 1, most: int | None = None, default: str | bool = True) -> Any:  # noqa: ANN401 - as typer
+    """Return the option that is a number of something."""
+    return typer.Option(min=least, max=most, metavar="N", help=what, show_default=default)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
     """The options that every command of the testbed has; each field is annotated with its own."""

@@ -14,10 +14,12 @@ import typer
 
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.testbed.demo.lengths import DEFAULT_PROMPTS, DEFAULT_SPARSE_PROMPTS
-from kvbridge.testbed.options import CommandOptions, Transport
+from kvbridge.testbed.options import CommandOptions, Transport, count_of
 
 DEFAULT_STEPS, DEFAULT_SPARSE_STEPS = 16, 256
 DEFAULT_HOT_ROWS = 128
+_PROMPTS_DEFAULT = f"{DEFAULT_PROMPTS}; {DEFAULT_SPARSE_PROMPTS} longer ones with --sparse"
+_STEPS_DEFAULT = f"{DEFAULT_STEPS}; {DEFAULT_SPARSE_STEPS} with --sparse"
 
 
 class Device(StrEnum):
@@ -42,13 +44,7 @@ class DemoOptions(CommandOptions):
         bool, typer.Option("--sparse", help="Decode with a hot buffer; the C4 cache stays in the host pool.")
     ] = False
     hot_rows: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Hot buffer: rows of a request in each layer.",
-            show_default=str(DEFAULT_HOT_ROWS),
-        ),
+        int | None, count_of("Hot buffer: rows of a request in each layer.", default=str(DEFAULT_HOT_ROWS))
     ] = None
     device: Annotated[
         Device, typer.Option(help="Where the models compute and the device pools are: cuda means cuda:0.")
@@ -57,9 +53,7 @@ class DemoOptions(CommandOptions):
         Transport | None,
         typer.Option(help="The only transport that both sides may use.", show_default="mooncake; local on a GPU"),
     ] = None
-    prefill_pp: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Pipeline stages of prefill; they need not be equal.")
-    ] = 2
+    prefill_pp: Annotated[int, count_of("Pipeline stages of prefill; they need not be equal.")] = 2
     hf_config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A DeepSeek-V4 config.json, small enough for this machine."),
@@ -68,28 +62,12 @@ class DemoOptions(CommandOptions):
         RowEncoding, typer.Option(help="native: the model's own numbers; fp8_v4: as DeepSeek-V4 is served.")
     ] = RowEncoding.NATIVE
     prompts: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=500,
-            metavar="N",
-            help="Requests; lengths are chosen at the edges.",
-            show_default=f"{DEFAULT_PROMPTS}; {DEFAULT_SPARSE_PROMPTS} longer ones with --sparse",
-        ),
+        int | None, count_of("Requests; lengths are chosen at the edges.", most=500, default=_PROMPTS_DEFAULT)
     ] = None
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=10_000,
-            metavar="N",
-            help="Tokens that are decoded for each.",
-            show_default=f"{DEFAULT_STEPS}; {DEFAULT_SPARSE_STEPS} with --sparse",
-        ),
-    ] = None
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Prompt tokens that are computed and published at a time.")
-    ] = 512
+    steps: Annotated[int | None, count_of("Tokens that are decoded for each.", most=10_000, default=_STEPS_DEFAULT)] = (
+        None
+    )
+    chunk_tokens: Annotated[int, count_of("Prompt tokens that are computed and published at a time.")] = 512
 
     @property
     def chosen_transport(self) -> str:

@@ -13,7 +13,7 @@ import typer
 
 from kvbridge.core.geometry.presets import PRESETS
 from kvbridge.core.plan.digests import DigestKind
-from kvbridge.testbed.options import CommandOptions, Transport
+from kvbridge.testbed.options import CommandOptions, Transport, count_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class ReplayOptions(CommandOptions):
     trace: Annotated[
         Path, typer.Option(metavar="FILE", help="JSON lines: timestamp (ms), input_length, output_length, hash_ids.")
     ]
-    count: Annotated[int, typer.Option(min=0, metavar="N", help="Requests to replay; 0: all of the trace.")] = 0
-    start: Annotated[int, typer.Option(min=0, metavar="N", help="Requests of the trace to skip first.")] = 0
+    count: Annotated[int, count_of("Requests to replay; 0: all of the trace.", least=0)] = 0
+    start: Annotated[int, count_of("Requests of the trace to skip first.", least=0)] = 0
     speed: Annotated[
         float,
         typer.Option(
@@ -37,18 +37,14 @@ class ReplayOptions(CommandOptions):
     transport: Annotated[Transport, typer.Option(help="The only transport that both sides may use.")] = (
         Transport.MOONCAKE
     )
-    prefill_pp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Prefill stages.")] = 1
-    prefill_tp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Ranks a stage.")] = 1
-    decode_pp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Decode stages.")] = 1
-    decode_tp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Ranks a stage.")] = 1
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Prompt tokens written and published at a time.")
-    ] = 4096
-    max_in_flight: Annotated[
-        int, typer.Option(min=1, max=4096, metavar="N", help="Requests asked for or admitted at once.")
-    ] = 4
+    prefill_pp: Annotated[int, count_of("Prefill stages.", most=64)] = 1
+    prefill_tp: Annotated[int, count_of("Ranks a stage.", most=64)] = 1
+    decode_pp: Annotated[int, count_of("Decode stages.", most=64)] = 1
+    decode_tp: Annotated[int, count_of("Ranks a stage.", most=64)] = 1
+    chunk_tokens: Annotated[int, count_of("Prompt tokens written and published at a time.")] = 4096
+    max_in_flight: Annotated[int, count_of("Requests asked for or admitted at once.", most=4096)] = 4
     pool_tokens: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Tokens that fit a node's pools; 0: twice what can be in flight.")
+        int, count_of("Tokens that fit a node's pools; 0: twice what can be in flight.", least=0)
     ] = 0
     decode_ms_per_token: Annotated[
         float, typer.Option(min=0, metavar="MS", help="Decode holds a room for output_length x this / speed.")
