@@ -1,6 +1,6 @@
 """How many pages a request needs in each index space, and which logical pages its windows touch.
 
-Owns: page counts, the ring of window pages, the check that tables cover a request, live bytes.
+Owns: page counts, the ring of window pages, the check that tables cover a request.
 Must not know: which pages are free, who holds them.
 
 Window pages form a ring. A request reserves `pages_needed(...)[SWA]` physical pages at admission and never more:
@@ -11,13 +11,12 @@ was live at the end of the prompt. A page whose rows have slid out is so used ag
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
-from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
-from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
+from kvbridge.core.ids import IndexSpace, PageTable, Tables
 
 NO_HOST: frozenset[ComponentKind] = frozenset()
 
@@ -118,19 +117,15 @@ def tables_cover(
     *,
     tokens: int,
     host: frozenset[ComponentKind] = NO_HOST,
-    page_counts: Mapping[IndexSpace, int] | None = None,
 ) -> None:
     """Check that `tables` give a page to every live row of a request that now has `tokens` tokens.
 
-    `page_counts` are the pages that the pool of each space has; a space that it does not name is not checked for ids
-    beyond the pool. More pages than needed are allowed. Raises InvalidInputError for a missing or short table and
-    PageOutOfBoundsError for an id that does not exist, each naming the space, what is needed and what was given.
+    More pages than needed are allowed. Raises InvalidInputError for a missing or short table, naming the space, what is
+    needed and what was given. Whether the pages exist is checked where they are booked and where they are used.
     """
     for space, count in pages_needed(geometry, tokens=tokens, host=host).items():
         first = first_window_page(geometry, tokens) if space is IndexSpace.SWA else 0
         _check_table(tables.get(space), space, pages=range(first, first + count), tokens=tokens)
-    for space, table in tables.items():
-        _check_ids(table.require(space), space, None if page_counts is None else page_counts.get(space))
 
 
 def _check_table(table: PageTable | None, space: IndexSpace, *, pages: range, tokens: int) -> None:
@@ -144,32 +139,6 @@ def _check_table(table: PageTable | None, space: IndexSpace, *, pages: range, to
     held = range(table.first_page, table.first_page + len(table.require(space)))
     if pages and not (held.start <= pages.start and pages.stop <= held.stop):
         raise InvalidInputError(f"{need}, got {len(held)} from logical page {held.start}")
-
-
-def _check_ids(ids: PageIdArray, space: IndexSpace, page_count: int | None) -> None:
-    if not len(ids):
-        return
-    lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < 0:
-        raise PageOutOfBoundsError(f"page id {lowest} of space '{space}' is negative")
-    if page_count is not None and highest >= page_count:
-        raise PageOutOfBoundsError(
-            f"page id {highest} of space '{space}' does not exist: its pool has {page_count} pages"
-        )
-
-
-def request_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int = 0) -> dict[ComponentKind, int]:
-    """Return the live bytes of one copy of a request, by component: what decode needs, without page padding.
-
-    `prefix_tokens` is what decode already holds.
-    """
-    return {
-        component.kind: component.live_rows(tokens, prefix_tokens).count
-        * component.row_bytes
-        * component.lanes
-        * len(component.layers)
-        for component in geometry.components
-    }
 
 
 def _live_windows(geometry: ModelGeometry, tokens: int) -> list[RowInterval]:

@@ -15,14 +15,13 @@ type of message, a feature is added as well (`features`), which whoever depends 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
 
-from kvbridge.core.errors import ConfigError, InvalidInputError, ProtocolError
+from kvbridge.core.errors import InvalidInputError, ProtocolError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.wire.engine_messages import EngineToNode, NodeToEngine
 from kvbridge.core.wire.messages import MAX_TABLE_BYTES, PROTOCOL_VERSION, PeerMessage
@@ -30,8 +29,13 @@ from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode
 
 MessageT = TypeVar("MessageT", bound=FrozenModel)
 
-DEFAULT_MAX_FRAME_BYTES = (1 << 20) + 8 * MAX_TABLE_BYTES
+MAX_FRAME_BYTES = (1 << 20) + 8 * MAX_TABLE_BYTES
 """1 MiB of anything, and the tables of four index spaces on two sides of a room."""
+MAX_ARRAY_ITEMS = 16_384
+MAX_MAP_ITEMS = 1_024
+MAX_TEXT_BYTES = 65_536
+MAX_BINARY_BYTES = 1 << 20
+"""What a frame may hold. Nesting is bounded by msgpack's own stack (1,024) while parsing, then by the schema."""
 MAX_NAME_CHARACTERS = 200
 MAX_SELECTIVE_ACKS = 64
 _MAX_NUMBER = 2**62
@@ -61,24 +65,6 @@ class FrameError(ProtocolError):
     def __init__(self, fault: FrameFault, message: str) -> None:
         super().__init__(message)
         self.fault = fault
-
-
-@dataclass(frozen=True, slots=True)
-class FrameLimits:
-    """What a frame may hold. Nesting is bounded by msgpack's own stack (1,024) while parsing, then by the schema."""
-
-    max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
-    max_array_items: int = 16_384
-    max_map_items: int = 1_024
-    max_text_bytes: int = 65_536
-    max_binary_bytes: int = 1 << 20
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"frame limit {name} must be at least 1, got {getattr(self, name)}")
-        if self.max_frame_bytes < 2 * _ENVELOPE_BYTES:
-            raise ConfigError(f"max_frame_bytes must be at least {2 * _ENVELOPE_BYTES}, got {self.max_frame_bytes}")
 
 
 class Acks(NamedTuple):
@@ -116,24 +102,18 @@ class MessageCodec(Generic[MessageT]):
     when the frame would be larger than the limit.
     """
 
-    def __init__(self, union: Any, name: str, limits: FrameLimits | None = None) -> None:  # noqa: ANN401 - a type form
+    def __init__(self, union: Any, name: str, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:  # noqa: ANN401 - a type form
         self.name = name
-        self.limits = limits or FrameLimits()
+        self.max_frame_bytes = max_frame_bytes
         self._adapter: TypeAdapter[MessageT] = TypeAdapter(union)
-
-    def with_limits(self, limits: FrameLimits) -> MessageCodec[MessageT]:
-        """Return a codec of the same messages with other limits; the schema is not built again."""
-        other: MessageCodec[MessageT] = object.__new__(type(self))
-        other.name, other.limits, other._adapter = self.name, limits, self._adapter
-        return other
 
     def encode_body(self, message: MessageT) -> bytes:
         """Return the body of a frame, for `encode`; worth keeping when the message may be sent several times."""
         body: bytes = msgpack.packb(message.model_dump())
-        if len(body) > self.limits.max_frame_bytes - _ENVELOPE_BYTES:
+        if len(body) > self.max_frame_bytes - _ENVELOPE_BYTES:
             raise InvalidInputError(
                 f"{self.name} message {type(message).__name__} is {len(body)} bytes long, a frame takes at most "
-                f"{self.limits.max_frame_bytes} with its envelope; raise the frame limit on both sides or send less"
+                f"{self.max_frame_bytes} with its envelope; send less"
             )
         return body
 
@@ -170,19 +150,19 @@ class MessageCodec(Generic[MessageT]):
         return self._validate(self._unpack(body))
 
     def _unpack(self, frame: bytes) -> Any:  # noqa: ANN401 - whatever msgpack holds
-        size, limits = len(frame), self.limits
-        if size > limits.max_frame_bytes:
-            self._refuse(FrameFault.OVERSIZED, f"frame of {size} bytes, at most {limits.max_frame_bytes} are taken")
+        size = len(frame)
+        if size > self.max_frame_bytes:
+            self._refuse(FrameFault.OVERSIZED, f"frame of {size} bytes, at most {self.max_frame_bytes} are taken")
         try:
             return msgpack.unpackb(
                 frame,
                 use_list=False,
                 strict_map_key=True,
                 # No array can have more items than the frame has bytes: a short frame cannot ask for much memory.
-                max_array_len=min(limits.max_array_items, size),
-                max_map_len=min(limits.max_map_items, size),
-                max_str_len=limits.max_text_bytes,
-                max_bin_len=limits.max_binary_bytes,
+                max_array_len=min(MAX_ARRAY_ITEMS, size),
+                max_map_len=min(MAX_MAP_ITEMS, size),
+                max_str_len=MAX_TEXT_BYTES,
+                max_bin_len=MAX_BINARY_BYTES,
                 max_ext_len=0,
             )
         except (ValueError, msgpack.UnpackException) as error:

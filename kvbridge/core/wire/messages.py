@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import AfterValidator, Field
 
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
-from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, PageTable, Positive, Rank, Role, RoomId, Tables
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Rank, Role, RoomId, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.features import Features
@@ -78,14 +77,6 @@ def to_wire(tables: Tables) -> tuple[WireTable, ...]:
         WireTable(space=table.space, first_page=table.first_page, ids=table.ids.astype("<i4").tobytes())
         for table in tables.values()
     )
-
-
-def from_wire(tables: tuple[WireTable, ...]) -> Tables:
-    """Decode the tables of a message. Raises InvalidInputError (through PageTable) or ValueError on malformed ids."""
-    return {
-        table.space: PageTable(table.space, np.frombuffer(table.ids, dtype="<i4").astype(np.int32), table.first_page)
-        for table in tables
-    }
 
 
 class RoomMessage(FrozenModel):

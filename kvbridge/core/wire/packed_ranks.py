@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.manifest import RankManifest, Region
 from kvbridge.core.ids import FrozenModel, NonNegative
-from kvbridge.core.wire.codec import FrameLimits, MessageCodec
+from kvbridge.core.wire.codec import MessageCodec
 from kvbridge.core.wire.messages import MAX_PACKED_RANK_BYTES, RankDescription, TransportEndpoint
 
 _PER_LAYER = {"layer", "extent_addresses"}
@@ -39,9 +39,7 @@ class _PackedRank(FrozenModel):
     endpoints: tuple[TransportEndpoint, ...]
 
 
-_CODEC: MessageCodec[_PackedRank] = MessageCodec(
-    _PackedRank, "packed rank", FrameLimits(max_frame_bytes=MAX_PACKED_RANK_BYTES)
-)
+_CODEC: MessageCodec[_PackedRank] = MessageCodec(_PackedRank, "packed rank", max_frame_bytes=MAX_PACKED_RANK_BYTES)
 
 
 def pack_rank(description: RankDescription) -> bytes:
