@@ -236,13 +236,12 @@ class Pairing:
         destination_ordinal: int,
         destination_count: int,
     ) -> Self:
-        """Intersect two manifests that have passed `check_manifest`.
+        """Intersect two manifests that have passed `check_manifest`; nothing that it has checked is checked again.
 
         The destination is the `destination_ordinal`-th of the `destination_count` ranks of its node, counted from 0 in
         the same order by every source rank; a source rank writes to the node's host pool through the one that
         `host_ordinal` names. Only device regions of the source are read. Raises FingerprintMismatchError for
-        manifests of different models, InvalidInputError for an ordinal that does not exist or a region that contradicts
-        the geometry.
+        manifests of different models, InvalidInputError for an ordinal that does not exist.
         """
         if source.fingerprint != destination.fingerprint:
             raise FingerprintMismatchError(
@@ -261,7 +260,6 @@ class Pairing:
                 for layer in layers
                 if (component.kind, layer) in sources and (component.kind, layer) in targets
             ]
-            _check_form(component, pairs, source, destination)
             groups += [
                 LayerGroup.create(
                     component,
@@ -307,8 +305,7 @@ def destination_regions(manifest: RankManifest) -> RegionsByLayer:
 def held_groups(geometry: ModelGeometry, manifest: RankManifest, *, host_share: Stripe) -> tuple[LayerGroup, ...]:
     """Return what a rank has received once a request is complete, each group with the same regions on both sides.
 
-    The node's host pool is listed by each of its ranks; `host_share` is the part of its pages that is this one's. Raises
-    as `Pairing.create` does.
+    The node's host pool is listed by each of its ranks; `host_share` is the part of its pages that is this one's.
     """
     held = destination_regions(manifest)
     name = f"rank {manifest.rank}"
@@ -337,25 +334,6 @@ def replica_share(component: Component, source: Rank, tp_size: int) -> tuple[tup
 def host_ordinal(source: Rank, destination_count: int) -> int:
     """Return through which of a node's ranks, by its ordinal, a source rank writes the node's host pool."""
     return source.tp % destination_count
-
-
-def _check_form(
-    component: Component, pairs: list[tuple[Region, Region]], source: RankManifest, destination: RankManifest
-) -> None:
-    """Check what all arithmetic rests on: that source lanes are the rank's, and pages as long as the model says."""
-    lanes = lane_interval(component, source.rank.tp, source.tp_size)
-    for pair in pairs:
-        if (pair[0].lane_start, pair[0].lane_stop) != lanes:
-            raise InvalidInputError(
-                f"source rank {source.rank}: {pair[0].label} holds lanes [{pair[0].lane_start}, {pair[0].lane_stop}), "
-                f"but rank {source.rank.tp} of {source.tp_size} must hold [{lanes[0]}, {lanes[1]})"
-            )
-        for region, name, rank in zip(pair, ("source", "destination"), (source.rank, destination.rank), strict=True):
-            if region.page_bytes != component.page_bytes(region.lanes):
-                raise InvalidInputError(
-                    f"{name} rank {rank}: {region.label} has pages of {region.page_bytes} bytes, but {region.lanes} "
-                    f"lanes take {component.page_bytes(region.lanes)}"
-                )
 
 
 def _alike(pairs: list[tuple[Region, Region]]) -> list[list[tuple[Region, Region]]]:
