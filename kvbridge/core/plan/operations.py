@@ -54,17 +54,6 @@ class Operations:
         nothing = np.empty(0, dtype=np.uint64)
         return cls(nothing, nothing, nothing)
 
-    @classmethod
-    def joined(cls, parts: list[Operations]) -> Operations:
-        """All operations of `parts`, in that order."""
-        if not parts:
-            return cls.empty()
-        return cls(
-            np.concatenate([part.source for part in parts]),
-            np.concatenate([part.destination for part in parts]),
-            np.concatenate([part.length for part in parts]),
-        )
-
 
 class Amount(FrozenModel):
     """How much of one component was planned or sent."""

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from kvbridge.core.errors import CapacityError, ConfigError, IntegrityError, ProtocolError
+from kvbridge.core.errors import CapacityError, IntegrityError, ProtocolError
 from kvbridge.core.wire.codec import MAX_SELECTIVE_ACKS, Acks
 
 T = TypeVar("T")
@@ -37,18 +37,6 @@ class DeliverySettings:
     """Bytes of messages that came before their turn and are held for it; more of them are dropped, and sent again."""
     max_held: int = 8_192
     """Messages, on their way or waiting, that an outbox holds before `post` refuses."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.resend_first_s <= self.resend_most_s:
-            raise ConfigError(
-                f"need 0 < resend_first_s <= resend_most_s, got {self.resend_first_s} and {self.resend_most_s}"
-            )
-        if self.give_up_s <= 0:
-            raise ConfigError(f"give_up_s must be positive, got {self.give_up_s}")
-        if self.early_bytes < 1:
-            raise ConfigError(f"early_bytes must be positive, got {self.early_bytes}")
-        if not 1 <= self.window <= self.max_held:
-            raise ConfigError(f"need 1 <= window <= max_held, got {self.window} and {self.max_held}")
 
 
 class Outgoing(NamedTuple, Generic[T]):
