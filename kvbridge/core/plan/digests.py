@@ -28,7 +28,7 @@ from kvbridge.core.plan.lookup import PageLookup
 from kvbridge.core.plan.operations import AddressArray, Section
 from kvbridge.core.plan.pairing import LayerGroup, Pairing
 from kvbridge.core.plan.planner import rows_to_send
-from kvbridge.core.plan.runs import IndexArray, PageSplit, PartialPage, byte_intervals, split_rows
+from kvbridge.core.plan.runs import IndexArray, PageSplit, split_rows
 
 MAX_PART_BYTES = 512 * 1024
 """Digests that one message carries. More pages than that of one layer do not fit into a page table."""
@@ -136,27 +136,17 @@ def _layer_pieces(group: LayerGroup, split: PageSplit) -> tuple[IndexArray, Inde
     full = np.arange(split.full.start, split.full.stop)
     mine = group.stripe.pages(split.full)
     full = full if mine is None else full[mine]
-    partial = [
-        (page.page, offset, length)
-        for page in split.partial
-        if group.stripe.owns_page(page.page)
-        for offset, length in _intervals(group, page)
-    ]
-    page, offset, length = np.array(partial, dtype=np.int64).reshape(-1, 3).T
+    page, offset, length = group.partial_stretches(split)
     whole = np.full(len(full), group.lanes * group.component.lane_block_bytes)
     return np.append(full, page), np.append(np.zeros(len(full), dtype=np.int64), offset), np.append(whole, length)
-
-
-def _intervals(group: LayerGroup, page: PartialPage) -> list[tuple[int, int]]:
-    return byte_intervals(group.component, group.lanes, page.slots)
 
 
 def _all_layers(
     group: LayerGroup, lookup: PageLookup, split: PageSplit, pieces: tuple[IndexArray, IndexArray, IndexArray]
 ) -> Iterator[DigestPieces]:
     page, offset, length = pieces
-    places = group.source.places(lookup.sources(group, split.touched)[page - split.touched.start])
-    places = places.shifted(np.arange(len(page)), offset)
+    ids, _ = lookup.ids(group, split.touched)
+    places = group.source.places(ids[page - split.touched.start], offset)
     lanes = group.destination.lanes[1] - group.destination.lanes[0]
     image_bytes = lanes * group.component.lane_block_bytes
     behind = image_bytes - group.destination.lane_offset_bytes - offset - length

@@ -89,14 +89,9 @@ class PageLookup:
         self._source.check(group.source, group.component.kind, pages)
         self._destination.check(group.destination, group.component.kind, pages)
 
-    def page(self, group: LayerGroup, page: int) -> tuple[int, int]:
-        """Return the page ids of one logical page on the source and on the destination."""
-        source, destination = self._ids(group, range(page, page + 1))
-        return int(source[0]), int(destination[0])
-
-    def sources(self, group: LayerGroup, pages: range) -> IndexArray:
-        """Return the source's page ids of all these logical pages, whoever sends them."""
-        return self._source.ids(group.source.space, pages)
+    def ids(self, group: LayerGroup, pages: range) -> tuple[IndexArray, IndexArray]:
+        """Return the page ids of all these logical pages on the source and on the destination, whoever sends them."""
+        return self._source.ids(group.source.space, pages), self._destination.ids(group.destination.space, pages)
 
     def runs(self, group: LayerGroup, band: Band, pages: range) -> Runs:
         """Return the group's share of these logical pages as runs; where pages do not touch, each is its own run."""
@@ -104,13 +99,10 @@ class PageLookup:
         key = (group.source.space, group.destination.space, pages, group.stripe, borders)
         found = self._runs.get(key)
         if found is None:
-            source, destination = self._ids(group, pages)
+            source, destination = self.ids(group, pages)
             mine = group.stripe.pages(pages)
             if mine is not None:
                 source, destination = source[mine], destination[mine]
             found = find_runs(source, destination, borders) if borders else single_pages(source, destination)
             self._runs[key] = found
         return found
-
-    def _ids(self, group: LayerGroup, pages: range) -> tuple[IndexArray, IndexArray]:
-        return self._source.ids(group.source.space, pages), self._destination.ids(group.destination.space, pages)

@@ -25,11 +25,13 @@ from kvbridge.core.geometry.manifest import RankManifest, Region, lane_interval
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.plan.operations import AddressArray
 from kvbridge.core.plan.pieces import Places
-from kvbridge.core.plan.runs import NO_BORDERS, IndexArray
+from kvbridge.core.plan.runs import NO_BORDERS, IndexArray, PageSplit, byte_intervals
 
 STRIPE_PAGES = 4
 """Neighbouring logical pages that one replica sends before the next one's turn. Counted from the start of the request,
 so that it does not matter how the request is cut into chunks."""
+
+_NOTHING = np.zeros(1, dtype=np.int64)
 
 RegionsByLayer = dict[tuple[ComponentKind, int], Region]
 
@@ -114,12 +116,10 @@ class Side:
         """Pages between two borders that no operation may cross, or NO_BORDERS."""
         return self.pages_per_extent if self.page_count > self.pages_per_extent else NO_BORDERS
 
-    def places(self, ids: IndexArray) -> Places:
-        """Return where the first copied lane of each of these pages begins. Ids have been checked."""
-        if self.bases.shape[1] == 1:
-            return Places(None, ids * self.page_stride_bytes + self.lane_offset_bytes)
-        extent, within = np.divmod(ids, self.pages_per_extent)
-        return Places(extent, within * self.page_stride_bytes + self.lane_offset_bytes)
+    def places(self, ids: IndexArray, offset: IndexArray = _NOTHING) -> Places:
+        """Return the places `offset` bytes behind the first copied lane of each of these pages. Ids have been checked."""
+        extent, within = (None, ids) if self.bases.shape[1] == 1 else np.divmod(ids, self.pages_per_extent)
+        return Places(extent, within * self.page_stride_bytes + (offset + self.lane_offset_bytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,6 +176,17 @@ class LayerGroup:
             stripe=stripe,
             bands=_bands(sides[0], sides[1], page_bytes),
         )
+
+    def partial_stretches(self, split: PageSplit) -> tuple[IndexArray, IndexArray, IndexArray]:
+        """Return what is sent of partial pages: logical page, offset behind the first copied lane, and length of each stretch."""
+        found = [
+            (page.page, *interval)
+            for page in split.partial
+            if self.stripe.owns_page(page.page)
+            for interval in byte_intervals(self.component, self.lanes, page.slots)
+        ]
+        page, offset, length = np.array(found, dtype=np.int64).reshape(-1, 3).T.copy()
+        return page, offset, length
 
     def only(self, layers: frozenset[int]) -> LayerGroup | None:
         """Return the part of the group in `layers`, or None when there is none."""

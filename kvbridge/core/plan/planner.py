@@ -9,22 +9,14 @@ Python. Whatever several components have in common (page ids of an interval, the
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, RowInterval
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.lookup import PageLookup
-from kvbridge.core.plan.operations import Amount, Amounts, Operations, Plan, Section
-from kvbridge.core.plan.pairing import Band, LayerGroup, Pairing, Stripe
+from kvbridge.core.plan.operations import Amount, Amounts, Plan, Section
+from kvbridge.core.plan.pairing import LayerGroup, Pairing, Stripe
 from kvbridge.core.plan.pieces import Batch, Pieces, write_batches
-from kvbridge.core.plan.runs import (
-    PageSplit,
-    PartialPage,
-    Runs,
-    byte_intervals,
-    split_rows,
-)
+from kvbridge.core.plan.runs import PageSplit, split_rows
 
 
 def plan(pairing: Pairing, section: Section, source: Tables, destination: Tables, *, max_operation_bytes: int) -> Plan:
@@ -54,7 +46,7 @@ def plan(pairing: Pairing, section: Section, source: Tables, destination: Tables
             bytes=sum(batch.total_bytes for batch in mine),
             operations=sum(batch.operations for batch in mine),
         )
-    return Plan(write_batches(batches) if batches else Operations.empty(), amounts)
+    return Plan(write_batches(batches), amounts)
 
 
 def rows_to_send(component: Component, section: Section) -> RowInterval:
@@ -89,39 +81,18 @@ def owned_rows(component: Component, split: PageSplit, stripe: Stripe) -> int:
     return stripe.count_pages(split.full) * component.slots_per_page + partial
 
 
-# ------------------------------------------------------------------------------------------- pages to batches
-
-
 def _batches(group: LayerGroup, split: PageSplit, lookup: PageLookup) -> list[Batch]:
     """Return the batches of a group, before long operations are cut."""
     found = []
     if split.full:
         for band in group.bands:
-            pieces = _full_pieces(group, band, lookup.runs(group, band, split.full))
+            runs = lookup.runs(group, band, split.full)
+            source, destination = group.source.places(runs.source), group.destination.places(runs.destination)
+            pieces = Pieces(source, destination, runs.pages * band.page_bytes)
             found.append(Batch(band.source_bases, band.destination_bases, pieces))
-    partial = [page for page in split.partial if group.stripe.owns_page(page.page)]
-    if partial:
-        pieces = _partial_pieces(group, partial, lookup)
+    page, offset, length = group.partial_stretches(split)
+    if len(page):
+        sources, destinations = (ids[page - split.touched.start] for ids in lookup.ids(group, split.touched))
+        pieces = Pieces(group.source.places(sources, offset), group.destination.places(destinations, offset), length)
         found.append(Batch(group.source.bases, group.destination.bases, pieces))
     return [batch for batch in found if len(batch.pieces)]
-
-
-def _full_pieces(group: LayerGroup, band: Band, runs: Runs) -> Pieces:
-    return Pieces(
-        group.source.places(runs.source), group.destination.places(runs.destination), runs.pages * band.page_bytes
-    )
-
-
-def _partial_pieces(group: LayerGroup, pages: list[PartialPage], lookup: PageLookup) -> Pieces:
-    intervals = [
-        (index, *interval)
-        for index, page in enumerate(pages)
-        for interval in byte_intervals(group.component, group.lanes, page.slots)
-    ]
-    index, offset, length = np.array(intervals, dtype=np.int64).T
-    sources, destinations = zip(*(lookup.page(group, page.page) for page in pages), strict=True)
-    return Pieces(
-        group.source.places(np.array(sources)).shifted(index, offset),
-        group.destination.places(np.array(destinations)).shifted(index, offset),
-        np.ascontiguousarray(length),
-    )
