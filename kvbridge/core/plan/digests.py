@@ -108,7 +108,8 @@ def sent_groups(pairings: Iterable[Pairing], layers: tuple[int, ...] | None) -> 
 
 def key_of(group: LayerGroup) -> DigestKey:
     """Return under which key the digests of a group are known."""
-    return DigestKey(group.component.kind, *group.destination.lanes)
+    form = group.destination.form
+    return DigestKey(group.component.kind, form.lane_start, form.lane_stop)
 
 
 def digest_pieces(
@@ -147,8 +148,7 @@ def _all_layers(
     page, offset, length = pieces
     ids, _ = lookup.ids(group, split.touched)
     places = group.source.places(ids[page - split.touched.start], offset)
-    lanes = group.destination.lanes[1] - group.destination.lanes[0]
-    image_bytes = lanes * group.component.lane_block_bytes
+    image_bytes = group.destination.form.lanes * group.component.lane_block_bytes
     behind = image_bytes - group.destination.lane_offset_bytes - offset - length
     layers = np.array(group.layers, dtype=np.int64)
     step = max(1, PIECES_AT_ONCE // len(page))
@@ -158,8 +158,8 @@ def _all_layers(
         places.write(group.source.bases[first : first + step], address)
         yield DigestPieces(
             key=key_of(group),
-            memory=group.source.memory,
-            device=group.source.device,
+            memory=group.source.form.memory,
+            device=group.source.form.device,
             layer=np.repeat(chosen, len(page)),
             page=np.tile(page, len(chosen)),
             address=address.reshape(-1),

@@ -12,7 +12,7 @@ own addresses; a source rank writes its share of it through one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, lane_interval
-from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
+from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.plan.operations import AddressArray
 from kvbridge.core.plan.pieces import Places
 from kvbridge.core.plan.runs import NO_BORDERS, IndexArray, PageSplit, byte_intervals
@@ -76,50 +76,32 @@ class Side:
 
     name: str
     """For error messages: "source rank pp0.tp1"."""
-    space: IndexSpace
-    page_count: int
-    page_stride_bytes: int
-    pages_per_extent: int
+    form: Region
+    """One of the regions: what it says counts for all, but for its layer and its addresses."""
     bases: AddressArray
     """Shape (layers, extents), or (layers, 1) where the extents of each layer follow each other without a gap."""
     lane_offset_bytes: int
     """Where the first lane that is copied begins in a page."""
-    lanes: tuple[int, int]
-    """The lanes [start, stop) that a page holds, whichever of them are copied."""
-    memory: MemoryKind
-    device: int
-    """CUDA ordinal of VRAM; 0 for DRAM."""
 
     @classmethod
-    def create(cls, name: str, regions: list[Region], *, lane_offset_bytes: int) -> Self:
-        """Take regions that differ in their layer and their addresses only."""
+    def create(cls, name: str, regions: Sequence[Region], *, lane_offset_bytes: int) -> Self:
+        """Take regions of one form."""
         form = regions[0]
         bases = np.array([region.extent_addresses for region in regions], dtype=np.uint64)
         extent_bytes = np.uint64(form.pages_per_extent * form.page_stride_bytes)
         if (np.diff(bases, axis=1) == extent_bytes).all():
             bases = bases[:, :1]
-        return cls(
-            name=name,
-            space=form.space,
-            page_count=form.page_count,
-            page_stride_bytes=form.page_stride_bytes,
-            pages_per_extent=form.pages_per_extent,
-            bases=bases,
-            lane_offset_bytes=lane_offset_bytes,
-            lanes=(form.lane_start, form.lane_stop),
-            memory=form.memory,
-            device=form.device,
-        )
+        return cls(name, form, bases, lane_offset_bytes)
 
     @property
     def border_pages(self) -> int:
         """Pages between two borders that no operation may cross, or NO_BORDERS."""
-        return self.pages_per_extent if self.page_count > self.pages_per_extent else NO_BORDERS
+        return self.form.pages_per_extent if len(self.form.extent_addresses) > 1 else NO_BORDERS
 
     def places(self, ids: IndexArray, offset: IndexArray = _NOTHING) -> Places:
         """Return the places `offset` bytes behind the first copied lane of each of these pages. Ids have been checked."""
-        extent, within = (None, ids) if self.bases.shape[1] == 1 else np.divmod(ids, self.pages_per_extent)
-        return Places(extent, within * self.page_stride_bytes + (offset + self.lane_offset_bytes))
+        extent, within = (None, ids) if self.bases.shape[1] == 1 else np.divmod(ids, self.form.pages_per_extent)
+        return Places(extent, within * self.form.page_stride_bytes + (offset + self.lane_offset_bytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,9 +141,7 @@ class LayerGroup:
         start, stop = max(source.lane_start, destination.lane_start), min(source.lane_stop, destination.lane_stop)
         lanes = stop - start
         sides = [
-            Side.create(
-                name, list(regions), lane_offset_bytes=(start - regions[0].lane_start) * component.lane_block_bytes
-            )
+            Side.create(name, regions, lane_offset_bytes=(start - regions[0].lane_start) * component.lane_block_bytes)
             for name, regions in zip(names, zip(*pairs, strict=True), strict=True)
         ]
         whole = lanes == source.lanes == destination.lanes
@@ -209,8 +189,9 @@ class LayerGroup:
 def _bands(source: Side, destination: Side, page_bytes: int) -> tuple[Band, ...]:
     """Join layers whose pages touch on both sides, as in `page_first`; mostly the result is one band."""
     layers = len(source.bases)
+    strides = source.form.page_stride_bytes, destination.form.page_stride_bytes
     begins = np.ones(layers, dtype=np.bool_)
-    if min(source.page_stride_bytes, destination.page_stride_bytes) >= 2 * page_bytes:
+    if min(strides) >= 2 * page_bytes:
         # A stride with room for several pages keeps neighbours inside one block, hence inside one extent.
         begins[1:] = ~(_touching(source, page_bytes) & _touching(destination, page_bytes))
     first = np.flatnonzero(begins)
@@ -218,7 +199,7 @@ def _bands(source: Side, destination: Side, page_bytes: int) -> tuple[Band, ...]
     bands = []
     for count in np.unique(joined).tolist():
         rows = first[joined == count]
-        joins = source.page_stride_bytes == destination.page_stride_bytes == count * page_bytes
+        joins = strides == (count * page_bytes,) * 2
         bands.append(Band(source.bases[rows], destination.bases[rows], count * page_bytes, joins))
     return tuple(bands)
 
@@ -352,18 +333,5 @@ def _alike(pairs: list[tuple[Region, Region]]) -> list[list[tuple[Region, Region
     found: dict[tuple[object, ...], list[tuple[Region, Region]]] = {}
     for pair in pairs:
         if min(region.lane_stop for region in pair) > max(region.lane_start for region in pair):
-            found.setdefault((*_form(pair[0]), *_form(pair[1])), []).append(pair)
+            found.setdefault((*pair[0].form, *pair[1].form), []).append(pair)
     return list(found.values())
-
-
-def _form(region: Region) -> tuple[object, ...]:
-    return (
-        region.space,
-        region.memory,
-        region.device,
-        region.page_count,
-        region.pages_per_extent,
-        region.page_stride_bytes,
-        region.lane_start,
-        region.lane_stop,
-    )

@@ -36,10 +36,7 @@ def plan(pairing: Pairing, section: Section, source: Tables, destination: Tables
             continue
         split = split_rows(group.component, rows)
         lookup.check(group, split.touched)
-        mine = [
-            Batch(batch.source_bases, batch.destination_bases, batch.pieces.cut(max_operation_bytes))
-            for batch in _batches(group, split, lookup)
-        ]
+        mine = _batches(group, split, lookup, max_operation_bytes)
         batches += mine
         amounts[group.component.kind] = amounts.get(group.component.kind, Amount()) + Amount(
             lane_rows=owned_rows(group.component, split, group.stripe) * group.lanes * len(group.layers),
@@ -81,18 +78,17 @@ def owned_rows(component: Component, split: PageSplit, stripe: Stripe) -> int:
     return stripe.count_pages(split.full) * component.slots_per_page + partial
 
 
-def _batches(group: LayerGroup, split: PageSplit, lookup: PageLookup) -> list[Batch]:
-    """Return the batches of a group, before long operations are cut."""
+def _batches(group: LayerGroup, split: PageSplit, lookup: PageLookup, max_bytes: int) -> list[Batch]:
     found = []
     if split.full:
         for band in group.bands:
             runs = lookup.runs(group, band, split.full)
             source, destination = group.source.places(runs.source), group.destination.places(runs.destination)
             pieces = Pieces(source, destination, runs.pages * band.page_bytes)
-            found.append(Batch(band.source_bases, band.destination_bases, pieces))
+            found.append(Batch(band.source_bases, band.destination_bases, pieces.cut(max_bytes)))
     page, offset, length = group.partial_stretches(split)
     if len(page):
         sources, destinations = (ids[page - split.touched.start] for ids in lookup.ids(group, split.touched))
         pieces = Pieces(group.source.places(sources, offset), group.destination.places(destinations, offset), length)
-        found.append(Batch(group.source.bases, group.destination.bases, pieces))
+        found.append(Batch(group.source.bases, group.destination.bases, pieces.cut(max_bytes)))
     return [batch for batch in found if len(batch.pieces)]

@@ -92,7 +92,6 @@ class Envelope(NamedTuple, Generic[MessageT]):
     """The lowest sequence number that the sender still offers: whoever waits for a lower one waits in vain."""
     acks: Acks = NOTHING
     body: MessageT | None = None
-    version: int = PROTOCOL_VERSION
 
 
 class MessageCodec(Generic[MessageT]):
@@ -119,7 +118,7 @@ class MessageCodec(Generic[MessageT]):
 
     def encode(self, envelope: Envelope[MessageT], body: bytes = b"") -> bytes:
         """Return the frame of an envelope; `body`, if given, is used in place of the envelope's own."""
-        head: bytes = msgpack.packb((envelope.version, *envelope[:_BODY], None))
+        head: bytes = msgpack.packb((PROTOCOL_VERSION, *envelope[:_BODY], None))
         if not body:
             if envelope.body is None:
                 return head
@@ -132,18 +131,9 @@ class MessageCodec(Generic[MessageT]):
         parts = self._unpack(frame)
         if not isinstance(parts, tuple):
             self._refuse(FrameFault.MALFORMED, f"expected an array, got {type(parts).__name__}")
-        self._check_envelope(parts)
-        version, sender, recipient, link, sequence, floor, acks, body = parts[: len(_FIELDS)]
-        return Envelope(
-            sender=sender,
-            recipient=recipient,
-            link=link,
-            sequence=sequence,
-            floor=floor,
-            acks=Acks(acks[0], acks[1]),
-            body=None if body is None else self._validate(body),
-            version=version,
-        )
+        sender, recipient, link, sequence, floor, acks, body = self._envelope_fields(parts)
+        message = None if body is None else self._validate(body)
+        return Envelope(sender, recipient, link, sequence, floor, Acks(*acks), message)
 
     def decode_body(self, body: bytes) -> MessageT:
         """Return the message that `encode_body` has encoded."""
@@ -168,7 +158,8 @@ class MessageCodec(Generic[MessageT]):
         except (ValueError, msgpack.UnpackException) as error:
             self._refuse(FrameFault.MALFORMED, f"{size} bytes are not a frame: {_reason(error)}")
 
-    def _check_envelope(self, parts: tuple[Any, ...]) -> None:
+    def _envelope_fields(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what follows the version, each of its type and within its limits; the body is looked at no further."""
         version = parts[0] if parts else None
         if version != PROTOCOL_VERSION or type(version) is not int:
             theirs = version if type(version) is int else "none"
@@ -178,7 +169,8 @@ class MessageCodec(Generic[MessageT]):
             )
         if len(parts) < len(_FIELDS):
             self._refuse(FrameFault.ENVELOPE, f"expected {len(_FIELDS)} envelope fields, got {len(parts)}")
-        _, sender, recipient, link, sequence, floor, acks, body = parts[: len(_FIELDS)]
+        _, *found = parts[: len(_FIELDS)]
+        sender, recipient, link, sequence, floor, acks, body = found
         checks = (
             _is_name(sender) and sender != "",
             _is_name(recipient),
@@ -191,6 +183,7 @@ class MessageCodec(Generic[MessageT]):
         if not all(checks):
             field = _FIELDS[1 + checks.index(False)]
             self._refuse(FrameFault.ENVELOPE, f"envelope field '{field}' is out of range or of the wrong type")
+        return tuple(found)
 
     def _validate(self, body: object) -> MessageT:
         try:

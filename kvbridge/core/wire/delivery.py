@@ -53,18 +53,16 @@ class Undelivered(NamedTuple, Generic[T]):
     age_s: float
 
 
+@dataclass(slots=True, eq=False)
 class _Held(Generic[T]):
-    __slots__ = ("arrived", "give_up_at_s", "interval_s", "message", "posted_at_s", "resend_at_s", "sent_at_s")
-
-    def __init__(self, message: T, posted_at_s: float, give_up_at_s: float) -> None:
-        self.message = message
-        self.posted_at_s = posted_at_s
-        self.give_up_at_s = give_up_at_s
-        self.arrived = False
-        """Acknowledged out of order: not sent again, but not yet handed on either."""
-        self.interval_s = 0.0
-        self.resend_at_s = math.inf
-        self.sent_at_s = math.inf
+    message: T
+    posted_at_s: float
+    give_up_at_s: float
+    arrived: bool = False
+    """Acknowledged out of order: not sent again, but not yet handed on either."""
+    interval_s: float = 0.0
+    resend_at_s: float = math.inf
+    sent_at_s: float = math.inf
 
 
 class Outbox(Generic[T]):

@@ -53,7 +53,7 @@ def test_the_host_copy_is_the_destination_where_both_are_listed():
     device = Instance(flash(), PAGES, base=1 << 52).manifests()[0]
     both = host.model_copy(update={"regions": (*device.regions, *[r for r in host.regions if r.space is Space.HOST])})
     pairing = create(Instance(flash(), PAGES).manifests()[0], both)
-    spaces = {group.component.kind: group.destination.space for group in pairing.groups}
+    spaces = {group.component.kind: group.destination.form.space for group in pairing.groups}
     assert (spaces[Kind.C4_KV], spaces[Kind.C4_INDEXER]) == (Space.HOST, Space.FULL)
 
 

@@ -27,7 +27,7 @@ def test_agreed_is_what_both_have():
         (
             Features(has=("a",), requires=("a",)),
             OLDER,
-            "them does not have feature 'a', which us requires: upgrade them",
+            "us requires feature 'a', which them does not have: upgrade them",
         ),
         (OLDER, Features(requires=("z", "y")), "them requires features 'y', 'z', which us does not have: upgrade us"),
     ],
