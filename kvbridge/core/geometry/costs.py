@@ -2,9 +2,8 @@
 
 Owns: that arithmetic, and which resource runs out first. Must not know: pools, configuration files, who asks.
 
-Pages are reserved at admission for the prompt and all that may be generated, so these are the costs for the whole life of a
-request; nothing is added later. With sparse decode a request also takes one slot of the hot buffer, which is allocated whole at
-start, so its bytes do not depend on the request.
+These are the costs of the whole life of a request: everything is reserved at admission. With sparse decode that is also one slot
+of the hot buffer, whose bytes do not depend on the request.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ dimensions come from, addresses, ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive
@@ -32,6 +34,18 @@ class RowForm(FrozenModel):
     lanes: Positive = 1
     page_alignment_bytes: Positive = 1
 
+    def component(self, kind: ComponentKind, layers: Layers, **fields: Any) -> Component:  # noqa: ANN401 - as `Component` has them
+        """Return the component of that kind, with what `Component` has besides."""
+        return Component(
+            kind=kind,
+            layers=layers,
+            encoding=self.encoding,
+            row_parts_bytes=self.parts,
+            lanes=self.lanes,
+            page_alignment_bytes=self.page_alignment_bytes,
+            **fields,
+        )
+
 
 def _growing(
     kind: ComponentKind,
@@ -48,35 +62,27 @@ def _growing(
             f"a compression rate of {tokens_per_row} does not divide a page of {tokens_per_page} tokens, so an entry "
             f"would cross pages; choose tokens_per_page as a multiple of {tokens_per_row}"
         )
-    return Component(
-        kind=kind,
-        layers=layers,
+    return row.component(
+        kind,
+        layers,
         space=IndexSpace.FULL,
-        encoding=row.encoding,
         liveness=Liveness.GROWING,
         tokens_per_row=tokens_per_row,
-        row_parts_bytes=row.parts,
         slots_per_page=rows,
         rows_per_logical_page=rows,
-        lanes=row.lanes,
-        page_alignment_bytes=row.page_alignment_bytes,
         host_capable=host_capable,
     )
 
 
 def _window(layers: Layers, row: RowForm, *, window: int, tokens_per_page: int) -> Component:
-    return Component(
-        kind=ComponentKind.SWA_KV,
-        layers=layers,
+    return row.component(
+        ComponentKind.SWA_KV,
+        layers,
         space=IndexSpace.SWA,
-        encoding=row.encoding,
         liveness=Liveness.WINDOW,
         window=window,
-        row_parts_bytes=row.parts,
         slots_per_page=tokens_per_page,
         rows_per_logical_page=tokens_per_page,
-        lanes=row.lanes,
-        page_alignment_bytes=row.page_alignment_bytes,
     )
 
 
@@ -188,16 +194,13 @@ def _v4_sparse(dimensions: V4Dimensions, rows: V4Rows) -> list[Component]:
     def state(kind: ComponentKind, dim: int) -> Component:
         # An entry is pooled from its own block and the one before it, each with its own half of the features, so a
         # state row is [kv a | kv b | score a | score b].
-        row = rows.state(4 * dim)
-        return Component(
-            kind=kind,
-            layers=layers,
+        return rows.state(4 * dim).component(
+            kind,
+            layers,
             space=IndexSpace.SWA,
-            encoding=row.encoding,
             liveness=Liveness.TAIL,
             block=rate,
             overlap=1,
-            row_parts_bytes=row.parts,
             slots_per_page=min(2 * rate, page),
             rows_per_logical_page=page,
         )
@@ -216,20 +219,17 @@ def _v4_heavy(dimensions: V4Dimensions, rows: V4Rows) -> list[Component]:
     layers, rate = dimensions.heavy_layers, dimensions.heavy_rate
     if not layers:
         return []
-    # Blocks do not overlap, so a state row is [kv | score].
-    row = rows.state(2 * dimensions.head_dim)
     return [
         _growing(
             ComponentKind.C128_KV, layers, rows.kv, tokens_per_page=dimensions.tokens_per_page, tokens_per_row=rate
         ),
-        Component(
-            kind=ComponentKind.C128_STATE,
-            layers=layers,
+        # Blocks do not overlap, so a state row is [kv | score].
+        rows.state(2 * dimensions.head_dim).component(
+            ComponentKind.C128_STATE,
+            layers,
             space=IndexSpace.REQUEST,
-            encoding=row.encoding,
             liveness=Liveness.TAIL,
             block=rate,
-            row_parts_bytes=row.parts,
             slots_per_page=rate,
             rows_per_logical_page=rate * ENDLESS_PAGES,
         ),

@@ -4,9 +4,7 @@ Owns: what a digest is, the pieces of memory that it is computed from, its form 
 are read, who compares.
 
 The digest of a page is the raw CRC-32C of the page as the destination keeps it, without its padding and with zeros
-where the request has no live row. The checksum is linear, so a page that several writers fill (stripes, chunks,
-lanes) has the exclusive or of what each of them computes from its own rows, and the receiver finds the same in its
-memory, however the request was cut.
+where the request has no live row; of what several writers compute from their own rows it is the exclusive or.
 
 A digest is known by component, destination lanes, layer and logical page, and not by the destination rank: ranks that
 keep the same lanes keep the same bytes.

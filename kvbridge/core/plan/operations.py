@@ -30,12 +30,11 @@ class Operations:
     length: AddressArray
 
     def __post_init__(self) -> None:
-        shapes = {array.shape for array in (self.source, self.destination, self.length)}
-        if len(shapes) != 1 or len(next(iter(shapes))) != 1:
-            raise InvalidInputError(f"operation arrays must be one-dimensional and equally long, got shapes {shapes}")
         for array in (self.source, self.destination, self.length):
-            if array.dtype != np.uint64:
-                raise InvalidInputError(f"operation arrays are uint64, got {array.dtype}")
+            if array.dtype != np.uint64 or array.shape != (self.length.size,):
+                raise InvalidInputError(
+                    f"operation arrays are uint64, one-dimensional and equally long, got {array.dtype} of shape {array.shape}"
+                )
 
     def __len__(self) -> int:
         return len(self.length)

@@ -4,7 +4,7 @@ Owns: names, fields, limits. Must not know: sockets, encoding, who is connected 
 
 There are three conversations. *Peers* (decode node <-> prefill node, here) meet, offer, send and drain. *Workers* (node <->
 its rank workers, `worker_messages`) execute. *Engines* (node <-> engine ranks, `engine_messages`) begin, publish, claim. A
-closed union for each direction; what is not in the union is refused at the endpoint.
+closed union for each direction; what is not in the union is refused as it arrives.
 
 Page tables travel as little-endian int32 bytes, not as lists: a million-token request has 4,096 ids in each space.
 """
