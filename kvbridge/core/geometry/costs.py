@@ -17,11 +17,6 @@ from kvbridge.core.geometry.manifest import lane_interval
 from kvbridge.core.geometry.pages import NO_HOST, pages_needed
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive
 
-SPARSE_REQUESTS = "sparse.max_requests"
-SPARSE_TOKENS = "sparse.max_tokens"
-DEVICE_MEMORY = "device memory"
-HOST_MEMORY = "host memory"
-
 
 class DecodePlan(FrozenModel):
     """What of a model one decode rank holds, and where."""
@@ -103,7 +98,7 @@ def fit_memory(plan: DecodePlan, cost: RequestCost, *, device_bytes: int, host_b
     Each is charged its slot of the hot buffer, so the answer is also how large the buffer would have to be; `max_requests` does
     not count.
     """
-    limits = {DEVICE_MEMORY: (device_bytes, cost.device_bytes), HOST_MEMORY: (host_bytes, cost.host_bytes)}
+    limits = {"device memory": (device_bytes, cost.device_bytes), "host memory": (host_bytes, cost.host_bytes)}
     return _fit(plan, cost, limits)
 
 
@@ -113,14 +108,14 @@ def fit_pools(plan: DecodePlan, cost: RequestCost, *, pages: Mapping[IndexSpace,
         f"pages of '{space}'": (pages[space], count) for space, count in sorted(cost.pages.items()) if space in pages
     }
     if plan.sparse is not None:
-        limits[SPARSE_REQUESTS] = (plan.sparse.max_requests, 1)
+        limits["sparse.max_requests"] = (plan.sparse.max_requests, 1)
     return _fit(plan, cost, limits)
 
 
 def _fit(plan: DecodePlan, cost: RequestCost, limits: Mapping[str, tuple[int, int]]) -> Fit:
     """`limits`: what there is, and what one request takes of it, by name; the first of equal ones is named."""
     if plan.sparse is not None and cost.tokens > plan.sparse.max_tokens:
-        return Fit(requests=0, limit=SPARSE_TOKENS)
+        return Fit(requests=0, limit="sparse.max_tokens")
     counts = {name: there // each for name, (there, each) in limits.items() if each}
     if not counts:
         return Fit(requests=0, limit="")

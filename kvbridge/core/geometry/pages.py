@@ -37,7 +37,9 @@ def pages_needed(
     begin = tokens if prompt_tokens is None else prompt_tokens
     if not 0 <= begin <= tokens:
         raise InvalidInputError(f"need 0 <= prompt_tokens <= tokens, got prompt_tokens {begin} and tokens {tokens}")
-    _require_host_capable(geometry, host)
+    for kind in sorted(host):
+        if not geometry.component(kind).host_capable:
+            raise InvalidInputError(f"component '{kind}' of model '{geometry.name}' cannot live in the host pool")
     needed: dict[IndexSpace, int] = {}
     for component in geometry.components:
         space = IndexSpace.HOST if component.kind in host else component.space
@@ -148,9 +150,3 @@ def _live_windows(geometry: ModelGeometry, tokens: int) -> list[RowInterval]:
 
 def _window_components(geometry: ModelGeometry) -> list[Component]:
     return [component for component in geometry.components if component.space is IndexSpace.SWA]
-
-
-def _require_host_capable(geometry: ModelGeometry, host: frozenset[ComponentKind]) -> None:
-    for kind in sorted(host):
-        if not geometry.component(kind).host_capable:
-            raise InvalidInputError(f"component '{kind}' of model '{geometry.name}' cannot live in the host pool")

@@ -47,12 +47,6 @@ class Operations:
     def __getitem__(self, part: slice) -> Operations:
         return Operations(self.source[part], self.destination[part], self.length[part])
 
-    @classmethod
-    def empty(cls) -> Operations:
-        """No operation at all."""
-        nothing = np.empty(0, dtype=np.uint64)
-        return cls(nothing, nothing, nothing)
-
 
 class Amount(FrozenModel):
     """How much of one component was planned or sent."""

@@ -2,9 +2,8 @@
 
 Owns: the names of features, and the decision whether two sides can work together. Must not know: messages, who is asked.
 
-Each side says what it has and what it requires of the other, in the first message of a conversation: Hello and Welcome between
-nodes, Attach and Attached between engine and node, the registration and its answer at bootstrap. Both sides decide, since an older
-release does not know what a later one requires of it. A feature that is agreed is one that both have.
+Each side says what it has and what it requires of the other, in the first message of a conversation. Both sides decide, since an
+older release does not know what a later one requires of it. A feature that is agreed is one that both have.
 """
 
 from __future__ import annotations

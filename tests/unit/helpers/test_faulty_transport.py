@@ -47,7 +47,7 @@ class FakeTransfer(Transfer):
             return TransferStatus(TransferState.ACTIVE)
         if not self._inner.closed:
             self._inner.delivered += [int(address) for address in self._operations.source]
-        self._operations = Operations.empty()
+        self._operations = self._operations[:0]
         return TransferStatus(TransferState.DONE)
 
     def abort(self, reason: str) -> None:
