@@ -25,8 +25,8 @@ from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive, Ta
 from kvbridge.core.plan.lookup import PageLookup
 from kvbridge.core.plan.operations import AddressArray, Section
 from kvbridge.core.plan.pairing import LayerGroup, Pairing
-from kvbridge.core.plan.planner import rows_to_send
-from kvbridge.core.plan.runs import IndexArray, PageSplit, split_rows
+from kvbridge.core.plan.planner import pages_to_send
+from kvbridge.core.plan.runs import IndexArray, PageSplit
 
 MAX_PART_BYTES = 512 * 1024
 """Digests that one message carries. More pages than that of one layer do not fit into a page table."""
@@ -119,12 +119,7 @@ def digest_pieces(
     `plan` raises for tables that do not fit.
     """
     lookup = PageLookup(source, destination)
-    for group in groups:
-        rows = rows_to_send(group.component, section)
-        if not rows.count:
-            continue
-        split = split_rows(group.component, rows)
-        lookup.check(group, split.touched)
+    for group, split in pages_to_send(groups, section, lookup):
         page, offset, length = _layer_pieces(group, split)
         if len(page):
             yield from _all_layers(group, lookup, split, (page, offset, length))

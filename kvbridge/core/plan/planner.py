@@ -9,6 +9,8 @@ Python. Whatever several components have in common (page ids of an interval, the
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, RowInterval
 from kvbridge.core.ids import Tables
@@ -30,12 +32,7 @@ def plan(pairing: Pairing, section: Section, source: Tables, destination: Tables
     lookup = PageLookup(source, destination)
     batches: list[Batch] = []
     amounts: Amounts = {}
-    for group in pairing.groups_of(section.layers):
-        rows = rows_to_send(group.component, section)
-        if not rows.count:
-            continue
-        split = split_rows(group.component, rows)
-        lookup.check(group, split.touched)
+    for group, split in pages_to_send(pairing.groups_of(section.layers), section, lookup):
         mine = _batches(group, split, lookup, max_operation_bytes)
         batches += mine
         amounts[group.component.kind] = amounts.get(group.component.kind, Amount()) + Amount(
@@ -56,6 +53,18 @@ def rows_to_send(component: Component, section: Section) -> RowInterval:
 
     before, after = published(section.start_token), published(section.stop_token)
     return RowInterval(start=max(before.stop, after.start), stop=after.stop)
+
+
+def pages_to_send(
+    groups: Iterable[LayerGroup], section: Section, lookup: PageLookup
+) -> Iterator[tuple[LayerGroup, PageSplit]]:
+    """Yield each group of which a section adds rows, and the pages that they touch; the tables have them (`PageLookup.check`)."""
+    for group in groups:
+        rows = rows_to_send(group.component, section)
+        if rows.count:
+            split = split_rows(group.component, rows)
+            lookup.check(group, split.touched)
+            yield group, split
 
 
 def _check(section: Section, max_operation_bytes: int) -> None:
