@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, ConfigError, ProtocolError
-from kvbridge.core.wire.codec import PEER, Envelope, FrameLimits, MessageCodec
+from kvbridge.core.wire.codec import PEER, Envelope, MessageCodec
 from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox, Outgoing, Undelivered
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 
@@ -64,7 +64,6 @@ class PeerSettings:
     """Everything that can be tuned about peers."""
 
     delivery: DeliverySettings = field(default_factory=DeliverySettings)
-    limits: FrameLimits = field(default_factory=FrameLimits)
     ack_delay_s: float = 0.01
     """How long an acknowledgement waits for a message to ride on."""
     max_peers: int = 4_096
@@ -109,7 +108,7 @@ class LinkContext:
         self.settings = settings or PeerSettings()
         self.clock = clock
         self.loop = asyncio.get_running_loop()
-        self.codec: MessageCodec[PeerMessage] = PEER.with_limits(self.settings.limits)
+        self.codec: MessageCodec[PeerMessage] = PEER
 
 
 class Link:

@@ -147,7 +147,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
         self._context = context = SocketContext()
         socket = context.open(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._inbound.limits.max_frame_bytes)
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._inbound.max_frame_bytes)
         self._monitor = Monitor(socket, ACCEPTED | DISCONNECTED, self._on_connection)
         self._socket = LoopSocket(socket, self._on_parts)
         try:
@@ -326,7 +326,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._socket = self._context.open(zmq.DEALER)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._inbound.limits.max_frame_bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._inbound.max_frame_bytes)
         self._monitor = self._socket.get_monitor_socket(DISCONNECTED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

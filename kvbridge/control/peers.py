@@ -34,7 +34,7 @@ from kvbridge.control.monitor import (
 from kvbridge.control.sockets import LoopSocket, Parts, SocketContext
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, ProtocolError
-from kvbridge.core.wire.codec import Envelope, FrameError
+from kvbridge.core.wire.codec import MAX_FRAME_BYTES, Envelope, FrameError
 from kvbridge.core.wire.messages import PeerMessage
 
 _ZMTP_PING_MS = 5_000
@@ -397,7 +397,7 @@ class PeerClient:
 
 def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings, endpoint: str) -> None:
     # Frames up to twice the limit are refused by the codec, and counted; beyond that the connection itself is cut.
-    socket.setsockopt(zmq.MAXMSGSIZE, 2 * settings.limits.max_frame_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(settings.handshake_s * 1_000)))
     socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)

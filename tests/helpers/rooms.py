@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvbridge.api.rooms import PeerAddress
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
@@ -36,6 +35,7 @@ from kvbridge.telemetry.events import (
     RoomMessageRefused,
     RoomReceived,
 )
+from tests.helpers.manual_clock import ManualClock
 
 GEOMETRY = preset("tiny-gqa")
 PAGE = GEOMETRY.tokens_per_page

@@ -263,7 +263,7 @@ async def test_refusals_are_counted_and_kill_nothing(node):
             raw.send(data)
         raw.send_multipart([b"a", b"b"])
         raw.send(PEER.encode(Envelope("raw", sequence=1, body=CloseRoom(room=1, generation=1))))
-        raw.send(bytes(WORKER_TO_NODE.limits.max_frame_bytes + 1))
+        raw.send(bytes(WORKER_TO_NODE.max_frame_bytes + 1))
         await node.until(lambda: ("refused", "oversized") in node.events)
     finally:
         raw.close(0)

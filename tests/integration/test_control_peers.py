@@ -18,7 +18,7 @@ from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity, PeerServer
 from kvbridge.control.sockets import LoopSocket, SocketContext
 from kvbridge.core.errors import CapacityError, ConfigError, ConflictError, InvalidInputError, NotFoundError
-from kvbridge.core.wire.codec import NOTHING, PEER, Acks, Envelope, FrameLimits
+from kvbridge.core.wire.codec import MAX_FRAME_BYTES, NOTHING, PEER, Acks, Envelope
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.core.wire.messages import Abort, Drained, Heartbeat
 from tests.helpers.later_release import LaterCodec
@@ -184,8 +184,7 @@ async def test_a_heartbeat_is_sent_once_and_never_waits_for_anyone(stage):
 
 
 async def test_refusals_are_counted_and_kill_nothing(stage):
-    limits = PeerSettings(limits=FrameLimits(max_frame_bytes=10_000))
-    _, at_server, endpoint = stage.server(settings=limits)
+    _, at_server, endpoint = stage.server()
     raw = stage.raw(endpoint)
     good = frame(body=drained(1))
     for parts, kind in (
@@ -194,7 +193,7 @@ async def test_refusals_are_counted_and_kill_nothing(stage):
         ([good[:-4]], "malformed"),
         ([good, b"more"], "malformed"),
         ([b"\x91" * 2_000], "malformed"),
-        ([bytes(10_001)], "oversized"),
+        ([bytes(MAX_FRAME_BYTES + 1)], "oversized"),
         ([b"\x98\x07" + good[2:]], "version"),
         ([msgpack.packb([1, "s", "", 1, 1, 1, [0, []], {"type": "nothing"}])], "type"),
         ([msgpack.packb([1, "s", "", 1, 1, 1, [0, []], {"type": "drained", "room": "x", "generation": 1}])], "field"),
@@ -213,12 +212,12 @@ async def test_refusals_are_counted_and_kill_nothing(stage):
 
 
 async def test_a_far_too_large_frame_costs_its_sender_the_connection(stage):
-    _, at_server, endpoint = stage.server(settings=PeerSettings(limits=FrameLimits(max_frame_bytes=10_000)))
+    _, at_server, endpoint = stage.server()
     raw = stage.raw(endpoint, reconnect_ivl=-1)
     monitor = raw.get_monitor_socket(zmq.Event.DISCONNECTED)
     stage.stack.callback(raw.disable_monitor)
     stage.stack.callback(monitor.close)
-    raw.send(bytes(1_000_000))
+    raw.send(bytes(3 * MAX_FRAME_BYTES))
     assert await asyncio.to_thread(monitor.poll, WAIT_S * 1_000)
     client, _ = stage.client(endpoint)
     client.send(drained(1))

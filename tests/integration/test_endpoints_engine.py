@@ -267,7 +267,7 @@ def test_frames_that_are_none(live: LiveCluster, daemon: DaemonProcess) -> None:
             ([b""], "malformed"),
             ([b"\xc1garbage"], "malformed"),
             ([b"two", b"frames"], "malformed"),
-            ([bytes(ENGINE_TO_NODE.limits.max_frame_bytes + 1)], "oversized"),
+            ([bytes(ENGINE_TO_NODE.max_frame_bytes + 1)], "oversized"),
         ):
             with refuses(daemon, reason):
                 dealer.send_multipart(parts)

@@ -22,6 +22,8 @@ from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeo
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank, Uint64
 
 MANIFEST_VERSION = 1
+REGION_PLACE = {"layer", "extent_addresses"}
+"""The fields of a region that say which one of its form it is."""
 
 
 class Region(FrozenModel):
@@ -65,6 +67,11 @@ class Region(FrozenModel):
         """What it is, for error messages."""
         where = " (host)" if self.space is IndexSpace.HOST else ""
         return f"{self.component} layer {self.layer}{where}"
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Everything but layer and addresses, in which regions of one component mostly are alike."""
+        return tuple(value for name, value in self if name not in REGION_PLACE)
 
     @property
     def lanes(self) -> int:

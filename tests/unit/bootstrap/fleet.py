@@ -15,12 +15,13 @@ from kvbridge.bootstrap.pairing import PairingLimits, PairingService
 from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore
-from kvbridge.core.clock import Clock, ManualClock, monotonic
+from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, StaleError, UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.session.states import RoomState
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.redis_server import RedisServer, let_time_pass
 
 EXPIRE_AFTER_S = 8.0

@@ -10,7 +10,6 @@ import pytest
 import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
@@ -24,6 +23,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.controller import AdmissionController, AdmissionLimits, ClientCaps
 from kvbridge.node.admission.pressure import Reservation
 from kvbridge.pool.accounts.book import Owner, PageBook
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 
 pytestmark = pytest.mark.asyncio

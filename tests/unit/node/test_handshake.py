@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import (
     BridgeError,
     ConfigError,
@@ -34,6 +33,7 @@ from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
