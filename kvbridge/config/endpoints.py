@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
@@ -26,17 +25,6 @@ AllowedKey = Annotated[str, Field(pattern=f"^{_CURVE_KEY.pattern}( +[A-Za-z0-9][
 """A CURVE public key and, where it is good for one instance only, that instance's name."""
 
 _WILDCARDS = {"0.0.0.0", "::", "*", ""}  # noqa: S104 - recognised here, not bound
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a bound host name can be reached from this machine only. Names other than `localhost` count as public."""
-    bare = host.strip("[]")
-    if bare == "localhost":
-        return True
-    try:
-        return ip_address(bare).is_loopback
-    except ValueError:
-        return False
 
 
 def is_wildcard(host: str) -> bool:

@@ -19,20 +19,18 @@ from kvbridge.config.endpoints import (
     ControlConfig,
     HttpConfig,
     TelemetryConfig,
-    is_loopback,
     is_wildcard,
 )
 from kvbridge.config.integrity import IntegrityConfig
 from kvbridge.config.pools import DecodePools, MemoryOwner, ModelConfig, ParallelismConfig, PrefillPools
 from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
 from kvbridge.config.transports import TransportSettings
+from kvbridge.core.addresses import MAX_SOCKET_PATH_BYTES, is_loopback
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.ids import FrozenModel
 
 SOCKET_NAME_BYTES = 40
 """Room that socket names need below `runtime_dir`."""
-LONGEST_SOCKET_PATH_BYTES = 107
-"""What the operating system allows for the path of a unix socket."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
@@ -190,7 +188,7 @@ def _unreachable(http: HttpConfig, bootstrap: BootstrapLinkConfig) -> list[str]:
 
 
 def _runtime_dir(path: Path) -> list[str]:
-    longest = LONGEST_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
+    longest = MAX_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
     if len(os.fsencode(path)) <= longest:
         return []
     return [f"runtime_dir has {len(os.fsencode(path))} bytes; sockets inside it need it to have at most {longest}"]

@@ -22,11 +22,12 @@ from typing import Generic, TypeVar
 
 import zmq
 
-from kvbridge.control.addresses import bind_error, check_ipc_path
+from kvbridge.control.addresses import bind_error
 from kvbridge.control.link import Refusal
 from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, Monitor, read_event
 from kvbridge.control.processes import PeerProcess
 from kvbridge.control.sockets import LoopSocket, Parts, SocketContext, frames_wait
+from kvbridge.core.addresses import check_ipc_path
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvbridge.control.addresses import bind_error, is_loopback, parse_tcp
+from kvbridge.control.addresses import bind_error
 from kvbridge.control.authentication import ZAP_DOMAIN, Authenticator, Gate, user_of
 from kvbridge.control.connections import ConnectionLimit
 from kvbridge.control.keys import CurveKeys, check_key
@@ -32,6 +32,7 @@ from kvbridge.control.monitor import (
     Monitor,
 )
 from kvbridge.control.sockets import LoopSocket, Parts, SocketContext
+from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, ProtocolError
 from kvbridge.core.wire.codec import Envelope, FrameError

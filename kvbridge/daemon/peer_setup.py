@@ -10,9 +10,9 @@ from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.endpoints import CurveConfig
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.timeouts import DaemonTimeouts
-from kvbridge.control.addresses import is_loopback, parse_tcp
 from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
 from kvbridge.control.link import PeerSettings
+from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.daemon.descriptors import affordable
 
