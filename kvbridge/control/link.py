@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import BridgeError, ConfigError, ProtocolError
 from kvbridge.core.wire.codec import PEER, Envelope, FrameLimits, MessageCodec
 from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox, Outgoing, Undelivered
@@ -101,13 +101,11 @@ class LinkContext:
         put: Callable[[Link, bytes], bool],
         *,
         settings: PeerSettings | None = None,
-        clock: Clock = monotonic,
     ) -> None:
         self.incarnation = incarnation
         self.callbacks = callbacks
         self.put = put
         self.settings = settings or PeerSettings()
-        self.clock = clock
         self.loop = asyncio.get_running_loop()
         self.codec: MessageCodec[PeerMessage] = PEER.with_limits(self.settings.limits)
 
@@ -135,9 +133,14 @@ class Link:
         return f"<Link {self.number} with {self.peer or 'nobody yet'}: {self._outbox!r}, {self._inbox!r}>"
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since the last valid frame of the peer; infinity before the first."""
+        return monotonic() - self.heard_at_s
+
+    @property
     def cut_s(self) -> float:
         """For how many seconds no connection to the peer has stood, as far as sending has shown; 0 when one stands."""
-        return max(0.0, self._shared.clock() - self.cut_at_s)
+        return max(0.0, monotonic() - self.cut_at_s)
 
     @property
     def unacknowledged(self) -> int:
@@ -150,12 +153,12 @@ class Link:
         if isinstance(message, Heartbeat):
             self._transmit(0, body)
             return
-        self._outbox.post(Packed(message, body), now_s=self._shared.clock(), give_up_s=give_up_s)
+        self._outbox.post(Packed(message, body), now_s=monotonic(), give_up_s=give_up_s)
         self._send_new()
 
     def take(self, envelope: Envelope[PeerMessage], size_bytes: int = 0) -> None:
         """Handle an envelope of this link, of a frame of that size. Raises ProtocolError on what no correct peer sends."""
-        self.heard_at_s = self._shared.clock()
+        self.heard_at_s = monotonic()
         self.cut_at_s = math.inf
         self._outbox.acknowledge(envelope.acks, now_s=self.heard_at_s)
         ready: list[PeerMessage] = []
@@ -175,7 +178,7 @@ class Link:
         """The way to the peer is new: let it know, and send again at once what is unacknowledged."""
         if self.peer:
             self._transmit(0, b"")
-        self._outbox.resend_now(self._shared.clock())
+        self._outbox.resend_now(monotonic())
         self._work()
 
     def close(self) -> None:
@@ -190,7 +193,7 @@ class Link:
         for timer in (self._timer, self._ack_timer):
             if timer is not None:
                 timer.cancel()
-        return self._outbox.abandon(self._shared.clock())
+        return self._outbox.abandon(monotonic())
 
     def _sort(self, envelope: Envelope[PeerMessage], size_bytes: int) -> list[PeerMessage]:
         sequence, message = envelope.sequence, envelope.body
@@ -217,7 +220,7 @@ class Link:
                 raise
 
     def _send_new(self) -> None:
-        for sequence, packed in self._outbox.take_new(self._shared.clock()):
+        for sequence, packed in self._outbox.take_new(monotonic()):
             self._transmit(sequence, packed.body)
         self._arm()
 
@@ -234,7 +237,7 @@ class Link:
         if shared.put(self, shared.codec.encode(envelope, body)):
             self.cut_at_s = math.inf
         else:
-            self.cut_at_s = min(self.cut_at_s, shared.clock())
+            self.cut_at_s = min(self.cut_at_s, monotonic())
 
     def _owe(self) -> None:
         """Acknowledge soon, unless a message that goes out before does it in passing."""
@@ -254,7 +257,7 @@ class Link:
     def _arm(self) -> None:
         wake_at_s = self._outbox.wake_at_s
         if self._timer is None and wake_at_s < math.inf and not self.closed:
-            delay_s = max(0.0, wake_at_s - self._shared.clock()) + _TIMER_SLACK_S
+            delay_s = max(0.0, wake_at_s - monotonic()) + _TIMER_SLACK_S
             self._timer = self._shared.loop.call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -262,7 +265,7 @@ class Link:
         self._work()
 
     def _work(self) -> None:
-        now_s = self._shared.clock()
+        now_s = monotonic()
         expired = self._outbox.take_expired(now_s)
         due: list[Outgoing[Packed]] = self._outbox.take_due(now_s)
         for sequence, packed in due:

@@ -11,32 +11,23 @@ runtime directory (mode 0700) is trusted to be who it says, and a client believe
 
 from __future__ import annotations
 
-import os
-import socket as unix
-import stat
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import zmq
 
-from kvbridge.control.addresses import bind_error
+from kvbridge.control.envelopes import EnvelopeSocket
 from kvbridge.control.link import Refusal
-from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, Monitor, read_event
+from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, read_event
 from kvbridge.control.processes import PeerProcess
-from kvbridge.control.sockets import LoopSocket, Parts, SocketContext, frames_wait
+from kvbridge.control.runtime_directory import prepare_runtime_directory, require_private_directory, require_unserved
+from kvbridge.control.sockets import SocketContext, frames_wait
 from kvbridge.core.addresses import check_ipc_path
-from kvbridge.core.errors import (
-    BridgeError,
-    CapacityError,
-    ConfigError,
-    ConflictError,
-    NotFoundError,
-    NotReadyError,
-    PeerError,
-)
+from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, NotFoundError, NotReadyError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.wire.codec import Envelope, FrameError, MessageCodec
 
@@ -44,37 +35,8 @@ InboundT = TypeVar("InboundT", bound=FrozenModel)
 OutboundT = TypeVar("OutboundT", bound=FrozenModel)
 
 _LINK = 1
-_PROBE_S = 1.0
 _LOOK_AGAIN_S = 0.02
 """Pause between two looks whether a runtime directory has been made."""
-
-
-def prepare_runtime_directory(path: Path) -> Path:
-    """Make `path` (mode 0700) if needed and return it. Raises ConfigError when others own it or can enter it."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"runtime directory {path} cannot be made: {error.strerror}") from error
-    require_private_directory(path)
-    return path
-
-
-def require_private_directory(path: Path) -> bool:
-    """Return whether `path` is there; what lies in it is believed.
-
-    Raises ConfigError unless it is a directory of this user that nobody else can enter.
-    """
-    try:
-        facts = path.lstat()
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise ConfigError(f"runtime directory {path} cannot be looked at: {error.strerror}") from error
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
-        raise ConfigError(f"runtime directory {path} is not a directory of this user; choose another")
-    if stat.S_IMODE(facts.st_mode) & 0o077:
-        raise ConfigError(f"runtime directory {path} can be entered by others; run: chmod 700 {path}")
-    return True
 
 
 def _ignore(*_: object) -> None:
@@ -86,9 +48,8 @@ class LocalCallbacks(Generic[InboundT]):
     """Called in the loop, never concurrently. None may block."""
 
     on_message: Callable[[str, InboundT], None]
-    """(client, message), in order. Raising a BridgeError refuses the message: it is counted under the error's code."""
-    on_joined: Callable[[str], None] = _ignore
-    """(client): its first message follows. A client of the same name that was there before is gone."""
+    """(client, message), in order. Raising a BridgeError refuses the message: it is counted under the error's code.
+    With its first message a client joins, and one of the same name that was there before is gone."""
     on_gone: Callable[[str, PeerProcess], None] = _ignore
     """(client, process): its connection has ended, or it was dropped for breaking the protocol. Whether its process has
     ended as well only `process` says, which is closed after the call unless that asks to hear of it."""
@@ -123,9 +84,8 @@ class LocalServer(Generic[InboundT, OutboundT]):
         self._by_name: dict[str, _Client] = {}
         self._by_route: dict[bytes, _Client] = {}
         self._connections: set[int] = set()
-        self._context: SocketContext | None = None
-        self._socket: LoopSocket | None = None
-        self._monitor: Monitor | None = None
+        self._socket: EnvelopeSocket[InboundT] | None = None
+        self._closing = ExitStack()
 
     def __repr__(self) -> str:
         return f"<LocalServer {self._name}: {len(self._by_name)} clients>"
@@ -144,18 +104,21 @@ class LocalServer(Generic[InboundT, OutboundT]):
             raise ConflictError("this server is bound already")
         check_ipc_path(str(path))
         prepare_runtime_directory(path.parent)
-        _require_unserved(path)
-        self._context = context = SocketContext()
-        socket = context.open(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._inbound.limits.max_frame_bytes)
-        self._monitor = Monitor(socket, ACCEPTED | DISCONNECTED, self._on_connection)
-        self._socket = LoopSocket(socket, self._on_parts)
-        try:
-            socket.bind(f"ipc://{path}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise bind_error(f"ipc://{path}", error.errno or 0, str(error)) from error
+        require_unserved(path)
+        with ExitStack() as opened:
+            context = SocketContext()
+            opened.callback(context.close)
+            self._socket = EnvelopeSocket(
+                context.open(zmq.ROUTER),
+                self._inbound,
+                self._on_envelope,
+                on_refused=self._callbacks.on_refused,
+                on_event=self._on_connection,
+                events=ACCEPTED | DISCONNECTED,
+            )
+            opened.callback(self._socket.close)
+            self._socket.bind(f"ipc://{path}")
+            self._closing = opened.pop_all()
 
     def send(self, client: str, message: OutboundT) -> None:
         """Send to a joined client.
@@ -166,7 +129,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
         known = self._joined(client)
         envelope = Envelope(sender=self._name, recipient=client, link=_LINK, sequence=known.sent + 1, body=message)
         frame = self._outbound.encode(envelope)
-        if self._socket is None or not self._socket.send((known.route, frame)):
+        if self._socket is None or not self._socket.send(known.route, frame):
             raise CapacityError(f"local client '{client}' does not read its messages, or is just going; it may hang")
         known.sent += 1
 
@@ -185,13 +148,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
         """Stop listening; waits at most for the socket's linger (0.2 s). `on_gone` is not called any more."""
         for client in self.clients:
             self.drop(client)
-        if self._monitor is not None:
-            self._monitor.close()
-        if self._socket is not None:
-            self._socket.close()
-        if self._context is not None:
-            self._context.close()
-            self._context = None
+        self._closing.close()
 
     def _joined(self, client: str) -> _Client:
         try:
@@ -207,16 +164,8 @@ class LocalServer(Generic[InboundT, OutboundT]):
         for client in [known for known in self._by_name.values() if known.descriptor == descriptor]:
             self._lose(client)
 
-    def _on_parts(self, parts: Parts) -> None:
-        if len(parts) != 2:
-            self._callbacks.on_refused("malformed", f"a message of {len(parts)} parts, expected one frame")
-            return
-        try:
-            envelope = self._inbound.decode(parts[1].bytes)
-            client = self._admit(envelope, parts[0].bytes, parts[1])
-        except FrameError as error:
-            self._callbacks.on_refused(error.fault, str(error))
-            return
+    def _on_envelope(self, envelope: Envelope[InboundT], route: bytes, frame: zmq.Frame) -> None:
+        client = self._admit(envelope, route, frame)
         if client is None or envelope.body is None:
             return
         try:
@@ -251,13 +200,12 @@ class LocalServer(Generic[InboundT, OutboundT]):
         if before is not None:
             self._lose(before)
         # What happened to connections before this frame was read, so that a reused descriptor is not taken for the old.
-        if self._monitor is not None:
-            self._monitor.catch_up()
+        if self._socket is not None:
+            self._socket.catch_up()
         # Should the descriptor be another connection's after all, then nobody waits for the answer to this frame, and whoever
         # was never answered has none of our memory.
         client = _Client(name, route, descriptor, PeerProcess.of_connection(descriptor))
         self._by_name[name] = self._by_route[route] = client
-        self._callbacks.on_joined(name)
         return client
 
     def _notice_vanished(self, client: _Client) -> None:
@@ -281,7 +229,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
     def _disown(self, envelope: Envelope[InboundT], route: bytes) -> None:
         answer: Envelope[OutboundT] = Envelope(sender=self._name, recipient=envelope.sender, link=-_LINK)
         if self._socket is not None:
-            self._socket.send((route, self._outbound.encode(answer)))
+            self._socket.send(route, self._outbound.encode(answer))
 
 
 class LocalClient(Generic[InboundT, OutboundT]):
@@ -439,16 +387,3 @@ def _descriptor(frame: zmq.Frame) -> int:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
         return -1
-
-
-def _require_unserved(path: Path) -> None:
-    """ZeroMQ would silently take a Unix socket over from a living server; a dead one's is removed."""
-    if not path.exists():
-        return
-    with unix.socket(unix.AF_UNIX) as probe:
-        probe.settimeout(_PROBE_S)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return
-    raise ConflictError(f"another process serves {path}; stop it, or configure another runtime directory")

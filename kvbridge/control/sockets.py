@@ -41,8 +41,8 @@ class SocketContext:
         return socket
 
     def close(self) -> None:
-        """End the thread; waits at most for the linger of closed sockets."""
-        self.zmq.term()
+        """Close what was left open and end the thread; waits at most for the linger of the sockets."""
+        self.zmq.destroy()
 
 
 def frames_wait(socket: zmq.Socket[bytes]) -> bool:

@@ -22,8 +22,8 @@ from kvbridge.api.directory import Load, NodeRegistration
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import Readiness
 from kvbridge.config.loading import read_secret
-from kvbridge.control.local import prepare_runtime_directory
 from kvbridge.control.peers import PeerIdentity
+from kvbridge.control.runtime_directory import prepare_runtime_directory
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.features import DIRECTORY_FEATURES

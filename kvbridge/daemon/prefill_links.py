@@ -121,8 +121,8 @@ class PrefillLinks:
         """The links that lead nowhere (any more), each with the reason."""
         found = []
         for address, client in self._clients.items():
-            if client.peer:
-                reason = why_lost(self._config.timeouts, silent_s=client.last_heard_s(), cut_s=client.cut_s())
+            if client.link.peer:
+                reason = why_lost(self._config.timeouts, client.link)
                 found += [(address, reason)] if reason else []
         return found
 

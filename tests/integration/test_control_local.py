@@ -12,7 +12,8 @@ import pytest_asyncio
 import zmq
 
 from kvbridge.control import processes
-from kvbridge.control.local import LocalCallbacks, LocalClient, LocalServer, prepare_runtime_directory
+from kvbridge.control.local import LocalCallbacks, LocalClient, LocalServer
+from kvbridge.control.runtime_directory import prepare_runtime_directory
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, NotReadyError, PeerError, StaleError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, PEER, WORKER_TO_NODE, Envelope
@@ -34,9 +35,8 @@ class Node:
         self._changed = asyncio.Event()
         callbacks = LocalCallbacks(
             self._on_message,
-            lambda client: self._note("joined", client),
-            self._on_gone,
-            lambda kind, detail: self._note("refused", str(kind)),
+            on_gone=self._on_gone,
+            on_refused=lambda kind, detail: self._note("refused", str(kind)),
         )
         self.server = LocalServer("node", WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
         self.closers = [self.server.close]
@@ -90,8 +90,8 @@ async def test_a_client_joins_with_its_first_message_and_both_talk_in_order(node
     client = node.client()
     for room in range(500):
         client.send(closed(room))
-    await node.until(lambda: len(node.events) == 501)
-    assert node.events == [("joined", "worker-pp0.tp0"), *(("worker-pp0.tp0", closed(room)) for room in range(500))]
+    await node.until(lambda: len(node.events) == 500)
+    assert node.events == [("worker-pp0.tp0", closed(room)) for room in range(500)]
     for room in range(500):
         node.server.send("worker-pp0.tp0", CloseRoom(room=room, generation=1))
     assert [client.receive(WAIT_S).room for _ in range(500)] == list(range(500))
@@ -122,14 +122,14 @@ async def test_a_thread_waits_for_messages_without_a_loop(node):
 
 async def test_a_closed_client_is_gone_and_may_come_back(node):
     node.client().send(Heartbeat())
-    await node.until(lambda: len(node.events) == 2)
+    await node.until(lambda: len(node.events) == 1)
     node.closers.pop()()
     await node.until(lambda: node.events[-1] == ("gone", "worker-pp0.tp0"))
     with pytest.raises(NotFoundError, match=r"worker-pp0\.tp0' is not joined"):
         node.server.send("worker-pp0.tp0", Shutdown())
     node.client().send(Heartbeat())
-    await node.until(lambda: len(node.events) == 5)
-    assert node.events[3] == ("joined", "worker-pp0.tp0")
+    await node.until(lambda: len(node.events) == 3)
+    assert node.server.clients == ("worker-pp0.tp0",)
 
 
 async def test_a_killed_process_is_gone(node):
@@ -192,7 +192,7 @@ async def test_a_process_of_another_pid_namespace_is_not_followed_by_its_number(
     monkeypatch.setattr(processes, "_CREDENTIALS", Nobody())
     node.follows = True
     node.client().send(Heartbeat())
-    await node.until(lambda: len(node.events) == 2)
+    await node.until(lambda: len(node.events) == 1)
     process = node.server.process("worker-pp0.tp0")
     assert (process.pid, process.followed) == (0, False)
     node.closers.pop()()
@@ -212,10 +212,10 @@ class Nobody:
 async def test_the_newer_of_two_with_one_name_stays(node):
     first, second = node.client(), node.client()
     first.send(Heartbeat())
-    await node.until(lambda: len(node.events) == 2)
+    await node.until(lambda: len(node.events) == 1)
     second.send(Heartbeat())
-    await node.until(lambda: len(node.events) == 5)
-    assert [event[0] for event in node.events] == ["joined", "worker-pp0.tp0", "gone", "joined", "worker-pp0.tp0"]
+    await node.until(lambda: len(node.events) == 3)
+    assert [event[0] for event in node.events] == ["worker-pp0.tp0", "gone", "worker-pp0.tp0"]
     first.send(Heartbeat())
     await node.until(lambda: node.events[-1] == ("refused", "stale"))
     with pytest.raises(PeerError, match=r"does not know this client"):
@@ -227,7 +227,7 @@ async def test_the_newer_of_two_with_one_name_stays(node):
 async def test_a_client_learns_that_its_daemon_ended(node):
     client = node.client()
     client.send(Heartbeat())
-    await node.until(lambda: len(node.events) == 2)
+    await node.until(lambda: len(node.events) == 1)
     node.server.close()
     with pytest.raises(PeerError, match=r"daemon has ended"):
         await asyncio.to_thread(client.receive, WAIT_S)
@@ -272,7 +272,6 @@ async def test_refusals_are_counted_and_kill_nothing(node):
         ("refused", "malformed"),
         ("refused", "malformed"),
         ("refused", "stale"),
-        ("joined", "raw"),
         ("raw", Heartbeat()),
         ("refused", "duplicate"),
         ("refused", "beyond_window"),
@@ -373,7 +372,7 @@ async def test_a_directory_that_is_made_later_is_looked_at_then(tmp_path):
         node = Node(tmp_path / "run" / "worker.sock")
         node.server.bind(node.path)
         await asyncio.to_thread(client.send, Heartbeat(), WAIT_S)
-        await node.until(lambda: len(node.events) == 2)
+        await node.until(lambda: len(node.events) == 1)
         node.server.close()
     finally:
         client.close()
