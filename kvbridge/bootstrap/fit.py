@@ -68,21 +68,21 @@ _Way = tuple[str, ControlMode]
 class Ranking:
     """The instances that could serve one request."""
 
-    def __init__(self, instances: Iterable[Instance], request: PairRequest, *, retry_after_s: float) -> None:
+    def __init__(self, instances: Iterable[Instance], request: PairRequest) -> None:
         """Order the instances by how well they suit the request.
 
         Raises NotReadyError when a role has no ready instance, FingerprintMismatchError when no two ready instances
         hold the same model, InvalidInputError when the request is larger than every pool.
         """
         instances = tuple(instances)
-        prefill = _ready(instances, Role.PREFILL, request, retry_after_s)
-        decode = _ready(instances, Role.DECODE, request, retry_after_s)
+        prefill = _ready(instances, Role.PREFILL, request)
+        decode = _ready(instances, Role.DECODE, request)
         models = {instance.fingerprint for instance in prefill} & {instance.fingerprint for instance in decode}
         if not models:
             raise _mismatch(prefill[0], decode[0])
         ways = _ways(prefill) & _ways(decode)
         if not ways:
-            raise _strangers([one for one in (*prefill, *decode) if one.fingerprint in models], retry_after_s)
+            raise _no_common_mode([one for one in (*prefill, *decode) if one.fingerprint in models])
         demands = _Demands(request)
         matching: list[Instance] = []
         sides: dict[_Way, tuple[list[_Option], list[_Option]]] = {way: ([], []) for way in sorted(ways)}
@@ -187,7 +187,7 @@ def free_share(load: Load, needed: Pages, charged: Mapping[str, int]) -> float:
     return min(shares, default=1.0)
 
 
-def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest, retry_after_s: float) -> list[Instance]:
+def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest) -> list[Instance]:
     of_role = [
         instance
         for instance in instances
@@ -198,9 +198,7 @@ def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest, re
         return ready
     model = f" with fingerprint {request.fingerprint}" if request.fingerprint else ""
     reasons = "; ".join(f"'{instance.name}': {', '.join(instance.reasons())}" for instance in of_role)
-    raise NotReadyError(
-        f"no {role} instance{model} is ready: {reasons or 'none is registered'}", retry_after_s=retry_after_s
-    )
+    raise NotReadyError(f"no {role} instance{model} is ready: {reasons or 'none is registered'}")
 
 
 def _mismatch(sender: Instance, receiver: Instance) -> FingerprintMismatchError:
@@ -215,12 +213,9 @@ def _ways(instances: Iterable[Instance]) -> set[_Way]:
     return {(instance.fingerprint, mode) for instance in instances for mode in instance.first.meets_by}
 
 
-def _strangers(instances: list[Instance], retry_after_s: float) -> NotReadyError:
+def _no_common_mode(instances: list[Instance]) -> NotReadyError:
     how = ", ".join(f"{one.role} '{one.name}' by {modes_text(one)}" for one in instances[:SHOWN])
-    return NotReadyError(
-        f"no prefill instance can meet a decode instance of the same model: {how}; {MODES_REMEDY}",
-        retry_after_s=retry_after_s,
-    )
+    return NotReadyError(f"no prefill instance can meet a decode instance of the same model: {how}; {MODES_REMEDY}")
 
 
 def _names(instances: list[Instance]) -> str:

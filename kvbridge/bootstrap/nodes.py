@@ -78,7 +78,7 @@ class NodeRecord:
 
     @property
     def incarnation(self) -> str:
-        """The life of the node that holds the name."""
+        """The process that holds the name."""
         return self.entry.registration.incarnation
 
 
@@ -196,8 +196,8 @@ class Instance:
                 found.append(f"node '{record.registration.node}' is not ready{why}")
         return tuple(found)
 
-    def view(self, stranger: str = "") -> InstanceView:
-        """Return what operators see; `stranger` says why nobody can be paired with it, see `incompatible`."""
+    def view(self, unmatched: str = "") -> InstanceView:
+        """Return what operators see; `unmatched` says why nobody can be paired with it, see `incompatible`."""
         return InstanceView(
             instance=self.name,
             role=self.role,
@@ -207,8 +207,8 @@ class Instance:
             tp_size=self.first.tp_size,
             meets_by=tuple(sorted(self.meets_by)),
             complete=not self.missing,
-            ready=self.ready and not stranger,
-            reasons=(*self.reasons(), stranger) if stranger else self.reasons(),
+            ready=self.ready and not unmatched,
+            reasons=(*self.reasons(), unmatched) if unmatched else self.reasons(),
             nodes=tuple(node_view(record) for record in self.nodes),
         )
 

@@ -226,7 +226,7 @@ async def test_no_more_are_paired_at_once_than_may_be(world):
         CapacityError, match=r"1 requests are being paired already \(pairing\.max_under_way\)"
     ) as caught:
         await pairing.pair(REQUEST.model_copy(update={"room": 8}))
-    assert caught.value.retry_after_s == 2.0
+    assert caught.value.retry_after_s == 1.0
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
