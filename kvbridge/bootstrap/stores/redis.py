@@ -30,7 +30,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvbridge.api.directory import Name, NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_registration
-from kvbridge.bootstrap.stores import scripts
 from kvbridge.bootstrap.stores.base import (
     Claim,
     InstanceNodes,
@@ -40,6 +39,7 @@ from kvbridge.bootstrap.stores.base import (
     RoomTimes,
     StoreObserver,
 )
+from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
 from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import NonNegative
 
@@ -98,21 +98,7 @@ class RedisStore:
         self._told: OrderedDict[bytes, None] = OrderedDict()
         self._redis = _client(settings)
         self._where = _where(self._redis)
-        names = (
-            "NODES",
-            "PUT",
-            "BEAT",
-            "REMOVE",
-            "CHARGE",
-            "EXPIRE",
-            "ROOM",
-            "CLAIM",
-            "SETTLE",
-            "GIVE_UP",
-            "CANCELLED",
-            "COUNTS",
-        )
-        self._scripts = {name: self._redis.register_script(getattr(scripts, name)) for name in names}
+        self._scripts = {name: self._redis.register_script(PRELUDE + text) for name, text in SCRIPTS.items()}
 
     def __repr__(self) -> str:
         return f"RedisStore({self._where}, namespace '{self._settings.namespace}')"
