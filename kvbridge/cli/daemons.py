@@ -11,8 +11,9 @@ import structlog
 import typer
 
 from kvbridge.cli.config import EXIT_CONFIG
-from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
 from kvbridge.config.endpoints import LogFormat, TelemetryConfig
+from kvbridge.config.loading import load_config
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.bootstrap import BootstrapDaemon

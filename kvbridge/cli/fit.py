@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbridge.cli.config import EXIT_CONFIG
-from kvbridge.config import DecodeConfig, load_config
+from kvbridge.config.loading import load_config
+from kvbridge.config.schema import DecodeConfig
 from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError
 from kvbridge.core.geometry.costs import DecodePlan, RequestCost, fit_memory, fit_pools, hot_slot_bytes, request_cost
 from kvbridge.core.ids import FrozenModel, IndexSpace, Rank

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.config.directory import DirectoryConfig
@@ -19,15 +19,16 @@ from kvbridge.config.endpoints import (
     ControlConfig,
     HttpConfig,
     TelemetryConfig,
+    TokenConfig,
     is_wildcard,
 )
-from kvbridge.config.integrity import IntegrityConfig
 from kvbridge.config.pools import DecodePools, MemoryOwner, ModelConfig, ParallelismConfig, PrefillPools
 from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.addresses import MAX_SOCKET_PATH_BYTES, is_loopback
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.ids import FrozenModel
+from kvbridge.core.plan.digests import DigestKind
 
 SOCKET_NAME_BYTES = 40
 """Room that socket names need below `runtime_dir`."""
@@ -81,6 +82,14 @@ class PrefillConfig(DaemonConfig):
     pools: PrefillPools
 
 
+class IntegrityConfig(FrozenModel):
+    """Whether a request's bytes are compared with those that were sent, before it can be claimed."""
+
+    digest: DigestKind = DigestKind.NONE
+    """`crc32c`: both sides compute a checksum of every page, and a room with a page that differs fails; `none`: rows are
+    counted, their bytes are trusted."""
+
+
 class DecodeConfig(DaemonConfig):
     """A decode daemon."""
 
@@ -122,28 +131,14 @@ class PairingConfig(FrozenModel):
     """Rooms remembered at most; the oldest are forgotten first."""
 
 
-class DaemonAccess(FrozenModel):
-    """How bootstrap calls the daemons."""
-
-    token: SecretStr | None = None
-    """Bearer token that every daemon accepts. Better kept in `token_file`."""
-    token_file: Path | None = None
-    """File whose first line is that token."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.token is not None and self.token_file is not None:
-            raise ValueError("token and token_file are both set: keep one")
-        return self
-
-
 class BootstrapConfig(FrozenModel):
     """The bootstrap service."""
 
     http: HttpConfig = HttpConfig()
     directory: DirectoryConfig = DirectoryConfig()
     pairing: PairingConfig = PairingConfig()
-    daemons: DaemonAccess = DaemonAccess()
+    daemons: TokenConfig = TokenConfig()
+    """How bootstrap calls the daemons: every one of them accepts the token."""
     timeouts: BootstrapTimeouts = BootstrapTimeouts()
     telemetry: TelemetryConfig = TelemetryConfig()
     insecure: bool = False

@@ -13,11 +13,13 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvbridge.core.clock import monotonic
-from kvbridge.core.errors import BridgeError, ConfigError, ProtocolError
+from kvbridge.core.errors import BridgeError, ProtocolError
 from kvbridge.core.wire.codec import PEER, Envelope, FrameLimits, MessageCodec
 from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox, Outgoing, Undelivered
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 
+_ACK_DELAY_S = 0.01
+"""How long an acknowledgement waits for a message to ride on, at most; half a resend, or everything would be sent twice."""
 _ACK_AT_ONCE_PART = 4
 """An acknowledgement does not wait once this part (1/n) of the window is unacknowledged."""
 _TIMER_SLACK_S = 0.001
@@ -61,27 +63,14 @@ class PeerCallbacks:
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """Everything that can be tuned about peers."""
+    """What is configured about peers."""
 
     delivery: DeliverySettings = field(default_factory=DeliverySettings)
     limits: FrameLimits = field(default_factory=FrameLimits)
-    ack_delay_s: float = 0.01
-    """How long an acknowledgement waits for a message to ride on."""
-    max_peers: int = 4_096
     max_connections: int = 1_024
     """Connections at once, those included that have not proved who they are: of a server, and of all clients together."""
     handshake_s: float = 10.0
     """A connection that has not proved who it is after so long is closed."""
-    flush_poll_s: float = 0.005
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ack_delay_s < self.delivery.resend_first_s:
-            raise ConfigError(
-                f"ack_delay_s ({self.ack_delay_s}) must be shorter than resend_first_s "
-                f"({self.delivery.resend_first_s}), or everything is sent twice"
-            )
-        if min(self.max_peers, self.max_connections) < 1 or min(self.handshake_s, self.flush_poll_s) <= 0:
-            raise ConfigError("max_peers, max_connections, handshake_s and flush_poll_s must be positive")
 
 
 class Packed(NamedTuple):
@@ -243,11 +232,12 @@ class Link:
         """Acknowledge soon, unless a message that goes out before does it in passing."""
         if not self._inbox.owed or self.closed:
             return
-        settings = self._shared.settings
-        if self._inbox.owed >= settings.delivery.window // _ACK_AT_ONCE_PART:
+        delivery = self._shared.settings.delivery
+        if self._inbox.owed >= delivery.window // _ACK_AT_ONCE_PART:
             self._transmit(0, b"")
         elif self._ack_timer is None:
-            self._ack_timer = self._shared.loop.call_later(settings.ack_delay_s, self._acknowledge)
+            delay_s = min(_ACK_DELAY_S, delivery.resend_first_s / 2)
+            self._ack_timer = self._shared.loop.call_later(delay_s, self._acknowledge)
 
     def _acknowledge(self) -> None:
         self._ack_timer = None

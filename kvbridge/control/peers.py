@@ -38,6 +38,9 @@ from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError
 from kvbridge.core.wire.codec import Envelope
 from kvbridge.core.wire.messages import PeerMessage
 
+MAX_PEERS = 4_096
+"""Peers that a server knows at once."""
+_FLUSH_POLL_S = 0.005
 _ZMTP_PING_MS = 5_000
 _ZMTP_TIMEOUT_MS = 15_000
 _RECONNECT_FIRST_MS = 50
@@ -146,7 +149,7 @@ class PeerServer:
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
-        return await _flush(self._links.values, self._shared, timeout_s)
+        return await _flush(self._links.values, timeout_s)
 
     def close(self) -> None:
         """Stop listening; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more.
@@ -208,7 +211,7 @@ class PeerServer:
         return link
 
     def _begin(self, envelope: Envelope[PeerMessage], user: str) -> Link | None:
-        if envelope.sender not in self._links and len(self._links) >= self._shared.settings.max_peers:
+        if envelope.sender not in self._links and len(self._links) >= MAX_PEERS:
             self._refuse(Refusal.TOO_MANY_PEERS, f"{len(self._links)} peers are known; forget the dead ones")
             return None
         anew = envelope.sender in self._links
@@ -304,7 +307,7 @@ class PeerClient:
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
-        return await _flush(lambda: (self._link,), self._shared, timeout_s)
+        return await _flush(lambda: (self._link,), timeout_s)
 
     def close(self) -> None:
         """Close the connection. Nothing is reported undelivered any more."""
@@ -363,10 +366,10 @@ def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings, endpoint: str
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
 
 
-async def _flush(links: Callable[[], Iterable[Link]], shared: LinkContext, timeout_s: float) -> bool:
+async def _flush(links: Callable[[], Iterable[Link]], timeout_s: float) -> bool:
     deadline_s = monotonic() + timeout_s
     while any(link.unacknowledged for link in links()):
         if monotonic() >= deadline_s:
             return False
-        await asyncio.sleep(shared.settings.flush_poll_s)
+        await asyncio.sleep(_FLUSH_POLL_S)
     return True

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
 from kvbridge.config.endpoints import ControlConfig, HttpConfig
+from kvbridge.config.loading import load_config
 from kvbridge.config.pools import ParallelismConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 
 KEY = "k" * 40
