@@ -83,7 +83,7 @@ class Ranking:
         ways = _ways(prefill) & _ways(decode)
         if not ways:
             raise _no_common_mode([one for one in (*prefill, *decode) if one.fingerprint in models])
-        demands = _Demands(request)
+        known: dict[tuple[object, ...], Pages] = {}
         matching: list[Instance] = []
         sides: dict[_Way, tuple[list[_Option], list[_Option]]] = {way: ([], []) for way in sorted(ways)}
         for instance in (*prefill, *decode):
@@ -91,7 +91,7 @@ class Ranking:
             if not own:
                 continue
             matching.append(instance)
-            if (option := demands.option(instance)) is not None:
+            if (option := _option(instance, request, known)) is not None:
                 for way in own:
                     sides[way][instance.role is Role.DECODE].append(option)
         # Prefill and decode of each way to be a pair, the best first.
@@ -136,30 +136,18 @@ def _pair_order(pair: tuple[_Option, _Option]) -> tuple[bool, float, int, str, s
     )
 
 
-class _Demands:
-    """What one request needs, computed once for all nodes that are alike."""
-
-    def __init__(self, request: PairRequest) -> None:
-        self._request = request
-        self._known: dict[tuple[object, ...], Pages] = {}
-
-    def option(self, instance: Instance) -> _Option | None:
-        """Return an instance's option; None when its pools could never hold the request."""
-        needed: Pages = {}
-        share = 1.0
-        for record in instance.nodes:
-            needed = self._of(record.registration)
-            total = record.beat.load.total_pages
-            if any(0 < total.get(space, 0) < count for space, count in needed.items()):
-                return None
-            share = min(share, free_share(record.beat.load, needed, record.charged_pages))
-        return _Option(instance, needed, share)
-
-    def _of(self, registration: NodeRegistration) -> Pages:
+def _option(instance: Instance, request: PairRequest, known: dict[tuple[object, ...], Pages]) -> _Option | None:
+    """Return an instance's option; None when its pools could never hold the request. `known`: demands of nodes that are alike."""
+    needed: Pages = {}
+    share = 1.0
+    for record in instance.nodes:
+        registration, total = record.registration, record.beat.load.total_pages
         alike = (registration.fingerprint, registration.role, registration.host)
-        if alike not in self._known:
-            self._known[alike] = demand(registration, self._request)
-        return self._known[alike]
+        needed = known[alike] if alike in known else known.setdefault(alike, demand(registration, request))
+        if any(0 < total.get(space, 0) < count for space, count in needed.items()):
+            return None
+        share = min(share, free_share(record.beat.load, needed, record.charged_pages))
+    return _Option(instance, needed, share)
 
 
 def demand(registration: NodeRegistration, request: PairRequest) -> Pages:

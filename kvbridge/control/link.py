@@ -88,8 +88,7 @@ class LinkContext:
         incarnation: str,
         callbacks: PeerCallbacks,
         put: Callable[[Link, bytes], bool],
-        *,
-        settings: PeerSettings | None = None,
+        settings: PeerSettings | None,
     ) -> None:
         self.incarnation = incarnation
         self.callbacks = callbacks

@@ -283,13 +283,6 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._reaches = False
         self._reach(0.0)
 
-    def fileno(self) -> int:
-        """A descriptor for a poller.
-
-        It signals edges: after each wake, and after each `send`, call `receive(0)` until it returns None.
-        """
-        return int(self._require_open().getsockopt(zmq.FD))
-
     def send(self, message: OutboundT, timeout_s: float = 1.0) -> None:
         """Hand a message over, waiting at most `timeout_s` for the connection or for the daemon to read.
 

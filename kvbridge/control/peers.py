@@ -74,7 +74,7 @@ class PeerServer:
     ) -> None:
         self._identity = identity
         self._callbacks = callbacks
-        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings=settings)
+        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
         self._links: dict[str, Link] = {}
         self.gate = Gate(identity.keys)
         self._socket: EnvelopeSocket[PeerMessage] | None = None
@@ -251,7 +251,7 @@ class PeerClient:
         self._identity = identity
         self._callbacks = callbacks
         self._context = context
-        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings=settings)
+        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
         # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
         self._link = Link(self._shared, time.monotonic_ns())
         self._socket: EnvelopeSocket[PeerMessage] | None = None

@@ -113,12 +113,7 @@ class RedisStore:
         """See NodeStore."""
         packed = await self._run("NODES", [self._key("nodes")], self._prefix)
         now_ms, rows = _unpacked(packed)
-        unknown = [member for member, row in rows if (member, row[1]) not in self._entries]
-        if unknown:
-            texts = await self._ask(self._redis.mget([self._key("entry", member) for member in unknown]))
-            for member, text in zip(unknown, texts, strict=True):
-                if text is not None:
-                    self._entry(text, member)
+        await self._learn(rows)
         self._states = {member: self._states[member] for member, _ in rows if member in self._states}
         found = (self._record(member, row, now_ms) for member, row in rows)
         return tuple(record for record in found if record is not None)
@@ -126,7 +121,7 @@ class RedisStore:
     async def of_instance(self, instance: str) -> InstanceNodes:
         """See NodeStore."""
         # First the version: what changes while the nodes are read makes it an old one.
-        version = await self._get(self._key("version", instance))
+        (version,) = await self._ask(self._redis.mget([self._key("version", instance)]))
         records = tuple(record for record in await self.nodes() if record.key[0] == instance)
         return InstanceNodes(_text(version or b""), records)
 
@@ -147,10 +142,7 @@ class RedisStore:
         if packed is None:
             return None
         now_ms, row = _unpacked(packed)
-        if (member, row[1]) not in self._entries:
-            text = await self._get(self._key("entry", member))
-            if text is not None:
-                self._entry(text, member)
+        await self._learn([(member, row)])
         return self._record(member, row, now_ms)
 
     async def remove(self, key: NodeKey, incarnation: str) -> NodeRecord | None:
@@ -174,6 +166,17 @@ class RedisStore:
         gone = await self._run("EXPIRE", [self._key("nodes")])
         keys = (self._parsed_key(member) for member in gone)
         return tuple(key for key in keys if key is not None)
+
+    async def _learn(self, rows: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
+        """Read the entries that are not remembered as they are now."""
+        unknown = [member for member, row in rows if (member, row[1]) not in self._entries]
+        if not unknown:
+            return
+        # MGET returns nothing for a key of another type, which GET would fail on.
+        texts = await self._ask(self._redis.mget([self._key("entry", member) for member in unknown]))
+        for member, text in zip(unknown, texts, strict=True):
+            if text is not None:
+                self._entry(text, member)
 
     def _record(self, member: bytes, row: Sequence[Any], now_ms: int) -> NodeRecord | None:
         """Return the record of one row, or None when a part of it is missing or malformed."""
@@ -285,11 +288,6 @@ class RedisStore:
 
     def _room_keys(self, room: int | None = None) -> list[bytes]:
         return [self._key("room", "" if room is None else room), *(self._key(state.value) for state in _ROOM_STATES)]
-
-    async def _get(self, key: bytes) -> bytes | None:
-        """Return a text; None also for a key of another type, which GET would fail on."""
-        (text,) = await self._ask(self._redis.mget([key]))
-        return cast("bytes | None", text)
 
     async def _run(self, name: str, keys: Sequence[bytes], *arguments: bytes | str | int) -> Any:  # noqa: ANN401 - as Redis answers
         script = self._scripts[name]
