@@ -190,7 +190,7 @@ def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest) ->
 
 
 def _mismatch(sender: Instance, receiver: Instance) -> FingerprintMismatchError:
-    difference = first_difference(sender.geometry, receiver.geometry)
+    difference = first_difference(sender.first.geometry, receiver.first.geometry)
     return FingerprintMismatchError(
         f"no prefill instance holds the same model as a decode instance; between '{sender.name}' (here) and "
         f"'{receiver.name}' (peer) the first difference is: {difference}; give both the same model and encoding"

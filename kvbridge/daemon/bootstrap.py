@@ -148,7 +148,6 @@ class BootstrapDaemon:
         before = self._overview
         try:
             await self.directory.expire()
-            await self._store.forget_rooms()
             listing = await self.directory.listing()
             counts = await self._store.room_counts()
         except BridgeError as error:

@@ -123,10 +123,7 @@ class RoomStore(Protocol):
         """Free the id of a room that was paired in this generation; harmless when it is in another one."""
 
     async def room_counts(self) -> dict[PairingState, int]:
-        """Return how many rooms are remembered, by what became of them."""
-
-    async def forget_rooms(self) -> int:
-        """Forget rooms older than they are kept; return how many went."""
+        """Forget rooms older than they are kept; return how many are remembered, by what became of them."""
 
 
 class StoreObserver(Protocol):

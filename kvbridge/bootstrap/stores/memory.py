@@ -168,18 +168,14 @@ class MemoryStore:
 
     async def room_counts(self) -> dict[PairingState, int]:
         """See RoomStore."""
+        self._forget_old()
         counted = Counter(found.state for found in self._rooms.values())
         return {state: counted[state] for state in PairingState}
 
-    async def forget_rooms(self) -> int:
-        """See RoomStore."""
-        return self._forget_old()
-
-    def _forget_old(self) -> int:
-        now_s, before = self._clock(), len(self._rooms)
+    def _forget_old(self) -> None:
+        now_s = self._clock()
         while self._rooms and next(iter(self._rooms.values())).claimed_s + self._times.keep_s <= now_s:
             self._rooms.popitem(last=False)
-        return before - len(self._rooms)
 
     def _forget_oldest(self) -> None:
         """Rooms that are being paired are few and lie at the young end, so this looks at few."""

@@ -271,11 +271,7 @@ class RedisStore:
     async def room_counts(self) -> dict[PairingState, int]:
         """See RoomStore."""
         counts = await self._run("COUNTS", self._room_keys()[1:])
-        return dict(zip(_ROOM_STATES, counts, strict=False))
-
-    async def forget_rooms(self) -> int:
-        """See RoomStore."""
-        return int((await self._run("COUNTS", self._room_keys()[1:]))[-1])
+        return dict(zip(_ROOM_STATES, counts, strict=True))
 
     # ------------------------------------------------------------------------------------- Redis
 

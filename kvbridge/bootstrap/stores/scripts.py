@@ -187,14 +187,13 @@ if not known or known[1] ~= 'paired' or known[2] ~= ARGV[2] then return end
 move(KEYS[1], ARGV[1], 4, 'cancelled', forgotten_ms(KEYS[1]))
 """,
     "COUNTS": """
--- KEYS: pairing, paired, cancelled. Returns how many rooms are in each state, and how many were forgotten just now.
-local now_ms, forgotten, counts = clock_ms(), 0, {}
+-- KEYS: pairing, paired, cancelled. Forgets rooms by age and returns how many are in each state.
+local now_ms, counts = clock_ms(), {}
 for at, key in ipairs(KEYS) do
   own(key, 'zset')
-  forgotten = forgotten + redis.call('ZREMRANGEBYSCORE', key, '-inf', now_ms)
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', now_ms)
   counts[at] = redis.call('ZCARD', key)
 end
-counts[4] = forgotten
 return counts
 """,
 }
