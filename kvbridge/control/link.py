@@ -135,13 +135,13 @@ class Link:
         """Messages that the peer has not acknowledged, sent or waiting."""
         return len(self._outbox)
 
-    def send(self, message: PeerMessage, give_up_s: float | None = None) -> None:
+    def send(self, message: PeerMessage) -> None:
         """Deliver reliably; a Heartbeat goes out once and is forgotten. Raises CapacityError, InvalidInputError."""
         body = self._shared.codec.encode_body(message)
         if isinstance(message, Heartbeat):
             self._transmit(0, body)
             return
-        self._outbox.post(Packed(message, body), now_s=monotonic(), give_up_s=give_up_s)
+        self._outbox.post(Packed(message, body), now_s=monotonic())
         self._send_new()
 
     def take(self, envelope: Envelope[PeerMessage], size_bytes: int = 0) -> None:

@@ -126,9 +126,9 @@ class PeerServer:
         self._connections.bound(bound)
         return bound
 
-    def send(self, peer: str, message: PeerMessage, *, give_up_s: float | None = None) -> None:
+    def send(self, peer: str, message: PeerMessage) -> None:
         """Deliver to a known peer. Raises NotFoundError, CapacityError (it acknowledges nothing), InvalidInputError."""
-        self.link(peer).send(message, give_up_s)
+        self.link(peer).send(message)
 
     def link(self, peer: str) -> Link:
         """Return the conversation with a known peer, to look at. Raises NotFoundError."""
@@ -299,11 +299,11 @@ class PeerClient:
             self.close()
             raise
 
-    def send(self, message: PeerMessage, *, give_up_s: float | None = None) -> None:
+    def send(self, message: PeerMessage) -> None:
         """Deliver to the server. Raises CapacityError (it acknowledges nothing), InvalidInputError, ConflictError."""
         if self._link.closed:
             raise ConflictError(f"the connection to {self._endpoint} was closed")
-        self._link.send(message, give_up_s)
+        self._link.send(message)
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
