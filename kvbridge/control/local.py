@@ -68,40 +68,26 @@ class _Client:
 
 
 class LocalServer(Generic[InboundT, OutboundT]):
-    """The daemon's end: a ROUTER on a Unix socket. Built and used in one running loop."""
+    """The daemon's end: a ROUTER on a Unix socket. Built and used in one running loop; close it."""
 
     def __init__(
         self,
         name: str,
+        path: Path,
         inbound: MessageCodec[InboundT],
         outbound: MessageCodec[OutboundT],
         callbacks: LocalCallbacks[InboundT],
     ) -> None:
+        """Listen on `path`, whose directory must be a private one (`prepare_runtime_directory`).
+
+        Raises ConfigError when the path is unfit, ConflictError when another process serves it.
+        """
         self._name = name
-        self._inbound = inbound
         self._outbound = outbound
         self._callbacks = callbacks
         self._by_name: dict[str, _Client] = {}
         self._by_route: dict[bytes, _Client] = {}
         self._connections: set[int] = set()
-        self._socket: EnvelopeSocket[InboundT] | None = None
-        self._closing = ExitStack()
-
-    def __repr__(self) -> str:
-        return f"<LocalServer {self._name}: {len(self._by_name)} clients>"
-
-    @property
-    def clients(self) -> tuple[str, ...]:
-        """The names of those who are joined."""
-        return tuple(self._by_name)
-
-    def bind(self, path: Path) -> None:
-        """Listen on `path`, whose directory must be a private one (`prepare_runtime_directory`).
-
-        Raises ConfigError when the path is unfit, ConflictError when another process serves it.
-        """
-        if self._socket is not None:
-            raise ConflictError("this server is bound already")
         check_ipc_path(str(path))
         prepare_runtime_directory(path.parent)
         require_unserved(path)
@@ -110,15 +96,23 @@ class LocalServer(Generic[InboundT, OutboundT]):
             opened.callback(context.close)
             self._socket = EnvelopeSocket(
                 context.open(zmq.ROUTER),
-                self._inbound,
+                inbound,
                 self._on_envelope,
-                on_refused=self._callbacks.on_refused,
+                on_refused=callbacks.on_refused,
                 on_event=self._on_connection,
                 events=ACCEPTED | DISCONNECTED,
             )
             opened.callback(self._socket.close)
             self._socket.bind(f"ipc://{path}")
             self._closing = opened.pop_all()
+
+    def __repr__(self) -> str:
+        return f"<LocalServer {self._name}: {len(self._by_name)} clients>"
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """The names of those who are joined."""
+        return tuple(self._by_name)
 
     def send(self, client: str, message: OutboundT) -> None:
         """Send to a joined client.
@@ -129,7 +123,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
         known = self._joined(client)
         envelope = Envelope(sender=self._name, recipient=client, link=_LINK, sequence=known.sent + 1, body=message)
         frame = self._outbound.encode(envelope)
-        if self._socket is None or not self._socket.send(known.route, frame):
+        if not self._socket.send(known.route, frame):
             raise CapacityError(f"local client '{client}' does not read its messages, or is just going; it may hang")
         known.sent += 1
 
@@ -200,8 +194,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
         if before is not None:
             self._lose(before)
         # What happened to connections before this frame was read, so that a reused descriptor is not taken for the old.
-        if self._socket is not None:
-            self._socket.catch_up()
+        self._socket.catch_up()
         # Should the descriptor be another connection's after all, then nobody waits for the answer to this frame, and whoever
         # was never answered has none of our memory.
         client = _Client(name, route, descriptor, PeerProcess.of_connection(descriptor))
@@ -228,8 +221,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
 
     def _disown(self, envelope: Envelope[InboundT], route: bytes) -> None:
         answer: Envelope[OutboundT] = Envelope(sender=self._name, recipient=envelope.sender, link=-_LINK)
-        if self._socket is not None:
-            self._socket.send(route, self._outbound.encode(answer))
+        self._socket.send(route, self._outbound.encode(answer))
 
 
 class LocalClient(Generic[InboundT, OutboundT]):
@@ -241,47 +233,45 @@ class LocalClient(Generic[InboundT, OutboundT]):
     def __init__(
         self,
         name: str,
+        path: Path,
         inbound: MessageCodec[InboundT],
         outbound: MessageCodec[OutboundT],
         *,
         on_refused: Callable[[str, str], None] = _ignore,
     ) -> None:
-        self._name = name
-        self._inbound = inbound
-        self._outbound = outbound
-        self._on_refused = on_refused
-        self._path = Path()
-        self._sent = 0
-        self._received = 0
-        self._gone = ""
-        self._context: SocketContext | None = None
-
-    def __repr__(self) -> str:
-        state = self._gone or f"{self._sent} sent, {self._received} received"
-        return f"<LocalClient {self._name} at {self._path}: {state}>"
-
-    def connect(self, path: Path) -> None:
         """Begin to connect; returns at once, the first `send` waits.
 
         Raises ConfigError on an unfit path, and for a runtime directory of another user or one that others can enter (when it
         is not there yet, the first `send` does).
         """
-        if self._context is not None:
-            raise ConflictError(f"this client is connected to {self._path} already")
-        check_ipc_path(str(path))
-        require_private_directory(path.parent)
+        self._name = name
+        self._inbound = inbound
+        self._outbound = outbound
+        self._on_refused = on_refused
         self._path = path
-        self._context = SocketContext()
+        self._sent = 0
+        self._received = 0
+        self._gone = ""
+        check_ipc_path(str(path))
+        self._context: SocketContext | None = SocketContext()
         self._socket = self._context.open(zmq.DEALER)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._inbound.limits.max_frame_bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * inbound.limits.max_frame_bytes)
         self._monitor = self._socket.get_monitor_socket(DISCONNECTED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._reaches = False
-        self._reach(0.0)
+        try:
+            self._reach(0.0)
+        except BridgeError:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        state = self._gone or f"{self._sent} sent, {self._received} received"
+        return f"<LocalClient {self._name} at {self._path}: {state}>"
 
     def send(self, message: OutboundT, timeout_s: float = 1.0) -> None:
         """Hand a message over, waiting at most `timeout_s` for the connection or for the daemon to read.
@@ -345,7 +335,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
 
     def _require_open(self) -> zmq.Socket[bytes]:
         if self._context is None:
-            raise ConflictError(f"local client '{self._name}' is not connected ({self._gone or 'call connect first'})")
+            raise ConflictError(f"local client '{self._name}' is not connected ({self._gone})")
         return self._socket
 
     def _open(self, parts: list[bytes]) -> InboundT | None:

@@ -67,38 +67,23 @@ class PeerIdentity:
 
 
 class PeerServer:
-    """The control socket of a node: a ROUTER that clients connect to. Built and used in one running loop."""
+    """The control socket of a node: a ROUTER that clients connect to. Built and used in one running loop; close it."""
 
     def __init__(
-        self, identity: PeerIdentity, callbacks: PeerCallbacks, *, settings: PeerSettings | None = None
+        self, identity: PeerIdentity, callbacks: PeerCallbacks, endpoint: str, *, settings: PeerSettings | None = None
     ) -> None:
+        """Listen; `endpoint` is the real one afterwards (port 0 picks a port).
+
+        Raises ConflictError when the address is taken, ConfigError when it does not exist here, is malformed, or leaves
+        this machine without keys.
+        """
+        identity.require_keys(endpoint, "listen on")
         self._identity = identity
         self._callbacks = callbacks
         self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
         self._links: dict[str, Link] = {}
         self.gate = Gate(identity.keys)
-        self._socket: EnvelopeSocket[PeerMessage] | None = None
-        self._closing = ExitStack()
-
-    def __repr__(self) -> str:
-        waiting = sum(link.unacknowledged for link in self._links.values())
-        return f"<PeerServer {self._identity.incarnation}: {len(self._links)} peers, {waiting} messages unacknowledged>"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """The incarnations that are known now."""
-        return tuple(self._links)
-
-    def bind(self, endpoint: str) -> str:
-        """Listen, and return the real endpoint (port 0 picks a port).
-
-        Raises ConflictError when the address is taken, ConfigError when it does not exist here, is malformed, or leaves
-        this machine without keys.
-        """
-        if self._socket is not None:
-            raise ConflictError("this server listens already")
-        self._identity.require_keys(endpoint, "listen on")
-        settings, keys = self._shared.settings, self._identity.keys
+        shared, keys = self._shared, identity.keys
         with ExitStack() as opened:
             context = SocketContext()
             opened.callback(context.close)
@@ -109,22 +94,30 @@ class PeerServer:
                 raw.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
                 raw.setsockopt(zmq.CURVE_SERVER, 1)
                 raw.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-            _set_limits(raw, settings, endpoint)
-            self._connections = ConnectionLimit(settings.max_connections, self._on_too_many)
+            _set_limits(raw, shared.settings, endpoint)
+            self._connections = ConnectionLimit(shared.settings.max_connections, self._on_too_many)
             opened.callback(self._connections.close)
             self._socket = EnvelopeSocket(
                 raw,
-                self._shared.codec,
+                shared.codec,
                 self._on_envelope,
                 on_refused=self._refuse,
                 on_event=self._on_event,
                 events=HANDSHAKE_FAILED | ACCEPTED | DISCONNECTED,
             )
             opened.callback(self._socket.close)
-            bound = self._socket.bind(endpoint)
+            self.endpoint = self._socket.bind(endpoint)
             self._closing = opened.pop_all()
-        self._connections.bound(bound)
-        return bound
+        self._connections.bound(self.endpoint)
+
+    def __repr__(self) -> str:
+        waiting = sum(link.unacknowledged for link in self._links.values())
+        return f"<PeerServer {self._identity.incarnation}: {len(self._links)} peers, {waiting} messages unacknowledged>"
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The incarnations that are known now."""
+        return tuple(self._links)
 
     def send(self, peer: str, message: PeerMessage) -> None:
         """Deliver to a known peer. Raises NotFoundError, CapacityError (it acknowledges nothing), InvalidInputError."""
@@ -162,7 +155,7 @@ class PeerServer:
         self._closing.close()
 
     def _put(self, link: Link, frame: bytes) -> bool:
-        return self._socket is not None and self._socket.send(link.route, frame)
+        return self._socket.send(link.route, frame)
 
     def _refuse(self, kind: str, detail: str) -> None:
         self._callbacks.on_refused(kind, detail)
@@ -229,8 +222,7 @@ class PeerServer:
         answer: Envelope[PeerMessage] = Envelope(
             sender=self._identity.incarnation, recipient=envelope.sender, link=-envelope.link
         )
-        if self._socket is not None:
-            self._socket.send(route, self._shared.codec.encode(answer))
+        self._socket.send(route, self._shared.codec.encode(answer))
 
 
 class PeerClient:
@@ -244,50 +236,36 @@ class PeerClient:
         self,
         identity: PeerIdentity,
         callbacks: PeerCallbacks,
+        endpoint: str,
         *,
+        server_key: str = "",
         context: SocketContext,
         settings: PeerSettings | None = None,
     ) -> None:
-        self._identity = identity
-        self._callbacks = callbacks
-        self._context = context
-        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
-        # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
-        self._link = Link(self._shared, time.monotonic_ns())
-        self._socket: EnvelopeSocket[PeerMessage] | None = None
-        self._endpoint = ""
-
-    def __repr__(self) -> str:
-        return f"<PeerClient to {self._endpoint or 'nowhere'}: {self._link!r}>"
-
-    @property
-    def link(self) -> Link:
-        """The present conversation with the server, to look at."""
-        return self._link
-
-    def connect(self, endpoint: str, server_key: str = "") -> None:
         """Begin to connect; returns at once.
 
         `server_key` is the server's public key in Z85, required when we have keys. Raises ConfigError on a malformed
         endpoint or key, or when the connection would leave this machine in the clear.
         """
-        if self._socket is not None:
-            raise ConflictError(f"this client is connected to {self._endpoint} already")
-        self._check(endpoint, server_key)
-        raw = self._context.open(zmq.DEALER)
+        self._identity = identity
+        self._callbacks = callbacks
+        self._endpoint = endpoint
+        self._check(server_key)
+        shared = self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
+        # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
+        self._link = Link(shared, time.monotonic_ns())
+        raw = context.open(zmq.DEALER)
         raw.setsockopt(zmq.IMMEDIATE, 1)  # Nothing queues for a connection that does not stand: delivery resends.
         raw.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_FIRST_MS)
         raw.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
-        _set_limits(raw, self._shared.settings, endpoint)
-        keys = self._identity.keys
-        if keys is not None and server_key:
+        _set_limits(raw, shared.settings, endpoint)
+        if identity.keys is not None and server_key:
             raw.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
-            raw.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
-            raw.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-        self._endpoint = endpoint
+            raw.setsockopt(zmq.CURVE_PUBLICKEY, identity.keys.public.encode())
+            raw.setsockopt(zmq.CURVE_SECRETKEY, identity.keys.secret.encode())
         self._socket = EnvelopeSocket(
             raw,
-            self._shared.codec,
+            shared.codec,
             self._on_envelope,
             on_refused=self._refuse,
             on_event=self._on_handshake,
@@ -296,8 +274,16 @@ class PeerClient:
         try:
             self._socket.connect(endpoint)
         except ConfigError:
-            self.close()
+            self._socket.close()
             raise
+
+    def __repr__(self) -> str:
+        return f"<PeerClient to {self._endpoint}: {self._link!r}>"
+
+    @property
+    def link(self) -> Link:
+        """The present conversation with the server, to look at."""
+        return self._link
 
     def send(self, message: PeerMessage) -> None:
         """Deliver to the server. Raises CapacityError (it acknowledges nothing), InvalidInputError, ConflictError."""
@@ -312,10 +298,10 @@ class PeerClient:
     def close(self) -> None:
         """Close the connection. Nothing is reported undelivered any more."""
         self._link.drop()
-        if self._socket is not None:
-            self._socket.close()
+        self._socket.close()
 
-    def _check(self, endpoint: str, server_key: str) -> None:
+    def _check(self, server_key: str) -> None:
+        endpoint = self._endpoint
         if server_key:
             check_key(server_key, f"public key of {endpoint}")
         if server_key and self._identity.keys is None:
@@ -326,7 +312,7 @@ class PeerClient:
             self._identity.require_keys(endpoint, "connect to")
 
     def _put(self, _link: Link, frame: bytes) -> bool:
-        return self._socket is not None and self._socket.send(frame)
+        return self._socket.send(frame)
 
     def _refuse(self, kind: str, detail: str) -> None:
         self._callbacks.on_refused(kind, f"{detail} (server {self._endpoint})")

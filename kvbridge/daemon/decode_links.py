@@ -60,8 +60,9 @@ class DecodeLinks:
             on_reset=lambda peer: self._listener.gone(peer, "it had given this node up, and begins anew"),
         )
         self._allowed = AllowedPeers(self._config.control.curve, identity.keys)
-        self._server = PeerServer(identity, callbacks, settings=peer_settings(self._config))
-        return PeerAddress(endpoint=self._server.bind(self._config.control.bind))
+        server = PeerServer(identity, callbacks, self._config.control.bind, settings=peer_settings(self._config))
+        self._server = server
+        return PeerAddress(endpoint=server.endpoint)
 
     def names_of(self, key: str) -> frozenset[str]:
         """The instances that the holder of a key may speak for; empty: any."""

@@ -86,9 +86,14 @@ class PrefillLinks:
                 "closed after timeouts.control_delivery_s. Does a router name wrong addresses?"
             )
         self._allowed.check_server(address)
-        client = PeerClient(self._identity, self._callbacks(address), context=self._context, settings=self.settings)
-        client.connect(address.endpoint, address.public_key)
-        self._clients[address] = client
+        self._clients[address] = PeerClient(
+            self._identity,
+            self._callbacks(address),
+            address.endpoint,
+            server_key=address.public_key,
+            context=self._context,
+            settings=self.settings,
+        )
 
     def _callbacks(self, address: PeerAddress) -> PeerCallbacks:
         return PeerCallbacks(

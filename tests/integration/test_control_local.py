@@ -38,7 +38,7 @@ class Node:
             on_gone=self._on_gone,
             on_refused=lambda kind, detail: self._note("refused", str(kind)),
         )
-        self.server = LocalServer("node", WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
+        self.server = LocalServer("node", path, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
         self.closers = [self.server.close]
 
     def _note(self, *event):
@@ -57,9 +57,8 @@ class Node:
             process.when_ended(lambda: self._note("ended", client))
 
     def client(self, name="worker-pp0.tp0"):
-        client = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
+        client = LocalClient(name, self.path, NODE_TO_WORKER, WORKER_TO_NODE)
         self.closers.append(client.close)
-        client.connect(self.path)
         return client
 
     async def until(self, condition):
@@ -76,7 +75,6 @@ class Node:
 @pytest_asyncio.fixture
 async def node(tmp_path):
     node = Node(prepare_runtime_directory(tmp_path / "run") / "worker.sock")
-    node.server.bind(node.path)
     yield node
     for closer in reversed(node.closers):
         closer()
@@ -106,8 +104,7 @@ async def test_a_thread_waits_for_messages_without_a_loop(node):
     got = []
 
     def work():
-        client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
-        client.connect(node.path)
+        client = LocalClient("w", node.path, NODE_TO_WORKER, WORKER_TO_NODE)
         client.send(Heartbeat())
         got.append(client.receive(WAIT_S))
         client.close()
@@ -138,8 +135,8 @@ async def test_a_killed_process_is_gone(node):
         "from kvbridge.control.local import LocalClient\n"
         "from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE\n"
         "from kvbridge.core.wire.messages import Heartbeat\n"
-        "client = LocalClient('victim', NODE_TO_WORKER, WORKER_TO_NODE)\n"
-        "client.connect(Path(sys.argv[1])); client.send(Heartbeat(), 20.0); client.receive(60.0)\n"
+        "client = LocalClient('victim', Path(sys.argv[1]), NODE_TO_WORKER, WORKER_TO_NODE)\n"
+        "client.send(Heartbeat(), 20.0); client.receive(60.0)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(node.path)])  # noqa: ASYNC220 - returns at once
     try:
@@ -156,8 +153,8 @@ from pathlib import Path
 from kvbridge.control.local import LocalClient
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.messages import Heartbeat
-client = LocalClient("victim", NODE_TO_WORKER, WORKER_TO_NODE)
-client.connect(Path(sys.argv[1])); client.send(Heartbeat(), 20.0)
+client = LocalClient("victim", Path(sys.argv[1]), NODE_TO_WORKER, WORKER_TO_NODE)
+client.send(Heartbeat(), 20.0)
 sys.stdin.readline()
 client.close()
 sys.stdin.read()
@@ -236,8 +233,7 @@ async def test_a_client_learns_that_its_daemon_ended(node):
 
 
 async def test_without_a_daemon_the_first_send_says_so(tmp_path):
-    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
-    client.connect(tmp_path / "nobody.sock")
+    client = LocalClient("w", tmp_path / "nobody.sock", NODE_TO_WORKER, WORKER_TO_NODE)
     try:
         with pytest.raises(
             NotReadyError, match=r"'w' could not send to .*nobody.sock within 0.05 s: no daemon answers"
@@ -300,8 +296,11 @@ async def test_a_client_refuses_malformed_frames_and_goes_on(tmp_path):
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.bind(f"ipc://{tmp_path}/s")
-    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE, on_refused=lambda kind, _: refused.append(str(kind)))
-    client.connect(tmp_path / "s")
+
+    def note(kind, _detail):
+        refused.append(str(kind))
+
+    client = LocalClient("w", tmp_path / "s", NODE_TO_WORKER, WORKER_TO_NODE, on_refused=note)
     try:
         client.send(Heartbeat(), WAIT_S)
         assert router.poll(WAIT_S * 1_000)
@@ -319,15 +318,13 @@ async def test_a_client_refuses_malformed_frames_and_goes_on(tmp_path):
 
 
 async def test_a_served_path_is_not_taken_over_and_a_dead_one_is(node, tmp_path):
-    other = Node(node.path)
     with pytest.raises(ConflictError, match="another process serves"):
-        other.server.bind(node.path)
+        Node(node.path)
     left_behind = tmp_path / "run" / "dead.sock"
     process = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind({str(left_behind)!r})"
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", process], check=True, timeout=WAIT_S)
     assert left_behind.exists()
-    other.server.bind(left_behind)
-    other.server.close()
+    Node(left_behind).server.close()
 
 
 async def test_the_runtime_directory_is_private(tmp_path):
@@ -353,15 +350,12 @@ async def test_a_client_believes_nobody_in_a_directory_that_is_not_its_user_s_al
     else:
         (tmp_path / "link").symlink_to(folder)
         folder = tmp_path / "link"
-    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
     with pytest.raises(ConfigError, match=r"can be entered by others|is not a directory of this user"):
-        client.connect(folder / "worker.sock")
-    client.close()
+        LocalClient("w", folder / "worker.sock", NODE_TO_WORKER, WORKER_TO_NODE)
 
 
 async def test_a_directory_that_is_made_later_is_looked_at_then(tmp_path):
-    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
-    client.connect(tmp_path / "run" / "worker.sock")
+    client = LocalClient("w", tmp_path / "run" / "worker.sock", NODE_TO_WORKER, WORKER_TO_NODE)
     try:
         with pytest.raises(NotReadyError, match="no daemon answers there yet"):
             client.send(Heartbeat(), 0.05)
@@ -370,7 +364,6 @@ async def test_a_directory_that_is_made_later_is_looked_at_then(tmp_path):
             client.send(Heartbeat(), WAIT_S)
         (tmp_path / "run").chmod(0o700)
         node = Node(tmp_path / "run" / "worker.sock")
-        node.server.bind(node.path)
         await asyncio.to_thread(client.send, Heartbeat(), WAIT_S)
         await node.until(lambda: len(node.events) == 1)
         node.server.close()
@@ -379,9 +372,8 @@ async def test_a_directory_that_is_made_later_is_looked_at_then(tmp_path):
 
 
 async def test_a_path_that_is_too_long_says_so(node):
-    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
     for path in (Path("/tmp") / ("x" * 120), Path("relative.sock")):
         with pytest.raises(ConfigError, match=r"has 125 bytes, a socket's path at most 107|must be absolute"):
-            client.connect(path)
-    client.connect(node.path.parent / ("x" * (106 - len(os.fsencode(node.path.parent)))))
-    client.close()
+            LocalClient("w", path, NODE_TO_WORKER, WORKER_TO_NODE)
+    longest = node.path.parent / ("x" * (106 - len(os.fsencode(node.path.parent))))
+    LocalClient("w", longest, NODE_TO_WORKER, WORKER_TO_NODE).close()

@@ -86,17 +86,21 @@ class Stage:
 
     def server(self, incarnation=SERVER, *, keys=None, settings=None, endpoint=LOOPBACK):
         recorder = Recorder()
-        server = PeerServer(PeerIdentity(incarnation, keys), recorder.callbacks, settings=settings)
+        server = PeerServer(PeerIdentity(incarnation, keys), recorder.callbacks, endpoint, settings=settings)
         self.stack.callback(server.close)
-        return server, recorder, server.bind(endpoint)
+        return server, recorder, server.endpoint
 
     def client(self, endpoint, incarnation=CLIENT, *, keys=None, server_key="", settings=None):
         recorder = Recorder()
         client = PeerClient(
-            PeerIdentity(incarnation, keys), recorder.callbacks, context=self.context, settings=settings
+            PeerIdentity(incarnation, keys),
+            recorder.callbacks,
+            endpoint,
+            server_key=server_key,
+            context=self.context,
+            settings=settings,
         )
         self.stack.callback(client.close)
-        client.connect(endpoint, server_key)
         return client, recorder
 
     def raw(self, endpoint, **options):
@@ -349,9 +353,9 @@ async def test_leaving_the_machine_needs_keys(stage, endpoint):
 
 
 async def test_a_network_can_be_trusted_on_request(stage):
-    server = PeerServer(PeerIdentity(SERVER, insecure=True), Recorder().callbacks)
+    server = PeerServer(PeerIdentity(SERVER, insecure=True), Recorder().callbacks, "tcp://0.0.0.0:0")
     stage.stack.callback(server.close)
-    assert server.bind("tcp://0.0.0.0:0").startswith("tcp://0.0.0.0:")
+    assert server.endpoint.startswith("tcp://0.0.0.0:")
 
 
 async def test_keys_let_in_whom_they_name(stage):
