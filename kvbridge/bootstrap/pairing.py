@@ -188,13 +188,13 @@ class PairingService:
             log.warning("room stays claimed for a while", room=attempt.room, code=error.code, reason=str(error))
 
     async def _ticket(self, room: int) -> Ticket:
-        entry = await self._rooms.room(room)
-        if entry is None or entry.ticket is None:
+        ticket = await self._rooms.ticket(room)
+        if ticket is None:
             raise UnknownRoomError(
                 f"room {room} was not paired here, or is forgotten: rooms are remembered for "
                 f"{self._timeouts.room_keep_s:g} s (timeouts.room_keep_s)"
             )
-        return entry.ticket
+        return ticket
 
     # ------------------------------------------------------------------------------- reservations
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvbridge.api.directory import NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord
-from kvbridge.bootstrap.stores.base import Claim, InstanceNodes, PairingState, RoomEntry, RoomInUse, RoomTimes
+from kvbridge.bootstrap.stores.base import Claim, InstanceNodes, PairingState, RoomInUse, RoomTimes
 from kvbridge.core.clock import Clock, monotonic
 
 
@@ -151,14 +151,11 @@ class MemoryStore:
         if found is not None and found.owner == claim.owner:
             found.state, found.generation = PairingState.CANCELLED, generation
 
-    async def room(self, room: int) -> RoomEntry | None:
+    async def ticket(self, room: int) -> Ticket | None:
         """See RoomStore."""
         self._forget_old()
         found = self._rooms.get(room)
-        if found is None:
-            return None
-        ticket = found.ticket.after(self._clock() - found.settled_s) if found.ticket else None
-        return RoomEntry(state=found.state, generation=found.generation, ticket=ticket)
+        return found.ticket.after(self._clock() - found.settled_s) if found and found.ticket else None
 
     async def cancelled(self, room: int, generation: int) -> None:
         """See RoomStore."""

@@ -34,7 +34,6 @@ from kvbridge.bootstrap.stores.base import (
     Claim,
     InstanceNodes,
     PairingState,
-    RoomEntry,
     RoomInUse,
     RoomTimes,
     StoreObserver,
@@ -244,25 +243,21 @@ class RedisStore:
         """See RoomStore."""
         await self._run("GIVE_UP", self._room_keys(claim.room), claim.room, claim.owner, generation)
 
-    async def room(self, room: int) -> RoomEntry | None:
+    async def ticket(self, room: int) -> Ticket | None:
         """See RoomStore."""
-        key = self._key("room", room)
+        now_ms, state, generation, raw, settled_ms = await self._run("TICKET", [self._key("room", room)])
+        if raw is None:
+            return None
         try:
-            fields = await self._run("ROOM", [key])
-            now_ms, state, generation, raw_ticket, settled_ms = fields
-            if state is None:
-                return None
-            ticket = None
-            if raw_ticket is not None:
-                ticket = Ticket.model_validate_json(raw_ticket, extra="ignore")
-                ticket = ticket.after(max(0, now_ms - int(settled_ms)) / 1e3)
-            entry = RoomEntry(state=PairingState(_text(state)), generation=int(generation), ticket=ticket)
-            if entry.ticket is not None and entry.ticket.room != room:
-                raise ValueError(f"the ticket is that of room {entry.ticket.room}")  # noqa: TRY301 - told below
+            ticket = Ticket.model_validate_json(raw, extra="ignore")
+            PairingState(_text(state or b""))
+            if (ticket.room, ticket.generation) != (room, int(generation)):
+                which = f"room {ticket.room} generation {ticket.generation}"
+                raise ValueError(f"the ticket is that of {which}")  # noqa: TRY301 - told below
+            return ticket.after(max(0, now_ms - int(settled_ms)) / 1e3)
         except (ValueError, TypeError) as error:
             self._refused("room", str(room).encode(), error)
             return None
-        return entry
 
     async def cancelled(self, room: int, generation: int) -> None:
         """See RoomStore."""

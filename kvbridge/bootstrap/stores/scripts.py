@@ -131,7 +131,7 @@ local gone = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', clock_ms())
 for _, member in ipairs(gone) do redis.call('ZREM', KEYS[1], member) end
 return gone
 """,
-    "ROOM": """
+    "TICKET": """
 -- KEYS: room. Returns [now_ms, state, generation, ticket, settled_ms], each nil when it is not there.
 local fields = read('HMGET', KEYS[1], 'state', 'generation', 'ticket', 'settled_ms') or {}
 return {clock_ms(), fields[1] or false, fields[2] or false, fields[3] or false, fields[4] or false}
