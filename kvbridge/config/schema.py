@@ -65,14 +65,8 @@ class DaemonConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:
-        problems = [
-            *_open_http(self.http, insecure=self.insecure),
-            *_open_control(self.control, insecure=self.insecure),
-            *_unreachable(self.http, self.bootstrap),
-            *_runtime_dir(self.runtime_dir),
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
+        exposed = () if self.insecure else (_open_http(self.http), _open_control(self.control))
+        _refuse(*exposed, _unreachable(self.http, self.bootstrap), _runtime_dir(self.runtime_dir))
         return self
 
 
@@ -146,44 +140,45 @@ class BootstrapConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:
-        problems = [
-            *_open_http(self.http, insecure=self.insecure),
-            *_open_redis(self.directory, insecure=self.insecure),
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
+        if not self.insecure:
+            _refuse(_open_http(self.http), _open_redis(self.directory))
         return self
 
 
-def _open_redis(directory: DirectoryConfig, *, insecure: bool) -> list[str]:
-    if insecure or not directory.open_redis:
-        return []
+def _refuse(*problems: str) -> None:
+    if found := [problem for problem in problems if problem]:
+        raise ValueError("\n".join(found))
+
+
+def _open_redis(directory: DirectoryConfig) -> str:
+    if not directory.open_redis:
+        return ""
     remedy = "set directory.redis_password_file, use a Redis on this machine, or set insecure"
-    return [f"directory.redis_url names {directory.open_redis}, which others can reach, without a password: {remedy}"]
+    return f"directory.redis_url names {directory.open_redis}, which others can reach, without a password: {remedy}"
 
 
-def _open_http(http: HttpConfig, *, insecure: bool) -> list[str]:
-    if insecure or http.has_token or is_loopback(http.host):
-        return []
+def _open_http(http: HttpConfig) -> str:
+    if http.has_token or is_loopback(http.host):
+        return ""
     remedy = "set http.token_file, bind a loopback address, or set insecure"
-    return [f"http.host is {http.host}, which others can reach, and there is no token: {remedy}"]
+    return f"http.host is {http.host}, which others can reach, and there is no token: {remedy}"
 
 
-def _open_control(control: ControlConfig, *, insecure: bool) -> list[str]:
-    if insecure or control.curve.secret_key_file is not None or is_loopback(control.host):
-        return []
+def _open_control(control: ControlConfig) -> str:
+    if control.curve.secret_key_file is not None or is_loopback(control.host):
+        return ""
     remedy = "set control.curve.secret_key_file, bind a loopback address, or set insecure"
-    return [f"control.bind is {control.bind}, which others can reach, and there are no keys: {remedy}"]
+    return f"control.bind is {control.bind}, which others can reach, and there are no keys: {remedy}"
 
 
-def _unreachable(http: HttpConfig, bootstrap: BootstrapLinkConfig) -> list[str]:
+def _unreachable(http: HttpConfig, bootstrap: BootstrapLinkConfig) -> str:
     if not bootstrap.url or http.advertise_url or not is_wildcard(http.host):
-        return []
-    return [f"http.host is {http.host}, which bootstrap cannot pass on as an address: set http.advertise_url"]
+        return ""
+    return f"http.host is {http.host}, which bootstrap cannot pass on as an address: set http.advertise_url"
 
 
-def _runtime_dir(path: Path) -> list[str]:
-    longest = MAX_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
-    if len(os.fsencode(path)) <= longest:
-        return []
-    return [f"runtime_dir has {len(os.fsencode(path))} bytes; sockets inside it need it to have at most {longest}"]
+def _runtime_dir(path: Path) -> str:
+    size, longest = len(os.fsencode(path)), MAX_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
+    return (
+        f"runtime_dir has {size} bytes; sockets inside it need it to have at most {longest}" if size > longest else ""
+    )
