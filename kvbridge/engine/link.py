@@ -33,8 +33,8 @@ class EngineLink:
 
     def __init__(self, runtime_dir: Path, *, name: str, timeout_s: float) -> None:
         """Connect to the node whose runtime directory this is. `timeout_s` bounds every call."""
-        self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(name, NODE_TO_ENGINE, ENGINE_TO_NODE)
-        self._client.connect(runtime_dir / ENGINE_SOCKET)
+        path = runtime_dir / ENGINE_SOCKET
+        self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(name, path, NODE_TO_ENGINE, ENGINE_TO_NODE)
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
         self._events: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)

@@ -22,6 +22,4 @@ class NodeLink(Protocol):
 
 def open_node_link(path: Path, name: str) -> LocalClient[NodeToWorker, WorkerToNode]:
     """Connect to the node that listens for rank workers on `path`; used by the thread that serves the rank."""
-    client: LocalClient[NodeToWorker, WorkerToNode] = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
-    client.connect(path)
-    return client
+    return LocalClient(name, path, NODE_TO_WORKER, WORKER_TO_NODE)

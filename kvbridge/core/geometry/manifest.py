@@ -102,7 +102,8 @@ class RankManifest(FrozenModel):
 def fingerprint_facts(geometry: ModelGeometry) -> dict[str, Any]:
     """Return what the fingerprint is made of: everything that decides where a byte of a request belongs.
 
-    The model's name is left out: two names for the same bytes may meet.
+    The model's name is left out: two names for the same bytes may meet. Every other field is in it, so a later release that adds
+    one must leave it out while it has its default value, or no earlier release would know the same model by its fingerprint.
     """
     facts = geometry.model_dump(mode="json", exclude={"name"})
     facts["components"] = {component["kind"]: component for component in facts["components"]}

@@ -43,7 +43,7 @@ class Setup:
         self.daemons = FakeDaemons()
         store = MemoryStore(expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, clock=self.clock)
         self.directory = Directory(store, self.daemons)
-        pairing = PairingService(self.directory, store, self.daemons, limits=LIMITS)
+        pairing = PairingService(self.directory, store, self.daemons, **LIMITS)
         app = create_bootstrap_app(
             directory=self.directory,
             pairing=pairing,
