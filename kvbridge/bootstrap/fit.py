@@ -68,22 +68,22 @@ _Way = tuple[str, ControlMode]
 class Ranking:
     """The instances that could serve one request."""
 
-    def __init__(self, instances: Iterable[Instance], request: PairRequest, *, retry_after_s: float) -> None:
+    def __init__(self, instances: Iterable[Instance], request: PairRequest) -> None:
         """Order the instances by how well they suit the request.
 
         Raises NotReadyError when a role has no ready instance, FingerprintMismatchError when no two ready instances
         hold the same model, InvalidInputError when the request is larger than every pool.
         """
         instances = tuple(instances)
-        prefill = _ready(instances, Role.PREFILL, request, retry_after_s)
-        decode = _ready(instances, Role.DECODE, request, retry_after_s)
+        prefill = _ready(instances, Role.PREFILL, request)
+        decode = _ready(instances, Role.DECODE, request)
         models = {instance.fingerprint for instance in prefill} & {instance.fingerprint for instance in decode}
         if not models:
             raise _mismatch(prefill[0], decode[0])
         ways = _ways(prefill) & _ways(decode)
         if not ways:
-            raise _strangers([one for one in (*prefill, *decode) if one.fingerprint in models], retry_after_s)
-        demands = _Demands(request)
+            raise _no_common_mode([one for one in (*prefill, *decode) if one.fingerprint in models])
+        known: dict[tuple[object, ...], Pages] = {}
         matching: list[Instance] = []
         sides: dict[_Way, tuple[list[_Option], list[_Option]]] = {way: ([], []) for way in sorted(ways)}
         for instance in (*prefill, *decode):
@@ -91,7 +91,7 @@ class Ranking:
             if not own:
                 continue
             matching.append(instance)
-            if (option := demands.option(instance)) is not None:
+            if (option := _option(instance, request, known)) is not None:
                 for way in own:
                     sides[way][instance.role is Role.DECODE].append(option)
         # Prefill and decode of each way to be a pair, the best first.
@@ -136,30 +136,18 @@ def _pair_order(pair: tuple[_Option, _Option]) -> tuple[bool, float, int, str, s
     )
 
 
-class _Demands:
-    """What one request needs, computed once for all nodes that are alike."""
-
-    def __init__(self, request: PairRequest) -> None:
-        self._request = request
-        self._known: dict[tuple[object, ...], Pages] = {}
-
-    def option(self, instance: Instance) -> _Option | None:
-        """Return an instance's option; None when its pools could never hold the request."""
-        needed: Pages = {}
-        share = 1.0
-        for record in instance.nodes:
-            needed = self._of(record.registration)
-            total = record.beat.load.total_pages
-            if any(0 < total.get(space, 0) < count for space, count in needed.items()):
-                return None
-            share = min(share, free_share(record.beat.load, needed, record.charged_pages))
-        return _Option(instance, needed, share)
-
-    def _of(self, registration: NodeRegistration) -> Pages:
+def _option(instance: Instance, request: PairRequest, known: dict[tuple[object, ...], Pages]) -> _Option | None:
+    """Return an instance's option; None when its pools could never hold the request. `known`: demands of nodes that are alike."""
+    needed: Pages = {}
+    share = 1.0
+    for record in instance.nodes:
+        registration, total = record.registration, record.beat.load.total_pages
         alike = (registration.fingerprint, registration.role, registration.host)
-        if alike not in self._known:
-            self._known[alike] = demand(registration, self._request)
-        return self._known[alike]
+        needed = known[alike] if alike in known else known.setdefault(alike, demand(registration, request))
+        if any(0 < total.get(space, 0) < count for space, count in needed.items()):
+            return None
+        share = min(share, free_share(record.beat.load, needed, record.charged_pages))
+    return _Option(instance, needed, share)
 
 
 def demand(registration: NodeRegistration, request: PairRequest) -> Pages:
@@ -187,7 +175,7 @@ def free_share(load: Load, needed: Pages, charged: Mapping[str, int]) -> float:
     return min(shares, default=1.0)
 
 
-def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest, retry_after_s: float) -> list[Instance]:
+def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest) -> list[Instance]:
     of_role = [
         instance
         for instance in instances
@@ -198,13 +186,11 @@ def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest, re
         return ready
     model = f" with fingerprint {request.fingerprint}" if request.fingerprint else ""
     reasons = "; ".join(f"'{instance.name}': {', '.join(instance.reasons())}" for instance in of_role)
-    raise NotReadyError(
-        f"no {role} instance{model} is ready: {reasons or 'none is registered'}", retry_after_s=retry_after_s
-    )
+    raise NotReadyError(f"no {role} instance{model} is ready: {reasons or 'none is registered'}")
 
 
 def _mismatch(sender: Instance, receiver: Instance) -> FingerprintMismatchError:
-    difference = first_difference(sender.geometry, receiver.geometry)
+    difference = first_difference(sender.first.geometry, receiver.first.geometry)
     return FingerprintMismatchError(
         f"no prefill instance holds the same model as a decode instance; between '{sender.name}' (here) and "
         f"'{receiver.name}' (peer) the first difference is: {difference}; give both the same model and encoding"
@@ -215,12 +201,9 @@ def _ways(instances: Iterable[Instance]) -> set[_Way]:
     return {(instance.fingerprint, mode) for instance in instances for mode in instance.first.meets_by}
 
 
-def _strangers(instances: list[Instance], retry_after_s: float) -> NotReadyError:
+def _no_common_mode(instances: list[Instance]) -> NotReadyError:
     how = ", ".join(f"{one.role} '{one.name}' by {modes_text(one)}" for one in instances[:SHOWN])
-    return NotReadyError(
-        f"no prefill instance can meet a decode instance of the same model: {how}; {MODES_REMEDY}",
-        retry_after_s=retry_after_s,
-    )
+    return NotReadyError(f"no prefill instance can meet a decode instance of the same model: {how}; {MODES_REMEDY}")
 
 
 def _names(instances: list[Instance]) -> str:

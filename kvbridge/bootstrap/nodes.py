@@ -19,7 +19,6 @@ from kvbridge.api.directory import (
     NodeView,
 )
 from kvbridge.core.errors import ConflictError, FingerprintMismatchError, InvalidInputError, StaleError
-from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint, first_difference
 from kvbridge.core.ids import FrozenModel, Positive, Rank, Role
 from kvbridge.pool.memory.layout import stage_layers
@@ -85,7 +84,7 @@ class NodeRecord:
 
     @property
     def incarnation(self) -> str:
-        """The life of the node that holds the name."""
+        """The process that holds the name."""
         return self.entry.registration.incarnation
 
 
@@ -114,11 +113,6 @@ class Instance:
         return frozenset(self.first.meets_by)
 
     @property
-    def geometry(self) -> ModelGeometry:
-        """The model's geometry."""
-        return self.first.geometry
-
-    @property
     def keys(self) -> tuple[NodeKey, ...]:
         """The keys of all nodes, in the order of their names."""
         return tuple(record.key for record in self.nodes)
@@ -139,8 +133,8 @@ class Instance:
         ranks = sum(len(record.registration.ranks) for record in self.nodes)  # no two nodes have the same one
         return ranks == self.first.pp_size * self.first.tp_size and all(record.beat.ready for record in self.nodes)
 
-    def _here(self) -> set[tuple[int, int]]:
-        return {(rank.pp, rank.tp) for record in self.nodes for rank in record.registration.ranks}
+    def _here(self) -> set[Rank]:
+        return {rank for record in self.nodes for rank in record.registration.ranks}
 
     @property
     def missing(self) -> int:
@@ -153,27 +147,28 @@ class Instance:
         if missing := self.missing:
             # One by one: how many there are is a registration's word.
             here, tp_size = self._here(), self.first.tp_size
-            first = next(place for place in (divmod(number, tp_size) for number in count()) if place not in here)
-            found.append(f"{missing} of its ranks are missing, first {Rank(pp=first[0], tp=first[1])}")
+            places = (Rank(pp=number // tp_size, tp=number % tp_size) for number in count())
+            first = next(rank for rank in places if rank not in here)
+            found.append(f"{missing} of its ranks are missing, first {first}")
         for record in self.nodes:
             if not record.beat.ready:
                 why = f": {'; '.join(record.beat.reasons)}" if record.beat.reasons else ""
                 found.append(f"node '{record.registration.node}' is not ready{why}")
         return tuple(found)
 
-    def view(self, stranger: str = "") -> InstanceView:
-        """Return what operators see; `stranger` says why nobody can be paired with it, see `incompatible`."""
+    def view(self, unmatched: str = "") -> InstanceView:
+        """Return what operators see; `unmatched` says why nobody can be paired with it, see `incompatible`."""
         return InstanceView(
             instance=self.name,
             role=self.role,
-            model=self.geometry.name,
+            model=self.first.geometry.name,
             fingerprint=self.fingerprint,
             pp_size=self.first.pp_size,
             tp_size=self.first.tp_size,
             meets_by=tuple(sorted(self.meets_by)),
             complete=not self.missing,
-            ready=self.ready and not stranger,
-            reasons=(*self.reasons(), stranger) if stranger else self.reasons(),
+            ready=self.ready and not unmatched,
+            reasons=(*self.reasons(), unmatched) if unmatched else self.reasons(),
             nodes=tuple(node_view(record) for record in self.nodes),
         )
 
@@ -267,15 +262,15 @@ def check_registration(registration: NodeRegistration) -> None:
         raise InvalidInputError(f"{who}: {error}") from error
     if not registration.ranks:
         raise InvalidInputError(f"{who} has no rank")
-    seen: set[tuple[int, int]] = set()
+    seen: set[Rank] = set()
     for rank in registration.ranks:
         if rank.pp >= registration.pp_size or rank.tp >= registration.tp_size:
             raise InvalidInputError(
                 f"{who}: rank {rank} does not exist in {registration.pp_size} stages x {registration.tp_size}"
             )
-        if (rank.pp, rank.tp) in seen:
+        if rank in seen:
             raise InvalidInputError(f"{who}: rank {rank} is listed twice")
-        seen.add((rank.pp, rank.tp))
+        seen.add(rank)
 
 
 def check_agreement(new: NodeRegistration, other: NodeRegistration) -> None:
@@ -297,7 +292,7 @@ def check_agreement(new: NodeRegistration, other: NodeRegistration) -> None:
             f"{where}: {difference} (here: node '{new.node}', peer: node '{other.node}'); "
             "give both the same model and encoding"
         )
-    taken = {(rank.pp, rank.tp) for rank in other.ranks}
+    taken = set(other.ranks)
     for rank in new.ranks:
-        if (rank.pp, rank.tp) in taken:
+        if rank in taken:
             raise ConflictError(f"{where}: rank {rank} already lives on node '{other.node}' at {other.http_url}")

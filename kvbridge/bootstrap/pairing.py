@@ -1,6 +1,7 @@
 """From a request to a ticket: reserve both ends of the best pair, or leave nothing behind.
 
-Owns: the order of reservations, their undoing, what a ticket says. Must not know: HTTP, how pairs are ranked, where rooms are kept.
+Owns: the order of reservations, their undoing, what a ticket says. Must not know: HTTP, how pairs are ranked, how a daemon is
+asked, where rooms are kept.
 
 Prefill is reserved first. Until decode admits a room nobody has offered anything: giving a prefill reservation back is
 one local step, and an offer never arrives before its room. The other way round decode grants a lease on its pages and
@@ -17,19 +18,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 import structlog
 
 from kvbridge.api.directory import PairRequest, Ticket, TicketEnd
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.bootstrap.directory import Directory
+from kvbridge.bootstrap.ends import NOTHING_TO_CANCEL, EndReport, ReservePort, RoomEnds
 from kvbridge.bootstrap.fit import Candidate, Ranking
 from kvbridge.bootstrap.nodes import Instance
 from kvbridge.bootstrap.stores.base import Claim, RoomStore
+from kvbridge.config.schema import PairingConfig
+from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,
@@ -40,7 +42,6 @@ from kvbridge.core.errors import (
     IntegrityError,
     NotReadyError,
     PeerError,
-    StaleError,
     UnknownRoomError,
 )
 from kvbridge.core.ids import ROOM_BITS, FrozenModel, Positive, Role, RoomId
@@ -55,44 +56,8 @@ TRY_ANOTHER = (CapacityError, PeerError, DeadlineError)
 DRAWS = 8
 """Random room ids that may be in use, one after another, before something is wrong."""
 
-NOTHING_TO_CANCEL = frozenset({"", UnknownRoomError.code, StaleError.code})
-
-
-class ReservePort(Protocol):
-    """The endpoints of all daemons, by URL."""
-
-    async def admit(self, url: str, request: AdmissionRequest) -> RoomReport:
-        """Reserve one end. Raises what the daemon raised, or PeerError when it cannot be reached."""
-
-    async def report(self, url: str, room: int) -> RoomReport:
-        """Return one end's report. Raises UnknownRoomError."""
-
-    async def cancel(self, url: str, room: int, reason: str, *, generation: int) -> RoomReport:
-        """Give one end back. Raises UnknownRoomError, and StaleError when the room is there in another generation."""
-
-
-@dataclass(frozen=True, slots=True)
-class PairingLimits:
-    """Deadlines in seconds, named as in the configuration, and bounds."""
-
-    reserve_s: float
-    cancel_s: float
-    report_s: float
-    pair_s: float
-    ticket_s: float
-    room_keep_s: float
-    retry_after_s: float = 1.0
-    attempts: int = 3
-    max_under_way: int = 128
-
-
-class EndReport(FrozenModel):
-    """What one daemon says of a room, or why it could not be asked."""
-
-    url: str
-    report: RoomReport | None = None
-    error_code: str = ""
-    error: str = ""
+RETRY_AFTER_S = 1.0
+"""When a refused caller is told to come back, where no daemon says."""
 
 
 class PairReport(FrozenModel):
@@ -141,14 +106,16 @@ class PairingService:
         rooms: RoomStore,
         port: ReservePort,
         *,
-        limits: PairingLimits,
+        config: PairingConfig,
+        timeouts: BootstrapTimeouts,
         clock: Clock = monotonic,
     ) -> None:
         self._clock = clock
         self._directory = directory
         self._rooms = rooms
-        self._port = port
-        self._limits = limits
+        self._ends = RoomEnds(port, timeouts)
+        self._config = config
+        self._timeouts = timeouts
         self._under_way = 0
 
     async def pair(self, request: PairRequest) -> Ticket:
@@ -159,11 +126,8 @@ class PairingService:
         is over. CapacityError at once while `max_under_way` others are being paired: asked for more than this process can do,
         all of them would take longer and longer, and in the end none would be paired in time.
         """
-        if self._under_way >= self._limits.max_under_way:
-            raise CapacityError(
-                f"{self._under_way} requests are being paired already (pairing.max_under_way)",
-                retry_after_s=self._limits.retry_after_s,
-            )
+        if self._under_way >= self._config.max_under_way:
+            raise CapacityError(f"{self._under_way} requests are being paired already (pairing.max_under_way)")
         self._under_way += 1
         try:
             return await self._pair(request)
@@ -174,11 +138,11 @@ class PairingService:
         claim = await self._claim(request.room)
         attempt = _Attempt(claim, request, claim.base)
         try:
-            async with asyncio.timeout(self._limits.pair_s):
+            async with asyncio.timeout(self._timeouts.pair_s):
                 attempt.ticket = await self._try_candidates(attempt)
         except TimeoutError as error:
             raise DeadlineError(
-                f"room {attempt.room}: no pair was reserved within {self._limits.pair_s:g} s (timeouts.pair_s)"
+                f"room {attempt.room}: no pair was reserved within {self._timeouts.pair_s:g} s (timeouts.pair_s)"
             ) from error
         finally:
             if attempt.ticket is None:
@@ -189,15 +153,15 @@ class PairingService:
         """Ask both ends. Raises UnknownRoomError for a room that was not paired or is forgotten."""
         ticket = await self._ticket(room)
         prefill, decode = await asyncio.gather(
-            self._ask(ticket, ticket.prefill.http_urls), self._ask(ticket, ticket.decode.http_urls)
+            self._ends.report(ticket.prefill.http_urls, room), self._ends.report(ticket.decode.http_urls, room)
         )
         return _pair_report(ticket, prefill, decode)
 
     async def cancel(self, room: int, reason: str) -> PairReport:
         """Abort a room on both ends, decode first: it holds the lease. Raises UnknownRoomError as `report` does."""
         ticket = await self._ticket(room)
-        decode = await self._tell(ticket, ticket.decode.http_urls, reason)
-        prefill = await self._tell(ticket, ticket.prefill.http_urls, reason)
+        decode = await self._ends.cancel(ticket.decode.http_urls, room, ticket.generation, reason)
+        prefill = await self._ends.cancel(ticket.prefill.http_urls, room, ticket.generation, reason)
         if all(end.error_code in NOTHING_TO_CANCEL for end in (*prefill, *decode)):
             await self._rooms.cancelled(room, ticket.generation)
         return _pair_report(ticket, prefill, decode)
@@ -207,7 +171,7 @@ class PairingService:
     async def _claim(self, wanted: int | None) -> Claim:
         for _ in range(DRAWS):
             room = secrets.randbits(ROOM_BITS) if wanted is None else wanted
-            claim = await self._rooms.claim(room, generations=self._limits.attempts)
+            claim = await self._rooms.claim(room, generations=self._config.attempts)
             if isinstance(claim, Claim):
                 return claim
             if wanted is not None:
@@ -224,23 +188,23 @@ class PairingService:
             log.warning("room_stays_claimed", room=attempt.room, code=error.code, reason=str(error))
 
     async def _ticket(self, room: int) -> Ticket:
-        entry = await self._rooms.room(room)
-        if entry is None or entry.ticket is None:
+        ticket = await self._rooms.ticket(room)
+        if ticket is None:
             raise UnknownRoomError(
                 f"room {room} was not paired here, or is forgotten: rooms are remembered for "
-                f"{self._limits.room_keep_s:g} s (timeouts.room_keep_s)"
+                f"{self._timeouts.room_keep_s:g} s (timeouts.room_keep_s)"
             )
-        return entry.ticket
+        return ticket
 
     # ------------------------------------------------------------------------------- reservations
 
     async def _try_candidates(self, attempt: _Attempt) -> Ticket:
         """Try the best pair, then the best without those who refused; of pairs that look full, only one."""
         instances = await self._directory.instances()
-        ranking = Ranking(instances, attempt.request, retry_after_s=self._limits.retry_after_s)
+        ranking = Ranking(instances, attempt.request)
         refusals: list[_Refusal] = []
         looks_full = False
-        while len(refusals) < self._limits.attempts and not looks_full:
+        while len(refusals) < self._config.attempts and not looks_full:
             candidate = ranking.best(without={refusal.instance for refusal in refusals})
             if candidate is None:
                 break
@@ -260,7 +224,7 @@ class PairingService:
         causes = "; ".join(f"'{refusal.instance}': {refusal.error}" for refusal in refusals)
         return kind(
             f"room {room}: no pair could be reserved: {causes}",
-            retry_after_s=max((error.retry_after_s for error in limits), default=self._limits.retry_after_s),
+            retry_after_s=max((error.retry_after_s for error in limits), default=RETRY_AFTER_S),
         )
 
     async def _reserve(self, attempt: _Attempt, candidate: Candidate) -> Ticket | _Refusal:
@@ -270,8 +234,7 @@ class PairingService:
         """
         attempt.generation += 1
         attempt.begun_s = self._clock()
-        generation = attempt.generation
-        # Before anybody is asked: others who are pairing meanwhile should see it, and the nodes' own news comes after it.
+        # Before anybody is asked: others who are pairing meanwhile should see it, and the nodes' own heartbeats come after it.
         for instance in (candidate.prefill, candidate.decode):
             await self._directory.charge(instance, candidate.demands[instance.name])
         asked: list[str] = []
@@ -283,84 +246,33 @@ class PairingService:
                     # Noted before the answer: a daemon that answers too late may have admitted all the same.
                     asked.append(url)
                     try:
-                        await self._admit(url, _admission(attempt, candidate, role, self._ticket_left_s(attempt)))
+                        await self._ends.admit(url, _admission(attempt, candidate, role, self._ticket_left_s(attempt)))
                     except TRY_ANOTHER as error:
                         return _Refusal(instance.name, error)
-            ticket = self._ticket_for(attempt, candidate)
+            ticket = Ticket(
+                room=attempt.room,
+                generation=attempt.generation,
+                prefill=_end_of(candidate.prefill),
+                decode=_end_of(candidate.decode),
+                expires_in_s=self._ticket_left_s(attempt),
+            )
             kept = await self._rooms.settle(attempt.claim, ticket)
         finally:
             if not kept:
-                await self._give_back(attempt.room, generation, asked)
+                reason = "the other end could not be reserved"
+                await _finish(self._ends.cancel(asked, attempt.room, attempt.generation, reason))
         if not kept:
             raise NotReadyError(
                 f"room {attempt.room}: another pairing has taken the room, or the store has lost it; nothing is reserved"
             )
         return ticket
 
-    async def _admit(self, url: str, admission: AdmissionRequest) -> None:
-        try:
-            async with asyncio.timeout(self._limits.reserve_s):
-                report = await self._port.admit(url, admission)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"{url} did not answer within {self._limits.reserve_s:g} s (timeouts.reserve_s)"
-            ) from error
-        wanted = (admission.room, admission.generation, Role.DECODE if admission.prefill else Role.PREFILL)
-        if (report.room, report.generation, report.role) != wanted:
-            raise PeerError(
-                f"{url} has admitted room {report.room} generation {report.generation} as {report.role}, asked for "
-                f"{wanted[0]} generation {wanted[1]} as {wanted[2]}: is http.advertise_url another daemon's?"
-            )
-
-    async def _give_back(self, room: int, generation: int, urls: list[str]) -> None:
-        """Cancel what may have been reserved, even while this task itself is being cancelled."""
-        reason = "the other end could not be reserved"
-        await _finish(asyncio.gather(*(self._cancel(url, room, generation, reason) for url in urls)))
-
-    async def _cancel(self, url: str, room: int, generation: int, reason: str) -> EndReport:
-        """Cancel this generation on one daemon; that it has no such room, or a later one, is as good."""
-        call = partial(self._port.cancel, url, room, reason, generation=generation)
-        end = await _end(url, call, self._limits.cancel_s, "timeouts.cancel_s")
-        if end.error_code not in NOTHING_TO_CANCEL:
-            log.warning("reservation_not_given_back", room=room, url=url, error=end.error)
-        return end
-
-    def _ticket_for(self, attempt: _Attempt, candidate: Candidate) -> Ticket:
-        return Ticket(
-            room=attempt.room,
-            generation=attempt.generation,
-            prefill=_end_of(candidate.prefill),
-            decode=_end_of(candidate.decode),
-            expires_in_s=self._ticket_left_s(attempt),
-        )
-
     def _ticket_left_s(self, attempt: _Attempt) -> float:
         """How long the ticket can still be used: one clock for both ends and the ticket. Raises DeadlineError."""
-        left_s = attempt.begun_s + self._limits.ticket_s - self._clock()
+        left_s = attempt.begun_s + self._timeouts.ticket_s - self._clock()
         if left_s <= 0:
             raise DeadlineError("its ticket had run out before both ends were reserved (timeouts.ticket_s)")
         return left_s
-
-    async def _ask(self, ticket: Ticket, urls: tuple[str, ...]) -> tuple[EndReport, ...]:
-        limit_s = self._limits.report_s
-        calls = (_end(url, partial(self._port.report, url, ticket.room), limit_s, "timeouts.report_s") for url in urls)
-        return tuple(await asyncio.gather(*calls))
-
-    async def _tell(self, ticket: Ticket, urls: tuple[str, ...], reason: str) -> tuple[EndReport, ...]:
-        calls = (self._cancel(url, ticket.room, ticket.generation, reason) for url in urls)
-        return tuple(await asyncio.gather(*calls))
-
-
-async def _end(url: str, call: Callable[[], Awaitable[RoomReport]], limit_s: float, limit: str) -> EndReport:
-    """Make one call within its limit; what goes wrong becomes part of the report."""
-    try:
-        async with asyncio.timeout(limit_s):
-            return EndReport(url=url, report=await call())
-    except TimeoutError:
-        text = f"{url} did not answer within {limit_s:g} s ({limit})"
-        return EndReport(url=url, error_code=DeadlineError.code, error=text)
-    except BridgeError as error:
-        return EndReport(url=url, error_code=error.code, error=str(error))
 
 
 async def _finish(work: Awaitable[object]) -> None:

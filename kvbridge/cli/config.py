@@ -12,7 +12,8 @@ from typing import Annotated, NoReturn, TypeVar
 import typer
 from pydantic import BaseModel
 
-from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config, render_config
+from kvbridge.config.loading import load_config, render_config
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

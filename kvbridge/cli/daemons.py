@@ -11,8 +11,8 @@ import structlog
 import typer
 
 from kvbridge.cli.config import EXIT_FAILED, FileOption, SetOption, fail, load_or_exit
-from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.config.endpoints import TelemetryConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.decode import decode_daemon

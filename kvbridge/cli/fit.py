@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, FileOption, SetOption, fail, load_or_exit
-from kvbridge.config import DecodeConfig
+from kvbridge.config.schema import DecodeConfig
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.costs import DecodePlan, RequestCost, fit_memory, fit_pools, hot_slot_bytes, request_cost
 from kvbridge.core.ids import FrozenModel, IndexSpace, Rank

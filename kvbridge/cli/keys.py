@@ -17,9 +17,9 @@ import typer
 from pydantic import SecretStr
 
 from kvbridge.cli.config import EXIT_CONFIG, DaemonRole, FileOption, RoleOption, SetOption, fail, load_or_exit
-from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.config.endpoints import CurveConfig, HttpConfig
 from kvbridge.config.loading import read_secrets
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.control.keys import generate_keys, load_keys, public_key_beside, read_allowed, write_keys, write_secret
 from kvbridge.core.errors import BridgeError
 

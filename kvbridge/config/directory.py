@@ -12,7 +12,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 
-from kvbridge.config.endpoints import Seconds, is_loopback
+from kvbridge.config.endpoints import Seconds
+from kvbridge.core.addresses import is_loopback
 from kvbridge.core.ids import FrozenModel
 
 _SCHEMES = ("redis", "rediss", "unix")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
@@ -26,17 +25,6 @@ AllowedKey = Annotated[str, Field(pattern=f"^{_CURVE_KEY.pattern}( +[A-Za-z0-9][
 """A CURVE public key and, where it is good for one instance only, that instance's name."""
 
 _WILDCARDS = {"0.0.0.0", "::", "*", ""}  # noqa: S104 - recognised here, not bound
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a bound host name can be reached from this machine only. Names other than `localhost` count as public."""
-    bare = host.strip("[]")
-    if bare == "localhost":
-        return True
-    try:
-        return ip_address(bare).is_loopback
-    except ValueError:
-        return False
 
 
 def is_wildcard(host: str) -> bool:
@@ -123,8 +111,23 @@ def _endpoint_host(endpoint: str) -> str:
     return endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
-class HttpConfig(FrozenModel):
-    """The HTTP API."""
+class TokenConfig(FrozenModel):
+    """A section with a bearer token."""
+
+    token: SecretStr | None = None
+    """Bearer token. Better kept in `token_file`."""
+    token_file: Path | None = None
+    """File whose first line is the bearer token."""
+
+    @model_validator(mode="after")
+    def _check_token(self) -> Self:
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file are both set: keep one")
+        return self
+
+
+class HttpConfig(TokenConfig):
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well, while it is being changed."""
 
     host: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s/]+$")] = "127.0.0.1"
     """Where to listen; anything but a loopback address needs a token."""
@@ -132,10 +135,6 @@ class HttpConfig(FrozenModel):
     """0 takes a free port."""
     advertise_url: HttpUrl = ""
     """How others reach this endpoint, told to bootstrap; port 0 stands for the bound port; empty: the bound address."""
-    token: SecretStr | None = None
-    """Bearer token that callers must show. Better kept in `token_file`."""
-    token_file: Path | None = None
-    """File whose first line is the bearer token; further lines are taken as well, while it is being changed."""
     tls_certificate_file: Path | None = None
     """PEM chain; set together with `tls_key_file`."""
     tls_key_file: Path | None = None
@@ -159,8 +158,6 @@ class HttpConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.token is not None and self.token_file is not None:
-            raise ValueError("token and token_file are both set: keep one")
         if self.token is not None and not self.token.get_secret_value().strip():
             raise ValueError("token is empty: leave it out or give one")
         if (self.tls_certificate_file is None) != (self.tls_key_file is None):
@@ -174,24 +171,18 @@ class HttpConfig(FrozenModel):
         return re.sub(r":0/?$", f":{urlsplit(bound).port}", self.advertise_url.rstrip("/"))
 
 
-class BootstrapLinkConfig(FrozenModel):
-    """The directory that a daemon announces itself to."""
+class BootstrapLinkConfig(TokenConfig):
+    """The directory that a daemon announces itself to, and shows the token."""
 
     url: HttpUrl = ""
     """Empty: no directory; requests are then admitted on both ends by whoever picks them."""
     other_urls: tuple[HttpUrl, ...] = ()
     """Further replicas of that directory; the next one is asked when one does not answer."""
-    token: SecretStr | None = None
-    """Bearer token of the directory. Better kept in `token_file`."""
-    token_file: Path | None = None
-    """File whose first line is the directory's bearer token."""
     heartbeat_interval_s: Seconds = 2.0
     """Interval of the heartbeats to the directory; a quarter of its `directory.expire_after_s` or less."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.token is not None and self.token_file is not None:
-            raise ValueError("token and token_file are both set: keep one")
         if self.other_urls and not all((self.url, *self.other_urls)):
             raise ValueError("other_urls are further replicas: set url too, and leave none empty")
         return self

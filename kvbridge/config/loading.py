@@ -39,14 +39,15 @@ class _Layers:
         self.values: dict[str, Any] = {}
         self.origins: dict[KeyPath, str] = {}
 
-    def add_at(self, path: KeyPath, value: object, origin: str) -> None:
+    def add(self, value: object, origin: str, at: KeyPath = ()) -> None:
+        """Add a value, or the leaves of a mapping, at a key."""
         if isinstance(value, Mapping) and value:
-            for below, leaf in _leaves(value):
-                self.put((*path, *below), leaf, origin)
-        else:
-            self.put(path, value, origin)
+            for key, below in value.items():
+                self.add(below, origin, (*at, str(key)))
+        elif at:
+            self._put(at, value, origin)
 
-    def put(self, path: KeyPath, value: object, origin: str) -> None:
+    def _put(self, path: KeyPath, value: object, origin: str) -> None:
         inner = self.values
         for key in path[:-1]:
             below = inner.get(key)
@@ -57,15 +58,6 @@ class _Layers:
             return  # an empty mapping adds nothing to one that is there
         inner[path[-1]] = value
         self.origins[path] = origin
-
-
-def _leaves(values: Mapping[str, Any], above: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
-    for key, value in values.items():
-        here = (*above, str(key))
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, here)
-        else:
-            yield here, value
 
 
 def load_config(
@@ -86,14 +78,14 @@ def load_config(
     mistakes: list[str] = []
     if file is not None:
         document = read_document(file)
-        for path, value in _leaves(document.values):
-            line = document.lines.get(path)
-            layers.put(path, value, f"{file} line {line}" if line else str(file))
+        layers.add(document.values, str(file))
+        for path in layers.origins.keys() & document.lines.keys():
+            layers.origins[path] = f"{file} line {document.lines[path]}"
     mistakes += _add_environment(layers, kind, os.environ if environment is None else environment)
     mistakes += _add_overrides(layers, overrides)
     for key, value in (flags or {}).items():
         if value is not None:
-            layers.add_at(tuple(key.split(".")), value, f"flag for {key}")
+            layers.add(value, f"flag for {key}", tuple(key.split(".")))
     try:
         config = kind.model_validate(layers.values)
     except ValidationError as error:
@@ -118,7 +110,7 @@ def _add_environment(layers: _Layers, kind: type[BaseModel], environment: Mappin
             mistakes.append(f"environment {name}: a list or mapping is written as JSON, got something else")
             continue
         if values:
-            layers.add_at((), values, f"environment {name}")
+            layers.add(values, f"environment {name}")
         else:
             mistakes.append(_unknown_variable(kind, name))
     return mistakes
@@ -147,7 +139,7 @@ def _add_overrides(layers: _Layers, overrides: Iterable[str]) -> list[str]:
         except yaml.YAMLError as error:
             mistakes.append(f"flag --set {key}: the value is not valid YAML: {what_is_wrong(error)}")
             continue
-        layers.add_at(tuple(key.split(".")), value, f"flag --set {key}")
+        layers.add(value, f"flag --set {key}", tuple(key.split(".")))
     return mistakes
 
 

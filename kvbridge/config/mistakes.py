@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
@@ -42,21 +42,23 @@ def describe(error: ValidationError, kind: type[BaseModel], origins: Mapping[Key
 
 def unknown_key(kind: type[BaseModel], path: KeyPath) -> str:
     """Say that a key does not exist, and which one may have been meant."""
-    section: type[BaseModel] | None = kind
-    for depth, key in enumerate(path):
+    for depth, (key, section) in enumerate(zip(path, _sections(kind, path), strict=False)):
         if section is None or key not in section.model_fields:
             known = list(section.model_fields) if section is not None else []
             close = difflib.get_close_matches(key, known, n=1)
             where = f"'{'.'.join(path[:depth])}' has" if depth else "there is"
             return f"unknown key, {where} no '{key}'" + (f"; did you mean '{close[0]}'?" if close else "")
-        section = _model_of(section.model_fields[key].annotation)
     return "cannot be set this way"
 
 
-def _model_of(annotation: object) -> type[BaseModel] | None:
-    """The section behind a key; one that may be null, too."""
-    kinds = typing.get_args(annotation) or (annotation,)
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+def _sections(kind: type[BaseModel], path: KeyPath) -> Iterator[type[BaseModel] | None]:
+    """For each key the section that it stands in, also one that may be null; None below what is no section."""
+    section: type[BaseModel] | None = kind
+    for key in path:
+        yield section
+        field = section.model_fields.get(key) if section is not None else None
+        kinds = typing.get_args(field.annotation) or (field.annotation,) if field is not None else ()
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _value(value: object, kind: type[BaseModel], path: KeyPath) -> str:
@@ -81,14 +83,10 @@ def _is_plain(value: object) -> bool:
 def _is_secret(kind: type[BaseModel], path: KeyPath) -> bool:
     if any(_SOUNDS_SECRET.search(key) and not _COUNTS_TOKENS.search(key) for key in path):
         return True
-    section: type[BaseModel] | None = kind
-    for key in path:
-        if section is None or key not in section.model_fields:
-            return False
-        annotation = section.model_fields[key].annotation
-        if annotation is SecretStr or SecretStr in typing.get_args(annotation):
+    for key, section in zip(path, _sections(kind, path), strict=False):
+        field = section.model_fields.get(key) if section is not None else None
+        if field is not None and (field.annotation is SecretStr or SecretStr in typing.get_args(field.annotation)):
             return True
-        section = _model_of(annotation)
     return False
 
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.config.directory import DirectoryConfig
@@ -21,20 +21,19 @@ from kvbridge.config.endpoints import (
     HttpConfig,
     ListeningControlConfig,
     TelemetryConfig,
-    is_loopback,
+    TokenConfig,
     is_wildcard,
 )
-from kvbridge.config.integrity import IntegrityConfig
 from kvbridge.config.pools import DecodePools, MemoryOwner, ModelConfig, ParallelismConfig, PrefillPools
 from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
 from kvbridge.config.transports import TransportSettings
+from kvbridge.core.addresses import MAX_SOCKET_PATH_BYTES, is_loopback
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.ids import FrozenModel
+from kvbridge.core.plan.digests import DigestKind
 
 SOCKET_NAME_BYTES = 40
 """Room that socket names need below `runtime_dir`."""
-LONGEST_SOCKET_PATH_BYTES = 107
-"""What the operating system allows for the path of a unix socket."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
@@ -68,17 +67,12 @@ class DaemonConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:
-        problems = self._problems()
-        if problems:
-            raise ValueError("\n".join(problems))
+        _refuse(*self._problems())
         return self
 
     def _problems(self) -> list[str]:
-        return [
-            *_open_http(self.http, insecure=self.insecure),
-            *_unreachable(self.http, self.bootstrap),
-            *_runtime_dir(self.runtime_dir),
-        ]
+        exposed = "" if self.insecure else _open_http(self.http)
+        return [exposed, _unreachable(self.http, self.bootstrap), _runtime_dir(self.runtime_dir)]
 
 
 class PrefillConfig(DaemonConfig):
@@ -88,7 +82,15 @@ class PrefillConfig(DaemonConfig):
     pools: PrefillPools
 
     def _problems(self) -> list[str]:
-        return super()._problems() + _open_control(self.control, insecure=self.insecure)
+        return [*super()._problems(), "" if self.insecure else _open_control(self.control)]
+
+
+class IntegrityConfig(FrozenModel):
+    """Whether a request's bytes are compared with those that were sent, before it can be claimed."""
+
+    digest: DigestKind = DigestKind.NONE
+    """`crc32c`: both sides compute a checksum of every page, and a room with a page that differs fails; `none`: rows are
+    counted, their bytes are trusted."""
 
 
 class DecodeConfig(DaemonConfig):
@@ -133,28 +135,14 @@ class PairingConfig(FrozenModel):
     """Rooms remembered at most; the oldest are forgotten first."""
 
 
-class DaemonAccess(FrozenModel):
-    """How bootstrap calls the daemons."""
-
-    token: SecretStr | None = None
-    """Bearer token that every daemon accepts. Better kept in `token_file`."""
-    token_file: Path | None = None
-    """File whose first line is that token."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.token is not None and self.token_file is not None:
-            raise ValueError("token and token_file are both set: keep one")
-        return self
-
-
 class BootstrapConfig(FrozenModel):
     """The bootstrap service."""
 
     http: HttpConfig = HttpConfig()
     directory: DirectoryConfig = DirectoryConfig()
     pairing: PairingConfig = PairingConfig()
-    daemons: DaemonAccess = DaemonAccess()
+    daemons: TokenConfig = TokenConfig()
+    """How bootstrap calls the daemons: every one of them accepts the token."""
     timeouts: BootstrapTimeouts = BootstrapTimeouts()
     telemetry: TelemetryConfig = TelemetryConfig()
     insecure: bool = False
@@ -162,44 +150,45 @@ class BootstrapConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:
-        problems = [
-            *_open_http(self.http, insecure=self.insecure),
-            *_open_redis(self.directory, insecure=self.insecure),
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
+        if not self.insecure:
+            _refuse(_open_http(self.http), _open_redis(self.directory))
         return self
 
 
-def _open_redis(directory: DirectoryConfig, *, insecure: bool) -> list[str]:
-    if insecure or not directory.open_redis:
-        return []
+def _refuse(*problems: str) -> None:
+    if found := [problem for problem in problems if problem]:
+        raise ValueError("\n".join(found))
+
+
+def _open_redis(directory: DirectoryConfig) -> str:
+    if not directory.open_redis:
+        return ""
     remedy = "set directory.redis_password_file, use a Redis on this machine, or set insecure"
-    return [f"directory.redis_url names {directory.open_redis}, which others can reach, without a password: {remedy}"]
+    return f"directory.redis_url names {directory.open_redis}, which others can reach, without a password: {remedy}"
 
 
-def _open_http(http: HttpConfig, *, insecure: bool) -> list[str]:
-    if insecure or http.has_token or is_loopback(http.host):
-        return []
+def _open_http(http: HttpConfig) -> str:
+    if http.has_token or is_loopback(http.host):
+        return ""
     remedy = "set http.token_file, bind a loopback address, or set insecure"
-    return [f"http.host is {http.host}, which others can reach, and there is no token: {remedy}"]
+    return f"http.host is {http.host}, which others can reach, and there is no token: {remedy}"
 
 
-def _open_control(control: ListeningControlConfig, *, insecure: bool) -> list[str]:
-    if insecure or control.curve.secret_key_file is not None or is_loopback(control.host):
-        return []
+def _open_control(control: ListeningControlConfig) -> str:
+    if control.curve.secret_key_file is not None or is_loopback(control.host):
+        return ""
     remedy = "set control.curve.secret_key_file, bind a loopback address, or set insecure"
-    return [f"control.bind is {control.bind}, which others can reach, and there are no keys: {remedy}"]
+    return f"control.bind is {control.bind}, which others can reach, and there are no keys: {remedy}"
 
 
-def _unreachable(http: HttpConfig, bootstrap: BootstrapLinkConfig) -> list[str]:
+def _unreachable(http: HttpConfig, bootstrap: BootstrapLinkConfig) -> str:
     if not bootstrap.url or http.advertise_url or not is_wildcard(http.host):
-        return []
-    return [f"http.host is {http.host}, which bootstrap cannot pass on as an address: set http.advertise_url"]
+        return ""
+    return f"http.host is {http.host}, which bootstrap cannot pass on as an address: set http.advertise_url"
 
 
-def _runtime_dir(path: Path) -> list[str]:
-    longest = LONGEST_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
-    if len(os.fsencode(path)) <= longest:
-        return []
-    return [f"runtime_dir has {len(os.fsencode(path))} bytes; sockets inside it need it to have at most {longest}"]
+def _runtime_dir(path: Path) -> str:
+    size, longest = len(os.fsencode(path)), MAX_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
+    return (
+        f"runtime_dir has {size} bytes; sockets inside it need it to have at most {longest}" if size > longest else ""
+    )

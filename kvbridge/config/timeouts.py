@@ -6,7 +6,7 @@ An error that a wait causes names the key, as `timeouts.offer_s`.
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -14,8 +14,34 @@ from kvbridge.config.endpoints import Seconds
 from kvbridge.core.ids import FrozenModel
 
 
-class DaemonTimeouts(FrozenModel):
+class _Timeouts(FrozenModel):
+    RELATIONS: ClassVar[tuple[tuple[str, str, str, str], ...]] = ()
+    """(one key, `<` or `<=`, another key, why)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for shorter, relation, longer, why in self.RELATIONS:
+            left, right = getattr(self, shorter), getattr(self, longer)
+            if left > right or (left == right and relation == "<"):
+                must = "must be shorter than" if relation == "<" else "must not exceed"
+                raise ValueError(f"{shorter} ({left:g} s) {must} {longer} ({right:g} s): {why}")
+        return self
+
+
+class DaemonTimeouts(_Timeouts):
     """Waits of a prefill or decode daemon and of its rank workers."""
+
+    RELATIONS = (
+        ("control_resend_s", "<", "control_delivery_s", "a message could never be sent again"),
+        ("control_heartbeat_s", "<", "peer_silence_s", "every peer would be taken for lost between two heartbeats"),
+        ("transfer_s", "<", "room_s", "a room would end before its first section may"),
+        (
+            "control_delivery_s",
+            "<",
+            "room_keep_s",
+            "a late message could meet another attempt at a room that was forgotten",
+        ),
+    )
 
     worker_start_s: Seconds = 120.0
     """A rank worker makes and registers its memory (since its last sign of progress)."""
@@ -65,25 +91,16 @@ class DaemonTimeouts(FrozenModel):
     shutdown_close_s: Seconds = 15.0
     """After that: aborts, rank workers end, endpoints close. Both together bound the time from the signal to the end."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for shorter, longer, why in _DAEMON_RELATIONS:
-            left, right = getattr(self, shorter), getattr(self, longer)
-            if left >= right:
-                raise ValueError(f"{shorter} ({left:g} s) must be shorter than {longer} ({right:g} s): {why}")
-        return self
 
-
-_DAEMON_RELATIONS = (
-    ("control_resend_s", "control_delivery_s", "a message could never be sent again"),
-    ("control_heartbeat_s", "peer_silence_s", "every peer would be taken for lost between two heartbeats"),
-    ("transfer_s", "room_s", "a room would end before its first section may"),
-    ("control_delivery_s", "room_keep_s", "a late message could meet another attempt at a room that was forgotten"),
-)
-
-
-class BootstrapTimeouts(FrozenModel):
+class BootstrapTimeouts(_Timeouts):
     """Waits of the bootstrap service."""
+
+    RELATIONS = (
+        ("reserve_s", "<=", "pair_s", "one call is a part of it"),
+        ("store_s", "<=", "pair_s", "one call is a part of it"),
+        ("pair_s", "<", "room_keep_s", "a room would be forgotten while it is being paired"),
+        ("ticket_s", "<=", "room_keep_s", "a ticket would outlive the memory of its room"),
+    )
 
     reserve_s: Seconds = 5.0
     """One daemon reserves one end of a room."""
@@ -103,21 +120,3 @@ class BootstrapTimeouts(FrozenModel):
     """A paired room is remembered so long, for reports, cancels and to refuse a second use of its id."""
     shutdown_s: Seconds = 10.0
     """From the signal to the end of the process."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.reserve_s > self.pair_s:
-            raise ValueError(f"reserve_s ({self.reserve_s:g} s) must not exceed pair_s ({self.pair_s:g} s)")
-        if self.store_s > self.pair_s:
-            raise ValueError(f"store_s ({self.store_s:g} s) must not exceed pair_s ({self.pair_s:g} s)")
-        if self.pair_s >= self.room_keep_s:
-            raise ValueError(
-                f"pair_s ({self.pair_s:g} s) must be shorter than room_keep_s ({self.room_keep_s:g} s): "
-                "a room would be forgotten while it is being paired"
-            )
-        if self.ticket_s > self.room_keep_s:
-            raise ValueError(
-                f"ticket_s ({self.ticket_s:g} s) must not exceed room_keep_s ({self.room_keep_s:g} s): "
-                "a ticket would outlive the memory of its room"
-            )
-        return self

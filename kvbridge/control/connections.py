@@ -15,8 +15,8 @@ import os
 import socket
 from collections.abc import Callable
 
-from kvbridge.control.addresses import parse_tcp
 from kvbridge.control.monitor import ACCEPTED
+from kvbridge.core.addresses import parse_tcp
 
 
 class ConnectionLimit:

@@ -88,7 +88,9 @@ def load_keys(secret_path: Path, *, public: str = "", allowed: AllowList | None 
 
     Raises ConfigError when the file cannot be read, holds no key, or when others than its owner can read it.
     """
-    secret = _read_secret(secret_path)
+    what = f"secret key file {secret_path}"
+    secret = _read(secret_path, what, _MAX_KEY_FILE_BYTES, forbidden=_OTHERS_READ, otherwise="; run: chmod 600").strip()
+    check_key(secret, what)
     return CurveKeys(public or zmq.curve_public(secret.encode()).decode(), secret, allowed or {})
 
 
@@ -133,16 +135,6 @@ def _create(path: Path, mode: int) -> int:
         raise ConfigError(f"file {path} cannot be written: {error.strerror}") from error
 
 
-def _read_secret(path: Path) -> str:
-    what = f"secret key file {path}"
-    text, mode = _read(path, what, _MAX_KEY_FILE_BYTES)
-    if mode & _OTHERS_READ:
-        raise ConfigError(f"{what} has mode {mode:04o}; run: chmod 600 {path}")
-    secret = text.strip()
-    check_key(secret, f"secret key file {path}")
-    return secret
-
-
 # ------------------------------------------------------------------------------------------- who is allowed
 
 
@@ -156,25 +148,22 @@ def read_allowed(entries: Iterable[str], path: Path | None) -> AllowList:
         (text, f"control.curve.allowed_public_keys entry {number}") for number, text in enumerate(entries, start=1)
     ]
     if path is not None:
-        named += [(text, f"{path} line {number}") for number, text in enumerate(_allow_lines(path), start=1)]
+        what, why = f"allowed keys file {path}", ": whoever can write it decides who gets in; run: chmod 644"
+        text = _read(path, what, _MAX_ALLOW_FILE_BYTES, forbidden=_OTHERS_WRITE, otherwise=why)
+        named += [(line, f"{path} line {number}") for number, line in enumerate(text.splitlines(), start=1)]
     found: dict[str, set[str]] = {}
-    unbound: set[str] = set()
     for text, where in named:
         entry = parse_entry(text, where)
         if entry is None:
             continue
-        key, instance = entry
-        instances = found.setdefault(key, set())
-        if instance:
-            instances.add(instance)
-        else:
-            unbound.add(key)
-        if instances and key in unbound:
+        instances = found.setdefault(entry[0], set())
+        instances.add(entry[1])
+        if "" in instances and len(instances) > 1:
             raise ConfigError(
-                f"{where}: the key is listed both with an instance ({', '.join(sorted(instances))}) and without, which "
-                "would let it speak for any; keep one"
+                f"{where}: the key is listed both with an instance ({', '.join(sorted(instances - {''}))}) and without, "
+                "which would let it speak for any; keep one"
             )
-    return {key: frozenset(instances) for key, instances in found.items()}
+    return {key: frozenset(instances - {""}) for key, instances in found.items()}
 
 
 def parse_entry(text: str, where: str) -> tuple[str, str] | None:
@@ -222,18 +211,8 @@ class AllowedKeys:
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
 
 
-def _allow_lines(path: Path) -> list[str]:
-    what = f"allowed keys file {path}"
-    text, mode = _read(path, what, _MAX_ALLOW_FILE_BYTES)
-    if mode & _OTHERS_WRITE:
-        raise ConfigError(
-            f"{what} has mode {mode:04o}: whoever can write it decides who gets in; run: chmod 644 {path}"
-        )
-    return text.splitlines()
-
-
-def _read(path: Path, what: str, most_bytes: int) -> tuple[str, int]:
-    """Return a regular file's text and its permission bits. The ConfigErrors never repeat what is in it."""
+def _read(path: Path, what: str, most_bytes: int, *, forbidden: int, otherwise: str) -> str:
+    """Return a regular file's text, unless its mode has `forbidden` bits. The ConfigErrors never repeat what is in it."""
     try:
         # Not to wait for ever where the path is a pipe that nobody writes to.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
@@ -245,7 +224,9 @@ def _read(path: Path, what: str, most_bytes: int) -> tuple[str, int]:
         raise ConfigError(f"{what} cannot be read: {error.strerror}") from error
     if len(content) > most_bytes:
         raise ConfigError(f"{what} is longer than {most_bytes} bytes: it is another file")
+    if mode & forbidden:
+        raise ConfigError(f"{what} has mode {stat.S_IMODE(mode):04o}{otherwise} {path}")
     try:
-        return content.decode(), stat.S_IMODE(mode)
+        return content.decode()
     except UnicodeDecodeError:
         raise ConfigError(f"{what} cannot be read: it is not UTF-8 text") from None

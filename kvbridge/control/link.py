@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import BridgeError, ConfigError, ProtocolError
-from kvbridge.core.wire.codec import PEER, Envelope, FrameLimits, MessageCodec
+from kvbridge.core.clock import monotonic
+from kvbridge.core.errors import BridgeError, ProtocolError
+from kvbridge.core.wire.codec import PEER, Envelope, MessageCodec
 from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox, Outgoing, Undelivered
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 
+_ACK_DELAY_S = 0.01
+"""How long an acknowledgement waits for a message to ride on, at most; half a resend, or everything would be sent twice."""
 _ACK_AT_ONCE_PART = 4
 """An acknowledgement does not wait once this part (1/n) of the window is unacknowledged."""
 _TIMER_SLACK_S = 0.001
@@ -61,27 +63,13 @@ class PeerCallbacks:
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """Everything that can be tuned about peers."""
+    """What is configured about peers."""
 
     delivery: DeliverySettings = field(default_factory=DeliverySettings)
-    limits: FrameLimits = field(default_factory=FrameLimits)
-    ack_delay_s: float = 0.01
-    """How long an acknowledgement waits for a message to ride on."""
-    max_peers: int = 4_096
     max_connections: int = 1_024
     """Connections at once, those included that have not proved who they are: of a server, and of all clients together."""
     handshake_s: float = 10.0
     """A connection that has not proved who it is after so long is closed."""
-    flush_poll_s: float = 0.005
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ack_delay_s < self.delivery.resend_first_s:
-            raise ConfigError(
-                f"ack_delay_s ({self.ack_delay_s}) must be shorter than resend_first_s "
-                f"({self.delivery.resend_first_s}), or everything is sent twice"
-            )
-        if min(self.max_peers, self.max_connections) < 1 or min(self.handshake_s, self.flush_poll_s) <= 0:
-            raise ConfigError("max_peers, max_connections, handshake_s and flush_poll_s must be positive")
 
 
 class Packed(NamedTuple):
@@ -99,17 +87,14 @@ class LinkContext:
         incarnation: str,
         callbacks: PeerCallbacks,
         put: Callable[[Link, bytes], bool],
-        *,
-        settings: PeerSettings | None = None,
-        clock: Clock = monotonic,
+        settings: PeerSettings | None,
     ) -> None:
         self.incarnation = incarnation
         self.callbacks = callbacks
         self.put = put
         self.settings = settings or PeerSettings()
-        self.clock = clock
         self.loop = asyncio.get_running_loop()
-        self.codec: MessageCodec[PeerMessage] = PEER.with_limits(self.settings.limits)
+        self.codec: MessageCodec[PeerMessage] = PEER
 
 
 class Link:
@@ -135,27 +120,32 @@ class Link:
         return f"<Link {self.number} with {self.peer or 'nobody yet'}: {self._outbox!r}, {self._inbox!r}>"
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since the last valid frame of the peer; infinity before the first."""
+        return monotonic() - self.heard_at_s
+
+    @property
     def cut_s(self) -> float:
         """For how many seconds no connection to the peer has stood, as far as sending has shown; 0 when one stands."""
-        return max(0.0, self._shared.clock() - self.cut_at_s)
+        return max(0.0, monotonic() - self.cut_at_s)
 
     @property
     def unacknowledged(self) -> int:
         """Messages that the peer has not acknowledged, sent or waiting."""
         return len(self._outbox)
 
-    def send(self, message: PeerMessage, give_up_s: float | None = None) -> None:
+    def send(self, message: PeerMessage) -> None:
         """Deliver reliably; a Heartbeat goes out once and is forgotten. Raises CapacityError, InvalidInputError."""
         body = self._shared.codec.encode_body(message)
         if isinstance(message, Heartbeat):
             self._transmit(0, body)
             return
-        self._outbox.post(Packed(message, body), now_s=self._shared.clock(), give_up_s=give_up_s)
+        self._outbox.post(Packed(message, body), now_s=monotonic())
         self._send_new()
 
     def take(self, envelope: Envelope[PeerMessage], size_bytes: int = 0) -> None:
         """Handle an envelope of this link, of a frame of that size. Raises ProtocolError on what no correct peer sends."""
-        self.heard_at_s = self._shared.clock()
+        self.heard_at_s = monotonic()
         self.cut_at_s = math.inf
         self._outbox.acknowledge(envelope.acks, now_s=self.heard_at_s)
         ready: list[PeerMessage] = []
@@ -175,7 +165,7 @@ class Link:
         """The way to the peer is new: let it know, and send again at once what is unacknowledged."""
         if self.peer:
             self._transmit(0, b"")
-        self._outbox.resend_now(self._shared.clock())
+        self._outbox.resend_now(monotonic())
         self._work()
 
     def close(self) -> None:
@@ -190,7 +180,7 @@ class Link:
         for timer in (self._timer, self._ack_timer):
             if timer is not None:
                 timer.cancel()
-        return self._outbox.abandon(self._shared.clock())
+        return self._outbox.abandon(monotonic())
 
     def _sort(self, envelope: Envelope[PeerMessage], size_bytes: int) -> list[PeerMessage]:
         sequence, message = envelope.sequence, envelope.body
@@ -217,7 +207,7 @@ class Link:
                 raise
 
     def _send_new(self) -> None:
-        for sequence, packed in self._outbox.take_new(self._shared.clock()):
+        for sequence, packed in self._outbox.take_new(monotonic()):
             self._transmit(sequence, packed.body)
         self._arm()
 
@@ -234,17 +224,18 @@ class Link:
         if shared.put(self, shared.codec.encode(envelope, body)):
             self.cut_at_s = math.inf
         else:
-            self.cut_at_s = min(self.cut_at_s, shared.clock())
+            self.cut_at_s = min(self.cut_at_s, monotonic())
 
     def _owe(self) -> None:
         """Acknowledge soon, unless a message that goes out before does it in passing."""
         if not self._inbox.owed or self.closed:
             return
-        settings = self._shared.settings
-        if self._inbox.owed >= settings.delivery.window // _ACK_AT_ONCE_PART:
+        delivery = self._shared.settings.delivery
+        if self._inbox.owed >= delivery.window // _ACK_AT_ONCE_PART:
             self._transmit(0, b"")
         elif self._ack_timer is None:
-            self._ack_timer = self._shared.loop.call_later(settings.ack_delay_s, self._acknowledge)
+            delay_s = min(_ACK_DELAY_S, delivery.resend_first_s / 2)
+            self._ack_timer = self._shared.loop.call_later(delay_s, self._acknowledge)
 
     def _acknowledge(self) -> None:
         self._ack_timer = None
@@ -254,7 +245,7 @@ class Link:
     def _arm(self) -> None:
         wake_at_s = self._outbox.wake_at_s
         if self._timer is None and wake_at_s < math.inf and not self.closed:
-            delay_s = max(0.0, wake_at_s - self._shared.clock()) + _TIMER_SLACK_S
+            delay_s = max(0.0, wake_at_s - monotonic()) + _TIMER_SLACK_S
             self._timer = self._shared.loop.call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -262,7 +253,7 @@ class Link:
         self._work()
 
     def _work(self) -> None:
-        now_s = self._shared.clock()
+        now_s = monotonic()
         expired = self._outbox.take_expired(now_s)
         due: list[Outgoing[Packed]] = self._outbox.take_due(now_s)
         for sequence, packed in due:

@@ -11,31 +11,23 @@ runtime directory (mode 0700) is trusted to be who it says, and a client believe
 
 from __future__ import annotations
 
-import os
-import socket as unix
-import stat
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import zmq
 
-from kvbridge.control.addresses import bind_error, check_ipc_path
+from kvbridge.control.envelopes import EnvelopeSocket
 from kvbridge.control.link import Refusal
-from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, Monitor, read_event
+from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, read_event
 from kvbridge.control.processes import PeerProcess
-from kvbridge.control.sockets import LoopSocket, Parts, SocketContext, frames_wait
-from kvbridge.core.errors import (
-    BridgeError,
-    CapacityError,
-    ConfigError,
-    ConflictError,
-    NotFoundError,
-    NotReadyError,
-    PeerError,
-)
+from kvbridge.control.runtime_directory import prepare_runtime_directory, require_private_directory, require_unserved
+from kvbridge.control.sockets import SocketContext, frames_wait
+from kvbridge.core.addresses import check_ipc_path
+from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, NotFoundError, NotReadyError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.wire.codec import Envelope, FrameError, MessageCodec
 
@@ -43,37 +35,8 @@ InboundT = TypeVar("InboundT", bound=FrozenModel)
 OutboundT = TypeVar("OutboundT", bound=FrozenModel)
 
 _LINK = 1
-_PROBE_S = 1.0
 _LOOK_AGAIN_S = 0.02
 """Pause between two looks whether a runtime directory has been made."""
-
-
-def prepare_runtime_directory(path: Path) -> Path:
-    """Make `path` (mode 0700) if needed and return it. Raises ConfigError when others own it or can enter it."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"runtime directory {path} cannot be made: {error.strerror}") from error
-    require_private_directory(path)
-    return path
-
-
-def require_private_directory(path: Path) -> bool:
-    """Return whether `path` is there; what lies in it is believed.
-
-    Raises ConfigError unless it is a directory of this user that nobody else can enter.
-    """
-    try:
-        facts = path.lstat()
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise ConfigError(f"runtime directory {path} cannot be looked at: {error.strerror}") from error
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
-        raise ConfigError(f"runtime directory {path} is not a directory of this user; choose another")
-    if stat.S_IMODE(facts.st_mode) & 0o077:
-        raise ConfigError(f"runtime directory {path} can be entered by others; run: chmod 700 {path}")
-    return True
 
 
 def _ignore(*_: object) -> None:
@@ -85,9 +48,8 @@ class LocalCallbacks(Generic[InboundT]):
     """Called in the loop, never concurrently. None may block."""
 
     on_message: Callable[[str, InboundT], None]
-    """(client, message), in order. Raising a BridgeError refuses the message: it is counted under the error's code."""
-    on_joined: Callable[[str], None] = _ignore
-    """(client): its first message follows. A client of the same name that was there before is gone."""
+    """(client, message), in order. Raising a BridgeError refuses the message: it is counted under the error's code.
+    With its first message a client joins, and one of the same name that was there before is gone."""
     on_gone: Callable[[str, PeerProcess], None] = _ignore
     """(client, process): its connection has ended, or it was dropped for breaking the protocol. Whether its process has
     ended as well only `process` says, which is closed after the call unless that asks to hear of it."""
@@ -106,25 +68,43 @@ class _Client:
 
 
 class LocalServer(Generic[InboundT, OutboundT]):
-    """The daemon's end: a ROUTER on a Unix socket. Built and used in one running loop."""
+    """The daemon's end: a ROUTER on a Unix socket. Built and used in one running loop; close it."""
 
     def __init__(
         self,
         name: str,
+        path: Path,
         inbound: MessageCodec[InboundT],
         outbound: MessageCodec[OutboundT],
         callbacks: LocalCallbacks[InboundT],
     ) -> None:
+        """Listen on `path`, whose directory must be a private one (`prepare_runtime_directory`).
+
+        Raises ConfigError when the path is unfit, ConflictError when another process serves it.
+        """
         self._name = name
-        self._inbound = inbound
         self._outbound = outbound
         self._callbacks = callbacks
         self._by_name: dict[str, _Client] = {}
         self._by_route: dict[bytes, _Client] = {}
         self._connections: set[int] = set()
-        self._context: SocketContext | None = None
-        self._socket: LoopSocket | None = None
-        self._monitor: Monitor | None = None
+        check_ipc_path(str(path))
+        prepare_runtime_directory(path.parent)
+        require_unserved(path)
+        with ExitStack() as opened:
+            context = SocketContext()
+            opened.callback(context.close)
+            self._socket = EnvelopeSocket(
+                context.open(zmq.ROUTER),
+                inbound,
+                self._on_envelope,
+                on_refused=callbacks.on_refused,
+                on_event=self._on_connection,
+                events=ACCEPTED | DISCONNECTED,
+            )
+            opened.callback(self._socket.close)
+            self._socket.bind(f"ipc://{path}")
+            self._closing = opened.pop_all()
 
     def __repr__(self) -> str:
         return f"<LocalServer {self._name}: {len(self._by_name)} clients>"
@@ -133,28 +113,6 @@ class LocalServer(Generic[InboundT, OutboundT]):
     def clients(self) -> tuple[str, ...]:
         """The names of those who are joined."""
         return tuple(self._by_name)
-
-    def bind(self, path: Path) -> None:
-        """Listen on `path`, whose directory must be a private one (`prepare_runtime_directory`).
-
-        Raises ConfigError when the path is unfit, ConflictError when another process serves it.
-        """
-        if self._socket is not None:
-            raise ConflictError("this server is bound already")
-        check_ipc_path(str(path))
-        prepare_runtime_directory(path.parent)
-        _require_unserved(path)
-        self._context = context = SocketContext()
-        socket = context.open(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._inbound.limits.max_frame_bytes)
-        self._monitor = Monitor(socket, ACCEPTED | DISCONNECTED, self._on_connection)
-        self._socket = LoopSocket(socket, self._on_parts)
-        try:
-            socket.bind(f"ipc://{path}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise bind_error(f"ipc://{path}", error.errno or 0, str(error)) from error
 
     def send(self, client: str, message: OutboundT) -> None:
         """Send to a joined client.
@@ -165,7 +123,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
         known = self._joined(client)
         envelope = Envelope(sender=self._name, recipient=client, link=_LINK, sequence=known.sent + 1, body=message)
         frame = self._outbound.encode(envelope)
-        if self._socket is None or not self._socket.send((known.route, frame)):
+        if not self._socket.send(known.route, frame):
             raise CapacityError(f"local client '{client}' does not read its messages, or is just going; it may hang")
         known.sent += 1
 
@@ -184,13 +142,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
         """Stop listening; waits at most for the socket's linger (0.2 s). `on_gone` is not called any more."""
         for client in self.clients:
             self.drop(client)
-        if self._monitor is not None:
-            self._monitor.close()
-        if self._socket is not None:
-            self._socket.close()
-        if self._context is not None:
-            self._context.close()
-            self._context = None
+        self._closing.close()
 
     def _joined(self, client: str) -> _Client:
         try:
@@ -206,16 +158,8 @@ class LocalServer(Generic[InboundT, OutboundT]):
         for client in [known for known in self._by_name.values() if known.descriptor == descriptor]:
             self._lose(client)
 
-    def _on_parts(self, parts: Parts) -> None:
-        if len(parts) != 2:
-            self._callbacks.on_refused("malformed", f"a message of {len(parts)} parts, expected one frame")
-            return
-        try:
-            envelope = self._inbound.decode(parts[1].bytes)
-            client = self._admit(envelope, parts[0].bytes, parts[1])
-        except FrameError as error:
-            self._callbacks.on_refused(error.fault, str(error))
-            return
+    def _on_envelope(self, envelope: Envelope[InboundT], route: bytes, frame: zmq.Frame) -> None:
+        client = self._admit(envelope, route, frame)
         if client is None or envelope.body is None:
             return
         try:
@@ -250,13 +194,11 @@ class LocalServer(Generic[InboundT, OutboundT]):
         if before is not None:
             self._lose(before)
         # What happened to connections before this frame was read, so that a reused descriptor is not taken for the old.
-        if self._monitor is not None:
-            self._monitor.catch_up()
+        self._socket.catch_up()
         # Should the descriptor be another connection's after all, then nobody waits for the answer to this frame, and whoever
         # was never answered has none of our memory.
         client = _Client(name, route, descriptor, PeerProcess.of_connection(descriptor))
         self._by_name[name] = self._by_route[route] = client
-        self._callbacks.on_joined(name)
         return client
 
     def _notice_vanished(self, client: _Client) -> None:
@@ -279,8 +221,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
 
     def _disown(self, envelope: Envelope[InboundT], route: bytes) -> None:
         answer: Envelope[OutboundT] = Envelope(sender=self._name, recipient=envelope.sender, link=-_LINK)
-        if self._socket is not None:
-            self._socket.send((route, self._outbound.encode(answer)))
+        self._socket.send(route, self._outbound.encode(answer))
 
 
 class LocalClient(Generic[InboundT, OutboundT]):
@@ -292,54 +233,45 @@ class LocalClient(Generic[InboundT, OutboundT]):
     def __init__(
         self,
         name: str,
+        path: Path,
         inbound: MessageCodec[InboundT],
         outbound: MessageCodec[OutboundT],
         *,
         on_refused: Callable[[str, str], None] = _ignore,
     ) -> None:
-        self._name = name
-        self._inbound = inbound
-        self._outbound = outbound
-        self._on_refused = on_refused
-        self._path = Path()
-        self._sent = 0
-        self._received = 0
-        self._gone = ""
-        self._context: SocketContext | None = None
-
-    def __repr__(self) -> str:
-        state = self._gone or f"{self._sent} sent, {self._received} received"
-        return f"<LocalClient {self._name} at {self._path}: {state}>"
-
-    def connect(self, path: Path) -> None:
         """Begin to connect; returns at once, the first `send` waits.
 
         Raises ConfigError on an unfit path, and for a runtime directory of another user or one that others can enter (when it
         is not there yet, the first `send` does).
         """
-        if self._context is not None:
-            raise ConflictError(f"this client is connected to {self._path} already")
-        check_ipc_path(str(path))
-        require_private_directory(path.parent)
+        self._name = name
+        self._inbound = inbound
+        self._outbound = outbound
+        self._on_refused = on_refused
         self._path = path
-        self._context = SocketContext()
+        self._sent = 0
+        self._received = 0
+        self._gone = ""
+        check_ipc_path(str(path))
+        self._context: SocketContext | None = SocketContext()
         self._socket = self._context.open(zmq.DEALER)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._inbound.limits.max_frame_bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * inbound.max_frame_bytes)
         self._monitor = self._socket.get_monitor_socket(DISCONNECTED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._reaches = False
-        self._reach(0.0)
+        try:
+            self._reach(0.0)
+        except BridgeError:
+            self.close()
+            raise
 
-    def fileno(self) -> int:
-        """A descriptor for a poller.
-
-        It signals edges: after each wake, and after each `send`, call `receive(0)` until it returns None.
-        """
-        return int(self._require_open().getsockopt(zmq.FD))
+    def __repr__(self) -> str:
+        state = self._gone or f"{self._sent} sent, {self._received} received"
+        return f"<LocalClient {self._name} at {self._path}: {state}>"
 
     def send(self, message: OutboundT, timeout_s: float = 1.0) -> None:
         """Hand a message over, waiting at most `timeout_s` for the connection or for the daemon to read.
@@ -403,7 +335,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
 
     def _require_open(self) -> zmq.Socket[bytes]:
         if self._context is None:
-            raise ConflictError(f"local client '{self._name}' is not connected ({self._gone or 'call connect first'})")
+            raise ConflictError(f"local client '{self._name}' is not connected ({self._gone})")
         return self._socket
 
     def _open(self, parts: list[bytes]) -> InboundT | None:
@@ -438,16 +370,3 @@ def _descriptor(frame: zmq.Frame) -> int:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
         return -1
-
-
-def _require_unserved(path: Path) -> None:
-    """ZeroMQ would silently take a Unix socket over from a living server; a dead one's is removed."""
-    if not path.exists():
-        return
-    with unix.socket(unix.AF_UNIX) as probe:
-        probe.settimeout(_PROBE_S)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return
-    raise ConflictError(f"another process serves {path}; stop it, or configure another runtime directory")

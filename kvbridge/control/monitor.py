@@ -39,7 +39,7 @@ class Monitor:
 
     def catch_up(self) -> None:
         """Handle the events that have already happened."""
-        self._socket.drain_now()
+        self._socket.drain()
 
     def close(self) -> None:
         """Stop watching; to be called before the watched socket is closed."""

@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import zmq
 
-from kvbridge.control.addresses import bind_error, is_loopback, parse_tcp
 from kvbridge.control.authentication import ZAP_DOMAIN, Authenticator, Gate, user_of
 from kvbridge.control.connections import ConnectionLimit
+from kvbridge.control.envelopes import EnvelopeSocket
 from kvbridge.control.keys import CurveKeys, check_key
 from kvbridge.control.link import Link, LinkContext, PeerCallbacks, PeerSettings, Refusal
 from kvbridge.control.monitor import (
@@ -29,14 +30,17 @@ from kvbridge.control.monitor import (
     HANDSHAKE_FAILED,
     HANDSHAKE_FAILED_AUTH,
     HANDSHAKE_SUCCEEDED,
-    Monitor,
 )
-from kvbridge.control.sockets import LoopSocket, Parts, SocketContext
-from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, ProtocolError
-from kvbridge.core.wire.codec import Envelope, FrameError
+from kvbridge.control.sockets import SocketContext
+from kvbridge.core.addresses import is_loopback, parse_tcp
+from kvbridge.core.clock import monotonic
+from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError
+from kvbridge.core.wire.codec import Envelope
 from kvbridge.core.wire.messages import PeerMessage
 
+MAX_PEERS = 4_096
+"""Peers that a server knows at once."""
+_FLUSH_POLL_S = 0.005
 _ZMTP_PING_MS = 5_000
 _ZMTP_TIMEOUT_MS = 15_000
 _RECONNECT_FIRST_MS = 50
@@ -63,24 +67,48 @@ class PeerIdentity:
 
 
 class PeerServer:
-    """The control socket of a node: a ROUTER that clients connect to. Built and used in one running loop."""
+    """The control socket of a node: a ROUTER that clients connect to. Built and used in one running loop; close it."""
 
     def __init__(
-        self,
-        identity: PeerIdentity,
-        callbacks: PeerCallbacks,
-        *,
-        settings: PeerSettings | None = None,
-        clock: Clock = monotonic,
+        self, identity: PeerIdentity, callbacks: PeerCallbacks, endpoint: str, *, settings: PeerSettings | None = None
     ) -> None:
+        """Listen; `endpoint` is the real one afterwards (port 0 picks a port).
+
+        Raises ConflictError when the address is taken, ConfigError when it does not exist here, is malformed, or leaves
+        this machine without keys.
+        """
+        identity.require_keys(endpoint, "listen on")
         self._identity = identity
         self._callbacks = callbacks
-        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
+        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
         self._links: dict[str, Link] = {}
         self.gate = Gate(identity.keys)
-        self._context: SocketContext | None = None
-        self._socket: LoopSocket | None = None
-        self._closers: list[Callable[[], None]] = []
+        shared, keys = self._shared, identity.keys
+        with ExitStack() as opened:
+            context = SocketContext()
+            opened.callback(context.close)
+            raw = context.open(zmq.ROUTER)
+            if keys is not None:
+                keeper = Authenticator(context, self.gate, lambda detail: self._refuse(Refusal.UNAUTHENTICATED, detail))
+                opened.callback(keeper.close)
+                raw.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+                raw.setsockopt(zmq.CURVE_SERVER, 1)
+                raw.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+            _set_limits(raw, shared.settings, endpoint)
+            self._connections = ConnectionLimit(shared.settings.max_connections, self._on_too_many)
+            opened.callback(self._connections.close)
+            self._socket = EnvelopeSocket(
+                raw,
+                shared.codec,
+                self._on_envelope,
+                on_refused=self._refuse,
+                on_event=self._on_event,
+                events=HANDSHAKE_FAILED | ACCEPTED | DISCONNECTED,
+            )
+            opened.callback(self._socket.close)
+            self.endpoint = self._socket.bind(endpoint)
+            self._closing = opened.pop_all()
+        self._connections.bound(self.endpoint)
 
     def __repr__(self) -> str:
         waiting = sum(link.unacknowledged for link in self._links.values())
@@ -91,55 +119,16 @@ class PeerServer:
         """The incarnations that are known now."""
         return tuple(self._links)
 
-    def bind(self, endpoint: str) -> str:
-        """Listen, and return the real endpoint (port 0 picks a port).
-
-        Raises ConflictError when the address is taken, ConfigError when it does not exist here, is malformed, or leaves
-        this machine without keys.
-        """
-        if self._socket is not None:
-            raise ConflictError("this server listens already")
-        self._identity.require_keys(endpoint, "listen on")
-        self._context = context = SocketContext()
-        keys = self._identity.keys
-        if keys is not None:
-            keeper = Authenticator(context, self.gate, lambda detail: self._refuse(Refusal.UNAUTHENTICATED, detail))
-            self._closers.append(keeper.close)
-        socket = context.open(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if keys is not None:
-            socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-        _set_limits(socket, self._shared.settings, endpoint)
-        self._connections = ConnectionLimit(self._shared.settings.max_connections, self._on_too_many)
-        monitor = Monitor(socket, HANDSHAKE_FAILED | ACCEPTED | DISCONNECTED, self._on_event)
-        self._socket = LoopSocket(socket, self._on_parts)
-        self._closers += [self._connections.close, self._socket.close, monitor.close]
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise bind_error(endpoint, error.errno or 0, str(error)) from error
-        bound = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._connections.bound(bound)
-        return bound
-
-    def send(self, peer: str, message: PeerMessage, *, give_up_s: float | None = None) -> None:
+    def send(self, peer: str, message: PeerMessage) -> None:
         """Deliver to a known peer. Raises NotFoundError, CapacityError (it acknowledges nothing), InvalidInputError."""
-        self._link(peer).send(message, give_up_s)
+        self.link(peer).send(message)
 
-    def last_heard_s(self, peer: str) -> float:
-        """Seconds since the last valid frame of a known peer. Raises NotFoundError."""
-        return self._shared.clock() - self._link(peer).heard_at_s
-
-    def cut_s(self, peer: str) -> float:
-        """Seconds since no connection to a known peer stands, 0 when one does: see `Link`. Raises NotFoundError."""
-        return self._link(peer).cut_s
-
-    def key_of(self, peer: str) -> str:
-        """The public key that a peer proved to own; empty without keys. Raises NotFoundError."""
-        return self._link(peer).user
+    def link(self, peer: str) -> Link:
+        """Return the conversation with a known peer, to look at. Raises NotFoundError."""
+        link = self._links.get(peer)
+        if link is None:
+            raise NotFoundError(f"no peer of incarnation '{peer}' is known; it never connected, or was forgotten")
+        return link
 
     def barred(self) -> tuple[str, ...]:
         """Known peers whose key `gate` does not let in any more: nothing of them is heard, and they are to be ended."""
@@ -153,7 +142,7 @@ class PeerServer:
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
-        return await _flush(self._links.values, self._shared, timeout_s)
+        return await _flush(self._links.values, timeout_s)
 
     def close(self) -> None:
         """Stop listening; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more.
@@ -163,21 +152,10 @@ class PeerServer:
         for link in self._links.values():
             link.drop()
         self._links.clear()
-        for closer in reversed(self._closers):
-            closer()
-        self._closers.clear()
-        if self._context is not None:
-            self._context.close()
-            self._context = None
-
-    def _link(self, peer: str) -> Link:
-        link = self._links.get(peer)
-        if link is None:
-            raise NotFoundError(f"no peer of incarnation '{peer}' is known; it never connected, or was forgotten")
-        return link
+        self._closing.close()
 
     def _put(self, link: Link, frame: bytes) -> bool:
-        return self._socket is not None and self._socket.send((link.route, frame))
+        return self._socket.send(link.route, frame)
 
     def _refuse(self, kind: str, detail: str) -> None:
         self._callbacks.on_refused(kind, detail)
@@ -195,19 +173,10 @@ class PeerServer:
         kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
         self._refuse(kind, "a connection did not complete its handshake: wrong server key, no key, or no peer of ours")
 
-    def _on_parts(self, parts: Parts) -> None:
-        if len(parts) != 2:
-            self._refuse("malformed", f"a message of {len(parts)} parts, expected one frame")
-            return
-        try:
-            envelope = self._shared.codec.decode(parts[1].bytes)
-            link = self._find(envelope, parts[0].bytes, user_of(parts[1]) if self._identity.keys else "")
-            if link is not None:
-                link.take(envelope, len(parts[1]))
-        except FrameError as error:
-            self._refuse(error.fault, str(error))
-        except ProtocolError as error:
-            self._refuse(error.code, str(error))
+    def _on_envelope(self, envelope: Envelope[PeerMessage], route: bytes, frame: zmq.Frame) -> None:
+        link = self._find(envelope, route, user_of(frame) if self._identity.keys else "")
+        if link is not None:
+            link.take(envelope, len(frame))
 
     def _find(self, envelope: Envelope[PeerMessage], route: bytes, user: str) -> Link | None:
         """Return the link that an envelope belongs to, made now if it is a new one, or None after refusing it."""
@@ -235,7 +204,7 @@ class PeerServer:
         return link
 
     def _begin(self, envelope: Envelope[PeerMessage], user: str) -> Link | None:
-        if envelope.sender not in self._links and len(self._links) >= self._shared.settings.max_peers:
+        if envelope.sender not in self._links and len(self._links) >= MAX_PEERS:
             self._refuse(Refusal.TOO_MANY_PEERS, f"{len(self._links)} peers are known; forget the dead ones")
             return None
         anew = envelope.sender in self._links
@@ -253,8 +222,7 @@ class PeerServer:
         answer: Envelope[PeerMessage] = Envelope(
             sender=self._identity.incarnation, recipient=envelope.sender, link=-envelope.link
         )
-        if self._socket is not None:
-            self._socket.send((route, self._shared.codec.encode(answer)))
+        self._socket.send(route, self._shared.codec.encode(answer))
 
 
 class PeerClient:
@@ -268,84 +236,72 @@ class PeerClient:
         self,
         identity: PeerIdentity,
         callbacks: PeerCallbacks,
+        endpoint: str,
         *,
+        server_key: str = "",
         context: SocketContext,
         settings: PeerSettings | None = None,
-        clock: Clock = monotonic,
     ) -> None:
-        self._identity = identity
-        self._callbacks = callbacks
-        self._context = context
-        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings=settings, clock=clock)
-        # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
-        self._link = Link(self._shared, time.monotonic_ns())
-        self._socket: LoopSocket | None = None
-        self._monitor: Monitor | None = None
-        self._endpoint = ""
-
-    def __repr__(self) -> str:
-        return f"<PeerClient to {self._endpoint or 'nowhere'}: {self._link!r}>"
-
-    @property
-    def peer(self) -> str:
-        """The server's incarnation, or empty before it was heard."""
-        return self._link.peer
-
-    def connect(self, endpoint: str, server_key: str = "") -> None:
         """Begin to connect; returns at once.
 
         `server_key` is the server's public key in Z85, required when we have keys. Raises ConfigError on a malformed
         endpoint or key, or when the connection would leave this machine in the clear.
         """
-        if self._socket is not None:
-            raise ConflictError(f"this client is connected to {self._endpoint} already")
-        self._check(endpoint, server_key)
-        socket = self._context.open(zmq.DEALER)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # Nothing queues for a connection that does not stand: delivery resends.
-        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_FIRST_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
-        _set_limits(socket, self._shared.settings, endpoint)
-        keys = self._identity.keys
-        if keys is not None and server_key:
-            socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
-            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        self._identity = identity
+        self._callbacks = callbacks
         self._endpoint = endpoint
-        self._monitor = Monitor(socket, HANDSHAKE_FAILED | HANDSHAKE_SUCCEEDED, self._on_handshake)
-        self._socket = LoopSocket(socket, self._on_parts)
+        self._check(server_key)
+        shared = self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
+        # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
+        self._link = Link(shared, time.monotonic_ns())
+        raw = context.open(zmq.DEALER)
+        raw.setsockopt(zmq.IMMEDIATE, 1)  # Nothing queues for a connection that does not stand: delivery resends.
+        raw.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_FIRST_MS)
+        raw.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
+        _set_limits(raw, shared.settings, endpoint)
+        if identity.keys is not None and server_key:
+            raw.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+            raw.setsockopt(zmq.CURVE_PUBLICKEY, identity.keys.public.encode())
+            raw.setsockopt(zmq.CURVE_SECRETKEY, identity.keys.secret.encode())
+        self._socket = EnvelopeSocket(
+            raw,
+            shared.codec,
+            self._on_envelope,
+            on_refused=self._refuse,
+            on_event=self._on_handshake,
+            events=HANDSHAKE_FAILED | HANDSHAKE_SUCCEEDED,
+        )
         try:
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError(f"control endpoint {endpoint} cannot be connected to: {error}") from error
+            self._socket.connect(endpoint)
+        except ConfigError:
+            self._socket.close()
+            raise
 
-    def send(self, message: PeerMessage, *, give_up_s: float | None = None) -> None:
+    def __repr__(self) -> str:
+        return f"<PeerClient to {self._endpoint}: {self._link!r}>"
+
+    @property
+    def link(self) -> Link:
+        """The present conversation with the server, to look at."""
+        return self._link
+
+    def send(self, message: PeerMessage) -> None:
         """Deliver to the server. Raises CapacityError (it acknowledges nothing), InvalidInputError, ConflictError."""
         if self._link.closed:
             raise ConflictError(f"the connection to {self._endpoint} was closed")
-        self._link.send(message, give_up_s)
-
-    def last_heard_s(self) -> float:
-        """Seconds since the last valid frame of the server; infinity before the first."""
-        return self._shared.clock() - self._link.heard_at_s
-
-    def cut_s(self) -> float:
-        """Seconds since no connection to the server stands, 0 when one does: see `Link`."""
-        return self._link.cut_s
+        self._link.send(message)
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
-        return await _flush(lambda: (self._link,), self._shared, timeout_s)
+        return await _flush(lambda: (self._link,), timeout_s)
 
     def close(self) -> None:
         """Close the connection. Nothing is reported undelivered any more."""
         self._link.drop()
-        if self._monitor is not None:
-            self._monitor.close()
-        if self._socket is not None:
-            self._socket.close()
+        self._socket.close()
 
-    def _check(self, endpoint: str, server_key: str) -> None:
+    def _check(self, server_key: str) -> None:
+        endpoint = self._endpoint
         if server_key:
             check_key(server_key, f"public key of {endpoint}")
         if server_key and self._identity.keys is None:
@@ -356,7 +312,7 @@ class PeerClient:
             self._identity.require_keys(endpoint, "connect to")
 
     def _put(self, _link: Link, frame: bytes) -> bool:
-        return self._socket is not None and self._socket.send((frame,))
+        return self._socket.send(frame)
 
     def _refuse(self, kind: str, detail: str) -> None:
         self._callbacks.on_refused(kind, f"{detail} (server {self._endpoint})")
@@ -368,16 +324,9 @@ class PeerClient:
         kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
         self._refuse(kind, "the handshake failed: our key is not allowed there, or its public key is another one")
 
-    def _on_parts(self, parts: Parts) -> None:
-        try:
-            frame = b"".join(part.bytes for part in parts)
-            envelope = self._shared.codec.decode(frame)
-            if self._accepts(envelope):
-                self._link.take(envelope, len(frame))
-        except FrameError as error:
-            self._refuse(error.fault, str(error))
-        except ProtocolError as error:
-            self._refuse(error.code, str(error))
+    def _on_envelope(self, envelope: Envelope[PeerMessage], _route: bytes, frame: zmq.Frame) -> None:
+        if self._accepts(envelope):
+            self._link.take(envelope, len(frame))
 
     def _accepts(self, envelope: Envelope[PeerMessage]) -> bool:
         """Whether an envelope belongs to the present link; begins the next one when the server does not know it."""
@@ -396,8 +345,6 @@ class PeerClient:
 
 
 def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings, endpoint: str) -> None:
-    # Frames up to twice the limit are refused by the codec, and counted; beyond that the connection itself is cut.
-    socket.setsockopt(zmq.MAXMSGSIZE, 2 * settings.limits.max_frame_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(settings.handshake_s * 1_000)))
     socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
@@ -405,10 +352,10 @@ def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings, endpoint: str
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
 
 
-async def _flush(links: Callable[[], Iterable[Link]], shared: LinkContext, timeout_s: float) -> bool:
-    deadline_s = shared.clock() + timeout_s
+async def _flush(links: Callable[[], Iterable[Link]], timeout_s: float) -> bool:
+    deadline_s = monotonic() + timeout_s
     while any(link.unacknowledged for link in links()):
-        if shared.clock() >= deadline_s:
+        if monotonic() >= deadline_s:
             return False
-        await asyncio.sleep(shared.settings.flush_poll_s)
+        await asyncio.sleep(_FLUSH_POLL_S)
     return True

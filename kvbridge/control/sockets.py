@@ -41,8 +41,8 @@ class SocketContext:
         return socket
 
     def close(self) -> None:
-        """End the thread; waits at most for the linger of closed sockets."""
-        self.zmq.term()
+        """Close what was left open and end the thread; waits at most for the linger of the sockets."""
+        self.zmq.destroy()
 
 
 def frames_wait(socket: zmq.Socket[bytes]) -> bool:
@@ -63,7 +63,7 @@ class LoopSocket:
         self._draining = False
         self._scheduled: asyncio.Handle | None = None
         self._descriptor = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._descriptor, self._drain)
+        self._loop.add_reader(self._descriptor, self.drain)
         self._look_again()
 
     @property
@@ -85,9 +85,19 @@ class LoopSocket:
             self._look_again()
         return True
 
-    def drain_now(self) -> None:
-        """Handle what has arrived at this moment, without waiting for the loop's turn."""
-        self._drain()
+    def drain(self) -> None:
+        """Handle what has arrived, without waiting for the loop's turn."""
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
+        if self._draining or self._socket.closed:
+            return
+        self._draining = True
+        try:
+            self._take_turn()
+        finally:
+            self._draining = False
+            self._look_again()
 
     def close(self) -> None:
         """Stop listening and close the socket; harmless when closed."""
@@ -103,20 +113,7 @@ class LoopSocket:
         if self._draining or self._scheduled is not None or self._socket.closed:
             return
         if frames_wait(self._socket):
-            self._scheduled = self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        if self._scheduled is not None:
-            self._scheduled.cancel()
-            self._scheduled = None
-        if self._draining or self._socket.closed:
-            return
-        self._draining = True
-        try:
-            self._take_turn()
-        finally:
-            self._draining = False
-            self._look_again()
+            self._scheduled = self._loop.call_soon(self.drain)
 
     def _take_turn(self) -> None:
         end_s = time.monotonic() + TURN_S

@@ -11,93 +11,80 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+ERROR_OF_CODE: dict[str, type[BridgeError]] = {}
+"""Every stable code with its class."""
+
 
 class BridgeError(Exception):
-    """Base of all deliberate errors. `code` is stable; `http_status` is what an HTTP API answers with."""
+    """Base of all deliberate errors. `code` is stable; `http_status` is what an HTTP API answers with.
+
+    A class names what it has of its own in its head and inherits the rest.
+    """
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
 
+    def __init_subclass__(cls, *, code: str = "", http_status: int = 0) -> None:
+        super().__init_subclass__()
+        if code:
+            cls.code = code
+            ERROR_OF_CODE[code] = cls
+        if http_status:
+            cls.http_status = http_status
 
-class InvalidInputError(BridgeError, ValueError):
+
+ERROR_OF_CODE[BridgeError.code] = BridgeError
+
+
+class InvalidInputError(BridgeError, ValueError, code="invalid_input", http_status=400):
     """The caller sent something that can never work; sending it again will not help."""
 
-    code = "invalid_input"
-    http_status = 400
 
-
-class PageOutOfBoundsError(InvalidInputError):
+class PageOutOfBoundsError(InvalidInputError, code="page_out_of_bounds"):
     """A page id does not exist in the region that it would index."""
 
-    code = "page_out_of_bounds"
 
-
-class FingerprintMismatchError(InvalidInputError):
+class FingerprintMismatchError(InvalidInputError, code="fingerprint_mismatch", http_status=409):
     """Two instances do not hold the same model in the same form; the message names the first difference."""
 
-    code = "fingerprint_mismatch"
-    http_status = 409
 
-
-class UnsupportedError(InvalidInputError):
+class UnsupportedError(InvalidInputError, code="unsupported", http_status=422):
     """The request is well formed, but this build or this configuration cannot do it."""
 
-    code = "unsupported"
-    http_status = 422
 
-
-class ConfigError(InvalidInputError):
+class ConfigError(InvalidInputError, code="config_invalid"):
     """A configuration file, variable or flag is wrong; the message names the key."""
 
-    code = "config_invalid"
 
-
-class NotFoundError(BridgeError):
+class NotFoundError(BridgeError, code="not_found", http_status=404):
     """The named thing does not exist here (any more)."""
 
-    code = "not_found"
-    http_status = 404
 
-
-class UnknownRoomError(NotFoundError):
+class UnknownRoomError(NotFoundError, code="unknown_room"):
     """No such room on this daemon."""
 
-    code = "unknown_room"
 
-
-class ConflictError(BridgeError):
+class ConflictError(BridgeError, code="conflict", http_status=409):
     """The call is valid, but not in the state that the thing is in now."""
 
-    code = "conflict"
-    http_status = 409
 
-
-class StaleError(ConflictError):
+class StaleError(ConflictError, code="stale"):
     """The message belongs to an earlier generation of the room or an earlier incarnation of its sender."""
 
-    code = "stale"
 
-
-class FeatureError(ConflictError):
+class FeatureError(ConflictError, code="feature_missing"):
     """One side requires a feature that the other does not have; the message says which side to upgrade."""
 
-    code = "feature_missing"
 
-
-class DetachedError(ConflictError):
+class DetachedError(ConflictError, code="detached"):
     """The memory that the caller is attached to is gone with the process that made it: let go, and attach again."""
 
-    code = "detached"
 
-
-class CapacityError(BridgeError):
+class CapacityError(BridgeError, code="capacity", http_status=503):
     """There is no room now; trying again later can succeed. `retry_after_s` is a hint in seconds.
 
     `lacking`: how many pages of which `IndexSpace` are not there, when that is the reason.
     """
-
-    code = "capacity"
-    http_status = 503
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, lacking: Mapping[Any, int] | None = None) -> None:
         super().__init__(message)
@@ -105,84 +92,45 @@ class CapacityError(BridgeError):
         self.lacking = dict(lacking or {})
 
 
-class ClientLimitError(CapacityError):
+class ClientLimitError(CapacityError, code="client_limit", http_status=429):
     """A client has as many rooms or waiting requests here as it may have; it has to end one of its own first."""
 
-    code = "client_limit"
-    http_status = 429
 
-
-class NotReadyError(CapacityError):
+class NotReadyError(CapacityError, code="not_ready"):
     """The daemon or a peer is not able to serve yet, or no longer."""
 
-    code = "not_ready"
 
-
-class UnauthorizedError(BridgeError):
+class UnauthorizedError(BridgeError, code="unauthorized", http_status=401):
     """The caller did not prove who it is."""
 
-    code = "unauthorized"
-    http_status = 401
 
-
-class DeadlineError(BridgeError):
+class DeadlineError(BridgeError, code="deadline", http_status=504):
     """A wait reached its limit; the message names the limit's key in the configuration."""
 
-    code = "deadline"
-    http_status = 504
 
-
-class PeerError(BridgeError):
+class PeerError(BridgeError, code="peer_failed", http_status=502):
     """Another process failed or vanished; the room fails, this process does not."""
 
-    code = "peer_failed"
-    http_status = 502
 
-
-class ProtocolError(PeerError):
+class ProtocolError(PeerError, code="protocol", http_status=400):
     """A peer sent something that no correct peer sends. The message is dropped and counted."""
 
-    code = "protocol"
-    http_status = 400
 
-
-class TransportError(PeerError):
+class TransportError(PeerError, code="transport_failed"):
     """Bytes could not be moved."""
 
-    code = "transport_failed"
 
-
-class DigestMismatchError(TransportError):
+class DigestMismatchError(TransportError, code="digest_mismatch"):
     """Bytes arrived that are not those which were sent; the message names the first page that differs."""
 
-    code = "digest_mismatch"
 
-
-class RegistrationError(TransportError):
+class RegistrationError(TransportError, code="registration_failed"):
     """Memory could not be created or registered; the message gives the cause and the fix."""
 
-    code = "registration_failed"
 
-
-class IntegrityError(BridgeError):
+class IntegrityError(BridgeError, code="integrity"):
     """Our own accounting contradicts itself. Always a defect of kvbridge; please report it."""
 
-    code = "integrity"
 
-
-class RoomFailedError(BridgeError):
+class RoomFailedError(BridgeError, code="room_failed", http_status=502):
     """The room ended without its cache; the message carries the first cause."""
-
-    code = "room_failed"
-    http_status = 502
-
-
-def error_codes() -> dict[str, type[BridgeError]]:
-    """Return every stable code with its class."""
-    found: dict[str, type[BridgeError]] = {}
-    queue: list[type[BridgeError]] = [BridgeError]
-    while queue:
-        kind = queue.pop()
-        found.setdefault(kind.code, kind)
-        queue.extend(kind.__subclasses__())
-    return found

@@ -22,7 +22,7 @@ from kvbridge import __version__
 from kvbridge.api.directory import InstanceView
 from kvbridge.api.status import BootstrapStatus, Readiness, StoreStatus
 from kvbridge.bootstrap.directory import Directory, absences
-from kvbridge.bootstrap.pairing import PairingLimits, PairingService
+from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import NodeStore, RoomStore, RoomTimes, StoreObserver
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.config.directory import StoreKind
@@ -75,19 +75,7 @@ class BootstrapDaemon:
         self._store = open_store(config, self.metrics)
         self.directory = Directory(self._store, self._daemons, probe_s=timeouts.probe_s)
         self.pairing = PairingService(
-            self.directory,
-            self._store,
-            self._daemons,
-            limits=PairingLimits(
-                reserve_s=timeouts.reserve_s,
-                cancel_s=timeouts.cancel_s,
-                report_s=timeouts.report_s,
-                pair_s=timeouts.pair_s,
-                ticket_s=timeouts.ticket_s,
-                room_keep_s=timeouts.room_keep_s,
-                attempts=config.pairing.attempts,
-                max_under_way=config.pairing.max_under_way,
-            ),
+            self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
         )
         self._overview = _Overview()
         self._http: HttpServer | None = None
@@ -159,7 +147,6 @@ class BootstrapDaemon:
         before = self._overview
         try:
             await self.directory.expire()
-            await self._store.forget_rooms()
             listing = await self.directory.listing()
             counts = await self._store.room_counts()
         except BridgeError as error:

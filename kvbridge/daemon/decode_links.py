@@ -60,9 +60,9 @@ class DecodeLinks:
             on_reset=lambda peer: self._listener.gone(peer, "it had given this node up, and begins anew"),
         )
         self._allowed = AllowedPeers(self._config.control.curve, identity.keys)
-        self._server = PeerServer(identity, callbacks, settings=peer_settings(self._config))
         control, keys = self._config.control, identity.keys
-        endpoint = control.advertised(self._server.bind(control.bind))
+        self._server = PeerServer(identity, callbacks, control.bind, settings=peer_settings(self._config))
+        endpoint = control.advertised(self._server.endpoint)
         return PeerAddress(endpoint=endpoint, public_key=keys.public if keys else "")
 
     def names_of(self, key: str) -> frozenset[str]:
@@ -71,7 +71,7 @@ class DecodeLinks:
 
     def key_of(self, peer: str) -> str:
         """The public key that a connected peer proved to own; empty without keys."""
-        return self._server.key_of(peer) if self._server is not None else ""
+        return self._server.link(peer).user if self._server is not None else ""
 
     def send(self, peer: str, message: PeerMessage) -> None:
         """Queue a message; what cannot be delivered in time is reported as the loss of the node. Never raises."""
@@ -92,8 +92,7 @@ class DecodeLinks:
             for peer in server.barred():
                 self._lose(peer, "its key was taken off the list of allowed keys (control.curve)")
         for peer in server.peers:
-            silent_s, cut_s = server.last_heard_s(peer), server.cut_s(peer)
-            lost = why_lost(self._config.timeouts, silent_s=silent_s, cut_s=cut_s)
+            lost = why_lost(self._config.timeouts, server.link(peer))
             if lost:
                 self._lose(peer, lost)
             else:

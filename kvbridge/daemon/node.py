@@ -20,8 +20,8 @@ import structlog
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.loading import read_secret
-from kvbridge.control.local import prepare_runtime_directory
 from kvbridge.control.peers import PeerIdentity
+from kvbridge.control.runtime_directory import prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory

@@ -10,9 +10,9 @@ from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.endpoints import CurveConfig
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.timeouts import DaemonTimeouts
-from kvbridge.control.addresses import is_loopback, parse_tcp
 from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
-from kvbridge.control.link import PeerSettings
+from kvbridge.control.link import Link, PeerSettings
+from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.daemon.descriptors import affordable
 
@@ -54,15 +54,15 @@ def peer_settings(config: PrefillConfig | DecodeConfig) -> PeerSettings:
     )
 
 
-def why_lost(timeouts: DaemonTimeouts, *, silent_s: float, cut_s: float) -> str:
+def why_lost(timeouts: DaemonTimeouts, link: Link) -> str:
     """Why a peer that has been met counts as lost; an empty text while it does not.
 
     A process that ends takes its connections with it, so one that is gone and does not come back within a heartbeat says
     more than silence, which a slow network or a stopped process keeps as well. That it is gone was noticed by the heartbeat
     before, or sooner when something else was sent: hence the half.
     """
-    if cut_s > timeouts.control_heartbeat_s / 2:
-        return f"its connection is gone since {cut_s:.1f} s (limit: half of timeouts.control_heartbeat_s)"
-    if silent_s > timeouts.peer_silence_s:
-        return f"silent for {silent_s:.1f} s (limit: timeouts.peer_silence_s)"
+    if link.cut_s > timeouts.control_heartbeat_s / 2:
+        return f"its connection is gone since {link.cut_s:.1f} s (limit: half of timeouts.control_heartbeat_s)"
+    if link.silent_s > timeouts.peer_silence_s:
+        return f"silent for {link.silent_s:.1f} s (limit: timeouts.peer_silence_s)"
     return ""

@@ -86,9 +86,14 @@ class PrefillLinks:
                 "closed after timeouts.control_delivery_s. Does a router name wrong addresses?"
             )
         self._allowed.check_server(address)
-        client = PeerClient(self._identity, self._callbacks(address), context=self._context, settings=self.settings)
-        client.connect(address.endpoint, address.public_key)
-        self._clients[address] = client
+        self._clients[address] = PeerClient(
+            self._identity,
+            self._callbacks(address),
+            address.endpoint,
+            server_key=address.public_key,
+            context=self._context,
+            settings=self.settings,
+        )
 
     def _callbacks(self, address: PeerAddress) -> PeerCallbacks:
         return PeerCallbacks(
@@ -121,8 +126,8 @@ class PrefillLinks:
         """The links that lead nowhere (any more), each with the reason."""
         found = []
         for address, client in self._clients.items():
-            if client.peer:
-                reason = why_lost(self._config.timeouts, silent_s=client.last_heard_s(), cut_s=client.cut_s())
+            if client.link.peer:
+                reason = why_lost(self._config.timeouts, client.link)
                 found += [(address, reason)] if reason else []
         return found
 

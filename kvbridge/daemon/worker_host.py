@@ -95,9 +95,9 @@ class WorkerHost:
     def open(self, incarnation: str) -> None:
         """Listen for workers. Raises ConflictError when another daemon uses the runtime directory."""
         callbacks = LocalCallbacks(self._on_message, on_gone=self._on_link_gone, on_refused=self._events.frame_refused)
-        self._server = LocalServer(incarnation, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
+        path = self._config.runtime_dir / WORKER_SOCKET
+        self._server = LocalServer(incarnation, path, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
         self.workers.connect(self._server.send)
-        self._server.bind(self._config.runtime_dir / WORKER_SOCKET)
 
     def start(self, setup: Callable[[Rank], WorkerSetup], *, own_processes: bool) -> None:
         """The memory is there: start a process for each rank (or wait for the engines' workers), welcome the early ones.

@@ -14,10 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvbridge.core.errors import ConflictError, DeadlineError, RoomFailedError
+from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release, RoomEvent
-from kvbridge.core.wire.messages import from_wire, to_wire
+from kvbridge.core.wire.messages import to_wire
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
 from kvbridge.engine.base import Engine
 from kvbridge.engine.link import EVENTS_KEPT
@@ -67,7 +68,7 @@ class DecodeEngine(Engine):
             pages.generation,
             pages.prompt_tokens,
             pages.prefix_tokens,
-            from_wire(pages.tables),
+            tables_from_wire(pages.tables),
             pages.metadata,
             pages.amounts,
             pages.phases_s,
@@ -104,7 +105,7 @@ class DecodeEngine(Engine):
         The table of window pages is a ring: at each length, `rotate_window` takes the pages out of it that `window_pages` names.
         """
         pages = self._call(Extend(call=self._link.number(), room=room, tokens=tokens), Pages)
-        return from_wire(pages.tables)
+        return tables_from_wire(pages.tables)
 
     def release(self, room: int, *, stream: StreamChoice = None) -> None:
         """Say that the request is over: submit nothing more that touches its pages.

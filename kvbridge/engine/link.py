@@ -17,7 +17,7 @@ import structlog
 
 from kvbridge.control.addresses import ENGINE_SOCKET
 from kvbridge.control.local import LocalClient
-from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, ProtocolError, error_codes
+from kvbridge.core.errors import ERROR_OF_CODE, BridgeError, CapacityError, DeadlineError, ProtocolError
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Answer, Call, Detached, EngineToNode, NodeToEngine, Refused, RoomEvent
 
@@ -33,8 +33,8 @@ class EngineLink:
 
     def __init__(self, runtime_dir: Path, *, name: str, timeout_s: float) -> None:
         """Connect to the node whose runtime directory this is. `timeout_s` bounds every call."""
-        self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(name, NODE_TO_ENGINE, ENGINE_TO_NODE)
-        self._client.connect(runtime_dir / ENGINE_SOCKET)
+        path = runtime_dir / ENGINE_SOCKET
+        self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(name, path, NODE_TO_ENGINE, ENGINE_TO_NODE)
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
         self._events: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
@@ -98,7 +98,7 @@ def _checked(received: Answer, answer: type[AnswerT]) -> AnswerT:
 
 def rebuilt_error(refused: Refused) -> BridgeError:
     """Turn a refusal back into the error that the node raised."""
-    kind = error_codes().get(refused.code, BridgeError)
+    kind = ERROR_OF_CODE.get(refused.code, BridgeError)
     if issubclass(kind, CapacityError):
         return kind(refused.message, retry_after_s=refused.retry_after_s)
     return kind(refused.message)

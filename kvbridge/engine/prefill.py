@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.wire.engine_messages import Accepted, Admit, Begin, Finish, Pages, Publish, Release
-from kvbridge.core.wire.messages import from_wire, to_wire
+from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
 from kvbridge.engine.base import Engine
@@ -61,7 +62,9 @@ class PrefillEngine(Engine):
         pages = self._call(message, Pages)
         if by_gpu:
             self._begun[room] = pages.generation, set()
-        return PrefillRoom(room, pages.generation, pages.prompt_tokens, pages.prefix_tokens, from_wire(pages.tables))
+        return PrefillRoom(
+            room, pages.generation, pages.prompt_tokens, pages.prefix_tokens, tables_from_wire(pages.tables)
+        )
 
     def publish(
         self, room: int, upto_token: int, *, layers: Sequence[int] | None = None, stream: StreamChoice = None

@@ -1,4 +1,4 @@
-"""Callers of the endpoints: a daemon's view of bootstrap, and bootstrap's (and a router's) view of daemons.
+"""Callers of the endpoints: a daemon's view of bootstrap, bootstrap's (and a router's) view of daemons, a command's of both.
 
 Owns: URLs, tokens, the way from a problem body back to its error.
 Must not know: when to try again; that is the caller's.
@@ -6,16 +6,19 @@ Must not know: when to try again; that is the caller's.
 Every call raises the error that the other side raised, DeadlineError when it does not answer in time, PeerError when it
 cannot be reached. Proxies from the environment are not used: these calls stay inside the cluster.
 
-The calls go over aiohttp: bootstrap makes two for each room, and over httpx's own connections they cost two to five times the
-processor time, the more connections are open the more.
+Calls of an event loop go over aiohttp: bootstrap makes two for each room, and over httpx's own connections they cost two to
+five times the processor time, the more connections are open the more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
+import httpcore
 import httpx
 from httpx_aiohttp import AiohttpTransport
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -53,17 +56,46 @@ class _Options(TypedDict, total=False):
     timeout: httpx.Timeout
 
 
-class _Client:
-    """One pool of connections, one token, one limit for each call."""
+class _Caller:
+    """One token, one limit for each call: what is sent, and what an answer means. How one waits is up to the classes below."""
+
+    def __init__(self, *, token: str, timeout_s: float, timeout_key: str) -> None:
+        self._timeout_s = timeout_s
+        self._timeout_key = timeout_key
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    @contextmanager
+    def _failures_named(self, method: str, url: str) -> Iterator[None]:
+        """Turn what httpx raises inside into what every call raises."""
+        try:
+            yield
+        except httpx.HTTPError as error:
+            if _is_timeout(error):
+                raise DeadlineError(
+                    f"{method} {url} was not answered within {self._timeout_s:g} s ({self._timeout_key})"
+                ) from error
+            raise PeerError(f"{method} {url} failed: {error or type(error).__name__}") from error
+
+    def _arguments(self, options: _Options) -> dict[str, Any]:
+        """Return a call's options as httpx takes them."""
+        body = options.get("body")
+        return {
+            # Without what stays at its default: an older release refuses a field that it does not know only when it matters.
+            "content": None if body is None else body.model_dump_json(exclude_defaults=True),
+            "headers": self._headers | ({} if body is None else {"Content-Type": "application/json"}),
+            "params": options.get("params"),
+            "timeout": options.get("timeout", httpx.Timeout(self._timeout_s)),
+        }
+
+
+class _Client(_Caller):
+    """One pool of connections for the calls of an event loop."""
 
     def __init__(
         self, *, token: str, timeout_s: float, timeout_key: str, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        self._timeout_s = timeout_s
-        self._timeout_key = timeout_key
+        super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key)
         self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=timeout_s,
             transport=transport or AiohttpTransport(limits=httpx.Limits(max_connections=CONNECTIONS), trust_env=False),
             trust_env=False,
         )
@@ -81,42 +113,58 @@ class _Client:
         await self._http.aclose()
 
     async def _call(self, method: str, url: str, **options: Unpack[_Options]) -> httpx.Response:
-        body = options.get("body")
-        # Without what stays at its default: an older release refuses a field that it does not know only when it matters.
-        content = None if body is None else body.model_dump_json(exclude_defaults=True)
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        timeout = options.get("timeout", httpx.Timeout(self._timeout_s))
-        try:
-            response = await self._http.request(
-                method, url, content=content, headers=headers, params=options.get("params"), timeout=timeout
-            )
-        except httpx.HTTPError as error:
-            if _is_timeout(error):
-                raise DeadlineError(
-                    f"{method} {url} was not answered within {self._timeout_s:g} s ({self._timeout_key})"
-                ) from error
-            raise PeerError(f"{method} {url} failed: {error or type(error).__name__}") from error
-        if response.is_success or _is_readiness(response):
-            return response
-        raise error_of(response.status_code, response.content, source=url)
+        with self._failures_named(method, url):
+            response = await self._http.request(method, url, **self._arguments(options))
+        return _accepted(response, url)
 
     async def _ask(
         self, kind: type[AnswerT] | TypeAdapter[AnswerT], method: str, url: str, **options: Unpack[_Options]
     ) -> AnswerT:
-        response = await self._call(method, url, **options)
-        adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
-        try:
-            return adapter.validate_json(response.content, extra="ignore")
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise ProtocolError(
-                f"{url} answered something that is no {kind}: {first['loc']}: {first['msg']}"
-            ) from error
+        return _parsed(kind, await self._call(method, url, **options), url)
+
+
+class BlockingClient(_Caller):
+    """Calls of any daemons or bootstraps from code without an event loop; several threads may share one.
+
+    The documents that the endpoints take and give are those of `kvbridge.api`.
+    """
+
+    def __init__(self, *, timeout_s: float, timeout_key: str, token: str = "") -> None:
+        """`timeout_key` is what errors call the limit."""
+        super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key)
+        self._http = httpx.Client(trust_env=False)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def ask(self, kind: type[AnswerT], method: str, url: str, **options: Unpack[_Options]) -> AnswerT:
+        """Return an answer as a `kind`. Raises what every call does, ProtocolError when it is none."""
+        with self._failures_named(method, url):
+            response = self._http.request(method, url, **self._arguments(options))
+        return _parsed(kind, _accepted(response, url), url)
+
+
+def _accepted(response: httpx.Response, url: str) -> httpx.Response:
+    """Return an answer that is no problem, or raise the error that it describes."""
+    if response.is_success or _is_readiness(response):
+        return response
+    raise error_of(response.status_code, response.content, source=url)
+
+
+def _parsed(kind: type[AnswerT] | TypeAdapter[AnswerT], response: httpx.Response, url: str) -> AnswerT:
+    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+    try:
+        return adapter.validate_json(response.content, extra="ignore")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ProtocolError(f"{url} answered something that is no {kind}: {first['loc']}: {first['msg']}") from error
 
 
 def _is_timeout(error: httpx.HTTPError) -> bool:
-    """Whether time ran out: the transport reports a connection that was closed in our face as a timeout, too."""
-    return isinstance(error, httpx.TimeoutException) and isinstance(error.__cause__, (TimeoutError, type(None)))
+    """Whether time ran out: that of aiohttp reports a connection that was closed in our face as a timeout, too."""
+    causes = (TimeoutError, httpcore.TimeoutException, type(None))
+    return isinstance(error, httpx.TimeoutException) and isinstance(error.__cause__, causes)
 
 
 def _is_refused_connection(error: BaseException) -> bool:

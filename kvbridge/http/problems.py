@@ -20,7 +20,7 @@ from fastapi.responses import Response
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
-from kvbridge.core.errors import BridgeError, CapacityError, InvalidInputError, PeerError, error_codes
+from kvbridge.core.errors import ERROR_OF_CODE, BridgeError, CapacityError, InvalidInputError, PeerError
 from kvbridge.core.ids import FrozenModel
 
 log = structlog.get_logger(__name__)
@@ -139,7 +139,7 @@ def error_of(status: int, body: bytes, *, source: str) -> BridgeError:
         problem = Problem.model_validate_json(body, extra="ignore")  # what a later release adds is ignored
     except ValueError:
         return PeerError(f"{source} answered {status} without a problem body: {body[:200]!r}")
-    kind = error_codes().get(problem.code)
+    kind = ERROR_OF_CODE.get(problem.code)
     if kind is None or kind.http_status == HTTPStatus.INTERNAL_SERVER_ERROR:
         return PeerError(f"{source} answered {status} {problem.code}: {problem.detail}")
     if issubclass(kind, CapacityError):

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 from pydantic import Field
 
 from kvbridge.api.directory import PairRequest, Ticket
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import Readiness
+from kvbridge.bootstrap.pairing import PairReport
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, RoomFailedError
 from kvbridge.core.ids import FrozenModel, Positive, Role
 from kvbridge.daemon.announce import ENDPOINT_FILE, DaemonEndpoint, read_endpoint
 from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
-from kvbridge.http.problems import error_of
+from kvbridge.http.client import BlockingClient
 from kvbridge.pool.memory.leftovers import sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
@@ -49,7 +49,8 @@ class DaemonProcess(ChildProcess):
         self.folder = folder
         self.config: Section = config or {}
         self.arguments: tuple[str, ...] = ()
-        self._last_answer = ""
+        self.last_answer = "none"
+        """What it said when it was last asked whether it is ready."""
 
     @property
     def runtime_dir(self) -> Path:
@@ -75,17 +76,13 @@ class DaemonProcess(ChildProcess):
         """Where its HTTP API is."""
         return self.endpoint().http_url
 
-    def get(self, path: str) -> Any:  # noqa: ANN401 - any JSON document
+    def get(self, path: str) -> dict[str, Any]:
         """Return the JSON document at a path of its HTTP API."""
-        return ask("GET", f"{self.url}{path}").json()
+        return calls().ask(dict[str, Any], "GET", f"{self.url}{path}")
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
-        """Wait until it can admit rooms. Raises PeerError when it ends, DeadlineError with its reasons and its log."""
-        self.endpoint()
-        try:
-            wait_for(f"{self.name} ready", self.is_ready, timeout_s=timeout_s, watched=[self])
-        except DeadlineError as error:
-            raise DeadlineError(f"{error}; last answer {self._last_answer}; its log ends:\n{self.log()}") from error
+        """Wait until it can admit rooms. Raises what `wait_all_ready` does."""
+        wait_all_ready([self], timeout_s=timeout_s)
 
     def is_ready(self) -> bool:
         """Whether it serves and can admit rooms now."""
@@ -93,17 +90,13 @@ class DaemonProcess(ChildProcess):
         if endpoint is None:
             return False
         try:
-            response = _client().get(f"{endpoint.http_url}/ready")
-        except httpx.HTTPError as error:
-            self._last_answer = str(error) or type(error).__name__
+            found = calls().ask(Readiness, "GET", f"{endpoint.http_url}/ready")
+        except BridgeError as error:
+            self.last_answer = str(error)
             return False
-        self._last_answer = response.text
+        self.last_answer = found.model_dump_json()
         # Bootstrap always lets nodes come; it has something to pair once it gives no reason why not.
-        return response.is_success and not Readiness.model_validate_json(response.content).reasons
-
-    def worker_errors(self) -> list[str]:
-        """Why its rank workers do not work, of those that said so or ended. Raises PeerError, DeadlineError."""
-        return [str(rank["error"]) for rank in self.get("/status")["ranks"] if rank["error"]]
+        return found.ready and not found.reasons
 
 
 @dataclass
@@ -129,9 +122,8 @@ class Cluster:
             daemon.start()
 
     def wait_ready(self) -> None:
-        """Wait until requests can be paired."""
-        for daemon in (*self.all()[1:], self.bootstrap):  # bootstrap is ready when the others have registered
-            daemon.wait_ready()
+        """Wait until requests can be paired. Raises what `wait_all_ready` does."""
+        wait_all_ready(self.all(), timeout_s=START_S)
 
     def check_running(self) -> None:
         """Raise PeerError when a daemon has ended."""
@@ -140,12 +132,11 @@ class Cluster:
 
     def ticket(self, request: PairRequest) -> Ticket:
         """Ask bootstrap for a pair. Raises CapacityError when there is none now."""
-        answer = ask("POST", f"{self.bootstrap.url}/v1/requests", body=request)
-        return Ticket.model_validate_json(answer.content)
+        return calls().ask(Ticket, "POST", f"{self.bootstrap.url}/v1/requests", body=request)
 
     def cancel(self, room: int, reason: str) -> None:
         """Give a paired room back on both ends and wait until its pages are free there."""
-        ask("DELETE", f"{self.bootstrap.url}/v1/requests/{room}", params={"reason": reason})
+        calls().ask(PairReport, "DELETE", f"{self.bootstrap.url}/v1/requests/{room}", params={"reason": reason})
         for daemon in (self.prefill, self.decode):
             wait_ended(daemon, room)
 
@@ -198,15 +189,8 @@ def plan_cluster(folder: Path, spec: ClusterSpec) -> Cluster:
     prefill = DaemonProcess(Role.PREFILL, "the prefill daemon", folder / "p", ends_with_us=spec.ends_with_us)
     decode = DaemonProcess(Role.DECODE, "the decode daemon", folder / "d", ends_with_us=spec.ends_with_us)
     for daemon, node in ((prefill, spec.prefill), (decode, spec.decode)):
-        daemon.config = daemon_config(
-            spec.model,
-            instance=node.instance,
-            runtime_dir=daemon.runtime_dir,
-            transport=spec.transport,
-            pp=node.pp,
-            tp=node.tp,
-            pools=node.pools,
-        )
+        parts = node.model_dump(exclude={"more"})
+        daemon.config = daemon_config(spec.model, runtime_dir=daemon.runtime_dir, transport=spec.transport, **parts)
         daemon.config |= node.more
     return Cluster(folder, bootstrap, prefill, decode)
 
@@ -244,45 +228,48 @@ def transport_section(transport: str) -> Section:
 
 
 @cache
-def _client() -> httpx.Client:
+def calls() -> BlockingClient:
     """One client for all daemons of this process: to make one costs tens of milliseconds, for certificates."""
-    return httpx.Client(timeout=CALL_S, trust_env=False)
-
-
-def ask(
-    method: str, url: str, *, body: AdmissionRequest | PairRequest | None = None, params: dict[str, Any] | None = None
-) -> httpx.Response:
-    """Call an HTTP API. Raises the error that it answered with, DeadlineError, or PeerError when nobody is there."""
-    content = None if body is None else body.model_dump_json()
-    headers = {} if body is None else {"Content-Type": "application/json"}
-    try:
-        response = _client().request(method, url, content=content, headers=headers, params=params)
-    except httpx.TimeoutException as error:
-        raise DeadlineError(f"{method} {url} was not answered within {CALL_S:g} s") from error
-    except httpx.HTTPError as error:
-        raise PeerError(f"{method} {url} failed: {error or type(error).__name__}") from error
-    if response.is_success:
-        return response
-    raise error_of(response.status_code, response.content, source=url)
+    return BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command")
 
 
 def wait_ended(daemon: DaemonProcess, room: int) -> None:
     """Wait until a room is over on a daemon. Raises RoomFailedError when it is not in time."""
-    answer = ask("GET", f"{daemon.url}/v1/requests/{room}", params={"wait": CALL_S / 2})
-    report = RoomReport.model_validate_json(answer.content)
+    report = calls().ask(RoomReport, "GET", f"{daemon.url}/v1/requests/{room}", params={"wait": CALL_S / 2})
     if not report.state.final:
         raise RoomFailedError(f"room {room} is still '{report.state}' on {daemon.name} after {CALL_S / 2:g} s")
 
 
-def first_worker_error(daemons: Iterable[DaemonProcess]) -> str:
-    """Return why a rank worker of a daemon does not work, or an empty text; a daemon that is not there yet has none."""
+def wait_all_ready(
+    daemons: Sequence[DaemonProcess], *, timeout_s: float, check: Callable[[], None] = lambda: None
+) -> None:
+    """Wait until all can admit rooms, and call `check` meanwhile.
+
+    Raises PeerError when one ends, DeadlineError with their last answers and logs, and what `check` raises.
+    """
+    waiting = list(daemons)
+
+    def look() -> bool:
+        check()
+        waiting[:] = [daemon for daemon in waiting if not daemon.is_ready()]
+        return not waiting
+
+    try:
+        wait_for("daemons ready", look, timeout_s=timeout_s, watched=daemons)
+    except DeadlineError as error:
+        said = [f"{each.name}: last answer {each.last_answer}; its log ends:\n{each.log()}" for each in waiting]
+        raise DeadlineError("\n".join([str(error), *said])) from error
+
+
+def check_workers(daemons: Iterable[DaemonProcess]) -> None:
+    """Raise PeerError when a rank worker of a daemon does not work; one that is not there yet has none."""
     for daemon in daemons:
         if read_endpoint(daemon.runtime_dir) is None:
             continue
         try:
-            errors = daemon.worker_errors()
+            ranks = daemon.get("/status")["ranks"]
         except BridgeError:
             continue  # its end is noticed by whoever watches its process
-        if errors:
-            return f"{daemon.name}: {errors[0]}"
-    return ""
+        for rank in ranks:
+            if rank["error"]:
+                raise PeerError(f"{daemon.name}: {rank['error']}")

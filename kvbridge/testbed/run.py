@@ -5,22 +5,26 @@ Owns: the folder, the daemons and the engine processes, for as long as the run l
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from kvbridge.core.errors import BridgeError, DeadlineError, PeerError
+from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.daemon.children import stop_all, wait_for
-from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, first_worker_error, plan_cluster
+from kvbridge.daemon.children import stop_all
+from kvbridge.testbed.cluster import ClusterSpec, DaemonProcess, check_workers, plan_cluster, wait_all_ready
+from kvbridge.testbed.engines.messages import Attached
 from kvbridge.testbed.engines.processes import SCRATCH, EngineProcess, Reports
+from kvbridge.testbed.options import CommandOptions
 from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.signals import interrupts_ignored
 
@@ -33,33 +37,37 @@ STOP_S, FORCE_S = 8.0, 1.0
 ENGINE_STOP_S = 3.0
 
 
-class RunOptions(Protocol):
-    """What a user chooses for any run."""
-
-    @property
-    def patience_s(self) -> float:
-        """Longest silence of all engine processes."""
-
-    @property
-    def keep_logs(self) -> Path | None:
-        """Where configurations and logs are copied in the end; None: nowhere."""
-
-
-class ClusterRun:
+class ClusterRun(ABC):
     """Use as a context; leaving it ends every process and removes the folder."""
 
-    def __init__(self, module: str, options: RunOptions, progress: ShownProgress, *, events: TypeAdapter[Any]) -> None:
-        """`module` is what engine processes run; `events` validates what they report."""
-        self.folder = Path(tempfile.mkdtemp(prefix=f"kvbridge-{module.rpartition('.')[2]}-"))
+    def __init__(
+        self,
+        package: str,
+        options: CommandOptions,
+        progress: ShownProgress,
+        *,
+        events: TypeAdapter[Any],
+        spec: Callable[[Path], ClusterSpec],
+    ) -> None:
+        """`package` has the parts that engine processes run; `events` validates what they report; `spec` is of a folder."""
+        self.folder = Path(tempfile.mkdtemp(prefix=f"kvbridge-{package.rpartition('.')[2]}-"))
+        self.cluster = plan_cluster(self.folder, spec(self.folder))
+        """Not started; it ends with the run."""
         self.progress = progress
         self.reports = Reports(silence_s=options.patience_s)
         self.engines: dict[str, EngineProcess] = {}
         self.completed = False
         """Whether everything was done; what is left may be ended by force otherwise."""
-        self._module = module
+        self.seconds: dict[str, float] = {}
+        """How long each part took."""
+        self._package = package
         self._events = events
         self._keep_logs = options.keep_logs
-        self._cluster: Cluster | None = None
+        self._attached: set[str] = set()
+
+    @abstractmethod
+    def handle(self, engine: EngineProcess, event: FrozenModel) -> None:
+        """Take in what an engine process reports, other than that it has attached."""
 
     def __enter__(self) -> Self:
         return self
@@ -74,9 +82,8 @@ class ClusterRun:
             if self._keep_logs is not None:
                 ignored = shutil.ignore_patterns("run", SCRATCH)
                 last.callback(shutil.copytree, self.folder, self._keep_logs, dirs_exist_ok=True, ignore=ignored)
-            if self._cluster is not None:
-                force_s = None if self.completed else FORCE_S
-                last.callback(self._cluster.stop, timeout_s=STOP_S, force_after_s=force_s)
+            force_s = None if self.completed else FORCE_S
+            last.callback(self.cluster.stop, timeout_s=STOP_S, force_after_s=force_s)
             for engine in self.engines.values():
                 engine.dismiss()
             stop_all(self.engines.values(), timeout_s=ENGINE_STOP_S)
@@ -87,14 +94,17 @@ class ClusterRun:
         try:
             yield
         except BridgeError:
-            if self._cluster is not None:
-                self._cluster.check_running()
+            self.cluster.check_running()
             raise
 
-    def plan_cluster(self, spec: ClusterSpec) -> Cluster:
-        """Return the run's cluster, not started; it ends with the run."""
-        self._cluster = plan_cluster(self.folder, spec)
-        return self._cluster
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Note how long it takes what is done inside, however it ends."""
+        begun_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] = round(time.monotonic() - begun_s, 2)
 
     def start_engines(self, job: FrozenModel, names: Mapping[str, str]) -> None:
         """Start an engine process for each part; `names` are for messages."""
@@ -102,26 +112,39 @@ class ClusterRun:
         job_file.write_text(job.model_dump_json(indent=2))
         for part, name in names.items():
             self.engines[part] = engine = EngineProcess(
-                self._module, part, name, self.folder, events=self._events, reports=self.reports.queue
+                self._package, part, name, self.folder, events=self._events, reports=self.reports.queue
             )
             engine.start(job_file)
 
+    def wait_ready(self) -> None:
+        """Wait until requests can be paired. Raises PeerError when a daemon or a rank worker cannot, DeadlineError."""
+        nodes = [self.cluster.prefill, self.cluster.decode]
+        wait_all_ready(self.cluster.all(), timeout_s=START_S, check=lambda: check_workers(nodes))
 
-def wait_ready(cluster: Cluster) -> None:
-    """Wait until requests can be paired. Raises PeerError when a daemon or a rank worker cannot, DeadlineError."""
-    waiting = cluster.all()
+    def wait_attached(self) -> None:
+        """Wait until the engines of both nodes have attached."""
+        while not {"prefill", "decode"} <= self._attached:
+            self.next_report()
+        self.progress.stage("daemons are ready, engines have attached")
 
-    def look() -> bool:
-        if why := first_worker_error([cluster.prefill, cluster.decode]):
-            raise PeerError(why)
-        waiting[:] = [daemon for daemon in waiting if not daemon.is_ready()]
-        return not waiting
+    def next_report(self, wait_s: float = math.inf) -> None:
+        """Wait for the next report, up to `wait_s`, and take it in. Raises what `Reports.next` does, for ended daemons too."""
+        reported = self.reports.next(self.engines.values(), check=self.cluster.check_running, wait_s=wait_s)
+        if reported is None:
+            return
+        engine, event = reported
+        if isinstance(event, Attached):
+            self._attached.add(engine.part)
+        self.handle(engine, event)
 
-    try:
-        wait_for("daemons ready", look, timeout_s=START_S, watched=cluster.all())
-    except DeadlineError as error:
-        names = ", ".join(daemon.name for daemon in waiting)
-        raise DeadlineError(f"{names} not ready within {START_S:g} s; --keep-logs keeps what they say") from error
+    def wait_free(self) -> int:
+        """Return how many pages are not free some time after the last release."""
+        deadline_s = time.monotonic() + FREE_S
+        while True:
+            left = sum(sum(used_pages(daemon).values()) for daemon in (self.cluster.prefill, self.cluster.decode))
+            if not left or time.monotonic() > deadline_s:
+                return left
+            time.sleep(LOOK_S)
 
 
 def used_pages(daemon: DaemonProcess) -> dict[str, int]:
@@ -130,13 +153,3 @@ def used_pages(daemon: DaemonProcess) -> dict[str, int]:
     return {
         space: sum(int(pages) for state, pages in states.items() if state != "free") for space, states in pools.items()
     }
-
-
-def wait_free(cluster: Cluster) -> int:
-    """Return how many pages are not free some time after the last release."""
-    deadline_s = time.monotonic() + FREE_S
-    while True:
-        left = sum(sum(used_pages(daemon).values()) for daemon in (cluster.prefill, cluster.decode))
-        if not left or time.monotonic() > deadline_s:
-            return left
-        time.sleep(LOOK_S)

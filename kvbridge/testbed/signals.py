@@ -8,33 +8,27 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 
-@contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
+def terminated_like_interrupted() -> AbstractContextManager[None]:
     """Let SIGTERM and SIGHUP take the way of Ctrl-C, with their own exit codes."""
+    return _handled(lambda number, _: sys.exit(128 + number), signal.SIGTERM, signal.SIGHUP)
 
-    def end(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def interrupts_ignored() -> AbstractContextManager[None]:
+    """Have Ctrl-C wait while processes are being ended, which takes seconds. Elsewhere than in the main thread: nothing."""
+    in_main = threading.current_thread() is threading.main_thread()
+    return _handled(signal.SIG_IGN, signal.SIGINT) if in_main else nullcontext()
 
 
 @contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    """Have Ctrl-C wait while processes are being ended, which takes seconds. Elsewhere than in the main thread: nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _handled(handler: Callable[[int, Any], object] | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, former in before.items():
+            signal.signal(number, former)

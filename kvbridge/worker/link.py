@@ -17,6 +17,4 @@ NodeLink = LocalClient[NodeToWorker, WorkerToNode]
 
 def open_node_link(path: Path, rank: Rank) -> NodeLink:
     """Connect to the node that listens for rank workers on `path`, by a name that no other worker has."""
-    link: NodeLink = LocalClient(f"worker-{rank}-{os.getpid()}-{secrets.token_hex(4)}", NODE_TO_WORKER, WORKER_TO_NODE)
-    link.connect(path)
-    return link
+    return LocalClient(f"worker-{rank}-{os.getpid()}-{secrets.token_hex(4)}", path, NODE_TO_WORKER, WORKER_TO_NODE)

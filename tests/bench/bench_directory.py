@@ -17,10 +17,12 @@ from typing import Any
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
 from kvbridge.api.rooms import AdmissionRequest, PeerAddress, RoomReport
 from kvbridge.bootstrap.directory import Directory
-from kvbridge.bootstrap.pairing import PairingLimits, PairingService
+from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore
+from kvbridge.config.schema import PairingConfig
+from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
@@ -34,7 +36,7 @@ CONCURRENT = 16
 BEAT_EVERY = 50
 PAGES = 100_000
 TIMES = RoomTimes(claim_s=30.0, keep_s=600.0, max_rooms=100_000)
-LIMITS = PairingLimits(reserve_s=5.0, cancel_s=5.0, report_s=5.0, pair_s=20.0, ticket_s=60.0, room_keep_s=600.0)
+LIMITS = {"config": PairingConfig(), "timeouts": BootstrapTimeouts()}
 
 
 class WillingDaemons:
@@ -104,7 +106,7 @@ async def _measure(store: MemoryStore | RedisStore, instances: int, pairings: in
     nodes = [_node(number) for number in range(instances)]
     for node in nodes:
         await directory.register(node)
-    service = PairingService(directory, store, WillingDaemons(), limits=LIMITS)
+    service = PairingService(directory, store, WillingDaemons(), **LIMITS)
     request = PairRequest(prompt_tokens=4096, max_new_tokens=512)
     for _ in range(WARM_UP):
         await service.pair(request)

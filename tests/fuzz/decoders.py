@@ -313,7 +313,6 @@ def family(name: str) -> tuple[Decoder, ...]:
 def hostile_frames(codec: MessageCodec) -> Iterable[bytes]:
     """Short frames that ask for much memory or much time, and long ones that are nothing but."""
     head = msgpack.packb([1, ME, YOU, 7, 1, 1, [0, []]])[1:]
-    limits = codec.limits
     for body in (
         b"\xdd\xff\xff\xff\xff",  # an array of 2**32 - 1 items
         b"\xdf\xff\xff\xff\xff",  # a map of as many
@@ -326,7 +325,7 @@ def hostile_frames(codec: MessageCodec) -> Iterable[bytes]:
     ):
         yield b"\x98" + head + body
         yield body
-    yield bytes(limits.max_frame_bytes)
-    yield bytes(limits.max_frame_bytes + 1)
+    yield bytes(codec.max_frame_bytes)
+    yield bytes(codec.max_frame_bytes + 1)
     yield b"\x98" + head + msgpack.packb({"type": "abort", "code": "x" * 65_000, "message": "y" * 65_000})
     yield b"\x98" + head + msgpack.packb({"type": "hello", "node": [[[0] * 1_000] * 1_000] * 1})

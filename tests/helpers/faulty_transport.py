@@ -154,7 +154,7 @@ class FaultyTransport(Transport):
         kept, fate = self._cut(operations)
         kept = self._with_flipped_bit(kept)
         late_s = self._settings.late_delivery_s
-        given = Operations.empty() if late_s is not None else kept
+        given = operations[:0] if late_s is not None else kept
         transfer = self._inner.submit(peer, given, deadline_s=deadline_s)
         self._handed_over += len(kept)
         if late_s is not None:

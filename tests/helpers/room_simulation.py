@@ -13,7 +13,6 @@ from functools import partial, reduce
 from operator import xor
 
 from kvbridge.api.rooms import AdmissionRequest, PeerAddress
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.digests import DigestKind
@@ -59,6 +58,7 @@ from kvbridge.node.sender.room import SenderPorts, SenderRoom
 from kvbridge.node.sender.service import SenderRooms
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from kvbridge.telemetry.events import EventStream
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,

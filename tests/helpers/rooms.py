@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.timeouts import DaemonTimeouts
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
@@ -39,6 +38,7 @@ from kvbridge.telemetry.events import (
     RoomMessageRefused,
     RoomReceived,
 )
+from tests.helpers.manual_clock import ManualClock
 
 GEOMETRY = preset("tiny-gqa")
 PAGE = GEOMETRY.tokens_per_page

@@ -13,13 +13,14 @@ import numpy as np
 
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.geometry.manifest import RankManifest
+from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import RoomMessage, from_wire
+from kvbridge.core.wire.messages import RoomMessage
 from kvbridge.core.wire.packed_ranks import unpack_rank
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
@@ -127,7 +128,7 @@ class Worker:
         amounts: Amounts = {}
         if well:
             room = self.rooms[owner]
-            source, destination = from_wire(room.source), from_wire(room.destination)
+            source, destination = tables_from_wire(room.source), tables_from_wire(room.destination)
             planned = plan(PAIRINGS[self.rank], order.section, source, destination, max_operation_bytes=1 << 30)
             amounts = add_amounts(amounts, planned.amounts)
             if room.digest is not DigestKind.NONE:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
-from kvbridge.core.geometry.families import GroupedLayers, TokenRow, grouped_geometry
+from kvbridge.core.geometry.families import GroupedLayers, RowForm, grouped_geometry
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace
 from tests.helpers.matrices import kept, one_in
@@ -98,8 +98,7 @@ def grouped(heads: int) -> ModelGeometry:
     return grouped_geometry(
         f"grouped-{heads}",
         GroupedLayers(full=(0, 2, 3, 5), sliding=(1, 4), window=100),
-        heads=heads,
-        row=TokenRow(encoding=Encoding.BF16, parts=(2 * 128 * 2,)),
+        row=RowForm(encoding=Encoding.BF16, parts=(2 * 128 * 2,), lanes=heads),
         tokens_per_page=64,
     )
 

@@ -12,7 +12,8 @@ import pytest_asyncio
 import zmq
 
 from kvbridge.control import processes
-from kvbridge.control.local import LocalCallbacks, LocalClient, LocalServer, prepare_runtime_directory
+from kvbridge.control.local import LocalCallbacks, LocalClient, LocalServer
+from kvbridge.control.runtime_directory import prepare_runtime_directory
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, NotReadyError, PeerError, StaleError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, PEER, WORKER_TO_NODE, Envelope
@@ -34,11 +35,10 @@ class Node:
         self._changed = asyncio.Event()
         callbacks = LocalCallbacks(
             self._on_message,
-            lambda client: self._note("joined", client),
-            self._on_gone,
-            lambda kind, detail: self._note("refused", str(kind)),
+            on_gone=self._on_gone,
+            on_refused=lambda kind, detail: self._note("refused", str(kind)),
         )
-        self.server = LocalServer("node", WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
+        self.server = LocalServer("node", path, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
         self.closers = [self.server.close]
 
     def _note(self, *event):
@@ -57,9 +57,8 @@ class Node:
             process.when_ended(lambda: self._note("ended", client))
 
     def client(self, name="worker-pp0.tp0"):
-        client = LocalClient(name, NODE_TO_WORKER, WORKER_TO_NODE)
+        client = LocalClient(name, self.path, NODE_TO_WORKER, WORKER_TO_NODE)
         self.closers.append(client.close)
-        client.connect(self.path)
         return client
 
     async def until(self, condition):
@@ -76,7 +75,6 @@ class Node:
 @pytest_asyncio.fixture
 async def node(tmp_path):
     node = Node(prepare_runtime_directory(tmp_path / "run") / "worker.sock")
-    node.server.bind(node.path)
     yield node
     for closer in reversed(node.closers):
         closer()
@@ -90,8 +88,8 @@ async def test_a_client_joins_with_its_first_message_and_both_talk_in_order(node
     client = node.client()
     for room in range(500):
         client.send(closed(room))
-    await node.until(lambda: len(node.events) == 501)
-    assert node.events == [("joined", "worker-pp0.tp0"), *(("worker-pp0.tp0", closed(room)) for room in range(500))]
+    await node.until(lambda: len(node.events) == 500)
+    assert node.events == [("worker-pp0.tp0", closed(room)) for room in range(500)]
     for room in range(500):
         node.server.send("worker-pp0.tp0", CloseRoom(room=room, generation=1))
     assert [client.receive(WAIT_S).room for _ in range(500)] == list(range(500))
@@ -106,8 +104,7 @@ async def test_a_thread_waits_for_messages_without_a_loop(node):
     got = []
 
     def work():
-        client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
-        client.connect(node.path)
+        client = LocalClient("w", node.path, NODE_TO_WORKER, WORKER_TO_NODE)
         client.send(Heartbeat())
         got.append(client.receive(WAIT_S))
         client.close()
@@ -122,14 +119,14 @@ async def test_a_thread_waits_for_messages_without_a_loop(node):
 
 async def test_a_closed_client_is_gone_and_may_come_back(node):
     node.client().send(Heartbeat())
-    await node.until(lambda: len(node.events) == 2)
+    await node.until(lambda: len(node.events) == 1)
     node.closers.pop()()
     await node.until(lambda: node.events[-1] == ("gone", "worker-pp0.tp0"))
     with pytest.raises(NotFoundError, match=r"worker-pp0\.tp0' is not joined"):
         node.server.send("worker-pp0.tp0", Shutdown())
     node.client().send(Heartbeat())
-    await node.until(lambda: len(node.events) == 5)
-    assert node.events[3] == ("joined", "worker-pp0.tp0")
+    await node.until(lambda: len(node.events) == 3)
+    assert node.server.clients == ("worker-pp0.tp0",)
 
 
 async def test_a_killed_process_is_gone(node):
@@ -138,8 +135,8 @@ async def test_a_killed_process_is_gone(node):
         "from kvbridge.control.local import LocalClient\n"
         "from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE\n"
         "from kvbridge.core.wire.messages import Heartbeat\n"
-        "client = LocalClient('victim', NODE_TO_WORKER, WORKER_TO_NODE)\n"
-        "client.connect(Path(sys.argv[1])); client.send(Heartbeat(), 20.0); client.receive(60.0)\n"
+        "client = LocalClient('victim', Path(sys.argv[1]), NODE_TO_WORKER, WORKER_TO_NODE)\n"
+        "client.send(Heartbeat(), 20.0); client.receive(60.0)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(node.path)])  # noqa: ASYNC220 - returns at once
     try:
@@ -156,8 +153,8 @@ from pathlib import Path
 from kvbridge.control.local import LocalClient
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.messages import Heartbeat
-client = LocalClient("victim", NODE_TO_WORKER, WORKER_TO_NODE)
-client.connect(Path(sys.argv[1])); client.send(Heartbeat(), 20.0)
+client = LocalClient("victim", Path(sys.argv[1]), NODE_TO_WORKER, WORKER_TO_NODE)
+client.send(Heartbeat(), 20.0)
 sys.stdin.readline()
 client.close()
 sys.stdin.read()
@@ -192,7 +189,7 @@ async def test_a_process_of_another_pid_namespace_is_not_followed_by_its_number(
     monkeypatch.setattr(processes, "_CREDENTIALS", Nobody())
     node.follows = True
     node.client().send(Heartbeat())
-    await node.until(lambda: len(node.events) == 2)
+    await node.until(lambda: len(node.events) == 1)
     process = node.server.process("worker-pp0.tp0")
     assert (process.pid, process.followed) == (0, False)
     node.closers.pop()()
@@ -212,10 +209,10 @@ class Nobody:
 async def test_the_newer_of_two_with_one_name_stays(node):
     first, second = node.client(), node.client()
     first.send(Heartbeat())
-    await node.until(lambda: len(node.events) == 2)
+    await node.until(lambda: len(node.events) == 1)
     second.send(Heartbeat())
-    await node.until(lambda: len(node.events) == 5)
-    assert [event[0] for event in node.events] == ["joined", "worker-pp0.tp0", "gone", "joined", "worker-pp0.tp0"]
+    await node.until(lambda: len(node.events) == 3)
+    assert [event[0] for event in node.events] == ["worker-pp0.tp0", "gone", "worker-pp0.tp0"]
     first.send(Heartbeat())
     await node.until(lambda: node.events[-1] == ("refused", "stale"))
     with pytest.raises(PeerError, match=r"does not know this client"):
@@ -227,7 +224,7 @@ async def test_the_newer_of_two_with_one_name_stays(node):
 async def test_a_client_learns_that_its_daemon_ended(node):
     client = node.client()
     client.send(Heartbeat())
-    await node.until(lambda: len(node.events) == 2)
+    await node.until(lambda: len(node.events) == 1)
     node.server.close()
     with pytest.raises(PeerError, match=r"daemon has ended"):
         await asyncio.to_thread(client.receive, WAIT_S)
@@ -236,8 +233,7 @@ async def test_a_client_learns_that_its_daemon_ended(node):
 
 
 async def test_without_a_daemon_the_first_send_says_so(tmp_path):
-    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
-    client.connect(tmp_path / "nobody.sock")
+    client = LocalClient("w", tmp_path / "nobody.sock", NODE_TO_WORKER, WORKER_TO_NODE)
     try:
         with pytest.raises(
             NotReadyError, match=r"'w' could not send to .*nobody.sock within 0.05 s: no daemon answers"
@@ -263,7 +259,7 @@ async def test_refusals_are_counted_and_kill_nothing(node):
             raw.send(data)
         raw.send_multipart([b"a", b"b"])
         raw.send(PEER.encode(Envelope("raw", sequence=1, body=CloseRoom(room=1, generation=1))))
-        raw.send(bytes(WORKER_TO_NODE.limits.max_frame_bytes + 1))
+        raw.send(bytes(WORKER_TO_NODE.max_frame_bytes + 1))
         await node.until(lambda: ("refused", "oversized") in node.events)
     finally:
         raw.close(0)
@@ -272,7 +268,6 @@ async def test_refusals_are_counted_and_kill_nothing(node):
         ("refused", "malformed"),
         ("refused", "malformed"),
         ("refused", "stale"),
-        ("joined", "raw"),
         ("raw", Heartbeat()),
         ("refused", "duplicate"),
         ("refused", "beyond_window"),
@@ -301,8 +296,11 @@ async def test_a_client_refuses_malformed_frames_and_goes_on(tmp_path):
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.bind(f"ipc://{tmp_path}/s")
-    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE, on_refused=lambda kind, _: refused.append(str(kind)))
-    client.connect(tmp_path / "s")
+
+    def note(kind, _detail):
+        refused.append(str(kind))
+
+    client = LocalClient("w", tmp_path / "s", NODE_TO_WORKER, WORKER_TO_NODE, on_refused=note)
     try:
         client.send(Heartbeat(), WAIT_S)
         assert router.poll(WAIT_S * 1_000)
@@ -320,15 +318,13 @@ async def test_a_client_refuses_malformed_frames_and_goes_on(tmp_path):
 
 
 async def test_a_served_path_is_not_taken_over_and_a_dead_one_is(node, tmp_path):
-    other = Node(node.path)
     with pytest.raises(ConflictError, match="another process serves"):
-        other.server.bind(node.path)
+        Node(node.path)
     left_behind = tmp_path / "run" / "dead.sock"
     process = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind({str(left_behind)!r})"
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", process], check=True, timeout=WAIT_S)
     assert left_behind.exists()
-    other.server.bind(left_behind)
-    other.server.close()
+    Node(left_behind).server.close()
 
 
 async def test_the_runtime_directory_is_private(tmp_path):
@@ -354,15 +350,12 @@ async def test_a_client_believes_nobody_in_a_directory_that_is_not_its_user_s_al
     else:
         (tmp_path / "link").symlink_to(folder)
         folder = tmp_path / "link"
-    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
     with pytest.raises(ConfigError, match=r"can be entered by others|is not a directory of this user"):
-        client.connect(folder / "worker.sock")
-    client.close()
+        LocalClient("w", folder / "worker.sock", NODE_TO_WORKER, WORKER_TO_NODE)
 
 
 async def test_a_directory_that_is_made_later_is_looked_at_then(tmp_path):
-    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
-    client.connect(tmp_path / "run" / "worker.sock")
+    client = LocalClient("w", tmp_path / "run" / "worker.sock", NODE_TO_WORKER, WORKER_TO_NODE)
     try:
         with pytest.raises(NotReadyError, match="no daemon answers there yet"):
             client.send(Heartbeat(), 0.05)
@@ -371,18 +364,16 @@ async def test_a_directory_that_is_made_later_is_looked_at_then(tmp_path):
             client.send(Heartbeat(), WAIT_S)
         (tmp_path / "run").chmod(0o700)
         node = Node(tmp_path / "run" / "worker.sock")
-        node.server.bind(node.path)
         await asyncio.to_thread(client.send, Heartbeat(), WAIT_S)
-        await node.until(lambda: len(node.events) == 2)
+        await node.until(lambda: len(node.events) == 1)
         node.server.close()
     finally:
         client.close()
 
 
 async def test_a_path_that_is_too_long_says_so(node):
-    client = LocalClient("w", NODE_TO_WORKER, WORKER_TO_NODE)
     for path in (Path("/tmp") / ("x" * 120), Path("relative.sock")):
         with pytest.raises(ConfigError, match=r"has 125 bytes, a socket's path at most 107|must be absolute"):
-            client.connect(path)
-    client.connect(node.path.parent / ("x" * (106 - len(os.fsencode(node.path.parent)))))
-    client.close()
+            LocalClient("w", path, NODE_TO_WORKER, WORKER_TO_NODE)
+    longest = node.path.parent / ("x" * (106 - len(os.fsencode(node.path.parent))))
+    LocalClient("w", longest, NODE_TO_WORKER, WORKER_TO_NODE).close()

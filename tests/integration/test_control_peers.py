@@ -18,7 +18,7 @@ from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity, PeerServer
 from kvbridge.control.sockets import LoopSocket, SocketContext
 from kvbridge.core.errors import CapacityError, ConfigError, ConflictError, InvalidInputError, NotFoundError
-from kvbridge.core.wire.codec import NOTHING, PEER, Acks, Envelope, FrameLimits
+from kvbridge.core.wire.codec import MAX_FRAME_BYTES, NOTHING, PEER, Acks, Envelope
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.core.wire.messages import Abort, Drained, Heartbeat
 from tests.helpers.later_release import LaterCodec
@@ -86,17 +86,21 @@ class Stage:
 
     def server(self, incarnation=SERVER, *, keys=None, settings=None, endpoint=LOOPBACK):
         recorder = Recorder()
-        server = PeerServer(PeerIdentity(incarnation, keys), recorder.callbacks, settings=settings)
+        server = PeerServer(PeerIdentity(incarnation, keys), recorder.callbacks, endpoint, settings=settings)
         self.stack.callback(server.close)
-        return server, recorder, server.bind(endpoint)
+        return server, recorder, server.endpoint
 
     def client(self, endpoint, incarnation=CLIENT, *, keys=None, server_key="", settings=None):
         recorder = Recorder()
         client = PeerClient(
-            PeerIdentity(incarnation, keys), recorder.callbacks, context=self.context, settings=settings
+            PeerIdentity(incarnation, keys),
+            recorder.callbacks,
+            endpoint,
+            server_key=server_key,
+            context=self.context,
+            settings=settings,
         )
         self.stack.callback(client.close)
-        client.connect(endpoint, server_key)
         return client, recorder
 
     def raw(self, endpoint, **options):
@@ -132,12 +136,12 @@ async def test_messages_go_both_ways_in_order(stage):
     await at_client.until(lambda: len(at_client.messages) == 300)
     assert at_server.rooms == at_client.rooms == list(range(300))
     assert server.peers == (CLIENT,)
-    assert client.peer == SERVER
+    assert client.link.peer == SERVER
     assert {peer for peer, _ in at_client.messages} == {SERVER}
     assert await client.flush(WAIT_S)
     assert await server.flush(WAIT_S)
-    assert server.last_heard_s(CLIENT) < WAIT_S
-    assert client.last_heard_s() < WAIT_S
+    assert server.link(CLIENT).silent_s < WAIT_S
+    assert client.link.silent_s < WAIT_S
     assert at_server.undelivered == at_client.undelivered == []
     assert "1 peers, 0 messages" in repr(server)
 
@@ -184,8 +188,7 @@ async def test_a_heartbeat_is_sent_once_and_never_waits_for_anyone(stage):
 
 
 async def test_refusals_are_counted_and_kill_nothing(stage):
-    limits = PeerSettings(limits=FrameLimits(max_frame_bytes=10_000))
-    _, at_server, endpoint = stage.server(settings=limits)
+    _, at_server, endpoint = stage.server()
     raw = stage.raw(endpoint)
     good = frame(body=drained(1))
     for parts, kind in (
@@ -194,7 +197,7 @@ async def test_refusals_are_counted_and_kill_nothing(stage):
         ([good[:-4]], "malformed"),
         ([good, b"more"], "malformed"),
         ([b"\x91" * 2_000], "malformed"),
-        ([bytes(10_001)], "oversized"),
+        ([bytes(MAX_FRAME_BYTES + 1)], "oversized"),
         ([b"\x98\x07" + good[2:]], "version"),
         ([msgpack.packb([1, "s", "", 1, 1, 1, [0, []], {"type": "nothing"}])], "type"),
         ([msgpack.packb([1, "s", "", 1, 1, 1, [0, []], {"type": "drained", "room": "x", "generation": 1}])], "field"),
@@ -213,12 +216,12 @@ async def test_refusals_are_counted_and_kill_nothing(stage):
 
 
 async def test_a_far_too_large_frame_costs_its_sender_the_connection(stage):
-    _, at_server, endpoint = stage.server(settings=PeerSettings(limits=FrameLimits(max_frame_bytes=10_000)))
+    _, at_server, endpoint = stage.server()
     raw = stage.raw(endpoint, reconnect_ivl=-1)
     monitor = raw.get_monitor_socket(zmq.Event.DISCONNECTED)
     stage.stack.callback(raw.disable_monitor)
     stage.stack.callback(monitor.close)
-    raw.send(bytes(1_000_000))
+    raw.send(bytes(3 * MAX_FRAME_BYTES))
     assert await asyncio.to_thread(monitor.poll, WAIT_S * 1_000)
     client, _ = stage.client(endpoint)
     client.send(drained(1))
@@ -349,9 +352,9 @@ async def test_leaving_the_machine_needs_keys(stage, endpoint):
 
 
 async def test_a_network_can_be_trusted_on_request(stage):
-    server = PeerServer(PeerIdentity(SERVER, insecure=True), Recorder().callbacks)
+    server = PeerServer(PeerIdentity(SERVER, insecure=True), Recorder().callbacks, "tcp://0.0.0.0:0")
     stage.stack.callback(server.close)
-    assert server.bind("tcp://0.0.0.0:0").startswith("tcp://0.0.0.0:")
+    assert server.endpoint.startswith("tcp://0.0.0.0:")
 
 
 async def test_keys_let_in_whom_they_name(stage):
@@ -451,7 +454,7 @@ async def test_each_message_once_and_in_order_over_a_bad_network(stage, seed):
     assert await client.flush(WAIT_S)
     assert await server.flush(WAIT_S)
     assert at_server.rooms == at_client.rooms == list(range(200))
-    assert client.last_heard_s() < WAIT_S
+    assert client.link.silent_s < WAIT_S
     assert at_client.resent > 0
     assert set(at_server.refused) == {"duplicate"}
     assert at_server.undelivered == at_client.undelivered == at_client.resets == []
@@ -544,16 +547,16 @@ async def test_a_side_that_has_ended_shows_in_the_connection(stage):
     server, at_server, endpoint = stage.server()
     client, _ = stage.client(endpoint)
     client.send(drained(1))
-    await poll(lambda: client.peer)
-    assert (server.cut_s(CLIENT), client.cut_s()) == (0.0, 0.0)
+    await poll(lambda: client.link.peer)
+    assert (server.link(CLIENT).cut_s, client.link.cut_s) == (0.0, 0.0)
     client.close()
-    await poll(lambda: server.cut_s(CLIENT), lambda: server.send(CLIENT, Heartbeat()))
+    await poll(lambda: server.link(CLIENT).cut_s, lambda: server.send(CLIENT, Heartbeat()))
     again, _ = stage.client(endpoint, "a" * 16)
     again.send(drained(2))
-    await poll(lambda: again.peer)
+    await poll(lambda: again.link.peer)
     assert at_server.rooms == [1, 2]
     server.close()
-    await poll(again.cut_s, lambda: again.send(Heartbeat()))
+    await poll(lambda: again.link.cut_s, lambda: again.send(Heartbeat()))
 
 
 async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
@@ -561,12 +564,12 @@ async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
     server, at_server, endpoint = stage.server()
     client, at_client = stage.client(endpoint)
     client.send(drained(1))
-    await poll(lambda: client.peer)
-    client._socket._socket.disconnect(endpoint)
-    await poll(client.cut_s, lambda: client.send(Heartbeat()))
-    await poll(lambda: server.cut_s(CLIENT), lambda: server.send(CLIENT, Heartbeat()))
-    client._socket._socket.connect(endpoint)
-    await poll(lambda: not server.cut_s(CLIENT) and not client.cut_s())
+    await poll(lambda: client.link.peer)
+    client._socket._raw.disconnect(endpoint)
+    await poll(lambda: client.link.cut_s, lambda: client.send(Heartbeat()))
+    await poll(lambda: server.link(CLIENT).cut_s, lambda: server.send(CLIENT, Heartbeat()))
+    client._socket._raw.connect(endpoint)
+    await poll(lambda: not server.link(CLIENT).cut_s and not client.link.cut_s)
     assert (at_server.resets, at_client.resets) == ([], [])
 
 

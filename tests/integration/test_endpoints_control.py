@@ -19,7 +19,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.wire.codec import DEFAULT_MAX_FRAME_BYTES, PEER
+from kvbridge.core.wire.codec import MAX_FRAME_BYTES, PEER
 from kvbridge.core.wire.messages import (
     Abort,
     Done,
@@ -120,7 +120,7 @@ def test_frames_that_are_none(live: LiveCluster, raw: RawDecode) -> None:
         (b"", "malformed"),
         (b"\xc1garbage", "malformed"),
         (good[:-5], "malformed"),
-        (bytes(DEFAULT_MAX_FRAME_BYTES + 1), "oversized"),
+        (bytes(MAX_FRAME_BYTES + 1), "oversized"),
         (b"\x98\x07" + good[2:], "version"),
         (msgpack.packb([*envelope, {"type": "let_me_in"}]), "type"),
         (msgpack.packb([*envelope, {"type": "drained", "room": -1, "generation": 1}]), "field"),
@@ -135,7 +135,7 @@ def test_frames_that_are_none(live: LiveCluster, raw: RawDecode) -> None:
 def test_a_frame_far_too_large_costs_its_sender_the_connection(live: LiveCluster, raw: RawDecode) -> None:
     monitor = raw.socket.get_monitor_socket(zmq.Event.DISCONNECTED)
     try:
-        raw.put(bytes(3 * DEFAULT_MAX_FRAME_BYTES))
+        raw.put(bytes(3 * MAX_FRAME_BYTES))
         assert monitor.poll(15_000)
     finally:
         raw.socket.disable_monitor()

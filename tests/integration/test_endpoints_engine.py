@@ -267,7 +267,7 @@ def test_frames_that_are_none(live: LiveCluster, daemon: DaemonProcess) -> None:
             ([b""], "malformed"),
             ([b"\xc1garbage"], "malformed"),
             ([b"two", b"frames"], "malformed"),
-            ([bytes(ENGINE_TO_NODE.limits.max_frame_bytes + 1)], "oversized"),
+            ([bytes(ENGINE_TO_NODE.max_frame_bytes + 1)], "oversized"),
         ):
             with refuses(daemon, reason):
                 dealer.send_multipart(parts)
@@ -287,8 +287,9 @@ def test_bytes_that_are_not_even_frames(live: LiveCluster, daemon: DaemonProcess
 
 def test_fields_beyond_their_limits(live: LiveCluster, daemon: DaemonProcess) -> None:
     """Made by hand: the library would not send them."""
-    client: LocalClient[NodeToEngine, EngineToNode] = LocalClient("limits", NODE_TO_ENGINE, ENGINE_TO_NODE)
-    client.connect(daemon.runtime_dir / ENGINE_SOCKET)
+    client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(
+        "limits", daemon.runtime_dir / ENGINE_SOCKET, NODE_TO_ENGINE, ENGINE_TO_NODE
+    )
     try:
         good = Attach(call=1, role=Role.PREFILL if daemon is live.prefill else Role.DECODE)
         client.send(good, 5)
@@ -297,8 +298,7 @@ def test_fields_beyond_their_limits(live: LiveCluster, daemon: DaemonProcess) ->
             client.send(Publish.model_construct(call=2, room=-1, upto_token=0), 5)
     finally:
         client.close()
-    client = LocalClient("limits", NODE_TO_ENGINE, ENGINE_TO_NODE)
-    client.connect(daemon.runtime_dir / ENGINE_SOCKET)
+    client = LocalClient("limits", daemon.runtime_dir / ENGINE_SOCKET, NODE_TO_ENGINE, ENGINE_TO_NODE)
     try:
         client.send(good.model_copy(update={"call": 7}), 5)
         answer = client.receive(5)

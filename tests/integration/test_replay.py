@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def test_a_trace_crosses_whole(scratch, tmp_path):
 
 def test_one_wrong_byte_is_found_and_named(scratch, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(SPOILER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     with replay(write_trace(tmp_path / "trace.jsonl", 4), "--speed", "0") as process:
         output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, errors + output

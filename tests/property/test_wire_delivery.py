@@ -6,9 +6,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox
 from tests.helpers.examples import fewer
+from tests.helpers.manual_clock import ManualClock
 
 STEP_S = 0.01
 

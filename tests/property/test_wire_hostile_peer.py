@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import CapacityError, ProtocolError
 from kvbridge.core.wire.codec import Acks
 from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox
+from tests.helpers.manual_clock import ManualClock
 
 SETTINGS = DeliverySettings(window=8, max_held=20, early_bytes=1_000, give_up_s=30)
 NUMBERS = st.integers(0, 24) | st.integers(0, 2**62)

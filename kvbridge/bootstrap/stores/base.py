@@ -15,7 +15,6 @@ from typing import Protocol
 
 from kvbridge.api.directory import NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord
-from kvbridge.core.ids import FrozenModel, NonNegative
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +62,6 @@ class PairingState(StrEnum):
     """Its id may be used again, in a later generation."""
 
 
-class RoomEntry(FrozenModel):
-    """A room that is remembered."""
-
-    state: PairingState
-    generation: NonNegative
-    """The highest that was, or may have been, used."""
-    ticket: Ticket | None = None
-    """As it is now: its time goes on in the store."""
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
     """The right to pair one room now, with generations of its own that nobody else uses."""
@@ -116,17 +105,14 @@ class RoomStore(Protocol):
     async def give_up(self, claim: Claim, generation: int) -> None:
         """End a claim without a ticket: the id may be used again, above `generation`. Harmless when another claim has it."""
 
-    async def room(self, room: int) -> RoomEntry | None:
-        """Return what is remembered of a room."""
+    async def ticket(self, room: int) -> Ticket | None:
+        """Return the ticket of a room that is remembered, with the time that it has now."""
 
     async def cancelled(self, room: int, generation: int) -> None:
         """Free the id of a room that was paired in this generation; harmless when it is in another one."""
 
     async def room_counts(self) -> dict[PairingState, int]:
-        """Return how many rooms are remembered, by what became of them."""
-
-    async def forget_rooms(self) -> int:
-        """Forget rooms older than they are kept; return how many went."""
+        """Forget rooms older than they are kept; return how many are remembered, by what became of them."""
 
 
 class StoreObserver(Protocol):

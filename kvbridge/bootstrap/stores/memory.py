@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvbridge.api.directory import NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord
-from kvbridge.bootstrap.stores.base import Claim, InstanceNodes, PairingState, RoomEntry, RoomInUse, RoomTimes
+from kvbridge.bootstrap.stores.base import Claim, InstanceNodes, PairingState, RoomInUse, RoomTimes
 from kvbridge.core.clock import Clock, monotonic
 
 
@@ -151,14 +151,11 @@ class MemoryStore:
         if found is not None and found.owner == claim.owner:
             found.state, found.generation = PairingState.CANCELLED, generation
 
-    async def room(self, room: int) -> RoomEntry | None:
+    async def ticket(self, room: int) -> Ticket | None:
         """See RoomStore."""
         self._forget_old()
         found = self._rooms.get(room)
-        if found is None:
-            return None
-        ticket = found.ticket.after(self._clock() - found.settled_s) if found.ticket else None
-        return RoomEntry(state=found.state, generation=found.generation, ticket=ticket)
+        return found.ticket.after(self._clock() - found.settled_s) if found and found.ticket else None
 
     async def cancelled(self, room: int, generation: int) -> None:
         """See RoomStore."""
@@ -168,18 +165,14 @@ class MemoryStore:
 
     async def room_counts(self) -> dict[PairingState, int]:
         """See RoomStore."""
+        self._forget_old()
         counted = Counter(found.state for found in self._rooms.values())
         return {state: counted[state] for state in PairingState}
 
-    async def forget_rooms(self) -> int:
-        """See RoomStore."""
-        return self._forget_old()
-
-    def _forget_old(self) -> int:
-        now_s, before = self._clock(), len(self._rooms)
+    def _forget_old(self) -> None:
+        now_s = self._clock()
         while self._rooms and next(iter(self._rooms.values())).claimed_s + self._times.keep_s <= now_s:
             self._rooms.popitem(last=False)
-        return before - len(self._rooms)
 
     def _forget_oldest(self) -> None:
         """Rooms that are being paired are few and lie at the young end, so this looks at few."""

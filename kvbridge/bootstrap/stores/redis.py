@@ -30,16 +30,15 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvbridge.api.directory import Name, NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_registration
-from kvbridge.bootstrap.stores import scripts
 from kvbridge.bootstrap.stores.base import (
     Claim,
     InstanceNodes,
     PairingState,
-    RoomEntry,
     RoomInUse,
     RoomTimes,
     StoreObserver,
 )
+from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
 from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import NonNegative
 
@@ -98,21 +97,7 @@ class RedisStore:
         self._told: OrderedDict[bytes, None] = OrderedDict()
         self._redis = _client(settings)
         self._where = _where(self._redis)
-        names = (
-            "NODES",
-            "PUT",
-            "BEAT",
-            "REMOVE",
-            "CHARGE",
-            "EXPIRE",
-            "ROOM",
-            "CLAIM",
-            "SETTLE",
-            "GIVE_UP",
-            "CANCELLED",
-            "COUNTS",
-        )
-        self._scripts = {name: self._redis.register_script(getattr(scripts, name)) for name in names}
+        self._scripts = {name: self._redis.register_script(PRELUDE + text) for name, text in SCRIPTS.items()}
 
     def __repr__(self) -> str:
         return f"RedisStore({self._where}, namespace '{self._settings.namespace}')"
@@ -127,12 +112,7 @@ class RedisStore:
         """See NodeStore."""
         packed = await self._run("NODES", [self._key("nodes")], self._prefix)
         now_ms, rows = _unpacked(packed)
-        unknown = [member for member, row in rows if (member, row[1]) not in self._entries]
-        if unknown:
-            texts = await self._ask(self._redis.mget([self._key("entry", member) for member in unknown]))
-            for member, text in zip(unknown, texts, strict=True):
-                if text is not None:
-                    self._entry(text, member)
+        await self._learn(rows)
         self._states = {member: self._states[member] for member, _ in rows if member in self._states}
         found = (self._record(member, row, now_ms) for member, row in rows)
         return tuple(record for record in found if record is not None)
@@ -140,7 +120,7 @@ class RedisStore:
     async def of_instance(self, instance: str) -> InstanceNodes:
         """See NodeStore."""
         # First the version: what changes while the nodes are read makes it an old one.
-        version = await self._get(self._key("version", instance))
+        (version,) = await self._ask(self._redis.mget([self._key("version", instance)]))
         records = tuple(record for record in await self.nodes() if record.key[0] == instance)
         return InstanceNodes(_text(version or b""), records)
 
@@ -161,10 +141,7 @@ class RedisStore:
         if packed is None:
             return None
         now_ms, row = _unpacked(packed)
-        if (member, row[1]) not in self._entries:
-            text = await self._get(self._key("entry", member))
-            if text is not None:
-                self._entry(text, member)
+        await self._learn([(member, row)])
         return self._record(member, row, now_ms)
 
     async def remove(self, key: NodeKey, incarnation: str) -> NodeRecord | None:
@@ -188,6 +165,17 @@ class RedisStore:
         gone = await self._run("EXPIRE", [self._key("nodes")])
         keys = (self._parsed_key(member) for member in gone)
         return tuple(key for key in keys if key is not None)
+
+    async def _learn(self, rows: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
+        """Read the entries that are not remembered as they are now."""
+        unknown = [member for member, row in rows if (member, row[1]) not in self._entries]
+        if not unknown:
+            return
+        # MGET returns nothing for a key of another type, which GET would fail on.
+        texts = await self._ask(self._redis.mget([self._key("entry", member) for member in unknown]))
+        for member, text in zip(unknown, texts, strict=True):
+            if text is not None:
+                self._entry(text, member)
 
     def _record(self, member: bytes, row: Sequence[Any], now_ms: int) -> NodeRecord | None:
         """Return the record of one row, or None when a part of it is missing or malformed."""
@@ -255,25 +243,21 @@ class RedisStore:
         """See RoomStore."""
         await self._run("GIVE_UP", self._room_keys(claim.room), claim.room, claim.owner, generation)
 
-    async def room(self, room: int) -> RoomEntry | None:
+    async def ticket(self, room: int) -> Ticket | None:
         """See RoomStore."""
-        key = self._key("room", room)
+        now_ms, state, generation, raw, settled_ms = await self._run("TICKET", [self._key("room", room)])
+        if raw is None:
+            return None
         try:
-            fields = await self._run("ROOM", [key])
-            now_ms, state, generation, raw_ticket, settled_ms = fields
-            if state is None:
-                return None
-            ticket = None
-            if raw_ticket is not None:
-                ticket = Ticket.model_validate_json(raw_ticket, extra="ignore")
-                ticket = ticket.after(max(0, now_ms - int(settled_ms)) / 1e3)
-            entry = RoomEntry(state=PairingState(_text(state)), generation=int(generation), ticket=ticket)
-            if entry.ticket is not None and entry.ticket.room != room:
-                raise ValueError(f"the ticket is that of room {entry.ticket.room}")  # noqa: TRY301 - told below
+            ticket = Ticket.model_validate_json(raw, extra="ignore")
+            PairingState(_text(state or b""))
+            if (ticket.room, ticket.generation) != (room, int(generation)):
+                which = f"room {ticket.room} generation {ticket.generation}"
+                raise ValueError(f"the ticket is that of {which}")  # noqa: TRY301 - told below
+            return ticket.after(max(0, now_ms - int(settled_ms)) / 1e3)
         except (ValueError, TypeError) as error:
             self._refused("room", str(room).encode(), error)
             return None
-        return entry
 
     async def cancelled(self, room: int, generation: int) -> None:
         """See RoomStore."""
@@ -282,11 +266,7 @@ class RedisStore:
     async def room_counts(self) -> dict[PairingState, int]:
         """See RoomStore."""
         counts = await self._run("COUNTS", self._room_keys()[1:])
-        return dict(zip(_ROOM_STATES, counts, strict=False))
-
-    async def forget_rooms(self) -> int:
-        """See RoomStore."""
-        return int((await self._run("COUNTS", self._room_keys()[1:]))[-1])
+        return dict(zip(_ROOM_STATES, counts, strict=True))
 
     # ------------------------------------------------------------------------------------- Redis
 
@@ -299,11 +279,6 @@ class RedisStore:
 
     def _room_keys(self, room: int | None = None) -> list[bytes]:
         return [self._key("room", "" if room is None else room), *(self._key(state.value) for state in _ROOM_STATES)]
-
-    async def _get(self, key: bytes) -> bytes | None:
-        """Return a text; None also for a key of another type, which GET would fail on."""
-        (text,) = await self._ask(self._redis.mget([key]))
-        return cast("bytes | None", text)
 
     async def _run(self, name: str, keys: Sequence[bytes], *arguments: bytes | str | int) -> Any:  # noqa: ANN401 - as Redis answers
         script = self._scripts[name]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Final
 
-_COMMON: Final = """
+PRELUDE: Final = """
 local function clock_ms()
   local now = redis.call('TIME')
   return now[1] * 1000 + math.floor(now[2] / 1000)
@@ -42,11 +42,21 @@ local function row(node, charge)  -- a field that is missing is false; nil when 
   fields[5] = read('HGETALL', charge) or {}
   return fields
 end
+local function move(room, id, to, state, keep_ms)  -- from one of KEYS[2] to KEYS[4], see CLAIM
+  for at = 2, 4 do
+    if at ~= to then redis.call('ZREM', KEYS[at], id) end
+  end
+  redis.call('HSET', room, 'state', state)
+  if keep_ms then redis.call('ZADD', KEYS[to], keep_ms, id) end
+end
+local function forgotten_ms(room)
+  return clock_ms() + math.max(redis.call('PTTL', room), 0)
+end
 """
+"""What every script begins with."""
 
-NODES: Final = (
-    _COMMON
-    + """
+SCRIPTS: Final = {
+    "NODES": """
 -- KEYS: nodes. ARGV: namespace.
 -- Returns msgpack: [now_ms, [[member, [incarnation, digest, beat, seen_ms, charges]], ...]], charges a flat list.
 local now_ms, found = clock_ms(), {}
@@ -55,12 +65,8 @@ for _, member in ipairs(read('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf') or
   if node then found[#found + 1] = {member, node} end
 end
 return cmsgpack.pack({now_ms, found})
-"""
-)
-
-PUT: Final = (
-    _COMMON
-    + """
+""",
+    "PUT": """
 -- KEYS: nodes, node, entry, charge, version.
 -- ARGV: version, next version, member, incarnation, digest, beat, entry, expire_ms, version_keep_ms.
 own(KEYS[5], 'string')
@@ -74,12 +80,8 @@ redis.call('SET', KEYS[3], ARGV[7], 'PX', ARGV[8])
 own(KEYS[1], 'zset')
 redis.call('ZADD', KEYS[1], now_ms + ARGV[8], ARGV[3])
 return 1
-"""
-)
-
-BEAT: Final = (
-    _COMMON
-    + """
+""",
+    "BEAT": """
 -- KEYS: nodes, node, entry, charge. ARGV: member, incarnation, beat, expire_ms.
 -- Returns msgpack: [now_ms, row] as it is afterwards, see NODES; nil when the node is not there.
 local node, now_ms = row(KEYS[2], KEYS[4]), clock_ms()
@@ -94,12 +96,8 @@ if node[1] == ARGV[2] then
   node = row(KEYS[2], KEYS[4])
 end
 return cmsgpack.pack({now_ms, node})
-"""
-)
-
-REMOVE: Final = (
-    _COMMON
-    + """
+""",
+    "REMOVE": """
 -- KEYS: nodes, node, entry, charge. ARGV: member, incarnation.
 -- Returns msgpack: [now_ms, row, entry] as it was before, see NODES; nil when the node is not there.
 local node, entry = row(KEYS[2], KEYS[4]), read('GET', KEYS[3])
@@ -111,12 +109,8 @@ if node[1] == ARGV[2] then
   redis.call('ZREM', KEYS[1], ARGV[1])
 end
 return before
-"""
-)
-
-CHARGE: Final = (
-    _COMMON
-    + """
+""",
+    "CHARGE": """
 -- KEYS: node, charge, node, charge, ... ARGV: field, amount, field, amount, ...
 for at = 1, #KEYS, 2 do
   local left_ms = redis.call('PTTL', KEYS[at])
@@ -129,50 +123,21 @@ for at = 1, #KEYS, 2 do
     redis.call('PEXPIRE', KEYS[at + 1], left_ms)
   end
 end
-"""
-)
-
-EXPIRE: Final = (
-    _COMMON
-    + """
+""",
+    "EXPIRE": """
 -- KEYS: nodes. Returns the members that were silent for too long; each to one caller.
 own(KEYS[1], 'zset')
 local gone = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', clock_ms())
 for _, member in ipairs(gone) do redis.call('ZREM', KEYS[1], member) end
 return gone
-"""
-)
-
-_ROOMS: Final = (
-    _COMMON
-    + """
--- KEYS of every script below: room, pairing, paired, cancelled (scripts on all rooms: the last three alone).
-local function move(room, id, to, state, keep_ms)
-  for at = 2, 4 do
-    if at ~= to then redis.call('ZREM', KEYS[at], id) end
-  end
-  redis.call('HSET', room, 'state', state)
-  if keep_ms then redis.call('ZADD', KEYS[to], keep_ms, id) end
-end
-local function forgotten_ms(room)
-  return clock_ms() + math.max(redis.call('PTTL', room), 0)
-end
-"""
-)
-
-ROOM: Final = (
-    _COMMON
-    + """
+""",
+    "TICKET": """
 -- KEYS: room. Returns [now_ms, state, generation, ticket, settled_ms], each nil when it is not there.
 local fields = read('HMGET', KEYS[1], 'state', 'generation', 'ticket', 'settled_ms') or {}
 return {clock_ms(), fields[1] or false, fields[2] or false, fields[3] or false, fields[4] or false}
-"""
-)
-
-CLAIM: Final = (
-    _ROOMS
-    + """
--- ARGV: namespace, id, owner, generations, claim_ms, keep_ms, max_rooms.
+""",
+    "CLAIM": """
+-- KEYS: room, pairing, paired, cancelled. ARGV: namespace, id, owner, generations, claim_ms, keep_ms, max_rooms.
 -- Returns {1, base, malformed} when the room is claimed, {0, age_ms, 0} when it is in use.
 for at = 2, 4 do own(KEYS[at], 'zset') end
 local malformed = own(KEYS[1], 'hash')
@@ -201,51 +166,34 @@ if settled + redis.call('ZCARD', KEYS[2]) > tonumber(ARGV[7]) and settled > 0 th
   redis.call('DEL', ARGV[1] .. 'room:' .. oldest[1])
 end
 return {1, base, malformed}
-"""
-)
-
-SETTLE: Final = (
-    _ROOMS
-    + """
--- ARGV: id, owner, generation, ticket. Returns 1 when the ticket is kept.
+""",
+    "SETTLE": """
+-- KEYS as of CLAIM. ARGV: id, owner, generation, ticket. Returns 1 when the ticket is kept.
 if read('HGET', KEYS[1], 'owner') ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], 'generation', ARGV[3], 'ticket', ARGV[4], 'settled_ms', clock_ms())
 move(KEYS[1], ARGV[1], 3, 'paired', forgotten_ms(KEYS[1]))
 return 1
-"""
-)
-
-GIVE_UP: Final = (
-    _ROOMS
-    + """
--- ARGV: id, owner, generation.
+""",
+    "GIVE_UP": """
+-- KEYS as of CLAIM. ARGV: id, owner, generation.
 if read('HGET', KEYS[1], 'owner') ~= ARGV[2] then return end
 redis.call('HSET', KEYS[1], 'generation', ARGV[3])
 move(KEYS[1], ARGV[1], 4, 'cancelled', forgotten_ms(KEYS[1]))
-"""
-)
-
-CANCELLED: Final = (
-    _ROOMS
-    + """
--- ARGV: id, generation.
+""",
+    "CANCELLED": """
+-- KEYS as of CLAIM. ARGV: id, generation.
 local known = read('HMGET', KEYS[1], 'state', 'generation')
 if not known or known[1] ~= 'paired' or known[2] ~= ARGV[2] then return end
 move(KEYS[1], ARGV[1], 4, 'cancelled', forgotten_ms(KEYS[1]))
-"""
-)
-
-COUNTS: Final = (
-    _COMMON
-    + """
--- KEYS: pairing, paired, cancelled. Returns how many rooms are in each state, and how many were forgotten just now.
-local now_ms, forgotten, counts = clock_ms(), 0, {}
+""",
+    "COUNTS": """
+-- KEYS: pairing, paired, cancelled. Forgets rooms by age and returns how many are in each state.
+local now_ms, counts = clock_ms(), {}
 for at, key in ipairs(KEYS) do
   own(key, 'zset')
-  forgotten = forgotten + redis.call('ZREMRANGEBYSCORE', key, '-inf', now_ms)
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', now_ms)
   counts[at] = redis.call('ZCARD', key)
 end
-counts[4] = forgotten
 return counts
-"""
-)
+""",
+}

@@ -1,4 +1,4 @@
-"""Whether a rank's manifest can be true: the endpoint that every manifest from outside passes.
+"""Whether a rank's manifest can be true: the check that every manifest from outside passes.
 
 Owns: the comparison of regions with the model's geometry, and the proof that no two pages share a byte.
 Must not know: who sent the manifest, what will be done with it.

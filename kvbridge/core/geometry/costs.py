@@ -2,9 +2,8 @@
 
 Owns: that arithmetic, and which resource runs out first. Must not know: pools, configuration files, who asks.
 
-Pages are reserved at admission for the prompt and all that may be generated, so these are the costs for the whole life of a
-request; nothing is added later. With sparse decode a request also takes one slot of the hot buffer, which is allocated whole at
-start, so its bytes do not depend on the request.
+These are the costs of the whole life of a request: everything is reserved at admission. With sparse decode that is also one slot
+of the hot buffer, whose bytes do not depend on the request.
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings, spars
 from kvbridge.core.geometry.manifest import lane_interval
 from kvbridge.core.geometry.pages import NO_HOST, pages_needed
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive
-
-SPARSE_REQUESTS = "sparse.max_requests"
-SPARSE_TOKENS = "sparse.max_tokens"
-DEVICE_MEMORY = "device memory"
-HOST_MEMORY = "host memory"
 
 
 class DecodePlan(FrozenModel):
@@ -104,7 +98,7 @@ def fit_memory(plan: DecodePlan, cost: RequestCost, *, device_bytes: int, host_b
     Each is charged its slot of the hot buffer, so the answer is also how large the buffer would have to be; `max_requests` does
     not count.
     """
-    limits = {DEVICE_MEMORY: (device_bytes, cost.device_bytes), HOST_MEMORY: (host_bytes, cost.host_bytes)}
+    limits = {"device memory": (device_bytes, cost.device_bytes), "host memory": (host_bytes, cost.host_bytes)}
     return _fit(plan, cost, limits)
 
 
@@ -114,14 +108,14 @@ def fit_pools(plan: DecodePlan, cost: RequestCost, *, pages: Mapping[IndexSpace,
         f"pages of '{space}'": (pages[space], count) for space, count in sorted(cost.pages.items()) if space in pages
     }
     if plan.sparse is not None:
-        limits[SPARSE_REQUESTS] = (plan.sparse.max_requests, 1)
+        limits["sparse.max_requests"] = (plan.sparse.max_requests, 1)
     return _fit(plan, cost, limits)
 
 
 def _fit(plan: DecodePlan, cost: RequestCost, limits: Mapping[str, tuple[int, int]]) -> Fit:
     """`limits`: what there is, and what one request takes of it, by name; the first of equal ones is named."""
     if plan.sparse is not None and cost.tokens > plan.sparse.max_tokens:
-        return Fit(requests=0, limit=SPARSE_TOKENS)
+        return Fit(requests=0, limit="sparse.max_tokens")
     counts = {name: there // each for name, (there, each) in limits.items() if each}
     if not counts:
         return Fit(requests=0, limit="")

@@ -1,9 +1,6 @@
 """How large the device memory of sparse decode is, as data.
 
 Owns: the settings of the hot buffer, and the bytes that follow from them for a component. Must not know: tensors, who uses it.
-
-A sparse component's rows stay in the host pool. For each request that decodes at once, and each layer, the device keeps *hot
-slots* for the rows that were selected lately, a *ring* for those that are being written, and tables that say what is where.
 """
 
 from __future__ import annotations

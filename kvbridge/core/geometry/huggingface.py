@@ -16,10 +16,10 @@ from kvbridge.core.geometry.components import Encoding, ModelGeometry
 from kvbridge.core.geometry.families import (
     GroupedLayers,
     Layers,
-    TokenRow,
+    RowForm,
     V4Dimensions,
     V4Rows,
-    fp8_indexer_parts,
+    fp8_indexer_row,
     grouped_geometry,
     latent_geometry,
     v4_fp8_rows,
@@ -250,15 +250,12 @@ def _latent(config: _Config, name: str, *, form: Encoding, value_bytes: int, tok
     indexer = None
     if indexed:
         dim = config.positive("index_head_dim")
-        indexer = (
-            TokenRow(encoding=Encoding.FP8_INDEXER, parts=fp8_indexer_parts(dim))
-            if form is Encoding.BF16
-            else TokenRow(encoding=form, parts=(dim * value_bytes,))
-        )
+        plain = RowForm(encoding=form, parts=(dim * value_bytes,))
+        indexer = fp8_indexer_row(dim) if form is Encoding.BF16 else plain
     return latent_geometry(
         name,
         layer_count=layer_count,
-        latent=TokenRow(encoding=form, parts=(width * value_bytes,)),
+        latent=RowForm(encoding=form, parts=(width * value_bytes,)),
         indexer=indexer,
         tokens_per_page=tokens_per_page,
     )
@@ -275,13 +272,12 @@ def _grouped(config: _Config, name: str, *, form: Encoding, value_bytes: int, to
                 "values of equal width for each KV head, which has no exact geometry here"
             )
     query_heads = config.positive("num_attention_heads")
-    return grouped_geometry(
-        name,
-        _grouped_layers(config),
-        heads=config.positive("num_key_value_heads", query_heads),
-        row=TokenRow(encoding=form, parts=(2 * _grouped_head_dim(config, query_heads) * value_bytes,)),
-        tokens_per_page=tokens_per_page,
+    row = RowForm(
+        encoding=form,
+        parts=(2 * _grouped_head_dim(config, query_heads) * value_bytes,),
+        lanes=config.positive("num_key_value_heads", query_heads),
     )
+    return grouped_geometry(name, _grouped_layers(config), row=row, tokens_per_page=tokens_per_page)
 
 
 def _grouped_head_dim(config: _Config, query_heads: int) -> int:

@@ -22,6 +22,8 @@ from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeo
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank, Uint64
 
 MANIFEST_VERSION = 1
+REGION_PLACE = {"layer", "extent_addresses"}
+"""The fields of a region that say which one of its form it is."""
 
 
 class Region(FrozenModel):
@@ -67,6 +69,11 @@ class Region(FrozenModel):
         return f"{self.component} layer {self.layer}{where}"
 
     @property
+    def form(self) -> tuple[object, ...]:
+        """Everything but layer and addresses, in which regions of one component mostly are alike."""
+        return tuple(value for name, value in self if name not in REGION_PLACE)
+
+    @property
     def lanes(self) -> int:
         """How many lanes a page of this region holds."""
         return self.lane_stop - self.lane_start
@@ -95,7 +102,8 @@ class RankManifest(FrozenModel):
 def fingerprint_facts(geometry: ModelGeometry) -> dict[str, Any]:
     """Return what the fingerprint is made of: everything that decides where a byte of a request belongs.
 
-    The model's name is left out: two names for the same bytes may meet.
+    The model's name is left out: two names for the same bytes may meet. Every other field is in it, so a later release that adds
+    one must leave it out while it has its default value, or no earlier release would know the same model by its fingerprint.
     """
     facts = geometry.model_dump(mode="json", exclude={"name"})
     facts["components"] = {component["kind"]: component for component in facts["components"]}

@@ -1,6 +1,6 @@
 """How many pages a request needs in each index space, and which logical pages its windows touch.
 
-Owns: page counts, the ring of window pages, the check that tables cover a request, live bytes.
+Owns: page counts, the ring of window pages, the check that tables cover a request.
 Must not know: which pages are free, who holds them.
 
 Window pages form a ring. A request reserves `pages_needed(...)[SWA]` physical pages at admission and never more:
@@ -11,13 +11,12 @@ was live at the end of the prompt. A page whose rows have slid out is so used ag
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
-from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
-from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
+from kvbridge.core.ids import IndexSpace, PageTable, Tables
 
 NO_HOST: frozenset[ComponentKind] = frozenset()
 
@@ -38,7 +37,9 @@ def pages_needed(
     begin = tokens if prompt_tokens is None else prompt_tokens
     if not 0 <= begin <= tokens:
         raise InvalidInputError(f"need 0 <= prompt_tokens <= tokens, got prompt_tokens {begin} and tokens {tokens}")
-    _require_host_capable(geometry, host)
+    for kind in sorted(host):
+        if not geometry.component(kind).host_capable:
+            raise InvalidInputError(f"component '{kind}' of model '{geometry.name}' cannot live in the host pool")
     needed: dict[IndexSpace, int] = {}
     for component in geometry.components:
         space = IndexSpace.HOST if component.kind in host else component.space
@@ -118,19 +119,15 @@ def tables_cover(
     *,
     tokens: int,
     host: frozenset[ComponentKind] = NO_HOST,
-    page_counts: Mapping[IndexSpace, int] | None = None,
 ) -> None:
     """Check that `tables` give a page to every live row of a request that now has `tokens` tokens.
 
-    `page_counts` are the pages that the pool of each space has; a space that it does not name is not checked for ids
-    beyond the pool. More pages than needed are allowed. Raises InvalidInputError for a missing or short table and
-    PageOutOfBoundsError for an id that does not exist, each naming the space, what is needed and what was given.
+    More pages than needed are allowed. Raises InvalidInputError for a missing or short table, naming the space, what is
+    needed and what was given. Whether the pages exist is checked where they are booked and where they are used.
     """
     for space, count in pages_needed(geometry, tokens=tokens, host=host).items():
         first = first_window_page(geometry, tokens) if space is IndexSpace.SWA else 0
         _check_table(tables.get(space), space, pages=range(first, first + count), tokens=tokens)
-    for space, table in tables.items():
-        _check_ids(table.require(space), space, None if page_counts is None else page_counts.get(space))
 
 
 def _check_table(table: PageTable | None, space: IndexSpace, *, pages: range, tokens: int) -> None:
@@ -146,32 +143,6 @@ def _check_table(table: PageTable | None, space: IndexSpace, *, pages: range, to
         raise InvalidInputError(f"{need}, got {len(held)} from logical page {held.start}")
 
 
-def _check_ids(ids: PageIdArray, space: IndexSpace, page_count: int | None) -> None:
-    if not len(ids):
-        return
-    lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < 0:
-        raise PageOutOfBoundsError(f"page id {lowest} of space '{space}' is negative")
-    if page_count is not None and highest >= page_count:
-        raise PageOutOfBoundsError(
-            f"page id {highest} of space '{space}' does not exist: its pool has {page_count} pages"
-        )
-
-
-def request_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int = 0) -> dict[ComponentKind, int]:
-    """Return the live bytes of one copy of a request, by component: what decode needs, without page padding.
-
-    `prefix_tokens` is what decode already holds.
-    """
-    return {
-        component.kind: component.live_rows(tokens, prefix_tokens).count
-        * component.row_bytes
-        * component.lanes
-        * len(component.layers)
-        for component in geometry.components
-    }
-
-
 def _live_windows(geometry: ModelGeometry, tokens: int) -> list[RowInterval]:
     rows = [component.live_rows(tokens) for component in _window_components(geometry)]
     return [interval for interval in rows if interval.count]
@@ -179,9 +150,3 @@ def _live_windows(geometry: ModelGeometry, tokens: int) -> list[RowInterval]:
 
 def _window_components(geometry: ModelGeometry) -> list[Component]:
     return [component for component in geometry.components if component.space is IndexSpace.SWA]
-
-
-def _require_host_capable(geometry: ModelGeometry, host: frozenset[ComponentKind]) -> None:
-    for kind in sorted(host):
-        if not geometry.component(kind).host_capable:
-            raise InvalidInputError(f"component '{kind}' of model '{geometry.name}' cannot live in the host pool")

@@ -1,86 +1,53 @@
 """Geometries by name: the models that people serve, and small ones for tests.
 
-Owns: the dimensions of each named model. Must not know: the rules that turn dimensions into components.
+Owns: what the `config.json` of each named model says about its cache. Must not know: how that becomes components.
 
-Sources: DeepSeek-V4 dimensions and layer patterns from the model's published `config.json` (`compress_ratios`, 0 / 4 /
-128 a layer); DeepSeek-V3.2 from its own (`kv_lora_rank` 512, `qk_rope_head_dim` 64, `index_head_dim` 128, 61 layers),
-its latents in bf16, its indexer keys in fp8, in pages of 64 tokens.
+Sources: the published `config.json` of each model (DeepSeek-V4's `compress_ratios`: 0 for a layer that sees its window only, 4 for
+a sparse one, 128 for a heavy one). DeepSeek-V3.2 has its latents in bf16, its indexer keys in fp8, and pages of 64 tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Encoding, ModelGeometry
-from kvbridge.core.geometry.families import (
-    GroupedLayers,
-    TokenRow,
-    V4Dimensions,
-    fp8_indexer_parts,
-    grouped_geometry,
-    latent_geometry,
-    v4_fp8_rows,
-    v4_geometry,
-)
+from kvbridge.core.geometry.huggingface import geometry_from_config
 
+_V4 = {
+    "model_type": "deepseek_v4",
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "sliding_window": 128,
+}
+_V32 = {
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 61,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+}
+_GQA = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16}
 
-def _v4(name: str, dimensions: V4Dimensions) -> ModelGeometry:
-    return v4_geometry(name, dimensions, rows=v4_fp8_rows(dimensions))
+_fp8_v4 = partial(geometry_from_config, encoding=Encoding.FP8_V4)
+_bf16 = partial(geometry_from_config, encoding=Encoding.BF16)
 
-
-def _deepseek_v4_flash() -> ModelGeometry:
-    """43 layers: 0 and 1 see their window only, then sparse and heavy ones in turn."""
-    return _v4(
-        "deepseek-v4-flash",
-        V4Dimensions(layer_count=43, sparse_layers=tuple(range(2, 43, 2)), heavy_layers=tuple(range(3, 42, 2))),
-    )
-
-
-def _deepseek_v4_pro() -> ModelGeometry:
-    """61 layers: 0 and 1 heavy, then sparse and heavy ones in turn."""
-    return _v4(
-        "deepseek-v4-pro",
-        V4Dimensions(layer_count=61, sparse_layers=tuple(range(2, 61, 2)), heavy_layers=(0, *range(1, 60, 2))),
-    )
-
-
-def _deepseek_v32() -> ModelGeometry:
-    return latent_geometry(
-        "deepseek-v3.2",
-        layer_count=61,
-        latent=TokenRow(encoding=Encoding.BF16, parts=((512 + 64) * 2,)),
-        indexer=TokenRow(encoding=Encoding.FP8_INDEXER, parts=fp8_indexer_parts(128)),
-        tokens_per_page=64,
-    )
-
-
-def _tiny_v4() -> ModelGeometry:
-    """Six layers, two of each kind, rows of 96 + 8 bytes; pages, rings and windows as in the real models."""
-    return _v4(
-        "tiny-v4",
-        V4Dimensions(layer_count=6, sparse_layers=(2, 4), heavy_layers=(3, 5), head_dim=80, rope_dim=16),
-    )
-
-
-def _tiny_gqa() -> ModelGeometry:
-    """Three layers, four KV heads of 16 bf16 values each."""
-    return grouped_geometry(
-        "tiny-gqa",
-        GroupedLayers(full=(0, 1, 2)),
-        heads=4,
-        row=TokenRow(encoding=Encoding.BF16, parts=(2 * 16 * 2,)),
-        tokens_per_page=256,
-    )
-
-
-_BUILDERS: dict[str, Callable[[], ModelGeometry]] = {
-    "deepseek-v4-flash": _deepseek_v4_flash,
-    "deepseek-v4-pro": _deepseek_v4_pro,
-    "deepseek-v3.2": _deepseek_v32,
-    "tiny-v4": _tiny_v4,
-    "tiny-gqa": _tiny_gqa,
+_BUILDERS = {
+    "deepseek-v4-flash": partial(
+        _fp8_v4, _V4 | {"num_hidden_layers": 43, "compress_ratios": (0, 0, *(4, 128) * 20, 4)}
+    ),
+    "deepseek-v4-pro": partial(
+        _fp8_v4, _V4 | {"num_hidden_layers": 61, "compress_ratios": (128, 128, *(4, 128) * 29, 4)}
+    ),
+    "deepseek-v3.2": partial(_bf16, _V32, tokens_per_page=64),
+    # Rows of 96 + 8 bytes; pages, rings and windows as in the real models.
+    "tiny-v4": partial(
+        _fp8_v4,
+        _V4
+        | {"num_hidden_layers": 6, "compress_ratios": (0, 0, 4, 128, 4, 128), "head_dim": 80, "qk_rope_head_dim": 16},
+    ),
+    "tiny-gqa": partial(_bf16, _GQA),
 }
 
 PRESETS: tuple[str, ...] = tuple(_BUILDERS)
@@ -93,4 +60,4 @@ def preset(name: str) -> ModelGeometry:
     builder = _BUILDERS.get(name)
     if builder is None:
         raise InvalidInputError(f"no preset is called '{name}'; there are {', '.join(PRESETS)}")
-    return builder()
+    return builder(name=name)

@@ -13,7 +13,7 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.pages import first_window_page
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
-from kvbridge.core.wire.messages import MAX_TABLE_BYTES, WireTable, from_wire
+from kvbridge.core.wire.messages import MAX_TABLE_BYTES, WireTable
 
 MOST_PAGES = MAX_TABLE_BYTES // 4
 """Pages that a table on the wire can name."""
@@ -51,9 +51,12 @@ def joined_tables(held: Tables, more: Tables) -> Tables:
 
 
 def tables_from_wire(wire: tuple[WireTable, ...]) -> Tables:
-    """Decode the tables of a message from outside. Raises InvalidInputError when they are malformed."""
+    """Decode the tables of a message. Raises InvalidInputError when they are malformed."""
     try:
-        tables = from_wire(wire)
+        tables = {
+            table.space: PageTable(table.space, np.frombuffer(table.ids, "<i4").astype(np.int32), table.first_page)
+            for table in wire
+        }
     except ValueError as error:
         raise InvalidInputError(f"the page tables are malformed: {error}") from error
     if len(tables) != len(wire):

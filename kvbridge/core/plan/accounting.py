@@ -3,9 +3,9 @@
 Owns: the demand of a node, the share of each writer, the sentence about the first difference. Must not know: who reported, what
 follows.
 
-Rows are counted, not bytes or operations: those depend on how a request was cut into chunks, rows do not. A writer's share follows
-from its place in its instance alone, as its plans do (`pairing.replica_share`). Shares of different ranks of one instance have no
-row of a place in common, so they are everything exactly when they add up to the demand.
+Rows are counted, not bytes or operations: those depend on how a request was cut into chunks. A writer's share follows from its
+place in its instance alone (`pairing.replica_share`), and shares have no row of a place in common: they are everything exactly when
+they add up to the demand.
 """
 
 from __future__ import annotations

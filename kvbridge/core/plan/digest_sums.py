@@ -17,7 +17,7 @@ from kvbridge.core.plan.crc32c import ChecksumArray
 from kvbridge.core.plan.digests import MAX_PART_BYTES, DigestKey, PageDigests
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.planner import rows_to_send
-from kvbridge.core.plan.runs import IndexArray
+from kvbridge.core.plan.runs import IndexArray, split_rows
 
 
 class Mismatch(NamedTuple):
@@ -50,7 +50,7 @@ class DigestSums:
             component.kind: _Component(
                 rows={layer: row for row, layer in enumerate(component.layers)},
                 lanes=component.lanes,
-                pages=_pages(component, rows),
+                pages=split_rows(component, rows).touched if rows.count else range(0),
             )
             for component, rows in live.items()
         }
@@ -163,10 +163,3 @@ class DigestSums:
     def __repr__(self) -> str:
         held = [f"{key.component}[{key.lane_start}:{key.lane_stop}] {sums.shape}" for key, sums in self._sums.items()]
         return f"<DigestSums {', '.join(held) or 'empty'}>"
-
-
-def _pages(component: Component, rows: RowInterval) -> range:
-    if not rows.count:
-        return range(0)
-    span = component.rows_per_logical_page
-    return range(rows.start // span, (rows.stop - 1) // span + 1)

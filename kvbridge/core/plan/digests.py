@@ -4,9 +4,7 @@ Owns: what a digest is, the pieces of memory that it is computed from, its form 
 are read, who compares.
 
 The digest of a page is the raw CRC-32C of the page as the destination keeps it, without its padding and with zeros
-where the request has no live row. The checksum is linear, so a page that several writers fill (stripes, chunks,
-lanes) has the exclusive or of what each of them computes from its own rows, and the receiver finds the same in its
-memory, however the request was cut.
+where the request has no live row; of what several writers compute from their own rows it is the exclusive or.
 
 A digest is known by component, destination lanes, layer and logical page, and not by the destination rank: ranks that
 keep the same lanes keep the same bytes.
@@ -27,8 +25,8 @@ from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive, Ta
 from kvbridge.core.plan.lookup import PageLookup
 from kvbridge.core.plan.operations import AddressArray, Section
 from kvbridge.core.plan.pairing import LayerGroup, Pairing
-from kvbridge.core.plan.planner import rows_to_send
-from kvbridge.core.plan.runs import IndexArray, PageSplit, PartialPage, byte_intervals, split_rows
+from kvbridge.core.plan.planner import pages_to_send
+from kvbridge.core.plan.runs import IndexArray, PageSplit
 
 MAX_PART_BYTES = 512 * 1024
 """Digests that one message carries. More pages than that of one layer do not fit into a page table."""
@@ -108,7 +106,8 @@ def sent_groups(pairings: Iterable[Pairing], layers: tuple[int, ...] | None) -> 
 
 def key_of(group: LayerGroup) -> DigestKey:
     """Return under which key the digests of a group are known."""
-    return DigestKey(group.component.kind, *group.destination.lanes)
+    form = group.destination.form
+    return DigestKey(group.component.kind, form.lane_start, form.lane_stop)
 
 
 def digest_pieces(
@@ -120,12 +119,7 @@ def digest_pieces(
     `plan` raises for tables that do not fit.
     """
     lookup = PageLookup(source, destination)
-    for group in groups:
-        rows = rows_to_send(group.component, section)
-        if not rows.count:
-            continue
-        split = split_rows(group.component, rows)
-        lookup.check(group, split.touched)
+    for group, split in pages_to_send(groups, section, lookup):
         page, offset, length = _layer_pieces(group, split)
         if len(page):
             yield from _all_layers(group, lookup, split, (page, offset, length))
@@ -136,29 +130,18 @@ def _layer_pieces(group: LayerGroup, split: PageSplit) -> tuple[IndexArray, Inde
     full = np.arange(split.full.start, split.full.stop)
     mine = group.stripe.pages(split.full)
     full = full if mine is None else full[mine]
-    partial = [
-        (page.page, offset, length)
-        for page in split.partial
-        if group.stripe.owns_page(page.page)
-        for offset, length in _intervals(group, page)
-    ]
-    page, offset, length = np.array(partial, dtype=np.int64).reshape(-1, 3).T
+    page, offset, length = group.partial_stretches(split)
     whole = np.full(len(full), group.lanes * group.component.lane_block_bytes)
     return np.append(full, page), np.append(np.zeros(len(full), dtype=np.int64), offset), np.append(whole, length)
-
-
-def _intervals(group: LayerGroup, page: PartialPage) -> list[tuple[int, int]]:
-    return byte_intervals(group.component, group.lanes, page.slots)
 
 
 def _all_layers(
     group: LayerGroup, lookup: PageLookup, split: PageSplit, pieces: tuple[IndexArray, IndexArray, IndexArray]
 ) -> Iterator[DigestPieces]:
     page, offset, length = pieces
-    places = group.source.places(lookup.sources(group, split.touched)[page - split.touched.start])
-    places = places.shifted(np.arange(len(page)), offset)
-    lanes = group.destination.lanes[1] - group.destination.lanes[0]
-    image_bytes = lanes * group.component.lane_block_bytes
+    ids, _ = lookup.ids(group, split.touched)
+    places = group.source.places(ids[page - split.touched.start], offset)
+    image_bytes = group.destination.form.lanes * group.component.lane_block_bytes
     behind = image_bytes - group.destination.lane_offset_bytes - offset - length
     layers = np.array(group.layers, dtype=np.int64)
     step = max(1, PIECES_AT_ONCE // len(page))
@@ -168,8 +151,8 @@ def _all_layers(
         places.write(group.source.bases[first : first + step], address)
         yield DigestPieces(
             key=key_of(group),
-            memory=group.source.memory,
-            device=group.source.device,
+            memory=group.source.form.memory,
+            device=group.source.form.device,
             layer=np.repeat(chosen, len(page)),
             page=np.tile(page, len(chosen)),
             address=address.reshape(-1),

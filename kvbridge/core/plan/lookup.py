@@ -38,24 +38,25 @@ class _SideLookup:
 
     def check(self, side: Side, kind: ComponentKind, pages: range) -> None:
         """See `PageLookup.check`."""
-        table = self._tables.get(side.space)
+        space, page_count = side.form.space, side.form.page_count
+        table = self._tables.get(space)
         if table is None:
             raise InvalidInputError(
-                f"{side.name}: {kind} needs a page table of space '{side.space}', but the request has none there"
+                f"{side.name}: {kind} needs a page table of space '{space}', but the request has none there"
             )
         covered = range(table.first_page, table.first_page + len(table))
         if pages.start < covered.start or pages.stop > covered.stop:
             missing = pages.start if pages.start < covered.start else pages.stop - 1
             raise PageOutOfBoundsError(
-                f"{side.name}: {kind} needs logical page {missing} of space '{side.space}', but the request's table "
+                f"{side.name}: {kind} needs logical page {missing} of space '{space}', but the request's table "
                 f"covers [{covered.start}, {covered.stop})"
             )
-        found = self._slice(table, side.space, pages)
-        if found.lowest < 0 or found.highest >= side.page_count:
-            wrong = int(np.flatnonzero((found.ids < 0) | (found.ids >= side.page_count))[0])
+        found = self._slice(table, space, pages)
+        if found.lowest < 0 or found.highest >= page_count:
+            wrong = int(np.flatnonzero((found.ids < 0) | (found.ids >= page_count))[0])
             raise PageOutOfBoundsError(
-                f"{side.name}: {kind} would use page id {found.ids[wrong]} of space '{side.space}' for the request's "
-                f"logical page {pages.start + wrong}, but its regions have the pages [0, {side.page_count})"
+                f"{side.name}: {kind} would use page id {found.ids[wrong]} of space '{space}' for the request's "
+                f"logical page {pages.start + wrong}, but its regions have the pages [0, {page_count})"
             )
 
     def _slice(self, table: PageTable, space: IndexSpace, pages: range) -> _Pages:
@@ -89,28 +90,22 @@ class PageLookup:
         self._source.check(group.source, group.component.kind, pages)
         self._destination.check(group.destination, group.component.kind, pages)
 
-    def page(self, group: LayerGroup, page: int) -> tuple[int, int]:
-        """Return the page ids of one logical page on the source and on the destination."""
-        source, destination = self._ids(group, range(page, page + 1))
-        return int(source[0]), int(destination[0])
-
-    def sources(self, group: LayerGroup, pages: range) -> IndexArray:
-        """Return the source's page ids of all these logical pages, whoever sends them."""
-        return self._source.ids(group.source.space, pages)
+    def ids(self, group: LayerGroup, pages: range) -> tuple[IndexArray, IndexArray]:
+        """Return the page ids of all these logical pages on the source and on the destination, whoever sends them."""
+        return self._source.ids(group.source.form.space, pages), self._destination.ids(
+            group.destination.form.space, pages
+        )
 
     def runs(self, group: LayerGroup, band: Band, pages: range) -> Runs:
         """Return the group's share of these logical pages as runs; where pages do not touch, each is its own run."""
         borders = (group.source.border_pages, group.destination.border_pages) if band.joins_pages else None
-        key = (group.source.space, group.destination.space, pages, group.stripe, borders)
+        key = (group.source.form.space, group.destination.form.space, pages, group.stripe, borders)
         found = self._runs.get(key)
         if found is None:
-            source, destination = self._ids(group, pages)
+            source, destination = self.ids(group, pages)
             mine = group.stripe.pages(pages)
             if mine is not None:
                 source, destination = source[mine], destination[mine]
             found = find_runs(source, destination, borders) if borders else single_pages(source, destination)
             self._runs[key] = found
         return found
-
-    def _ids(self, group: LayerGroup, pages: range) -> tuple[IndexArray, IndexArray]:
-        return self._source.ids(group.source.space, pages), self._destination.ids(group.destination.space, pages)

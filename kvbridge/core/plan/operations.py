@@ -30,12 +30,11 @@ class Operations:
     length: AddressArray
 
     def __post_init__(self) -> None:
-        shapes = {array.shape for array in (self.source, self.destination, self.length)}
-        if len(shapes) != 1 or len(next(iter(shapes))) != 1:
-            raise InvalidInputError(f"operation arrays must be one-dimensional and equally long, got shapes {shapes}")
         for array in (self.source, self.destination, self.length):
-            if array.dtype != np.uint64:
-                raise InvalidInputError(f"operation arrays are uint64, got {array.dtype}")
+            if array.dtype != np.uint64 or array.shape != (self.length.size,):
+                raise InvalidInputError(
+                    f"operation arrays are uint64, one-dimensional and equally long, got {array.dtype} of shape {array.shape}"
+                )
 
     def __len__(self) -> int:
         return len(self.length)
@@ -47,23 +46,6 @@ class Operations:
 
     def __getitem__(self, part: slice) -> Operations:
         return Operations(self.source[part], self.destination[part], self.length[part])
-
-    @classmethod
-    def empty(cls) -> Operations:
-        """No operation at all."""
-        nothing = np.empty(0, dtype=np.uint64)
-        return cls(nothing, nothing, nothing)
-
-    @classmethod
-    def joined(cls, parts: list[Operations]) -> Operations:
-        """All operations of `parts`, in that order."""
-        if not parts:
-            return cls.empty()
-        return cls(
-            np.concatenate([part.source for part in parts]),
-            np.concatenate([part.destination for part in parts]),
-            np.concatenate([part.length for part in parts]),
-        )
 
 
 class Amount(FrozenModel):

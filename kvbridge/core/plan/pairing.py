@@ -12,7 +12,7 @@ own addresses; a source rank writes its share of it through one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -22,14 +22,16 @@ import numpy.typing as npt
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, lane_interval
-from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
+from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.plan.operations import AddressArray
 from kvbridge.core.plan.pieces import Places
-from kvbridge.core.plan.runs import NO_BORDERS, IndexArray
+from kvbridge.core.plan.runs import NO_BORDERS, IndexArray, PageSplit, byte_intervals
 
 STRIPE_PAGES = 4
 """Neighbouring logical pages that one replica sends before the next one's turn. Counted from the start of the request,
 so that it does not matter how the request is cut into chunks."""
+
+_NOTHING = np.zeros(1, dtype=np.int64)
 
 RegionsByLayer = dict[tuple[ComponentKind, int], Region]
 
@@ -74,52 +76,32 @@ class Side:
 
     name: str
     """For error messages: "source rank pp0.tp1"."""
-    space: IndexSpace
-    page_count: int
-    page_stride_bytes: int
-    pages_per_extent: int
+    form: Region
+    """One of the regions: what it says counts for all, but for its layer and its addresses."""
     bases: AddressArray
     """Shape (layers, extents), or (layers, 1) where the extents of each layer follow each other without a gap."""
     lane_offset_bytes: int
     """Where the first lane that is copied begins in a page."""
-    lanes: tuple[int, int]
-    """The lanes [start, stop) that a page holds, whichever of them are copied."""
-    memory: MemoryKind
-    device: int
-    """CUDA ordinal of VRAM; 0 for DRAM."""
 
     @classmethod
-    def create(cls, name: str, regions: list[Region], *, lane_offset_bytes: int) -> Self:
-        """Take regions that differ in their layer and their addresses only."""
+    def create(cls, name: str, regions: Sequence[Region], *, lane_offset_bytes: int) -> Self:
+        """Take regions of one form."""
         form = regions[0]
         bases = np.array([region.extent_addresses for region in regions], dtype=np.uint64)
         extent_bytes = np.uint64(form.pages_per_extent * form.page_stride_bytes)
         if (np.diff(bases, axis=1) == extent_bytes).all():
             bases = bases[:, :1]
-        return cls(
-            name=name,
-            space=form.space,
-            page_count=form.page_count,
-            page_stride_bytes=form.page_stride_bytes,
-            pages_per_extent=form.pages_per_extent,
-            bases=bases,
-            lane_offset_bytes=lane_offset_bytes,
-            lanes=(form.lane_start, form.lane_stop),
-            memory=form.memory,
-            device=form.device,
-        )
+        return cls(name, form, bases, lane_offset_bytes)
 
     @property
     def border_pages(self) -> int:
         """Pages between two borders that no operation may cross, or NO_BORDERS."""
-        return self.pages_per_extent if self.page_count > self.pages_per_extent else NO_BORDERS
+        return self.form.pages_per_extent if len(self.form.extent_addresses) > 1 else NO_BORDERS
 
-    def places(self, ids: IndexArray) -> Places:
-        """Return where the first copied lane of each of these pages begins. Ids have been checked."""
-        if self.bases.shape[1] == 1:
-            return Places(None, ids * self.page_stride_bytes + self.lane_offset_bytes)
-        extent, within = np.divmod(ids, self.pages_per_extent)
-        return Places(extent, within * self.page_stride_bytes + self.lane_offset_bytes)
+    def places(self, ids: IndexArray, offset: IndexArray = _NOTHING) -> Places:
+        """Return the places `offset` bytes behind the first copied lane of each of these pages. Ids have been checked."""
+        extent, within = (None, ids) if self.bases.shape[1] == 1 else np.divmod(ids, self.form.pages_per_extent)
+        return Places(extent, within * self.form.page_stride_bytes + (offset + self.lane_offset_bytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,9 +141,7 @@ class LayerGroup:
         start, stop = max(source.lane_start, destination.lane_start), min(source.lane_stop, destination.lane_stop)
         lanes = stop - start
         sides = [
-            Side.create(
-                name, list(regions), lane_offset_bytes=(start - regions[0].lane_start) * component.lane_block_bytes
-            )
+            Side.create(name, regions, lane_offset_bytes=(start - regions[0].lane_start) * component.lane_block_bytes)
             for name, regions in zip(names, zip(*pairs, strict=True), strict=True)
         ]
         whole = lanes == source.lanes == destination.lanes
@@ -176,6 +156,17 @@ class LayerGroup:
             stripe=stripe,
             bands=_bands(sides[0], sides[1], page_bytes),
         )
+
+    def partial_stretches(self, split: PageSplit) -> tuple[IndexArray, IndexArray, IndexArray]:
+        """Return what is sent of partial pages: logical page, offset behind the first copied lane, and length of each stretch."""
+        found = [
+            (page.page, *interval)
+            for page in split.partial
+            if self.stripe.owns_page(page.page)
+            for interval in byte_intervals(self.component, self.lanes, page.slots)
+        ]
+        page, offset, length = np.array(found, dtype=np.int64).reshape(-1, 3).T.copy()
+        return page, offset, length
 
     def only(self, layers: frozenset[int]) -> LayerGroup | None:
         """Return the part of the group in `layers`, or None when there is none."""
@@ -198,8 +189,9 @@ class LayerGroup:
 def _bands(source: Side, destination: Side, page_bytes: int) -> tuple[Band, ...]:
     """Join layers whose pages touch on both sides, as in `page_first`; mostly the result is one band."""
     layers = len(source.bases)
+    strides = source.form.page_stride_bytes, destination.form.page_stride_bytes
     begins = np.ones(layers, dtype=np.bool_)
-    if min(source.page_stride_bytes, destination.page_stride_bytes) >= 2 * page_bytes:
+    if min(strides) >= 2 * page_bytes:
         # A stride with room for several pages keeps neighbours inside one block, hence inside one extent.
         begins[1:] = ~(_touching(source, page_bytes) & _touching(destination, page_bytes))
     first = np.flatnonzero(begins)
@@ -207,7 +199,7 @@ def _bands(source: Side, destination: Side, page_bytes: int) -> tuple[Band, ...]
     bands = []
     for count in np.unique(joined).tolist():
         rows = first[joined == count]
-        joins = source.page_stride_bytes == destination.page_stride_bytes == count * page_bytes
+        joins = strides == (count * page_bytes,) * 2
         bands.append(Band(source.bases[rows], destination.bases[rows], count * page_bytes, joins))
     return tuple(bands)
 
@@ -236,13 +228,12 @@ class Pairing:
         destination_ordinal: int,
         destination_count: int,
     ) -> Self:
-        """Intersect two manifests that have passed `check_manifest`.
+        """Intersect two manifests that have passed `check_manifest`; nothing that it has checked is checked again.
 
         The destination is the `destination_ordinal`-th of the `destination_count` ranks of its node, counted from 0 in
         the same order by every source rank; a source rank writes to the node's host pool through the one that
         `host_ordinal` names. Only device regions of the source are read. Raises FingerprintMismatchError for
-        manifests of different models, InvalidInputError for an ordinal that does not exist or a region that contradicts
-        the geometry.
+        manifests of different models, InvalidInputError for an ordinal that does not exist.
         """
         if source.fingerprint != destination.fingerprint:
             raise FingerprintMismatchError(
@@ -261,7 +252,6 @@ class Pairing:
                 for layer in layers
                 if (component.kind, layer) in sources and (component.kind, layer) in targets
             ]
-            _check_form(component, pairs, source, destination)
             groups += [
                 LayerGroup.create(
                     component,
@@ -307,8 +297,7 @@ def destination_regions(manifest: RankManifest) -> RegionsByLayer:
 def held_groups(geometry: ModelGeometry, manifest: RankManifest, *, host_share: Stripe) -> tuple[LayerGroup, ...]:
     """Return what a rank has received once a request is complete, each group with the same regions on both sides.
 
-    The node's host pool is listed by each of its ranks; `host_share` is the part of its pages that is this one's. Raises
-    as `Pairing.create` does.
+    The node's host pool is listed by each of its ranks; `host_share` is the part of its pages that is this one's.
     """
     held = destination_regions(manifest)
     name = f"rank {manifest.rank}"
@@ -339,42 +328,10 @@ def host_ordinal(source: Rank, destination_count: int) -> int:
     return source.tp % destination_count
 
 
-def _check_form(
-    component: Component, pairs: list[tuple[Region, Region]], source: RankManifest, destination: RankManifest
-) -> None:
-    """Check what all arithmetic rests on: that source lanes are the rank's, and pages as long as the model says."""
-    lanes = lane_interval(component, source.rank.tp, source.tp_size)
-    for pair in pairs:
-        if (pair[0].lane_start, pair[0].lane_stop) != lanes:
-            raise InvalidInputError(
-                f"source rank {source.rank}: {pair[0].label} holds lanes [{pair[0].lane_start}, {pair[0].lane_stop}), "
-                f"but rank {source.rank.tp} of {source.tp_size} must hold [{lanes[0]}, {lanes[1]})"
-            )
-        for region, name, rank in zip(pair, ("source", "destination"), (source.rank, destination.rank), strict=True):
-            if region.page_bytes != component.page_bytes(region.lanes):
-                raise InvalidInputError(
-                    f"{name} rank {rank}: {region.label} has pages of {region.page_bytes} bytes, but {region.lanes} "
-                    f"lanes take {component.page_bytes(region.lanes)}"
-                )
-
-
 def _alike(pairs: list[tuple[Region, Region]]) -> list[list[tuple[Region, Region]]]:
     """Sort pairs of regions by form and leave out those without a common lane."""
     found: dict[tuple[object, ...], list[tuple[Region, Region]]] = {}
     for pair in pairs:
         if min(region.lane_stop for region in pair) > max(region.lane_start for region in pair):
-            found.setdefault((*_form(pair[0]), *_form(pair[1])), []).append(pair)
+            found.setdefault((*pair[0].form, *pair[1].form), []).append(pair)
     return list(found.values())
-
-
-def _form(region: Region) -> tuple[object, ...]:
-    return (
-        region.space,
-        region.memory,
-        region.device,
-        region.page_count,
-        region.pages_per_extent,
-        region.page_stride_bytes,
-        region.lane_start,
-        region.lane_stop,
-    )

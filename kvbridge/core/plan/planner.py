@@ -9,22 +9,16 @@ Python. Whatever several components have in common (page ids of an interval, the
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterable, Iterator
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, RowInterval
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.lookup import PageLookup
-from kvbridge.core.plan.operations import Amount, Amounts, Operations, Plan, Section
-from kvbridge.core.plan.pairing import Band, LayerGroup, Pairing, Stripe
+from kvbridge.core.plan.operations import Amount, Amounts, Plan, Section
+from kvbridge.core.plan.pairing import LayerGroup, Pairing, Stripe
 from kvbridge.core.plan.pieces import Batch, Pieces, write_batches
-from kvbridge.core.plan.runs import (
-    PageSplit,
-    PartialPage,
-    Runs,
-    byte_intervals,
-    split_rows,
-)
+from kvbridge.core.plan.runs import PageSplit, split_rows
 
 
 def plan(pairing: Pairing, section: Section, source: Tables, destination: Tables, *, max_operation_bytes: int) -> Plan:
@@ -38,23 +32,15 @@ def plan(pairing: Pairing, section: Section, source: Tables, destination: Tables
     lookup = PageLookup(source, destination)
     batches: list[Batch] = []
     amounts: Amounts = {}
-    for group in pairing.groups_of(section.layers):
-        rows = rows_to_send(group.component, section)
-        if not rows.count:
-            continue
-        split = split_rows(group.component, rows)
-        lookup.check(group, split.touched)
-        mine = [
-            Batch(batch.source_bases, batch.destination_bases, batch.pieces.cut(max_operation_bytes))
-            for batch in _batches(group, split, lookup)
-        ]
+    for group, split in pages_to_send(pairing.groups_of(section.layers), section, lookup):
+        mine = _batches(group, split, lookup, max_operation_bytes)
         batches += mine
         amounts[group.component.kind] = amounts.get(group.component.kind, Amount()) + Amount(
             lane_rows=owned_rows(group.component, split, group.stripe) * group.lanes * len(group.layers),
             bytes=sum(batch.total_bytes for batch in mine),
             operations=sum(batch.operations for batch in mine),
         )
-    return Plan(write_batches(batches) if batches else Operations.empty(), amounts)
+    return Plan(write_batches(batches), amounts)
 
 
 def rows_to_send(component: Component, section: Section) -> RowInterval:
@@ -67,6 +53,18 @@ def rows_to_send(component: Component, section: Section) -> RowInterval:
 
     before, after = published(section.start_token), published(section.stop_token)
     return RowInterval(start=max(before.stop, after.start), stop=after.stop)
+
+
+def pages_to_send(
+    groups: Iterable[LayerGroup], section: Section, lookup: PageLookup
+) -> Iterator[tuple[LayerGroup, PageSplit]]:
+    """Yield each group of which a section adds rows, and the pages that they touch; the tables have them (`PageLookup.check`)."""
+    for group in groups:
+        rows = rows_to_send(group.component, section)
+        if rows.count:
+            split = split_rows(group.component, rows)
+            lookup.check(group, split.touched)
+            yield group, split
 
 
 def _check(section: Section, max_operation_bytes: int) -> None:
@@ -89,39 +87,17 @@ def owned_rows(component: Component, split: PageSplit, stripe: Stripe) -> int:
     return stripe.count_pages(split.full) * component.slots_per_page + partial
 
 
-# ------------------------------------------------------------------------------------------- pages to batches
-
-
-def _batches(group: LayerGroup, split: PageSplit, lookup: PageLookup) -> list[Batch]:
-    """Return the batches of a group, before long operations are cut."""
+def _batches(group: LayerGroup, split: PageSplit, lookup: PageLookup, max_bytes: int) -> list[Batch]:
     found = []
     if split.full:
         for band in group.bands:
-            pieces = _full_pieces(group, band, lookup.runs(group, band, split.full))
-            found.append(Batch(band.source_bases, band.destination_bases, pieces))
-    partial = [page for page in split.partial if group.stripe.owns_page(page.page)]
-    if partial:
-        pieces = _partial_pieces(group, partial, lookup)
-        found.append(Batch(group.source.bases, group.destination.bases, pieces))
+            runs = lookup.runs(group, band, split.full)
+            source, destination = group.source.places(runs.source), group.destination.places(runs.destination)
+            pieces = Pieces(source, destination, runs.pages * band.page_bytes)
+            found.append(Batch(band.source_bases, band.destination_bases, pieces.cut(max_bytes)))
+    page, offset, length = group.partial_stretches(split)
+    if len(page):
+        sources, destinations = (ids[page - split.touched.start] for ids in lookup.ids(group, split.touched))
+        pieces = Pieces(group.source.places(sources, offset), group.destination.places(destinations, offset), length)
+        found.append(Batch(group.source.bases, group.destination.bases, pieces.cut(max_bytes)))
     return [batch for batch in found if len(batch.pieces)]
-
-
-def _full_pieces(group: LayerGroup, band: Band, runs: Runs) -> Pieces:
-    return Pieces(
-        group.source.places(runs.source), group.destination.places(runs.destination), runs.pages * band.page_bytes
-    )
-
-
-def _partial_pieces(group: LayerGroup, pages: list[PartialPage], lookup: PageLookup) -> Pieces:
-    intervals = [
-        (index, *interval)
-        for index, page in enumerate(pages)
-        for interval in byte_intervals(group.component, group.lanes, page.slots)
-    ]
-    index, offset, length = np.array(intervals, dtype=np.int64).T
-    sources, destinations = zip(*(lookup.page(group, page.page) for page in pages), strict=True)
-    return Pieces(
-        group.source.places(np.array(sources)).shifted(index, offset),
-        group.destination.places(np.array(destinations)).shifted(index, offset),
-        np.ascontiguousarray(length),
-    )

@@ -10,6 +10,7 @@ returns *actions*, which are names: the service that owns the room carries them 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -22,19 +23,13 @@ ActionT = TypeVar("ActionT", bound=StrEnum)
 Transition = tuple[StateT, tuple[ActionT, ...]]
 
 
+@dataclass(frozen=True, slots=True)
 class Table(Generic[StateT, EventT, ActionT]):
     """A transition table: for each state, what each event leads to. What is missing is not allowed."""
 
-    def __init__(
-        self,
-        rows: Mapping[StateT, Mapping[EventT, Transition[StateT, ActionT]]],
-        *,
-        start: StateT,
-        final: frozenset[StateT],
-    ) -> None:
-        self.rows = rows
-        self.start = start
-        self.final = final
+    rows: Mapping[StateT, Mapping[EventT, Transition[StateT, ActionT]]]
+    start: StateT
+    final: frozenset[StateT]
 
     def step(self, state: StateT, event: EventT) -> Transition[StateT, ActionT]:
         """Return the next state and the actions. Raises ConflictError when the table does not list the event here."""
@@ -60,14 +55,6 @@ class Table(Generic[StateT, EventT, ActionT]):
         left = [state for state in self.final if follows[state] - {state}]
         if left:
             raise IntegrityError(f"final states that something leads out of: {left}")
-
-    def markdown(self) -> str:
-        """Return the table as Markdown, one line a transition, in the order of the literal."""
-        lines = ["| state | event | next state | actions |", "|---|---|---|---|"]
-        for state, events in self.rows.items():
-            for event, (target, actions) in events.items():
-                lines.append(f"| {state} | {event} | {target} | {', '.join(actions)} |")
-        return "\n".join(lines) + "\n"
 
 
 def _closure(state: StateT, follows: Mapping[StateT, set[StateT]]) -> set[StateT]:

@@ -2,13 +2,9 @@
 
 Owns: the states, events and actions of the receiving side, and the table. Must not know: I/O, pages, time.
 
-A destination page that has been offered may be written at any moment, so it is *leased* until there is proof that
-nobody writes any more: every writer's Done (then the room is committed), or Drained from every prefill node, or the
-end of that node's incarnation (raised by the service as DRAINED too). Nothing else leads out of ABORTING and FAILING,
-and no timer does.
-
-A claimed page is read by engines, so the same holds on the other end: whatever happens to a claimed room, its pages
-go back when every engine that claimed it has let go of it or is dead, and not before.
+A page that has been offered is *leased* until there is proof that nobody writes any more: Done of every writer, or Drained from
+every prefill node, or the end of that node's incarnation (raised by the service as DRAINED too). Nothing else leads out of ABORTING
+and FAILING, and no timer does. Pages of a claimed room go back when every engine that claimed it has let go of it or is dead.
 """
 
 from __future__ import annotations

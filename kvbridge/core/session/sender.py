@@ -2,12 +2,9 @@
 
 Owns: the states, events and actions of the sending side, and the table. Must not know: I/O, pages, time.
 
-Two things happen independently: the decode side offers a destination, and the prefill engine computes and publishes.
-The table only knows the first and the ends of both; how far each rank has published and sent is counted by the
-service, which raises ALL_SENT once every rank has sent everything.
-
-A failure or an abort never frees pages by itself: ABORTING and FAILING wait for DRAINED, which the service raises
-once every rank worker has proved that nothing of the room is in flight.
+How far each rank has published and sent is counted by the service, which raises ALL_SENT once every rank has sent everything. A
+failure or an abort never frees pages by itself: ABORTING and FAILING wait for DRAINED, which the service raises once every rank
+worker has proved that nothing of the room is in flight.
 """
 
 from __future__ import annotations

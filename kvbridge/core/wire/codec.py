@@ -15,14 +15,13 @@ type of message, a feature is added as well (`features`), which whoever depends 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
 
-from kvbridge.core.errors import ConfigError, InvalidInputError, ProtocolError
+from kvbridge.core.errors import InvalidInputError, ProtocolError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.wire.engine_messages import EngineToNode, NodeToEngine
 from kvbridge.core.wire.messages import MAX_TABLE_BYTES, PROTOCOL_VERSION, PeerMessage
@@ -30,8 +29,13 @@ from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode
 
 MessageT = TypeVar("MessageT", bound=FrozenModel)
 
-DEFAULT_MAX_FRAME_BYTES = (1 << 20) + 8 * MAX_TABLE_BYTES
+MAX_FRAME_BYTES = (1 << 20) + 8 * MAX_TABLE_BYTES
 """1 MiB of anything, and the tables of four index spaces on two sides of a room."""
+MAX_ARRAY_ITEMS = 16_384
+MAX_MAP_ITEMS = 1_024
+MAX_TEXT_BYTES = 65_536
+MAX_BINARY_BYTES = 1 << 20
+"""What a frame may hold. Nesting is bounded by msgpack's own stack (1,024) while parsing, then by the schema."""
 MAX_NAME_CHARACTERS = 200
 MAX_SELECTIVE_ACKS = 64
 _MAX_NUMBER = 2**62
@@ -63,24 +67,6 @@ class FrameError(ProtocolError):
         self.fault = fault
 
 
-@dataclass(frozen=True, slots=True)
-class FrameLimits:
-    """What a frame may hold. Nesting is bounded by msgpack's own stack (1,024) while parsing, then by the schema."""
-
-    max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
-    max_array_items: int = 16_384
-    max_map_items: int = 1_024
-    max_text_bytes: int = 65_536
-    max_binary_bytes: int = 1 << 20
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"frame limit {name} must be at least 1, got {getattr(self, name)}")
-        if self.max_frame_bytes < 2 * _ENVELOPE_BYTES:
-            raise ConfigError(f"max_frame_bytes must be at least {2 * _ENVELOPE_BYTES}, got {self.max_frame_bytes}")
-
-
 class Acks(NamedTuple):
     """What a receiver has: every sequence number up to `upto`, and those in `beyond`."""
 
@@ -106,7 +92,6 @@ class Envelope(NamedTuple, Generic[MessageT]):
     """The lowest sequence number that the sender still offers: whoever waits for a lower one waits in vain."""
     acks: Acks = NOTHING
     body: MessageT | None = None
-    version: int = PROTOCOL_VERSION
 
 
 class MessageCodec(Generic[MessageT]):
@@ -116,30 +101,24 @@ class MessageCodec(Generic[MessageT]):
     when the frame would be larger than the limit.
     """
 
-    def __init__(self, union: Any, name: str, limits: FrameLimits | None = None) -> None:  # noqa: ANN401 - a type form
+    def __init__(self, union: Any, name: str, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:  # noqa: ANN401 - a type form
         self.name = name
-        self.limits = limits or FrameLimits()
+        self.max_frame_bytes = max_frame_bytes
         self._adapter: TypeAdapter[MessageT] = TypeAdapter(union)
-
-    def with_limits(self, limits: FrameLimits) -> MessageCodec[MessageT]:
-        """Return a codec of the same messages with other limits; the schema is not built again."""
-        other: MessageCodec[MessageT] = object.__new__(type(self))
-        other.name, other.limits, other._adapter = self.name, limits, self._adapter
-        return other
 
     def encode_body(self, message: MessageT) -> bytes:
         """Return the body of a frame, for `encode`; worth keeping when the message may be sent several times."""
         body: bytes = msgpack.packb(message.model_dump())
-        if len(body) > self.limits.max_frame_bytes - _ENVELOPE_BYTES:
+        if len(body) > self.max_frame_bytes - _ENVELOPE_BYTES:
             raise InvalidInputError(
                 f"{self.name} message {type(message).__name__} is {len(body)} bytes long, a frame takes at most "
-                f"{self.limits.max_frame_bytes} with its envelope; raise the frame limit on both sides or send less"
+                f"{self.max_frame_bytes} with its envelope; send less"
             )
         return body
 
     def encode(self, envelope: Envelope[MessageT], body: bytes = b"") -> bytes:
         """Return the frame of an envelope; `body`, if given, is used in place of the envelope's own."""
-        head: bytes = msgpack.packb((envelope.version, *envelope[:_BODY], None))
+        head: bytes = msgpack.packb((PROTOCOL_VERSION, *envelope[:_BODY], None))
         if not body:
             if envelope.body is None:
                 return head
@@ -152,43 +131,35 @@ class MessageCodec(Generic[MessageT]):
         parts = self._unpack(frame)
         if not isinstance(parts, tuple):
             self._refuse(FrameFault.MALFORMED, f"expected an array, got {type(parts).__name__}")
-        self._check_envelope(parts)
-        version, sender, recipient, link, sequence, floor, acks, body = parts[: len(_FIELDS)]
-        return Envelope(
-            sender=sender,
-            recipient=recipient,
-            link=link,
-            sequence=sequence,
-            floor=floor,
-            acks=Acks(acks[0], acks[1]),
-            body=None if body is None else self._validate(body),
-            version=version,
-        )
+        sender, recipient, link, sequence, floor, acks, body = self._envelope_fields(parts)
+        message = None if body is None else self._validate(body)
+        return Envelope(sender, recipient, link, sequence, floor, Acks(*acks), message)
 
     def decode_body(self, body: bytes) -> MessageT:
         """Return the message that `encode_body` has encoded."""
         return self._validate(self._unpack(body))
 
     def _unpack(self, frame: bytes) -> Any:  # noqa: ANN401 - whatever msgpack holds
-        size, limits = len(frame), self.limits
-        if size > limits.max_frame_bytes:
-            self._refuse(FrameFault.OVERSIZED, f"frame of {size} bytes, at most {limits.max_frame_bytes} are taken")
+        size = len(frame)
+        if size > self.max_frame_bytes:
+            self._refuse(FrameFault.OVERSIZED, f"frame of {size} bytes, at most {self.max_frame_bytes} are taken")
         try:
             return msgpack.unpackb(
                 frame,
                 use_list=False,
                 strict_map_key=True,
                 # No array can have more items than the frame has bytes: a short frame cannot ask for much memory.
-                max_array_len=min(limits.max_array_items, size),
-                max_map_len=min(limits.max_map_items, size),
-                max_str_len=limits.max_text_bytes,
-                max_bin_len=limits.max_binary_bytes,
+                max_array_len=min(MAX_ARRAY_ITEMS, size),
+                max_map_len=min(MAX_MAP_ITEMS, size),
+                max_str_len=MAX_TEXT_BYTES,
+                max_bin_len=MAX_BINARY_BYTES,
                 max_ext_len=0,
             )
         except (ValueError, msgpack.UnpackException) as error:
             self._refuse(FrameFault.MALFORMED, f"{size} bytes are not a frame: {_reason(error)}")
 
-    def _check_envelope(self, parts: tuple[Any, ...]) -> None:
+    def _envelope_fields(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what follows the version, each of its type and within its limits; the body is looked at no further."""
         version = parts[0] if parts else None
         if version != PROTOCOL_VERSION or type(version) is not int:
             theirs = version if type(version) is int else "none"
@@ -198,7 +169,8 @@ class MessageCodec(Generic[MessageT]):
             )
         if len(parts) < len(_FIELDS):
             self._refuse(FrameFault.ENVELOPE, f"expected {len(_FIELDS)} envelope fields, got {len(parts)}")
-        _, sender, recipient, link, sequence, floor, acks, body = parts[: len(_FIELDS)]
+        _, *found = parts[: len(_FIELDS)]
+        sender, recipient, link, sequence, floor, acks, body = found
         checks = (
             _is_name(sender) and sender != "",
             _is_name(recipient),
@@ -211,6 +183,7 @@ class MessageCodec(Generic[MessageT]):
         if not all(checks):
             field = _FIELDS[1 + checks.index(False)]
             self._refuse(FrameFault.ENVELOPE, f"envelope field '{field}' is out of range or of the wrong type")
+        return tuple(found)
 
     def _validate(self, body: object) -> MessageT:
         try:

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from kvbridge.core.errors import CapacityError, ConfigError, IntegrityError, ProtocolError
+from kvbridge.core.errors import CapacityError, IntegrityError, ProtocolError
 from kvbridge.core.wire.codec import MAX_SELECTIVE_ACKS, Acks
 
 T = TypeVar("T")
@@ -38,18 +38,6 @@ class DeliverySettings:
     max_held: int = 8_192
     """Messages, on their way or waiting, that an outbox holds before `post` refuses."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.resend_first_s <= self.resend_most_s:
-            raise ConfigError(
-                f"need 0 < resend_first_s <= resend_most_s, got {self.resend_first_s} and {self.resend_most_s}"
-            )
-        if self.give_up_s <= 0:
-            raise ConfigError(f"give_up_s must be positive, got {self.give_up_s}")
-        if self.early_bytes < 1:
-            raise ConfigError(f"early_bytes must be positive, got {self.early_bytes}")
-        if not 1 <= self.window <= self.max_held:
-            raise ConfigError(f"need 1 <= window <= max_held, got {self.window} and {self.max_held}")
-
 
 class Outgoing(NamedTuple, Generic[T]):
     """A message to send, with its sequence number."""
@@ -65,18 +53,16 @@ class Undelivered(NamedTuple, Generic[T]):
     age_s: float
 
 
+@dataclass(slots=True, eq=False)
 class _Held(Generic[T]):
-    __slots__ = ("arrived", "give_up_at_s", "interval_s", "message", "posted_at_s", "resend_at_s", "sent_at_s")
-
-    def __init__(self, message: T, posted_at_s: float, give_up_at_s: float) -> None:
-        self.message = message
-        self.posted_at_s = posted_at_s
-        self.give_up_at_s = give_up_at_s
-        self.arrived = False
-        """Acknowledged out of order: not sent again, but not yet handed on either."""
-        self.interval_s = 0.0
-        self.resend_at_s = math.inf
-        self.sent_at_s = math.inf
+    message: T
+    posted_at_s: float
+    give_up_at_s: float
+    arrived: bool = False
+    """Acknowledged out of order: not sent again, but not yet handed on either."""
+    interval_s: float = 0.0
+    resend_at_s: float = math.inf
+    sent_at_s: float = math.inf
 
 
 class Outbox(Generic[T]):

@@ -2,9 +2,8 @@
 
 Owns: the names of features, and the decision whether two sides can work together. Must not know: messages, who is asked.
 
-Each side says what it has and what it requires of the other, in the first message of a conversation: Hello and Welcome between
-nodes, Attach and Attached between engine and node, the registration and its answer at bootstrap. Both sides decide, since an older
-release does not know what a later one requires of it. A feature that is agreed is one that both have.
+Each side says what it has and what it requires of the other, in the first message of a conversation. Both sides decide, since an
+older release does not know what a later one requires of it. A feature that is agreed is one that both have.
 """
 
 from __future__ import annotations
@@ -49,20 +48,12 @@ def agree(ours: Features, theirs: Features, *, us: str, them: str) -> tuple[str,
 
     Raises FeatureError, which names what is lacking and which side to upgrade.
     """
-    lacking = sorted({*ours.requires} - {*theirs.has})
-    if lacking:
-        raise FeatureError(
-            f"{them} does not have {_named(lacking)}, which {us} requires: upgrade {them}, or change what is required in the "
-            f"configuration of {us}"
-        )
-    unknown = sorted({*theirs.requires} - {*ours.has})
-    if unknown:
-        raise FeatureError(
-            f"{them} requires {_named(unknown)}, which {us} does not have: upgrade {us}, or change what is required in the "
-            f"configuration of {them}"
-        )
+    for requiring, wanted, lacking, there in ((us, ours, them, theirs), (them, theirs, us, ours)):
+        missing = sorted({*wanted.requires} - {*there.has})
+        if missing:
+            named = f"feature{'s' * (len(missing) > 1)} {', '.join(map(repr, missing[:8]))}"
+            raise FeatureError(
+                f"{requiring} requires {named}, which {lacking} does not have: upgrade {lacking}, or change what is required "
+                f"in the configuration of {requiring}"
+            )
     return tuple(sorted({*ours.has} & {*theirs.has}))
-
-
-def _named(features: list[str]) -> str:
-    return f"feature{'s' * (len(features) > 1)} {', '.join(map(repr, features[:8]))}"

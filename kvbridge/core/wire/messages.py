@@ -4,7 +4,7 @@ Owns: names, fields, limits. Must not know: sockets, encoding, who is connected 
 
 There are three conversations. *Peers* (decode node <-> prefill node, here) meet, offer, send and drain. *Workers* (node <->
 its rank workers, `worker_messages`) execute. *Engines* (node <-> engine ranks, `engine_messages`) begin, publish, claim. A
-closed union for each direction; what is not in the union is refused at the endpoint.
+closed union for each direction; what is not in the union is refused as it arrives.
 
 Page tables travel as little-endian int32 bytes, not as lists: a million-token request has 4,096 ids in each space.
 """
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import AfterValidator, Field
 
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
-from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, PageTable, Positive, Rank, Role, RoomId, Tables
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Rank, Role, RoomId, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.features import Features
@@ -78,14 +77,6 @@ def to_wire(tables: Tables) -> tuple[WireTable, ...]:
         WireTable(space=table.space, first_page=table.first_page, ids=table.ids.astype("<i4").tobytes())
         for table in tables.values()
     )
-
-
-def from_wire(tables: tuple[WireTable, ...]) -> Tables:
-    """Decode the tables of a message. Raises InvalidInputError (through PageTable) or ValueError on malformed ids."""
-    return {
-        table.space: PageTable(table.space, np.frombuffer(table.ids, dtype="<i4").astype(np.int32), table.first_page)
-        for table in tables
-    }
 
 
 class RoomMessage(FrozenModel):

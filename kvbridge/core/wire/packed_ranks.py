@@ -14,12 +14,10 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.manifest import RankManifest, Region
+from kvbridge.core.geometry.manifest import REGION_PLACE, RankManifest, Region
 from kvbridge.core.ids import FrozenModel, NonNegative
-from kvbridge.core.wire.codec import FrameLimits, MessageCodec
+from kvbridge.core.wire.codec import MessageCodec
 from kvbridge.core.wire.messages import MAX_PACKED_RANK_BYTES, RankDescription, TransportEndpoint
-
-_PER_LAYER = {"layer", "extent_addresses"}
 
 
 class _RegionGroup(FrozenModel):
@@ -39,22 +37,19 @@ class _PackedRank(FrozenModel):
     endpoints: tuple[TransportEndpoint, ...]
 
 
-_CODEC: MessageCodec[_PackedRank] = MessageCodec(
-    _PackedRank, "packed rank", FrameLimits(max_frame_bytes=MAX_PACKED_RANK_BYTES)
-)
+_CODEC: MessageCodec[_PackedRank] = MessageCodec(_PackedRank, "packed rank", max_frame_bytes=MAX_PACKED_RANK_BYTES)
 
 
 def pack_rank(description: RankDescription) -> bytes:
     """Return a description as bytes. Raises InvalidInputError when they are more than MAX_PACKED_RANK_BYTES."""
     groups: dict[tuple[object, ...], list[Region]] = {}
     for region in description.manifest.regions:
-        form = region.model_dump(exclude=_PER_LAYER)
-        groups.setdefault((*form.values(), len(region.extent_addresses)), []).append(region)
+        groups.setdefault((*region.form, len(region.extent_addresses)), []).append(region)
     packed = _PackedRank(
         manifest=description.manifest.model_dump(exclude={"regions"}),
         groups=tuple(
             _RegionGroup(
-                form=regions[0].model_dump(exclude=_PER_LAYER),
+                form=regions[0].model_dump(exclude=REGION_PLACE),
                 layers=tuple(region.layer for region in regions),
                 addresses=np.array([region.extent_addresses for region in regions], dtype="<u8").tobytes(),
             )

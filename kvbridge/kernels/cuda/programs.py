@@ -39,10 +39,8 @@ _loaded: dict[tuple[str, int], Any] = {}
 """Modules of this process, by (digest, device)."""
 
 
-class KernelBuildError(BridgeError):
+class KernelBuildError(BridgeError, code="kernel_build_failed"):
     """A kernel's source was refused by the compiler. Always a defect of kvbridge, or a compiler that is too old."""
-
-    code = "kernel_build_failed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import PrefillNodeStatus
-from kvbridge.core.errors import BridgeError, FeatureError, InvalidInputError, PeerError, error_codes
+from kvbridge.core.errors import ERROR_OF_CODE, BridgeError, FeatureError, InvalidInputError, PeerError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
 from kvbridge.core.wire.messages import MAX_PACKED_NODE_BYTES, Hello, NodeDescription, PeerMessage, Rejected, Welcome
@@ -200,7 +200,7 @@ class PrefillNodes:
         known = self._known.get(address)
         if known is None:
             return
-        kind = error_codes().get(message.code, PeerError)
+        kind = ERROR_OF_CODE.get(message.code, PeerError)
         self._reject(known, kind(f"the prefill node at {address.endpoint} rejected us: {message.message}"))
 
     def _reject(self, known: _KnownPrefill, error: BridgeError) -> None:

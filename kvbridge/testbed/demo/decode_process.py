@@ -13,21 +13,12 @@ import torch
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
-from kvbridge.testbed.demo.generation import Generation, Generations, generations
-from kvbridge.testbed.demo.job import (
-    Attached,
-    Claimed,
-    Decoded,
-    DemoChannel,
-    FirstToken,
-    Job,
-    RoomEnded,
-    Stepped,
-    page_ids,
-)
+from kvbridge.testbed.demo.generation import Begin, Generation, generations
+from kvbridge.testbed.demo.job import Claimed, Decoded, DemoChannel, FirstToken, Job, Stepped, page_ids
 from kvbridge.testbed.demo.model import DemoModel, load_and_report, save_logits
 from kvbridge.testbed.demo.trace import Trace
 from kvbridge.testbed.demo.watch import CacheWatch
+from kvbridge.testbed.engines.messages import Attached, RoomEnded
 
 IDLE_WAIT_S = 0.2
 
@@ -55,9 +46,9 @@ def serve(job: Job, channel: DemoChannel) -> None:
     loaded = load_and_report(job, channel)
     if channel.next_order() is None:
         return
-    with DecodeEngine.attach(job.decode_runtime_dir) as engine, generations(job, loaded, engine) as begun:
+    with DecodeEngine.attach(job.decode_runtime_dir) as engine, generations(job, loaded, engine) as begin:
         channel.report(Attached())
-        _Decoding(job, channel, loaded, engine, begun).run()
+        _Decoding(job, channel, loaded, engine, begin).run()
         engine.events(IDLE_WAIT_S)  # on a GPU, releases are sent once it is through with the pages
         while channel.next_order() is not None:
             pass
@@ -66,14 +57,12 @@ def serve(job: Job, channel: DemoChannel) -> None:
 class _Decoding:
     """The engine's loop: claim what has arrived, take a step for every request, release what is through."""
 
-    def __init__(
-        self, job: Job, channel: DemoChannel, loaded: DemoModel, engine: DecodeEngine, begun: Generations
-    ) -> None:
+    def __init__(self, job: Job, channel: DemoChannel, loaded: DemoModel, engine: DecodeEngine, begin: Begin) -> None:
         self._job = job
         self._channel = channel
         self._loaded = loaded
         self._engine = engine
-        self._generations = begun
+        self._begin = begin
         self._watch = CacheWatch(loaded.model)
         self._missing = {prompt.number for prompt in job.prompts}
         self._active: list[_Request] = []
@@ -94,7 +83,7 @@ class _Decoding:
         if event.kind == "committed":
             self._active.append(self._claim(event.room))
         elif event.kind in {"aborted", "failed"}:
-            self._channel.report(RoomEnded(room=event.room, kind=event.kind, reason=event.reason))
+            self._channel.report(RoomEnded.told(event, "decode"))
 
     def _claim(self, room: int) -> _Request:
         """Claim a committed room and take its cache out of the pages."""
@@ -106,7 +95,7 @@ class _Decoding:
                 f"request {first.number} was computed by a model with weights {first.weights}, this process has "
                 f"{self._loaded.weights}; two releases of torch or transformers?"
             )
-        generation = self._generations.begin(claimed)
+        generation = self._begin(claimed)
         self._channel.report(
             Claimed(
                 number=first.number,

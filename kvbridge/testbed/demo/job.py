@@ -15,7 +15,8 @@ from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, RoomId, Tables
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.testbed.engines.channel import Channel, Failed
+from kvbridge.testbed.engines.channel import Channel
+from kvbridge.testbed.engines.messages import Attached, Computed, EngineJob, Failed, Finished, RoomEnded
 
 Pages = dict[str, tuple[int, ...]]
 """Page ids by index space."""
@@ -35,40 +36,26 @@ def page_ids(tables: Tables) -> Pages:
     return {space.value: tuple(table.ids.tolist()) for space, table in tables.items()}
 
 
-class Job(FrozenModel):
+class Job(EngineJob):
     """The same for every process, so that they compute the same."""
 
     hf_config: Path
     encoding: Encoding
     prompts: tuple[Prompt, ...]
     steps: Positive
-    chunk_tokens: Positive
-    seed: int = 0
     device: str = "cpu"
     """Where the models compute, as torch names it."""
     sparse: SparseSettings | None = None
     """The hot buffer that decode uses; None: decode keeps whole caches."""
-    prefill_runtime_dir: Path
-    decode_runtime_dir: Path
     logits_dir: Path
 
     def logits_file(self, who: str, number: int) -> Path:
         """Where a process puts a request's logits: float32 [positions, vocabulary] as .npy."""
-        return logits_file(self.logits_dir, who, number)
+        return self.logits_dir / f"{number:04d}-{who}.npy"
 
     def trace_file(self, who: str, number: int) -> Path:
         """Where a process puts the trace of a request's decode steps: .npz."""
-        return trace_file(self.logits_dir, who, number)
-
-
-def logits_file(folder: Path, who: str, number: int) -> Path:
-    """Where logits are in a job's folder."""
-    return folder / f"{number:04d}-{who}.npy"
-
-
-def trace_file(folder: Path, who: str, number: int) -> Path:
-    """Where traces are in a job's folder."""
-    return folder / f"{number:04d}-{who}-trace.npz"
+        return self.logits_dir / f"{number:04d}-{who}-trace.npz"
 
 
 class SparseFigures(FrozenModel):
@@ -126,36 +113,12 @@ class Loaded(FrozenModel):
     versions: dict[str, str]
 
 
-class Attached(FrozenModel):
-    """The engine has attached to its daemon."""
-
-    type: Literal["attached"] = "attached"
-
-
 class Began(FrozenModel):
     """Prefill: a room has begun, with these pages."""
 
     type: Literal["began"] = "began"
     number: Positive
     pages: Pages
-
-
-class Computed(FrozenModel):
-    """Prefill or the model alone: one more chunk."""
-
-    type: Literal["computed"] = "computed"
-    number: Positive
-    tokens: Positive
-    """Of this chunk."""
-
-
-class Finished(FrozenModel):
-    """Prefill: the whole prompt is computed and published."""
-
-    type: Literal["finished"] = "finished"
-    number: Positive
-    finished_s: float
-    """On the machine's monotonic clock, just before `finish`."""
 
 
 class Claimed(FrozenModel):
@@ -192,15 +155,6 @@ class Decoded(FrozenModel):
     top1_agreement: float | None = None
     share_of_rounding: float | None = None
     """The model alone, when decode is sparse: its largest difference from dense attention, as a share of what rounding explains."""
-
-
-class RoomEnded(FrozenModel):
-    """The daemon says that a room ended before its time."""
-
-    type: Literal["room_ended"] = "room_ended"
-    room: RoomId
-    kind: str
-    reason: str
 
 
 Event = (

@@ -28,7 +28,8 @@ from kvbridge.engine.adapters.transformers import (
     prompt_tokens,
     weights_digest,
 )
-from kvbridge.testbed.demo.job import Computed, DemoChannel, Job, Loaded, Prompt
+from kvbridge.testbed.demo.job import DemoChannel, Job, Loaded, Prompt
+from kvbridge.testbed.engines.messages import Computed
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -64,7 +65,7 @@ class DemoModel:
                 f"--device cuda: torch {torch.__version__} cannot use a GPU here; install a build of torch with CUDA, or leave "
                 "--device out"
             )
-        model = load_model(facts, seed=job.seed, dtype=dtype, device=device)
+        model = load_model(facts, dtype=dtype, device=device)
         return cls(model, dtype, device, geometry, weights_digest(model))
 
     def codec(self, geometry: ModelGeometry | None = None) -> CacheCodec:
@@ -78,7 +79,7 @@ class DemoModel:
         def after(cache: Any, tokens: int) -> None:  # noqa: ANN401 - transformers is untyped
             nonlocal done
             on_chunk(cache, tokens)
-            report(Computed(number=prompt.number, tokens=tokens - done))
+            report(Computed(tokens=tokens - done))
             done = tokens
 
         tokens = prompt_tokens(prompt.tokens, offset=prompt.offset)

@@ -1,6 +1,6 @@
 """What a demo will run, decided before anything runs.
 
-Owns: the options, the model's facts, the prompts, the sizes of the pools, the configuration of the daemons. Must not know:
+Owns: the model's facts, the prompts, the sizes of the pools, the configuration of the daemons. Must not know:
 processes.
 """
 
@@ -23,37 +23,20 @@ from kvbridge.pool.memory.layout import stage_layers
 from kvbridge.testbed.cluster import ClusterSpec, NodeSpec
 from kvbridge.testbed.demo.job import Job, Prompt
 from kvbridge.testbed.demo.lengths import prompt_lengths, sparse_prompt_lengths
+from kvbridge.testbed.demo.options import DEFAULT_HOT_ROWS, DemoOptions, Device, RowEncoding
 from kvbridge.testbed.demo.report import HotBuffer
 
 MODEL_TYPE = "deepseek_v4"
 TEXT_STRIDE = 97
 """Prompts begin at different places of the text."""
 LONG_S = 3600.0
-DEFAULT_HOT_ROWS = 128
+IN_FLIGHT = 4
+"""Requests at once."""
 RING_PAGES = 2
 LIBRARY_TOP_K = 512
 """What transformers takes when a config.json does not say."""
 RESERVED_STEPS = 64
 """Sparse decode reserves pages for so many steps, and asks for more as it goes on."""
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """What the user chose."""
-
-    transport: str
-    prefill_pp: int
-    hf_config: Path | None
-    encoding: Encoding
-    prompts: int
-    steps: int
-    chunk_tokens: int
-    patience_s: float
-    keep_logs: Path | None
-    in_flight: int = 4
-    sparse: bool = False
-    hot_rows: int = DEFAULT_HOT_ROWS
-    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -73,18 +56,20 @@ class DemoPlan:
         """Decide. Raises ConfigError or InvalidInputError for a model or a split that cannot be run."""
         facts, name = _model(options.hf_config)
         geometry = geometry_from_config(
-            facts, encoding=options.encoding, native_dtype_bytes=native_dtype_bytes(facts), name=name
+            facts, encoding=Encoding(options.encoding.value), native_dtype_bytes=native_dtype_bytes(facts), name=name
         )
-        most_tokens = int(facts.get("max_position_embeddings", 1 << 20)) - options.steps
+        most_tokens = int(facts.get("max_position_embeddings", 1 << 20)) - options.step_count
         if most_tokens < 1:
-            raise InvalidInputError(f"{name}: max_position_embeddings leaves no room for {options.steps} steps")
+            raise InvalidInputError(f"{name}: max_position_embeddings leaves no room for {options.step_count} steps")
+        if options.hot_rows is not None and not options.sparse:
+            raise InvalidInputError("--hot-rows is the size of the hot buffer, which only --sparse has")
         if options.prefill_pp > geometry.layer_count:
             raise InvalidInputError(f"--prefill-pp {options.prefill_pp}: {name} has only {geometry.layer_count} layers")
         stages = tuple(
             stage_layers(geometry.layer_count, options.prefill_pp, stage) for stage in range(options.prefill_pp)
         )
         lengths = (sparse_prompt_lengths if options.sparse else prompt_lengths)(
-            options.prompts, most_tokens=most_tokens
+            options.prompt_count, most_tokens=most_tokens
         )
         sparse = _sparse_settings(options, facts, geometry, most_tokens=max(lengths)) if options.sparse else None
         return cls(options, name, facts, geometry, lengths, stages, sparse)
@@ -107,12 +92,12 @@ class DemoPlan:
     @property
     def reserved_steps(self) -> int:
         """Steps that a request has pages for when it is admitted."""
-        return min(self.options.steps, RESERVED_STEPS) if self.sparse else self.options.steps
+        return min(self.options.step_count, RESERVED_STEPS) if self.sparse else self.options.step_count
 
     @property
     def reference(self) -> str:
         """What the requests are compared with, in words."""
-        rows = "" if self.options.encoding is Encoding.NATIVE else f" with {self.options.encoding} rows"
+        rows = "" if self.options.encoding is RowEncoding.NATIVE else f" with {self.options.encoding} rows"
         return f"the model alone{rows}{', attending to the selected ones' if self.sparse else ''}"
 
     @property
@@ -138,12 +123,12 @@ class DemoPlan:
         """Return the job of the engine processes."""
         return Job(
             hf_config=model_file,
-            encoding=self.options.encoding,
+            encoding=Encoding(self.options.encoding.value),
             prompts=tuple(
                 Prompt(number=number, tokens=tokens, offset=number * TEXT_STRIDE)
                 for number, tokens in enumerate(self.lengths, start=1)
             ),
-            steps=self.options.steps,
+            steps=self.options.step_count,
             chunk_tokens=self.options.chunk_tokens,
             device=_device(self.options.device),
             sparse=self.sparse,
@@ -162,7 +147,7 @@ class DemoPlan:
         decode_pages.pop(IndexSpace.HOST.value, None)
         return ClusterSpec(
             model={"hf_config": str(model_file), "encoding": self.options.encoding.value},
-            transport=self.options.transport,
+            transport=self.options.chosen_transport,
             prefill=NodeSpec(
                 instance=f"{instance}-prefill",
                 pp=self.options.prefill_pp,
@@ -180,7 +165,7 @@ class DemoPlan:
 
     def _ranks(self, stages: int) -> dict[str, Any]:
         """Where the ranks of a node are, unless on the CPU: all of them on one device, with the models."""
-        if self.options.device == "cpu":
+        if self.options.device is Device.CPU:
             return {}
         ranks = [{"pp": stage, "tp": 0, "device": _device(self.options.device)} for stage in range(stages)]
         return {"parallelism": {"pp_size": stages, "tp_size": 1, "ranks": ranks}}
@@ -195,7 +180,7 @@ class DemoPlan:
         )
 
     def _decode_pages(self, host: frozenset[ComponentKind]) -> dict[str, int]:
-        return self._pool_sizes([(tokens, tokens + self.options.steps) for tokens in self._largest()], host)
+        return self._pool_sizes([(tokens, tokens + self.options.step_count) for tokens in self._largest()], host)
 
     def _pool_sizes(
         self, served: list[tuple[int, int]], host: frozenset[ComponentKind], *, always: int = 0
@@ -215,11 +200,11 @@ class DemoPlan:
 
     def _largest(self) -> list[int]:
         """The longest prompts that can be in flight at once, and one more, whose pages may still be on their way back."""
-        return sorted(self.lengths)[-self.options.in_flight - 1 :]
+        return sorted(self.lengths)[-IN_FLIGHT - 1 :]
 
 
-def _device(kind: str) -> str:
-    return "cpu" if kind == "cpu" else f"{kind}:0"
+def _device(kind: Device) -> str:
+    return "cpu" if kind is Device.CPU else f"{kind}:0"
 
 
 def _sparse_settings(
@@ -236,17 +221,18 @@ def _sparse_settings(
     component = geometry.component(ComponentKind.C4_KV)
     top_k = int(facts.get("index_topk", LIBRARY_TOP_K))
     least_rows = -(-top_k // component.slots_per_page) * component.slots_per_page
-    if options.hot_rows < least_rows or options.hot_rows % component.slots_per_page:
+    hot_rows = options.hot_rows or DEFAULT_HOT_ROWS
+    if hot_rows < least_rows or hot_rows % component.slots_per_page:
         raise InvalidInputError(
-            f"--hot-rows {options.hot_rows}: need a multiple of {component.slots_per_page} of at least {least_rows}, for the "
+            f"--hot-rows {hot_rows}: need a multiple of {component.slots_per_page} of at least {least_rows}, for the "
             f"{top_k} rows that the model selects in a step"
         )
     settings = SparseSettings(
-        max_requests=options.in_flight,
-        hot_rows=options.hot_rows,
+        max_requests=IN_FLIGHT,
+        hot_rows=hot_rows,
         ring_pages=RING_PAGES,
         top_k=top_k,
-        max_tokens=most_tokens + options.steps,
+        max_tokens=most_tokens + options.step_count,
     )
     settings.check_component(component)
     return settings

@@ -10,18 +10,9 @@ from typing import Any
 
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.testbed.demo.job import (
-    Attached,
-    Began,
-    DemoChannel,
-    Finished,
-    FirstToken,
-    Job,
-    RoomEnded,
-    Serve,
-    page_ids,
-)
+from kvbridge.testbed.demo.job import Began, DemoChannel, FirstToken, Job, Serve, page_ids
 from kvbridge.testbed.demo.model import DemoModel, load_and_report, save_logits
+from kvbridge.testbed.engines.messages import Attached, Finished, RoomEnded
 
 
 def serve(job: Job, channel: DemoChannel) -> None:
@@ -36,13 +27,14 @@ def serve(job: Job, channel: DemoChannel) -> None:
             _prefill(job, channel, loaded, engine=engine, codec=codec, order=order)
             for event in engine.events():
                 if event.kind in {"aborted", "failed"}:
-                    channel.report(RoomEnded(room=event.room, kind=event.kind, reason=event.reason))
+                    channel.report(RoomEnded.told(event, "prefill"))
 
 
 def _prefill(
     job: Job, channel: DemoChannel, loaded: DemoModel, *, engine: PrefillEngine, codec: CacheCodec, order: Serve
 ) -> None:
     prompt = job.prompts[order.number - 1]
+    begun_s = time.monotonic()
     begun = engine.begin(order.room, prompt_tokens=prompt.tokens)
     channel.report(Began(number=prompt.number, pages=page_ids(begun.tables)))
     packers = [
@@ -58,5 +50,5 @@ def _prefill(
     result = loaded.prefill(job, prompt, on_chunk=publish, report=channel.report)
     save_logits(job.logits_file("prefill", prompt.number), result.logits[None])
     metadata = FirstToken(number=prompt.number, first_token=result.first_token, weights=loaded.weights)
-    channel.report(Finished(number=prompt.number, finished_s=time.monotonic()))
+    channel.report(Finished(number=prompt.number, begun_s=begun_s, finished_s=time.monotonic()))
     engine.finish(order.room, metadata=metadata.model_dump_json().encode())

@@ -5,8 +5,7 @@ Owns: the report and its forms. Must not know: how it came about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 from pydantic import computed_field
@@ -25,6 +24,8 @@ WIDE = 108
 STATES = (ComponentKind.C4_STATE, ComponentKind.C4_INDEXER_STATE, ComponentKind.C128_STATE)
 MIB = 1 << 20
 TEXT_WIDTH = 100
+NOT_ADDED = {"#", "rows"}
+"""Columns that have no sum."""
 _LEGEND = (
     "Bytes that arrived, by component, with K and M for KiB and MiB. Move: plan, submit and wait until arrived, all chunks "
     "of the busiest prefill rank added; MiB/s is bytes by that. Tail: from the end of the prompt's computation until decode "
@@ -113,12 +114,7 @@ class DemoReport(FrozenModel):
     weights: str
     versions: dict[str, str]
     requests: tuple[RequestReport, ...]
-    page_ids: dict[str, PageIds]
-    """Source against destination, by index space of the destination."""
-    scattered_requests: NonNegative
-    """Whose pages are not consecutive on at least one side."""
     most_in_flight: NonNegative
-    divergence: Divergence | None = None
     hot_buffer: HotBuffer | None = None
     """None: decode kept whole caches."""
     pages_left: NonNegative = 0
@@ -131,23 +127,40 @@ class DemoReport(FrozenModel):
         """Whether every request gave the very logits."""
         return bool(self.requests) and all(request.equal for request in self.requests)
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def page_ids(self) -> dict[str, PageIds]:
+        """Source against destination, by index space of the destination; host pages come from prefill's `full` ones."""
+        found: dict[str, PageIds] = {}
+        for request in self.requests:
+            for space, destination in request.destination_pages.items():
+                source = request.source_pages["full" if space == "host" else space][: len(destination)]
+                if destination:
+                    so_far = found.get(space, PageIds(compared=0, different=0))
+                    different = so_far.different + (source != destination[: len(source)])
+                    found[space] = PageIds(compared=so_far.compared + 1, different=different)
+        return found
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def scattered_requests(self) -> int:
+        """Requests whose pages are not consecutive on at least one side."""
+        return sum(map(is_scattered, self.requests))
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def divergence(self) -> Divergence | None:
+        """Average over all steps, of which every request has as many."""
+        kl = [request.mean_kl for request in self.requests if request.mean_kl is not None]
+        agreed = [request.top1_agreement for request in self.requests if request.top1_agreement is not None]
+        if not kl or not agreed:
+            return None
+        return Divergence(mean_kl=sum(kl) / len(kl), top1_agreement=sum(agreed) / len(agreed))
+
     @property
     def good(self) -> bool:
         """Whether the demo has shown what it is there to show."""
         return self.equal and not self.pages_left
-
-
-def compare_page_ids(requests: Iterable[RequestReport]) -> dict[str, PageIds]:
-    """Compare each request's ids on the two sides; pages in host memory come from prefill's `full` ones."""
-    found: dict[str, PageIds] = {}
-    for request in requests:
-        for space, destination in request.destination_pages.items():
-            source = request.source_pages["full" if space == "host" else space][: len(destination)]
-            if destination:
-                so_far = found.get(space, PageIds(compared=0, different=0))
-                different = so_far.different + (source != destination[: len(source)])
-                found[space] = PageIds(compared=so_far.compared + 1, different=different)
-    return found
 
 
 def is_scattered(request: RequestReport) -> bool:
@@ -159,101 +172,99 @@ def is_scattered(request: RequestReport) -> bool:
 # ---------------------------------------------------------------------------------------------- the table
 
 
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cell: Callable[[RequestReport], str]
-    total: Callable[[DemoReport], str]
+_Column = tuple[str, Callable[[RequestReport], str]]
+"""Its title, and the cell of a request; that of all requests together is the cell of their sum."""
 
 
 def print_report(report: DemoReport, console: Console) -> None:
     """Print the table and what it adds up to, in the width that the console has; the last line is the verdict."""
-    _print_table(report, _columns(report, wide=console.width >= WIDE), console)
+    together = _together(report.requests)
+    _print_table(report, together, _columns(wide=console.width >= WIDE), console)
     if report.hot_buffer is not None:
-        _print_table(report, _sparse_columns(), console)
+        _print_table(report, together, _SPARSE_COLUMNS, console)
     for line in _notes(report):
         console.print(Text(line), width=min(console.width, TEXT_WIDTH))
     console.print()
     console.print(Text(report.verdict, style="bold green" if report.good else "bold red"), soft_wrap=True)
 
 
-def _print_table(report: DemoReport, columns: list[_Column], console: Console) -> None:
+def _print_table(report: DemoReport, together: RequestReport, columns: Sequence[_Column], console: Console) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True)
+    for title, _ in columns:
+        table.add_column(title, justify="right", no_wrap=True)
     for request in report.requests:
-        table.add_row(*(column.cell(request) for column in columns), style="" if request.equal else "bold red")
+        table.add_row(*(cell(request) for _, cell in columns), style="" if request.equal else "bold red")
     table.add_row()
-    table.add_row(*(column.total(report) for column in columns), style="bold")
+    totals = ("" if title in NOT_ADDED else cell(together) for title, cell in columns)
+    table.add_row(*totals, style="bold")
     console.print(table)
     console.print()
 
 
-def _sparse_columns() -> list[_Column]:
-    def count(title: str, of: Callable[[SparseFigures], int]) -> _Column:
-        return _Column(title, _if_sparse(lambda each: f"{of(each):,}"), lambda r: f"{sum(map(of, _figures(r))):,}")
-
-    def share(title: str, of: Callable[[SparseFigures], int]) -> _Column:
-        return _Column(
-            title,
-            _if_sparse(lambda each: _percent(of(each), each.selected)),
-            lambda r: _percent(sum(map(of, _figures(r))), sum(each.selected for each in _figures(r))),
-        )
-
-    return [
-        _Column("#", lambda request: str(request.number), lambda _: ""),
-        _Column("rows", _if_sparse(lambda each: f"{each.rows:,}"), lambda _: ""),
-        count("selected", lambda each: each.selected),
-        share("in ring", lambda each: each.in_ring),
-        share("in slots", lambda each: each.in_hot_slots),
-        count("loaded", lambda each: each.loaded),
-        count("evicted", lambda each: each.evicted),
-        count("to host", lambda each: each.backed_up),
-        _Column("equal", lambda request: "yes" if request.equal else "NO", lambda r: "yes" if r.equal else "NO"),
-    ]
+def _together(requests: Sequence[RequestReport]) -> RequestReport:
+    """Return at least one request as one: sums, the median tail, and the first comparison that was not equal."""
+    moving_s = [request.moving_s for request in requests]
+    tails_s = sorted(request.after_prefill_s for request in requests)
+    figures = [request.sparse.model_dump() for request in requests if request.sparse is not None]
+    summed = {name: sum(each[name] for each in figures) for name in SparseFigures.model_fields}
+    return min(requests, key=lambda request: request.equal).model_copy(
+        update={
+            "prompt_tokens": sum(request.prompt_tokens for request in requests),
+            "amounts": reduce(add_amounts, [request.amounts for request in requests]),
+            "moving_s": None if None in moving_s else sum(filter(None, moving_s)),
+            "after_prefill_s": tails_s[len(tails_s) // 2],
+            "sparse": SparseFigures(**summed) if figures else None,
+        }
+    )
 
 
-def _if_sparse(cell: Callable[[SparseFigures], str]) -> Callable[[RequestReport], str]:
-    return lambda request: "-" if request.sparse is None else cell(request.sparse)
+def _sparse(title: str, cell: Callable[[SparseFigures], str]) -> _Column:
+    return title, lambda request: "-" if request.sparse is None else cell(request.sparse)
 
 
-def _figures(report: DemoReport) -> list[SparseFigures]:
-    return [request.sparse for request in report.requests if request.sparse is not None]
+_NUMBER: _Column = ("#", lambda request: str(request.number))
+_EQUAL: _Column = ("equal", lambda request: "yes" if request.equal else "NO")
+_SPARSE_COLUMNS = (
+    _NUMBER,
+    _sparse("rows", lambda each: f"{each.rows:,}"),
+    _sparse("selected", lambda each: f"{each.selected:,}"),
+    _sparse("in ring", lambda each: _percent(each.in_ring, each.selected)),
+    _sparse("in slots", lambda each: _percent(each.in_hot_slots, each.selected)),
+    _sparse("loaded", lambda each: f"{each.loaded:,}"),
+    _sparse("evicted", lambda each: f"{each.evicted:,}"),
+    _sparse("to host", lambda each: f"{each.backed_up:,}"),
+    _EQUAL,
+)
 
 
-def _columns(report: DemoReport, *, wide: bool) -> list[_Column]:
-    together = add_all(report.requests)
+def _component(title: str, *kinds: ComponentKind) -> _Column:
+    return title, lambda request: format_bytes(sum(request.amounts.get(kind, Amount()).bytes for kind in kinds))
 
-    def component(title: str, *kinds: ComponentKind) -> _Column:
-        return _Column(
-            title,
-            lambda request: format_bytes(_bytes(request.amounts, kinds)),
-            lambda _: format_bytes(_bytes(together, kinds)),
-        )
 
+def _columns(*, wide: bool) -> list[_Column]:
     states = (
         [
-            component("c4 state", ComponentKind.C4_STATE),
-            component("idx state", ComponentKind.C4_INDEXER_STATE),
-            component("c128 state", ComponentKind.C128_STATE),
+            _component("c4 state", ComponentKind.C4_STATE),
+            _component("idx state", ComponentKind.C4_INDEXER_STATE),
+            _component("c128 state", ComponentKind.C128_STATE),
         ]
         if wide
-        else [component("state", *STATES)]
+        else [_component("state", *STATES)]
     )
     return [
-        _Column("#", lambda request: str(request.number), lambda _: ""),
-        _Column("tokens", lambda request: f"{request.prompt_tokens:,}", lambda r: f"{_prompt_tokens(r):,}"),
-        component("c4", ComponentKind.C4_KV),
-        component("c4 idx" if wide else "idx", ComponentKind.C4_INDEXER),
-        component("c128", ComponentKind.C128_KV),
-        component("window" if wide else "swa", ComponentKind.SWA_KV),
+        _NUMBER,
+        ("tokens", lambda request: f"{request.prompt_tokens:,}"),
+        _component("c4", ComponentKind.C4_KV),
+        _component("c4 idx" if wide else "idx", ComponentKind.C4_INDEXER),
+        _component("c128", ComponentKind.C128_KV),
+        _component("window" if wide else "swa", ComponentKind.SWA_KV),
         *states,
-        _Column("all", lambda request: format_bytes(request.total.bytes), lambda _: format_bytes(_bytes(together))),
-        _Column("ops", lambda request: f"{request.total.operations:,}", lambda r: f"{_operations(r):,}"),
-        _Column("move ms", lambda request: _milliseconds(request.moving_s), lambda r: _milliseconds(_moving_s(r))),
-        _Column("MiB/s", lambda request: _rate(request.total.bytes, request.moving_s), _rate_of_all),
-        _Column("tail ms", lambda request: _milliseconds(request.after_prefill_s), _median_after),
-        _Column("equal", lambda request: "yes" if request.equal else "NO", lambda r: "yes" if r.equal else "NO"),
+        ("all", lambda request: format_bytes(request.total.bytes)),
+        ("ops", lambda request: f"{request.total.operations:,}"),
+        ("move ms", lambda request: _milliseconds(request.moving_s)),
+        ("MiB/s", lambda request: f"{request.total.bytes / MIB / request.moving_s:,.0f}" if request.moving_s else "-"),
+        ("tail ms", lambda request: _milliseconds(request.after_prefill_s)),
+        _EQUAL,
     ]
 
 
@@ -287,7 +298,7 @@ def _notes(report: DemoReport) -> list[str]:
 
 
 def _sparse_notes(report: DemoReport, buffer: HotBuffer) -> list[str]:
-    figures = _figures(report)
+    figures = [request.sparse for request in report.requests if request.sparse is not None]
     loaded, selected = sum(each.loaded for each in figures), sum(each.selected for each in figures)
     longest = max(each.rows for each in figures)
     whole_bytes = longest * buffer.layers * buffer.row_bytes
@@ -310,11 +321,6 @@ def _sparse_notes(report: DemoReport, buffer: HotBuffer) -> list[str]:
     ]
 
 
-def add_all(requests: Iterable[RequestReport]) -> Amounts:
-    """Sum what arrived, component by component."""
-    return reduce(add_amounts, (request.amounts for request in requests), {})
-
-
 def format_bytes(count: int) -> str:
     """Return a byte count in at most five characters: '-', '512', '37.5K', '1.2M'."""
     if not count:
@@ -327,39 +333,9 @@ def format_bytes(count: int) -> str:
     return ""
 
 
-def _bytes(amounts: Amounts, kinds: Iterable[ComponentKind] = tuple(ComponentKind)) -> int:
-    return sum(amounts.get(kind, Amount()).bytes for kind in kinds)
-
-
-def _prompt_tokens(report: DemoReport) -> int:
-    return sum(request.prompt_tokens for request in report.requests)
-
-
-def _operations(report: DemoReport) -> int:
-    return sum(request.total.operations for request in report.requests)
-
-
-def _moving_s(report: DemoReport) -> float:
-    return sum(request.moving_s or 0.0 for request in report.requests)
-
-
-def _rate_of_all(report: DemoReport) -> str:
-    timed = [request for request in report.requests if request.moving_s is not None]
-    return _rate(sum(request.total.bytes for request in timed), _moving_s(report))
-
-
-def _median_after(report: DemoReport) -> str:
-    times = sorted(request.after_prefill_s for request in report.requests)
-    return _milliseconds(times[len(times) // 2] if times else None)
-
-
 def _percent(count: int, whole: int) -> str:
     return f"{count / whole:.1%}" if whole else "-"
 
 
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1000:.1f}"
-
-
-def _rate(count: int, seconds: float | None) -> str:
-    return f"{count / MIB / seconds:,.0f}" if seconds else "-"

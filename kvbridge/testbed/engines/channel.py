@@ -1,6 +1,6 @@
 """An engine process's end of its pipes to the command that started it.
 
-Owns: how orders and events travel (JSON lines over standard input and output), and the last event of a process that fails.
+Owns: how orders and events travel (JSON lines over standard input and output).
 Must not know: what an order asks for.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import select
 import sys
-from typing import Generic, Literal, TextIO, TypeVar
+from typing import Generic, TextIO, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -18,13 +18,6 @@ from kvbridge.core.ids import FrozenModel
 _READ_BYTES = 1 << 16
 
 OrderT = TypeVar("OrderT")
-
-
-class Failed(FrozenModel):
-    """The process cannot go on and ends."""
-
-    type: Literal["failed"] = "failed"
-    message: str
 
 
 class Channel(Generic[OrderT]):

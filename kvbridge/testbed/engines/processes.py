@@ -6,6 +6,7 @@ Owns: their pipes, and the one queue of what they report. Must not know: what an
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import sys
 import threading
@@ -19,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.children import ChildProcess
-from kvbridge.testbed.engines.channel import Failed
+from kvbridge.testbed.engines.messages import Failed
 
 LOOK_S = 0.1
 """How often processes are looked at while nothing is reported."""
@@ -32,11 +33,11 @@ Reported: TypeAlias = "tuple[EngineProcess, FrozenModel]"
 
 
 class EngineProcess(ChildProcess):
-    """One engine process: `python -m MODULE PART JOB_FILE`. What it reports appears in `reports`, which all of them share."""
+    """One engine process of a command's package. What it reports appears in `reports`, which all of them share."""
 
     def __init__(
         self,
-        module: str,
+        package: str,
         part: str,
         name: str,
         folder: Path,
@@ -47,7 +48,7 @@ class EngineProcess(ChildProcess):
         """`events` validates what it reports; `name` is for messages."""
         super().__init__(name, folder / f"{part}-engine.log", ends_with_us=True)
         self.part = part
-        self._module = module
+        self._package = package
         self._events = events
         self._reports = reports
         self._reader = threading.Thread(target=self._read, name=f"reports of {name}", daemon=True)
@@ -56,7 +57,7 @@ class EngineProcess(ChildProcess):
         """Start it; it reads the job at once."""
         scratch = job_file.parent / SCRATCH
         scratch.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", self._module, self.part, str(job_file)]
+        command = [sys.executable, "-m", "kvbridge.testbed.engines", self._package, self.part, str(job_file)]
         self.launch(command, piped=True, environment={"TMPDIR": str(scratch)})
         self._reader.start()
 
@@ -101,56 +102,47 @@ class Reports:
     """What the engine processes report, one at a time, for as long as all of them are alive."""
 
     def __init__(self, *, silence_s: float) -> None:
-        """`silence_s`: the longest time without any report while one is waited for."""
+        """`silence_s`: the longest time that is waited for a report in vain."""
         self.queue: queue.SimpleQueue[Reported] = queue.SimpleQueue()
         self.silence_s = silence_s
+        self.waited_s = 0.0
+        """For how long since the last report; whoever expects none may set it back."""
 
-    def next(self, engines: Iterable[EngineProcess], *, check: Callable[[], None]) -> Reported:
-        """Return the next report of any of the processes, and call `check` while there is none.
+    def next(
+        self, engines: Iterable[EngineProcess], *, check: Callable[[], None], wait_s: float = math.inf
+    ) -> Reported | None:
+        """Return the next report of any of the processes, None when there is none within `wait_s`; call `check` meanwhile.
 
         Raises what `check` raises, PeerError when a process has ended or says that it failed, DeadlineError when all
         are silent for too long.
         """
         engines = tuple(engines)
-        deadline_s = time.monotonic() + self.silence_s
-        while (reported := self.take(engines, LOOK_S)) is None:
+        until_s = time.monotonic() + wait_s
+        while (reported := self._take(engines, min(LOOK_S, until_s - time.monotonic()))) is None:
+            for engine in engines:
+                engine.check_running()
             check()
-            if time.monotonic() > deadline_s:
-                raise self.silent(engines)
+            if self.waited_s > self.silence_s:
+                logs = "\n".join(f"{engine.name}: {engine.log(5) or 'nothing in its log'}" for engine in engines)
+                raise DeadlineError(f"no engine said anything for {self.silence_s:g} s (--patience); {logs}")
+            if time.monotonic() >= until_s:
+                return None
+        engine, event = reported
+        if isinstance(event, Failed):
+            raise PeerError(f"{engine.name} failed: {event.message}")
         return reported
 
-    def take(self, engines: Iterable[EngineProcess], timeout_s: float) -> Reported | None:
-        """Return the next report of any of the processes, None when there is none within `timeout_s`.
-
-        Raises PeerError when a process has ended or says that it failed.
-        """
-        engines = tuple(engines)
-        reported = self._take(timeout_s)
-        if reported is None:
+    def _take(self, engines: Iterable[EngineProcess], timeout_s: float) -> Reported | None:
+        begun_s = time.monotonic()
+        try:
+            reported = self.queue.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
             for engine in engines:
                 if not engine.running:
                     engine.wait_last_words()
-            reported = self._take(0.0)
-        if reported is not None:
-            return _not_failed(reported)
-        for engine in engines:
-            engine.check_running()
-        return None
-
-    def silent(self, engines: Iterable[EngineProcess]) -> DeadlineError:
-        """Return the error of a process that has said nothing for `silence_s`."""
-        logs = "\n".join(f"{engine.name}: {engine.log(5) or 'nothing in its log'}" for engine in engines)
-        return DeadlineError(f"no engine said anything for {self.silence_s:g} s (--patience); {logs}")
-
-    def _take(self, timeout_s: float) -> Reported | None:
-        try:
-            return self.queue.get(timeout=timeout_s) if timeout_s else self.queue.get_nowait()
-        except queue.Empty:
-            return None
-
-
-def _not_failed(reported: Reported) -> Reported:
-    engine, event = reported
-    if isinstance(event, Failed):
-        raise PeerError(f"{engine.name} failed: {event.message}")
-    return reported
+            if self.queue.empty():
+                self.waited_s += time.monotonic() - begun_s
+                return None
+            reported = self.queue.get()
+        self.waited_s = 0.0
+        return reported

@@ -10,14 +10,13 @@ from rich.console import Console
 
 from kvbridge.cli.config import EXIT_FAILED
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED
-from kvbridge.core.errors import BridgeError, InvalidInputError, UnsupportedError
-from kvbridge.testbed.command import Complaints, with_options
-from kvbridge.testbed.progress import ShownProgress, shown_progress
+from kvbridge.core.errors import BridgeError, UnsupportedError
+from kvbridge.testbed.command import Complaints
+from kvbridge.testbed.options import with_options
 from kvbridge.testbed.replay.options import ReplayOptions
 from kvbridge.testbed.replay.plot import draw, require_plots
 from kvbridge.testbed.replay.report import Ending, ReplayReport, print_report
 from kvbridge.testbed.replay.run import Replay
-from kvbridge.testbed.signals import terminated_like_interrupted
 
 complaints = Complaints("replay")
 
@@ -50,7 +49,6 @@ def _check_files(options: ReplayOptions) -> None:
     for name, file in (("--report", options.report_file), ("--plot", options.plot_file)):
         if file is not None and not file.parent.is_dir():
             complaints.refuse(f"{name} {file}: there is no directory {file.parent}")
-    complaints.check_keep_logs(options.keep_logs)
     if options.plot_file is not None:
         try:
             require_plots()
@@ -60,13 +58,8 @@ def _check_files(options: ReplayOptions) -> None:
 
 def _run(options: ReplayOptions) -> ReplayReport:
     """Run it; whatever it came to is in the report."""
-    with (
-        terminated_like_interrupted(),
-        shown_progress(Console(stderr=True)) as progress,
-        _prepared(options, progress) as prepared,
-    ):
-        ending, problem = _ending(prepared)
-        return prepared.report(ending, problem)
+    with complaints.prepared(Replay, options) as replay:
+        return replay.report(*_ending(replay))
 
 
 def _ending(prepared: Replay) -> tuple[Ending, str]:
@@ -82,13 +75,6 @@ def _ending(prepared: Replay) -> tuple[Ending, str]:
     except BridgeError as error:
         return Ending.BROKEN, str(error)
     return Ending.COMPLETED, ""
-
-
-def _prepared(options: ReplayOptions, progress: ShownProgress) -> Replay:
-    try:
-        return Replay(options, progress)
-    except InvalidInputError as error:
-        complaints.refuse(str(error))
 
 
 def _write(report: ReplayReport, options: ReplayOptions) -> bool:

@@ -15,15 +15,14 @@ from kvbridge.core.errors import BridgeError, ConflictError
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.testbed.engines.messages import Attached, RoomEnded
 from kvbridge.testbed.replay.job import (
     MOST_WRONG_ROWS,
     Arrived,
     Job,
     Note,
-    Ready,
     Released,
     ReplayChannel,
-    RoomEnded,
     WrongRow,
 )
 
@@ -35,7 +34,7 @@ def serve(job: Job, channel: ReplayChannel) -> None:
     """Serve whatever arrives until the orders end (there are none for this engine)."""
     torch.set_num_threads(1)  # the daemons need the other cores
     with DecodeEngine.attach(job.decode_runtime_dir) as engine:
-        channel.report(Ready())
+        channel.report(Attached())
         Decoding(job, channel, engine).run()
 
 
@@ -71,7 +70,7 @@ class Decoding:
                     self._channel.report(RoomEnded(room=event.room, reason=f"on decode: {error}"))
                 self._release_due()
             case "aborted" | "failed":
-                self._channel.report(RoomEnded(room=event.room, reason=f"{event.kind} on decode: {event.reason}"))
+                self._channel.report(RoomEnded.told(event, "decode"))
             case "cancel":
                 self._give_up(event)
             case _:

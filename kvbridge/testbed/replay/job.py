@@ -6,7 +6,6 @@ travels with the bytes from one to the other. Must not know: how these travel, w
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
@@ -14,18 +13,16 @@ from pydantic import Field, TypeAdapter
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, RoomId
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.testbed.engines.channel import Channel, Failed
+from kvbridge.testbed.engines.channel import Channel
+from kvbridge.testbed.engines.messages import Attached, Computed, EngineJob, Failed, Finished, RoomEnded
 
 MOST_WRONG_ROWS = 20
 """Rows that are named for one room; all wrong bytes are counted."""
 
 
-class Job(FrozenModel):
+class Job(EngineJob):
     """The same for both engines."""
 
-    prefill_runtime_dir: Path
-    decode_runtime_dir: Path
-    chunk_tokens: Positive
     hold_s_per_token: Annotated[float, Field(ge=0)]
     """How long decode holds a room for each token of its output."""
 
@@ -83,29 +80,6 @@ class Serve(FrozenModel):
 # ---------------------------------------------------------------------------------------------- events
 
 
-class Ready(FrozenModel):
-    """The engine has attached to its daemon."""
-
-    type: Literal["ready"] = "ready"
-
-
-class Computed(FrozenModel):
-    """Prefill: one more chunk of some prompt is written and published."""
-
-    type: Literal["computed"] = "computed"
-    tokens: Positive
-
-
-class Finished(FrozenModel):
-    """Prefill: a whole prompt is written and published."""
-
-    type: Literal["finished"] = "finished"
-    number: Positive
-    begun_s: float
-    finished_s: float
-    """On the machine's monotonic clock, just before `finish`."""
-
-
 class Arrived(FrozenModel):
     """Decode: a room was claimed and every byte of it looked at."""
 
@@ -131,15 +105,7 @@ class Released(FrozenModel):
     """On the machine's monotonic clock."""
 
 
-class RoomEnded(FrozenModel):
-    """A room ended before its time."""
-
-    type: Literal["room_ended"] = "room_ended"
-    room: RoomId
-    reason: str
-
-
-Event = Ready | Computed | Finished | Arrived | Released | RoomEnded | Failed
+Event = Attached | Computed | Finished | Arrived | Released | RoomEnded | Failed
 ORDERS: TypeAdapter[Serve] = TypeAdapter(Serve)
 EVENTS: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
 

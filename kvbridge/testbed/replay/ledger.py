@@ -24,6 +24,8 @@ from kvbridge.testbed.replay.plan import ReplayPlan
 from kvbridge.testbed.replay.report import Ending, PhaseSummary, ReplayReport, Sample, Unserved
 from kvbridge.testbed.replay.trace import TraceRequest
 
+SAMPLE_S = 1.0
+"""How often the pools are looked at."""
 MOST_SAMPLES = 600
 """A longer replay is sampled less often."""
 MOST_UNSERVED = 50
@@ -38,11 +40,6 @@ class Stage(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     REFUSED = "refused"
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will come of it."""
-        return self in {Stage.COMPLETED, Stage.FAILED, Stage.REFUSED}
 
 
 @dataclass
@@ -72,21 +69,19 @@ class Ledger:
             Request(number, facts, due_s=plan.due_s(number - 1), ask_s=plan.due_s(number - 1))
             for number, facts in enumerate(plan.requests, start=1)
         ]
-        self._by_room: dict[int, Request] = {}
         self._in_play: dict[int, Request] = {}
+        """By number."""
         self._next = 0
         """Index of the first request that has not come into play."""
-        self._stages: Counter[Stage] = Counter({Stage.WAITING: len(self._requests)})
         self._refusals: Counter[str] = Counter()
         self._amounts: Amounts = {}
         self._checked_bytes = 0
         self._wrong_bytes = 0
         self._wrong_rows: list[WrongRow] = []
-        self._prompt_tokens = 0
         self._most_in_flight = 0
         self._phases: dict[str, list[float]] = defaultdict(list)
         self._samples: list[Sample] = []
-        self._sample_every_s = plan.options.sample_s
+        self._sample_every_s = SAMPLE_S
         self._next_sample_s = 0.0
 
     # ------------------------------------------------------------------ what is to be done
@@ -99,7 +94,7 @@ class Ledger:
     @property
     def in_flight(self) -> int:
         """Admitted and not ended."""
-        return self._stages[Stage.IN_FLIGHT]
+        return sum(each.stage is Stage.IN_FLIGHT for each in self._in_play.values())
 
     def due(self, now_s: float) -> list[Request]:
         """Return the requests to ask for now."""
@@ -145,8 +140,7 @@ class Ledger:
         """Both ends are reserved; `asked_s` is when the granted call began."""
         request.room, request.admitted_s = room, now_s
         request.phases_s |= {"ticket": now_s - asked_s, "admission": now_s - request.due_s}
-        self._by_room[room] = request
-        self._move(request, Stage.IN_FLIGHT)
+        request.stage = Stage.IN_FLIGHT
         self._most_in_flight = max(self._most_in_flight, self.in_flight)
 
     def finished(self, number: int, *, begun_s: float, finished_s: float) -> None:
@@ -169,13 +163,11 @@ class Ledger:
         request.phases_s["total"] = now_s - request.due_s
         for phase, seconds in request.phases_s.items():
             self._phases[phase].append(seconds)
-        self._prompt_tokens += request.facts.input_length
         self._end(request, Stage.COMPLETED, "")
 
     def failed(self, room: int, reason: str) -> None:
         """A room ended before its time; of rooms that have ended already, and of foreign ones, nothing is noted."""
-        request = self._by_room.get(room)
-        if request is not None and not request.stage.ended:
+        for request in [each for each in self._in_play.values() if each.room == room]:
             self._end(request, Stage.FAILED, reason)
 
     def sample(self, sample: Sample) -> None:
@@ -187,15 +179,12 @@ class Ledger:
         self._next_sample_s = sample.at_s + self._sample_every_s
 
     def _end(self, request: Request, stage: Stage, reason: str) -> None:
-        request.reason = reason
-        self._move(request, stage)
+        request.stage, request.reason = stage, reason
         self._in_play.pop(request.number, None)
         request.phases_s = {}  # summed up, or of no use
 
-    def _move(self, request: Request, stage: Stage) -> None:
-        self._stages[request.stage] -= 1
-        self._stages[stage] += 1
-        request.stage = stage
+    def _count(self, stage: Stage) -> int:
+        return sum(each.stage is stage for each in self._requests)
 
     # ------------------------------------------------------------------ what it adds up to
 
@@ -203,8 +192,8 @@ class Ledger:
         """Say how far it is."""
         moved_gb = sum(amount.bytes for amount in self._amounts.values()) / 1e9
         return (
-            f"{self._stages[Stage.COMPLETED]} of {len(self._requests)} served, {self.in_flight} in flight, "
-            f"{self._stages[Stage.FAILED]} failed, {self._refusals.total()} times sent away, {moved_gb:.2f} GB, "
+            f"{self._count(Stage.COMPLETED)} of {len(self._requests)} served, {self.in_flight} in flight, "
+            f"{self._count(Stage.FAILED)} failed, {self._refusals.total()} times sent away, {moved_gb:.2f} GB, "
             f"{self._wrong_bytes} wrong bytes"
         )
 
@@ -220,15 +209,15 @@ class Ledger:
             settings=self._settings(),
             environment=environment(),
             requests=len(self._requests),
-            completed=self._stages[Stage.COMPLETED],
-            failed=self._stages[Stage.FAILED],
-            refused=self._stages[Stage.REFUSED],
+            completed=self._count(Stage.COMPLETED),
+            failed=self._count(Stage.FAILED),
+            refused=self._count(Stage.REFUSED),
             refusals=dict(self._refusals),
             amounts=self._amounts,
             checked_bytes=self._checked_bytes,
             mismatched_bytes=self._wrong_bytes,
             wrong_rows=tuple(self._wrong_rows),
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=sum(each.facts.input_length for each in self._requests if each.stage is Stage.COMPLETED),
             pool_bytes=pool_bytes,
             pool_pages={"prefill": self._plan.prefill_pages(), "decode": self._plan.decode_pages()},
             most_in_flight=self._most_in_flight,

@@ -13,18 +13,18 @@ import typer
 
 from kvbridge.core.geometry.presets import PRESETS
 from kvbridge.core.plan.digests import DigestKind
-from kvbridge.testbed.command import Transport
+from kvbridge.testbed.options import CommandOptions, Transport, count_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions:
+class ReplayOptions(CommandOptions):
     """The options of `kvbridge replay`."""
 
     trace: Annotated[
         Path, typer.Option(metavar="FILE", help="JSON lines: timestamp (ms), input_length, output_length, hash_ids.")
     ]
-    count: Annotated[int, typer.Option(min=0, metavar="N", help="Requests to replay; 0: all of the trace.")] = 0
-    start: Annotated[int, typer.Option(min=0, metavar="N", help="Requests of the trace to skip first.")] = 0
+    count: Annotated[int, count_of("Requests to replay; 0: all of the trace.", least=0)] = 0
+    start: Annotated[int, count_of("Requests of the trace to skip first.", least=0)] = 0
     speed: Annotated[
         float,
         typer.Option(
@@ -37,18 +37,14 @@ class ReplayOptions:
     transport: Annotated[Transport, typer.Option(help="The only transport that both sides may use.")] = (
         Transport.MOONCAKE
     )
-    prefill_pp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Prefill stages.")] = 1
-    prefill_tp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Ranks a stage.")] = 1
-    decode_pp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Decode stages.")] = 1
-    decode_tp: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Ranks a stage.")] = 1
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Prompt tokens written and published at a time.")
-    ] = 4096
-    max_in_flight: Annotated[
-        int, typer.Option(min=1, max=4096, metavar="N", help="Requests asked for or admitted at once.")
-    ] = 4
+    prefill_pp: Annotated[int, count_of("Prefill stages.", most=64)] = 1
+    prefill_tp: Annotated[int, count_of("Ranks a stage.", most=64)] = 1
+    decode_pp: Annotated[int, count_of("Decode stages.", most=64)] = 1
+    decode_tp: Annotated[int, count_of("Ranks a stage.", most=64)] = 1
+    chunk_tokens: Annotated[int, count_of("Prompt tokens written and published at a time.")] = 4096
+    max_in_flight: Annotated[int, count_of("Requests asked for or admitted at once.", most=4096)] = 4
     pool_tokens: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Tokens that fit a node's pools; 0: twice what can be in flight.")
+        int, count_of("Tokens that fit a node's pools; 0: twice what can be in flight.", least=0)
     ] = 0
     decode_ms_per_token: Annotated[
         float, typer.Option(min=0, metavar="MS", help="Decode holds a room for output_length x this / speed.")
@@ -64,15 +60,3 @@ class ReplayOptions:
         Path | None,
         typer.Option("--plot", metavar="FILE.png", help="Draw latencies and pools; needs the extra 'plot'."),
     ] = None
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on standard output.")
-    ] = False
-    keep_logs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Copy configurations and logs of all processes there.")
-    ] = None
-    patience_s: Annotated[
-        float,
-        typer.Option("--patience", min=1, metavar="SECONDS", help="Give up when no engine says anything for so long."),
-    ] = 60.0
-    sample_s: float = 1.0
-    """How often the pools are looked at."""

@@ -7,7 +7,7 @@ pools fit the machine. Must not know: processes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import CapacityError, InvalidInputError
@@ -144,13 +144,11 @@ class ReplayPlan:
 
     def check_memory(self, cluster: Cluster) -> int:
         """Return the bytes of all pools. Raises CapacityError when they do not fit into shared memory now."""
-        total = sum(
-            plan_memory(config, self.geometry).total_bytes
-            for config in (
-                _validated(PrefillConfig, cluster.prefill.config),
-                _validated(DecodeConfig, cluster.decode.config),
-            )
+        configs = (
+            PrefillConfig.model_validate(cluster.prefill.config),
+            DecodeConfig.model_validate(cluster.decode.config),
         )
+        total = sum(plan_memory(config, self.geometry).total_bytes for config in configs)
         limit = tightest_limit(DEFAULT_DIRECTORY)
         if total + SPARE_BYTES > limit.available_bytes:
             raise CapacityError(
@@ -158,7 +156,3 @@ class ReplayPlan:
                 f"{limit.available_bytes / 1e9:.1f} GB left: lower --max-in-flight or --pool-tokens, or {limit.cure}"
             )
         return total
-
-
-def _validated(kind: Any, config: dict[str, Any]) -> Any:  # noqa: ANN401 - either daemon's configuration
-    return kind.model_validate(config)

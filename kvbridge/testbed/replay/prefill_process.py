@@ -13,14 +13,15 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.testbed.replay.job import Computed, Finished, Job, Note, Ready, ReplayChannel, RoomEnded, Serve
+from kvbridge.testbed.engines.messages import Attached, Computed, Finished, RoomEnded
+from kvbridge.testbed.replay.job import Job, Note, ReplayChannel, Serve
 
 
 def serve(job: Job, channel: ReplayChannel) -> None:
     """Serve the requests that are ordered, one after another, until there are no more orders."""
     torch.set_num_threads(1)  # the daemons need the other cores
     with PrefillEngine.attach(job.prefill_runtime_dir) as engine:
-        channel.report(Ready())
+        channel.report(Attached())
         while (order := channel.next_order()) is not None:
             try:
                 _prefill(job, channel, engine, order)

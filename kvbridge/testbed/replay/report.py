@@ -6,7 +6,7 @@ Owns: the report, how latencies are summed up, and its forms. Must not know: how
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from functools import reduce
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import computed_field
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import FrozenModel, NonNegative, RoomId
@@ -184,36 +185,36 @@ def _rounded(seconds: float) -> float:
 
 def print_report(report: ReplayReport, console: Console) -> None:
     """Print what arrived, how long each phase took, what went wrong; the last line is the verdict."""
-    console.print(_bytes_table(report))
-    console.print()
-    console.print(_phases_table(report))
-    console.print()
+    for table in (_bytes_table(report), _phases_table(report)):
+        console.print(table)
+        console.print()
+    for line, style in _lines(report):
+        console.print(Text(line, style), soft_wrap=True)
+
+
+def _lines(report: ReplayReport) -> Iterator[tuple[str, str]]:
+    """Yield lines and their styles."""
     replay_s = report.seconds.get("replay", 0.0)
     if replay_s:
-        console.print(
-            f"{replay_s:.1f} s: {report.completed / replay_s:.2f} requests/s, {report.total.bytes / replay_s / 1e9:.3f} GB/s, "
-            f"{report.prompt_tokens / replay_s:,.0f} tokens/s; at most {report.most_in_flight} in flight; "
-            f"pools of {report.pool_bytes / 1e9:.2f} GB",
-            highlight=False,
-            soft_wrap=True,
+        yield (
+            (
+                f"{replay_s:.1f} s: {report.completed / replay_s:.2f} requests/s, {report.total.bytes / replay_s / 1e9:.3f} GB/s, "
+                f"{report.prompt_tokens / replay_s:,.0f} tokens/s; at most {report.most_in_flight} in flight; "
+                f"pools of {report.pool_bytes / 1e9:.2f} GB"
+            ),
+            "",
         )
     if report.refusals:
         refusals = ", ".join(f"{count} {code}" for code, count in sorted(report.refusals.items()))
-        console.print(f"sent away for a while: {refusals}", highlight=False, soft_wrap=True)
+        yield f"sent away for a while: {refusals}", ""
     for row in report.wrong_rows:
-        console.print(f"WRONG {row}", style="bold red", highlight=False, soft_wrap=True, markup=False)
+        yield f"WRONG {row}", "bold red"
     for each in report.unserved:
         where = f"room {each.room}" if each.room else "never admitted"
-        console.print(
-            f"request {each.number} ({where}): {each.reason}",
-            style="red",
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
+        yield f"request {each.number} ({where}): {each.reason}", "red"
     if report.problem:
-        console.print(report.problem, style="bold red", highlight=False, soft_wrap=True, markup=False)
-    console.print(report.verdict, style="bold green" if report.good else "bold red", highlight=False, soft_wrap=True)
+        yield report.problem, "bold red"
+    yield report.verdict, "bold green" if report.good else "bold red"
 
 
 def _bytes_table(report: ReplayReport) -> Table:

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
 from typing import Self
 
 from kvbridge.api.directory import Load, NodeRegistration
 from kvbridge.api.rooms import AdmissionRequest, PeerAddress, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.nodes import Instance, NodeEntry, NodeRecord, by_instance
-from kvbridge.bootstrap.pairing import PairingLimits, PairingService
+from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore
-from kvbridge.core.clock import Clock, ManualClock, monotonic
+from kvbridge.config.schema import PairingConfig
+from kvbridge.config.timeouts import BootstrapTimeouts
+from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, StaleError, UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.session.states import RoomState
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.redis_server import RedisServer, let_time_pass
 
 EXPIRE_AFTER_S = 8.0
 TIMES = RoomTimes(claim_s=30.0, keep_s=600.0, max_rooms=100)
-LIMITS = PairingLimits(
-    reserve_s=5.0, cancel_s=5.0, report_s=5.0, pair_s=20.0, ticket_s=60.0, room_keep_s=600.0, retry_after_s=2.0
-)
+LIMITS = {"config": PairingConfig(), "timeouts": BootstrapTimeouts()}
 
 
 def node(name: str, role: Role, *, model: str = "tiny-v4", free: int = 100, **changes) -> NodeRegistration:
@@ -96,9 +96,14 @@ class World:
     async def pairing(
         self, port: FakeDaemons, *fleet: NodeRegistration, clock: Clock = monotonic, **limits: float
     ) -> PairingService:
-        return PairingService(
-            await self.directory(*(fleet or FLEET)), self.store, port, limits=replace(LIMITS, **limits), clock=clock
-        )
+        # Not validated: a test may have a limit that is shorter than any that makes sense.
+        changed = {
+            name: section.model_copy(
+                update={key: value for key, value in limits.items() if key in type(section).model_fields}
+            )
+            for name, section in LIMITS.items()
+        }
+        return PairingService(await self.directory(*(fleet or FLEET)), self.store, port, clock=clock, **changed)
 
     def advance(self, seconds: float) -> None:
         raise NotImplementedError

@@ -24,7 +24,7 @@ HOST = (ComponentKind.C4_KV,)
 
 def ranking(*registrations, **request) -> Ranking:
     asked = PairRequest(**{"prompt_tokens": 1000, **request})
-    return Ranking(instances_of(*registrations), asked, retry_after_s=2.0)
+    return Ranking(instances_of(*registrations), asked)
 
 
 def best(*registrations, without=(), **request) -> tuple[str, str] | None:

@@ -226,7 +226,7 @@ async def test_no_more_are_paired_at_once_than_may_be(world):
         CapacityError, match=r"1 requests are being paired already \(pairing\.max_under_way\)"
     ) as caught:
         await pairing.pair(REQUEST.model_copy(update={"room": 8}))
-    assert caught.value.retry_after_s == 2.0
+    assert caught.value.retry_after_s == 1.0
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -316,7 +316,6 @@ async def test_rooms_are_forgotten_by_age_and_by_number(world):
     world.advance(TIMES.keep_s)
     with pytest.raises(UnknownRoomError):
         await pairing.report(3)
-    assert await world.store.forget_rooms() in {0, 2}  # a store may have forgotten them when it was asked
     assert set((await world.store.room_counts()).values()) == {0}
 
 

@@ -58,7 +58,7 @@ async def test_no_double_ticket_and_no_leaked_reservation(world, seed):
     fleet = [node(name, Role.PREFILL) for name in ("p1", "p2")] + [node(name, Role.DECODE) for name in ("d1", "d2")]
     await world.directory(*fleet)
     stores = [world.store, world.store if not hasattr(world, "replica") else world.replica()]
-    replicas = [PairingService(Directory(store, FakeDaemons()), store, port, limits=LIMITS) for store in stores]
+    replicas = [PairingService(Directory(store, FakeDaemons()), store, port, **LIMITS) for store in stores]
     live: dict[int, Ticket] = {}
     generations: dict[int, list[int]] = {}
     outcomes: dict[str, int] = {}

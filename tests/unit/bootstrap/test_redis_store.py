@@ -26,7 +26,7 @@ REQUEST = PairRequest(room=7, prompt_tokens=1000)
 def replicas(world: RedisFleet, port: FakeDaemons) -> list[PairingService]:
     """Two bootstraps over one Redis."""
     stores = [world.store, world.replica()]
-    return [PairingService(Directory(store, FakeDaemons()), store, port, limits=LIMITS) for store in stores]
+    return [PairingService(Directory(store, FakeDaemons()), store, port, **LIMITS) for store in stores]
 
 
 async def outcomes(*calls):
@@ -180,7 +180,7 @@ async def test_a_redis_that_died_comes_back_empty_and_is_filled_by_heartbeats():
         async with RedisFleet(server, "dies") as world:
             port = FakeDaemons()
             directory = await world.directory(*FLEET)
-            pairing = PairingService(directory, world.store, port, limits=LIMITS)
+            pairing = PairingService(directory, world.store, port, **LIMITS)
             await pairing.pair(REQUEST)
             server.kill()
             for call in (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.config import BootstrapConfig, load_config
-from kvbridge.config.loading import render_config
+from kvbridge.config.loading import load_config, render_config
+from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.errors import ConfigError
 
 

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
+from kvbridge.config.loading import load_config
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.memory import plan_memory
 from kvbridge.daemon.model import load_geometry

@@ -8,15 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvbridge.cli import config as cli
-from kvbridge.config import (
-    BootstrapConfig,
-    DecodeConfig,
-    PrefillConfig,
-    load_config,
-    read_secret,
-    read_secrets,
-    render_config,
-)
+from kvbridge.config.loading import load_config, read_secret, read_secrets, render_config
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 
 MINIMAL = {"instance": "p0", "model.preset": "tiny-v4", "pools.device.full": 8}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvbridge.config import BootstrapConfig, load_config
+from kvbridge.config.loading import load_config
+from kvbridge.config.schema import BootstrapConfig
 
 
 def test_mappings_merge_and_do_not_hide_one_another(tmp_path):

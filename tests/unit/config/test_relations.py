@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig, load_config
-from kvbridge.config.endpoints import HttpConfig, ListeningControlConfig, is_loopback
+from kvbridge.config.endpoints import HttpConfig, ListeningControlConfig
+from kvbridge.config.loading import load_config
 from kvbridge.config.pools import ParallelismConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 
 KEY = "k" * 40
@@ -126,21 +127,6 @@ def test_both_open_endpoints_are_reported_together():
     flags = {**BASE, "http.host": "10.0.0.1", "control.bind": "tcp://10.0.0.1:1"}
     with pytest.raises(ConfigError, match=r"(?s)http\.host.*control\.bind"):
         load_config(PrefillConfig, environment={}, flags=flags)
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1", True),
-        ("127.9.9.9", True),
-        ("[::1]", True),
-        ("localhost", True),
-        ("0.0.0.0", False),
-        ("x.y", False),
-    ],
-)
-def test_loopback(host, expected):
-    assert is_loopback(host) is expected
 
 
 def test_port_0_in_an_advertised_address_is_the_bound_port():

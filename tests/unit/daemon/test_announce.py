@@ -9,7 +9,7 @@ import pytest
 
 from kvbridge.api.directory import Load, NodeRegistration
 from kvbridge.api.rooms import PeerAddress
-from kvbridge.config import DecodeConfig, PrefillConfig
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import (
     BridgeError,
     ConflictError,

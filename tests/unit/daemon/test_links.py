@@ -38,8 +38,8 @@ class Prefill:
     def __init__(self, number: int) -> None:
         self.incarnation = f"{number:016x}"
         self.welcomes = False
-        self.server = PeerServer(PeerIdentity(self.incarnation), PeerCallbacks(self._answer))
-        self.address = PeerAddress(endpoint=self.server.bind("tcp://127.0.0.1:0"))
+        self.server = PeerServer(PeerIdentity(self.incarnation), PeerCallbacks(self._answer), "tcp://127.0.0.1:0")
+        self.address = PeerAddress(endpoint=self.server.endpoint)
 
     def _answer(self, peer: str, message: PeerMessage) -> None:
         if isinstance(message, Hello) and self.welcomes:

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from kvbridge.api.status import BootstrapStatus, NodeStatus
-from kvbridge.config import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.config import DecodeConfig, load_config
+from kvbridge.config.loading import load_config
+from kvbridge.config.schema import DecodeConfig
 from kvbridge.core.errors import CapacityError, ConfigError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.session.receiver import ReceiverState

@@ -14,7 +14,6 @@ import pytest
 from pydantic import ValidationError
 
 from kvbridge.config.transports import TransportSettings
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import (
@@ -29,6 +28,7 @@ from kvbridge.transport.base import (
 )
 from tests.helpers.connecting import connect
 from tests.helpers.faulty_transport import FaultySettings, FaultyTransport, faulty_worker
+from tests.helpers.manual_clock import ManualClock
 
 
 class FakePeer(Peer):
@@ -47,7 +47,7 @@ class FakeTransfer(Transfer):
             return TransferStatus(TransferState.ACTIVE)
         if not self._inner.closed:
             self._inner.delivered += [int(address) for address in self._operations.source]
-        self._operations = Operations.empty()
+        self._operations = self._operations[:0]
         return TransferStatus(TransferState.DONE)
 
     def abort(self, reason: str) -> None:

@@ -11,7 +11,6 @@ from kvbridge.bootstrap import directory
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.memory import MemoryStore
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import (
     CapacityError,
     ConflictError,
@@ -28,6 +27,7 @@ from kvbridge.core.wire.features import Features
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DirectoryClient
 from tests.helpers.later_release import later
+from tests.helpers.manual_clock import ManualClock
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, TIMES, FakeDaemons, half, node
 from tests.unit.http.services import BOOTSTRAP_PAGE, FakeStatus, settings
 from tests.unit.http.test_daemon_app import check_description
@@ -43,7 +43,7 @@ class Setup:
         self.daemons = FakeDaemons()
         store = MemoryStore(expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, clock=self.clock)
         self.directory = Directory(store, self.daemons)
-        pairing = PairingService(self.directory, store, self.daemons, limits=LIMITS)
+        pairing = PairingService(self.directory, store, self.daemons, **LIMITS)
         app = create_bootstrap_app(
             directory=self.directory,
             pairing=pairing,

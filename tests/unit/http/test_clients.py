@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import httpx
 import pytest
@@ -14,16 +14,16 @@ from kvbridge.api.directory import PairRequest
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import (
+    ERROR_OF_CODE,
     CapacityError,
     DeadlineError,
     PeerError,
     ProtocolError,
     UnauthorizedError,
-    error_codes,
 )
 from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
-from kvbridge.http.client import DaemonClient, DirectoryClient
+from kvbridge.http.client import BlockingClient, DaemonClient, DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.problems import error_of, problem_of
 from tests.helpers.later_release import later
@@ -46,9 +46,9 @@ def daemon(rooms: FakeRooms, status: FakeStatus | None = None, *, token: str = "
     return DaemonClient(token=token, timeout_s=5.0, transport=httpx.ASGITransport(app))
 
 
-@pytest.mark.parametrize("code", sorted(error_codes()))
+@pytest.mark.parametrize("code", sorted(ERROR_OF_CODE))
 async def test_errors_survive_the_journey(code):
-    kind = error_codes()[code]
+    kind = ERROR_OF_CODE[code]
     body = problem_of(kind("what happened"), "/x").model_dump_json().encode()
     back = error_of(kind.http_status, body, source="http://d")
     if kind.http_status == 500:
@@ -156,13 +156,60 @@ async def test_over_real_sockets_a_connection_closed_in_our_face_is_no_deadline(
 
 
 async def test_over_real_sockets_silence_is_a_deadline():
-    async def silent(reader, writer):
-        await reader.read()
-        await slam(reader, writer)
-
     async with listening(silent) as url, DaemonClient(timeout_s=0.1) as client:
         with pytest.raises(DeadlineError, match=r"within 0\.1 s \(timeouts\.reserve_s\)"):
             await client.admit(url, AdmissionRequest(prompt_tokens=9))
+
+
+async def refuse(reader, writer):
+    problem = problem_of(CapacityError("full", retry_after_s=7.0), "/x").model_dump_json(exclude_none=True)
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(f"HTTP/1.1 503 no\r\nContent-Length: {len(problem)}\r\nConnection: close\r\n\r\n{problem}".encode())
+    await writer.drain()
+    await slam(reader, writer)
+
+
+async def greet(reader, writer):
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    body = (await reader.readexactly(int(head.split("content-length: ")[1].split("\r\n")[0]))).decode()
+    answer = json.dumps({"authorization": "authorization: bearer t" in head, "asked": json.loads(body), "later": 1})
+    writer.write(f"HTTP/1.1 201 yes\r\nContent-Length: {len(answer)}\r\nConnection: close\r\n\r\n{answer}".encode())
+    await writer.drain()
+    await slam(reader, writer)
+
+
+async def silent(reader, writer):
+    await reader.read()
+    await slam(reader, writer)
+
+
+async def blocking(on_connection, *, kind=dict, timeout_s=5.0):
+    """Ask for a room from another thread, where nothing but the answer is waited for."""
+
+    def ask(url):
+        client = BlockingClient(token="t", timeout_s=timeout_s, timeout_key="this limit")
+        with closing(client):
+            return client.ask(kind, "POST", url, body=AdmissionRequest(prompt_tokens=9))
+
+    async with listening(on_connection) as url:
+        return await asyncio.to_thread(ask, url)
+
+
+async def test_a_blocking_call_says_and_understands_what_others_do():
+    answer = await blocking(greet)
+    assert answer == {"authorization": True, "asked": {"prompt_tokens": 9}, "later": 1}
+    with pytest.raises(ProtocolError, match="RoomReport"):
+        await blocking(greet, kind=RoomReport)
+    with pytest.raises(CapacityError, match="full") as caught:
+        await blocking(refuse)
+    assert caught.value.retry_after_s == 7.0
+
+
+async def test_a_blocking_call_tells_silence_from_a_connection_closed_in_our_face():
+    with pytest.raises(DeadlineError, match=r"within 0\.1 s \(this limit\)"):
+        await blocking(silent, timeout_s=0.1)
+    with pytest.raises(PeerError, match="failed"):
+        await blocking(slam)
 
 
 async def test_an_answer_of_another_form_is_a_protocol_error():

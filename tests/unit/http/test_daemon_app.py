@@ -11,7 +11,7 @@ import pytest_asyncio
 from kvbridge import __version__
 from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import Readiness
-from kvbridge.core.errors import CapacityError, error_codes
+from kvbridge.core.errors import ERROR_OF_CODE, CapacityError
 from kvbridge.core.ids import MAX_ROOM
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.daemon_app import create_daemon_app
@@ -68,9 +68,9 @@ async def test_a_full_daemon_says_when_to_come_back(http, rooms):
     assert (body["retry_after_s"], body["detail"], body["instance"]) == (2.2, str(rooms.error), "/v1/requests")
 
 
-@pytest.mark.parametrize("code", sorted(error_codes()))
+@pytest.mark.parametrize("code", sorted(ERROR_OF_CODE))
 async def test_every_error_keeps_its_code_and_status(http, rooms, code):
-    kind = error_codes()[code]
+    kind = ERROR_OF_CODE[code]
     rooms.error = kind("what happened")
     response = await http.post("/v1/requests", json={"prompt_tokens": 5})
     assert problem(response, kind.http_status, code)["detail"] == "what happened"

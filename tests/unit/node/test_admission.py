@@ -11,7 +11,6 @@ import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.config.admission import AdmissionConfig
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
@@ -25,6 +24,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.admission.pressure import Reservation
 from kvbridge.pool.accounts.book import Owner, PageBook
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 
 pytestmark = pytest.mark.asyncio

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import RenewEndpoints, RevokeEndpoints
 from kvbridge.node.receiver.fence import Fence, FencePhase
 from kvbridge.pool.accounts.book import Owner
 from kvbridge.telemetry.events import FenceBegan, WritersShutOut
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 
 ONE, TWO = Rank(pp=0, tp=0), Rank(pp=0, tp=1)

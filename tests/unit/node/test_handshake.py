@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import (
     BridgeError,
     ConfigError,
@@ -35,6 +34,7 @@ from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.telemetry.events import PeerAccepted, PeerFact, PeerLost, PeerRejected
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,

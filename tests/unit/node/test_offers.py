@@ -3,13 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.tables import MOST_PAGES, check_demand, joined_tables, same_tables, tables_from_wire
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.wire.messages import Offer, WireTable, to_wire
 from kvbridge.node.sender import offers
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import GEOMETRY, PAGE
 
 

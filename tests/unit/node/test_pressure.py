@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.ids import IndexSpace
 from kvbridge.node.admission.pressure import IDLE_WINDOWS, WINDOW_S, ReleaseRates, RetryAfter
 from kvbridge.pool.accounts.page_states import Owner
+from tests.helpers.manual_clock import ManualClock
 
 FULL, HOST = IndexSpace.FULL, IndexSpace.HOST
 A, B = Owner(1, 1), Owner(2, 1)

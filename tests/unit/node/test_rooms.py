@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import RoomState
@@ -13,6 +12,7 @@ from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.node.room import Quarantine, Room, give_back, quarantine
 from kvbridge.node.room_book import RoomBook
 from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+from tests.helpers.manual_clock import ManualClock
 
 OWNER = Owner(1, 1)
 

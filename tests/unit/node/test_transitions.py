@@ -8,7 +8,6 @@ from typing import ClassVar
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
@@ -17,6 +16,7 @@ from kvbridge.node.rooms import RoomPorts, Rooms, RoomSettings
 from kvbridge.node.sender.room import user_state
 from kvbridge.pool.accounts.book import PageBook, PageState
 from kvbridge.telemetry.events import RoomEntered, RoomQuarantined
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import GEOMETRY, SENDER_LIMITS, FakeEngines, FakeWorkers, RecordedEvents
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.ids import Rank
 from kvbridge.telemetry import events
 from kvbridge.telemetry.events import EventStream, Fact, MemoryRegistered, MessagesResent
+from tests.helpers.manual_clock import ManualClock
 
 
 def test_every_reader_has_every_fact_in_order_with_its_time() -> None:

@@ -7,8 +7,8 @@ import logging
 import pytest
 import structlog
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.telemetry.logs import Seldom, configure_logs, leave_standard_output
+from tests.helpers.manual_clock import ManualClock
 
 
 @pytest.fixture(autouse=True)

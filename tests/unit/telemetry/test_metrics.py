@@ -5,7 +5,6 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.plan.operations import Amount
 from kvbridge.telemetry.metrics import (
@@ -28,6 +27,7 @@ from kvbridge.telemetry.metrics import (
     Metrics,
     metrics_table,
 )
+from tests.helpers.manual_clock import ManualClock
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
@@ -34,6 +33,7 @@ from kvbridge.telemetry.events import (
 )
 from kvbridge.telemetry.metrics import Metrics
 from kvbridge.telemetry.readers import RECENT_PEERS, RECENT_PROBLEMS, LogReader, MetricsReader, StatusReader
+from tests.helpers.manual_clock import ManualClock
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
 ROOM = {"room": 1, "generation": 2, "peer": "dddd"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.plan.operations import Amount
 from kvbridge.testbed.demo.job import SparseFigures
-from kvbridge.testbed.demo.report import DemoReport, HotBuffer, RequestReport, compare_page_ids
+from kvbridge.testbed.demo.report import DemoReport, HotBuffer, RequestReport
 from kvbridge.testbed.demo.verdict import Comparison, verdict_line
 
 KIB = 1024
@@ -61,8 +61,6 @@ def report(*requests: RequestReport, **more: object) -> DemoReport:
         "weights": "0" * 32,
         "versions": {"torch": "1", "transformers": "2"},
         "requests": requests,
-        "page_ids": compare_page_ids(requests),
-        "scattered_requests": 0,
         "most_in_flight": 4,
         "seconds": {"start": 10.0, "requests": 20.0},
     }

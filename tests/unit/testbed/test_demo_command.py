@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from kvbridge.cli.main import app
 from kvbridge.core.errors import PeerError
 from kvbridge.testbed.demo import command
+from kvbridge.testbed.demo.plan import DemoPlan
 from tests.unit.testbed.demo_reports import report, request
 
 
@@ -99,20 +100,29 @@ def test_told_to_end(demo):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], {"prompts": 24, "steps": 16, "sparse": False, "device": "cpu", "transport": "mooncake"}),
-        (["--sparse"], {"prompts": 4, "steps": 256, "sparse": True, "hot_rows": 128, "transport": "mooncake"}),
+        ([], {"prompts": 24, "steps": 16, "device": "cpu", "transport": "mooncake", "hot_rows": None}),
+        (["--sparse"], {"prompts": 4, "steps": 256, "hot_rows": 128, "transport": "mooncake"}),
         (
             ["--sparse", "--prompts", "2", "--steps", "7", "--hot-rows", "64"],
             {"prompts": 2, "steps": 7, "hot_rows": 64},
         ),
-        (["--device", "cuda"], {"device": "cuda", "transport": "local"}),
+        (["--device", "cuda"], {"device": "cuda:0", "transport": "local"}),
         (["--device", "cuda", "--transport", "nixl"], {"transport": "nixl"}),
     ],
 )
-def test_defaults_follow_from_what_is_asked(demo, monkeypatch, arguments, expected):
+def test_defaults_follow_from_what_is_asked(demo, monkeypatch, tmp_path, arguments, expected):
     monkeypatch.setattr(command, "reason_without_device", lambda: "")
     demo(report(), *arguments)
-    assert {name: getattr(EndingDemo.options, name) for name in expected} == expected
+    plan = DemoPlan.of(EndingDemo.options)
+    job = plan.job(tmp_path, tmp_path, tmp_path, logits_dir=tmp_path)
+    found = {
+        "prompts": len(job.prompts),
+        "steps": job.steps,
+        "device": job.device,
+        "hot_rows": job.sparse and job.sparse.hot_rows,
+        "transport": plan.cluster_spec("demo", tmp_path).transport,
+    }
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_transformers_is_asked_for_by_name(monkeypatch):

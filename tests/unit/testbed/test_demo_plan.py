@@ -8,34 +8,24 @@ from importlib import resources
 import pytest
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import IndexSpace
-from kvbridge.testbed.demo.plan import DemoOptions, DemoPlan
+from kvbridge.testbed.demo.options import DemoOptions, Device
+from kvbridge.testbed.demo.plan import IN_FLIGHT, DemoPlan
+from kvbridge.testbed.options import Transport
 
 
 def plan(**more) -> DemoPlan:
-    facts = {
-        "transport": "mooncake",
-        "prefill_pp": 2,
-        "hf_config": None,
-        "encoding": Encoding.NATIVE,
-        "prompts": 24,
-        "steps": 16,
-        "chunk_tokens": 512,
-        "patience_s": 120.0,
-        "keep_logs": None,
-    }
-    return DemoPlan.of(DemoOptions(**facts | more))
+    return DemoPlan.of(DemoOptions(**more))
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 6, 24, 60])
 def test_pools_hold_what_is_there_at_once(prompts, tmp_path):
     made = plan(prompts=prompts)
     spec = made.cluster_spec("demo", tmp_path / "model.json")
-    largest = sorted(made.lengths)[-made.options.in_flight :]
+    largest = sorted(made.lengths)[-IN_FLIGHT:]
     for node, extra in ((spec.prefill, (made.prefill_only_tokens,)), (spec.decode, ())):
-        steps = made.options.steps if node is spec.decode else 0
+        steps = made.options.step_count if node is spec.decode else 0
         for rooms in (made.hole_tokens, (*made.hole_tokens[1::2], *largest)):
             for space in (IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST):
                 needed = sum(
@@ -60,7 +50,7 @@ def test_stages_may_be_uneven():
 
 
 def test_only_the_chosen_transport_may_be_used(tmp_path):
-    spec = plan(transport="nixl").cluster_spec("demo", tmp_path / "model.json")
+    spec = plan(transport=Transport.NIXL).cluster_spec("demo", tmp_path / "model.json")
     assert spec.transport == "nixl"
 
 
@@ -73,7 +63,7 @@ def test_every_process_computes_the_same_job(tmp_path):
 def test_a_whole_cache_is_decoded_without_a_hot_buffer():
     made = plan()
     assert made.sparse is made.hot_buffer() is None
-    assert made.reserved_steps == made.options.steps == 16
+    assert made.reserved_steps == made.options.step_count == 16
 
 
 @pytest.mark.parametrize("prompts", [1, 4, 9])
@@ -81,7 +71,7 @@ def test_sparse_decode_is_made_for_its_requests(prompts, tmp_path):
     made = plan(sparse=True, prompts=prompts, steps=320)
     job = made.job(tmp_path / "m.json", tmp_path / "p", tmp_path / "d", logits_dir=tmp_path)
     assert job.sparse is made.sparse
-    assert job.sparse.max_requests == made.options.in_flight
+    assert job.sparse.max_requests == IN_FLIGHT
     assert job.sparse.hot_rows < min(made.lengths) // 4
     assert job.sparse.max_tokens == max(made.lengths) + 320
     assert made.reserved_steps < 320, "requests grow"
@@ -95,8 +85,9 @@ def test_the_hot_buffer_is_described_as_it_is_made():
 
 
 def test_on_a_gpu_everything_is_on_one_device(tmp_path):
-    made = plan(device="cuda", transport="local")
+    made = plan(device=Device.CUDA)
     spec = made.cluster_spec("demo", tmp_path / "model.json")
+    assert spec.transport == "local"
     ranks = [rank["device"] for node in (spec.prefill, spec.decode) for rank in node.more["parallelism"]["ranks"]]
     assert ranks == ["cuda:0"] * 3
     assert made.job(tmp_path, tmp_path, tmp_path, logits_dir=tmp_path).device == "cuda:0"

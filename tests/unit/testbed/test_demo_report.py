@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from kvbridge.testbed.demo.report import Divergence, format_bytes, is_scattered, print_report
+from kvbridge.testbed.demo.report import format_bytes, is_scattered, print_report
 from tests.unit.testbed.demo_reports import HOT_BUFFER, report, request, sparse_request
 
 
@@ -60,7 +60,8 @@ def test_pages_that_did_not_come_back_are_no_success():
 
 
 def test_quantisation_is_reported():
-    text = printed(report(divergence=Divergence(mean_kl=0.00755, top1_agreement=0.867)), 140)
+    apart = {"mean_kl": 0.00755, "top1_agreement": 0.867}
+    text = printed(report(request().model_copy(update=apart)), 140)
     assert "7.55e-03" in text
     assert "86.7%" in text
 

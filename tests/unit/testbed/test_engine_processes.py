@@ -8,7 +8,8 @@ import time
 import pytest
 
 from kvbridge.core.errors import DeadlineError, PeerError
-from kvbridge.testbed.demo.job import EVENTS, Attach, Attached
+from kvbridge.testbed.demo.job import EVENTS, Attach
+from kvbridge.testbed.engines.messages import Attached
 from kvbridge.testbed.engines.processes import EngineProcess, Reports
 
 

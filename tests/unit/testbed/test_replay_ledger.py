@@ -132,7 +132,7 @@ def test_a_room_that_ended_early_counts_once(tmp_path):
 
 
 def test_long_replays_are_sampled_less_often(tmp_path):
-    book = ledger(tmp_path, 1, sample_s=1.0)
+    book = ledger(tmp_path, 1)
     book.admitted(book.due(0.0)[0], 5, asked_s=0.0, now_s=0.0)  # so that nothing but a sample is due
     for _ in range(2 * MOST_SAMPLES):
         at_s = book.next_due_s() if book._samples else 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
@@ -14,8 +13,9 @@ from rich.console import Console
 from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.testbed.cluster import ClusterSpec, NodeSpec
-from kvbridge.testbed.engines.channel import Failed
-from kvbridge.testbed.progress import Lines
+from kvbridge.testbed.engines.messages import Failed
+from kvbridge.testbed.options import CommandOptions
+from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.run import ClusterRun
 
 SPEC = ClusterSpec(
@@ -23,16 +23,20 @@ SPEC = ClusterSpec(
 )
 
 
+class Run(ClusterRun):
+    def handle(self, engine, event):
+        raise AssertionError(f"{engine.name} said {event}")
+
+
 def run(keep_logs=None):
-    options = SimpleNamespace(patience_s=5.0, keep_logs=keep_logs)
-    return ClusterRun(
-        "kvbridge.testbed.nothing", options, Lines(Console(file=io.StringIO())), events=TypeAdapter(Failed)
-    )
+    options = CommandOptions(patience_s=5.0, keep_logs=keep_logs)
+    progress = ShownProgress(Console(file=io.StringIO()))
+    return Run("kvbridge.testbed.nothing", options, progress, events=TypeAdapter(Failed), spec=lambda folder: SPEC)
 
 
 def fail_in(ours, prepare):
     with ours, ours.causes_named():
-        prepare(ours.plan_cluster(SPEC))
+        prepare(ours.cluster)
         raise DeadlineError("no engine said anything")
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import TransportError
 from kvbridge.transport import background
 from kvbridge.transport.background import Call, take_turn
 from kvbridge.transport.base import Pending, Steps
+from tests.helpers.manual_clock import ManualClock
 
 LIMIT_S = 5.0
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from crc32c import crc32c
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
 from kvbridge.core.plan.digests import DigestKind
@@ -31,6 +30,7 @@ from kvbridge.pool.memory.extent import Extent
 from kvbridge.worker import digests as rank_digests
 from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.transports import RankIdentity
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, manifest
 from tests.unit.worker.test_loop import DONE, NOT_QUIET, QUIET, FakeTransport, Link, node_ranks
 

@@ -5,7 +5,6 @@ from collections import deque
 import numpy as np
 import pytest
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.plan.operations import Operations, Section
@@ -43,6 +42,7 @@ from kvbridge.worker import loop as rank_worker
 from kvbridge.worker import peers as rank_peers
 from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.transports import RankIdentity
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, full_amounts, manifest
 
 TOKENS = 2 * PAGE

@@ -53,7 +53,7 @@ def test_the_host_copy_is_the_destination_where_both_are_listed():
     device = Instance(flash(), PAGES, base=1 << 52).manifests()[0]
     both = host.model_copy(update={"regions": (*device.regions, *[r for r in host.regions if r.space is Space.HOST])})
     pairing = create(Instance(flash(), PAGES).manifests()[0], both)
-    spaces = {group.component.kind: group.destination.space for group in pairing.groups}
+    spaces = {group.component.kind: group.destination.form.space for group in pairing.groups}
     assert (spaces[Kind.C4_KV], spaces[Kind.C4_INDEXER]) == (Space.HOST, Space.FULL)
 
 
@@ -76,18 +76,3 @@ def test_an_ordinal_outside_the_node_is_refused(ordinal):
     source = Instance(flash(), PAGES).manifests()[0]
     with pytest.raises(InvalidInputError, match=f"destination {ordinal} does not exist among 2 ranks"):
         create(source, source, destination_ordinal=ordinal, destination_count=2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"page_bytes": 1_000}, "pages of 1000 bytes, but 4 lanes take 4096"),
-        ({"lane_start": 2, "page_bytes": 2_048}, r"holds lanes \[2, 4\), but rank 0 of 1 must hold \[0, 4\)"),
-    ],
-)
-def test_a_region_that_contradicts_the_geometry_is_refused(changes, message):
-    source, destination = (Instance(gqa(), PAGES, base=base).manifests()[0] for base in (1 << 40, 1 << 50))
-    wrong = source.regions[0].model_copy(update=changes)
-    source = source.model_copy(update={"regions": (wrong, *source.regions[1:])})
-    with pytest.raises(InvalidInputError, match=message):
-        Pairing.create(gqa(), source, destination, destination_ordinal=0, destination_count=1)

@@ -10,7 +10,7 @@ from kvbridge.core.errors import ConflictError, IntegrityError
 from kvbridge.core.session.machine import Table
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
-from kvbridge.core.session.tables import tables_markdown
+from tests.helpers.session_tables import tables_markdown
 
 SIDES = pytest.mark.parametrize(
     ("table", "events", "actions"),
@@ -72,7 +72,7 @@ def test_pages_of_an_offered_room_come_back_by_proof_only():
 
 def test_the_printed_tables_are_those_of_the_code():
     printed = Path(kvbridge.core.session.__path__[0]) / "TABLES.md"
-    assert printed.read_text() == tables_markdown(), "print them again: python -m kvbridge.core.session.tables"
+    assert printed.read_text() == tables_markdown(), "print them again: python -m tests.helpers.session_tables"
 
 
 class _State(StrEnum):

@@ -4,10 +4,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import ConfigError, InvalidInputError, ProtocolError
+from kvbridge.core.errors import InvalidInputError, ProtocolError
+from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import MAX_ROOM, IndexSpace, PageTable
-from kvbridge.core.wire.codec import PEER, Acks, Envelope, FrameError, FrameFault, FrameLimits
-from kvbridge.core.wire.messages import PROTOCOL_VERSION, Abort, Done, Heartbeat, Offer, from_wire, to_wire
+from kvbridge.core.wire.codec import PEER, Acks, Envelope, FrameError, FrameFault, MessageCodec
+from kvbridge.core.wire.messages import PROTOCOL_VERSION, Abort, Done, Heartbeat, Offer, PeerMessage, to_wire
 
 
 def offer(pages=64):
@@ -29,7 +30,7 @@ def test_an_offer_comes_back_with_its_tables():
     envelope = Envelope("a", "b", 5, 6, 4, Acks(2, (4, 5)), offer())
     back = PEER.decode(PEER.encode(envelope))
     assert back == envelope
-    table = from_wire(back.body.tables)[IndexSpace.FULL]
+    table = tables_from_wire(back.body.tables)[IndexSpace.FULL]
     assert table.first_page == 3
     assert table.ids.tolist() == list(range(64))
 
@@ -111,15 +112,13 @@ def test_a_frame_error_is_a_protocol_error():
 
 
 def test_limits_hold_on_both_ways():
-    small = PEER.with_limits(FrameLimits(max_frame_bytes=10_000))
+    small = MessageCodec(PeerMessage, "peer", max_frame_bytes=10_000)
     envelope = Envelope("a", body=offer(pages=4_096))
     with pytest.raises(InvalidInputError, match=r"Offer is 16\d\d\d bytes long, a frame takes at most 10000"):
         small.encode(envelope)
     fault, text = refused(PEER.encode(envelope), small)
     assert fault is FrameFault.OVERSIZED
     assert "at most 10000" in text
-    with pytest.raises(ConfigError, match="max_array_items"):
-        FrameLimits(max_array_items=0)
 
 
 def test_binary_fields_stay_bytes():

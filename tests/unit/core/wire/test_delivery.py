@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbridge.core.errors import CapacityError, ConfigError, ProtocolError
+from kvbridge.core.errors import CapacityError, ProtocolError
 from kvbridge.core.wire.codec import Acks
 from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox
 
@@ -121,12 +121,3 @@ def test_beyond_the_window_nothing_is_kept_nor_acknowledged():
     assert inbox.accept(4, "d", floor=1).verdict == "new"
     assert inbox.acks() == Acks(0, (4,))
     assert inbox.accept(10**9, "z", floor=10**9) == ("new", ["z"])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"resend_first_s": 0}, {"resend_first_s": 2.0}, {"give_up_s": 0}, {"window": 0}, {"window": 9, "max_held": 8}],
-)
-def test_settings_are_valid_or_not_built(wrong):
-    with pytest.raises(ConfigError):
-        DeliverySettings(**wrong)

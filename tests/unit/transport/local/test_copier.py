@@ -8,13 +8,13 @@ import weakref
 import numpy as np
 import pytest
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import TransferState
 from kvbridge.transport.local import copier as local_copier
 from kvbridge.transport.local.copier import POPULATE_STEP_BYTES, Copier, CopyTransfer
 from tests.contract.harness import wait
+from tests.helpers.manual_clock import ManualClock
 
 SLICE = 1 << 16
 LIMIT_S = 10.0

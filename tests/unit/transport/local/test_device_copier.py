@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import TransferState
@@ -16,6 +15,7 @@ from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, Dev
 from kvbridge.transport.local.streams import STREAM_SLICES
 from kvbridge.transport.local.ways import Route, Way
 from tests.helpers.fake_streams import FakeStream
+from tests.helpers.manual_clock import ManualClock
 
 SIZE = 64
 LIMITS = CopyLimits(slice_bytes=4 * SIZE, quiet_timeout_s=2.0)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from kvbridge.config.transports import LocalSettings
-from kvbridge.core.clock import ManualClock
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
@@ -32,6 +31,7 @@ from kvbridge.transport.local.ways import Route, Way
 from tests.contract.harness import wait
 from tests.helpers.connecting import connect
 from tests.helpers.fake_streams import FakeStream
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.shared_buffer import SharedBuffer
 
 SIZE = 1 << 20

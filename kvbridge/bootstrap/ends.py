@@ -1,0 +1,101 @@
+"""What the daemons of a room are asked: to reserve one end, to report on it, to give it back.
+
+Owns: the deadline of each call, and what a wrong or missing answer is. Must not know: which pair, in which order, tickets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.config.timeouts import BootstrapTimeouts
+from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, StaleError, UnknownRoomError
+from kvbridge.core.ids import FrozenModel, Role
+
+log = structlog.get_logger(__name__)
+
+NOTHING_TO_CANCEL = frozenset({"", UnknownRoomError.code, StaleError.code})
+
+
+class ReservePort(Protocol):
+    """The endpoints of all daemons, by URL."""
+
+    async def admit(self, url: str, request: AdmissionRequest) -> RoomReport:
+        """Reserve one end. Raises what the daemon raised, or PeerError when it cannot be reached."""
+
+    async def report(self, url: str, room: int) -> RoomReport:
+        """Return one end's report. Raises UnknownRoomError."""
+
+    async def cancel(self, url: str, room: int, reason: str, *, generation: int) -> RoomReport:
+        """Give one end back. Raises UnknownRoomError, and StaleError when the room is there in another generation."""
+
+
+class EndReport(FrozenModel):
+    """What one daemon says of a room, or why it could not be asked."""
+
+    url: str
+    report: RoomReport | None = None
+    error_code: str = ""
+    error: str = ""
+
+
+class RoomEnds:
+    """The ends of rooms at the daemons, by URL."""
+
+    def __init__(self, port: ReservePort, timeouts: BootstrapTimeouts) -> None:
+        self._port = port
+        self._timeouts = timeouts
+
+    async def admit(self, url: str, admission: AdmissionRequest) -> None:
+        """Reserve one end. Raises what the daemon raised, DeadlineError, PeerError for another daemon's answer."""
+        try:
+            async with asyncio.timeout(self._timeouts.reserve_s):
+                report = await self._port.admit(url, admission)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{url} did not answer within {self._timeouts.reserve_s:g} s (timeouts.reserve_s)"
+            ) from error
+        wanted = (admission.room, admission.generation, Role.DECODE if admission.prefill else Role.PREFILL)
+        if (report.room, report.generation, report.role) != wanted:
+            raise PeerError(
+                f"{url} has admitted room {report.room} generation {report.generation} as {report.role}, asked for "
+                f"{wanted[0]} generation {wanted[1]} as {wanted[2]}: is http.advertise_url another daemon's?"
+            )
+
+    async def report(self, urls: Iterable[str], room: int) -> tuple[EndReport, ...]:
+        """Ask about a room on every daemon at once; what goes wrong is part of the answer."""
+        limit_s = self._timeouts.report_s
+        calls = (_end(url, partial(self._port.report, url, room), limit_s, "timeouts.report_s") for url in urls)
+        return tuple(await asyncio.gather(*calls))
+
+    async def cancel(self, urls: Iterable[str], room: int, generation: int, reason: str) -> tuple[EndReport, ...]:
+        """Give this generation of a room back; that a daemon has no such room, or a later one, is as good."""
+        limit_s = self._timeouts.cancel_s
+        calls = (
+            _end(
+                url, partial(self._port.cancel, url, room, reason, generation=generation), limit_s, "timeouts.cancel_s"
+            )
+            for url in urls
+        )
+        ends = await asyncio.gather(*calls)
+        for end in ends:
+            if end.error_code not in NOTHING_TO_CANCEL:
+                log.warning("reservation_not_given_back", room=room, url=end.url, error=end.error)
+        return tuple(ends)
+
+
+async def _end(url: str, call: Callable[[], Awaitable[RoomReport]], limit_s: float, limit: str) -> EndReport:
+    """Make one call within its limit; what goes wrong becomes part of the report."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return EndReport(url=url, report=await call())
+    except TimeoutError:
+        text = f"{url} did not answer within {limit_s:g} s ({limit})"
+        return EndReport(url=url, error_code=DeadlineError.code, error=text)
+    except BridgeError as error:
+        return EndReport(url=url, error_code=error.code, error=str(error))

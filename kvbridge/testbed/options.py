@@ -1,0 +1,72 @@
+"""What a user may choose for every command of the testbed.
+
+Owns: these options, and how a dataclass becomes a command's options. Must not know: what a command does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+OptionsT = TypeVar("OptionsT", bound="CommandOptions")
+
+
+class Transport(StrEnum):
+    """What the two daemons of a cluster may use."""
+
+    MOONCAKE = "mooncake"
+    NIXL = "nixl"
+    LOCAL = "local"
+
+
+def count_of(what: str, *, least: int = 1, most: int | None = None, default: str | bool = True) -> Any:  # noqa: ANN401 - as typer
+    """Return the option that is a number of something."""
+    return typer.Option(min=least, max=most, metavar="N", help=what, show_default=default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """The options that every command of the testbed has; each field is annotated with its own."""
+
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on standard output.")
+    ] = False
+    keep_logs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Copy configurations, logs and results of all processes there.")
+    ] = None
+    patience_s: Annotated[
+        float,
+        typer.Option("--patience", min=1, metavar="SECONDS", help="Give up when no engine says anything for so long."),
+    ] = 120.0
+
+
+def with_options(options: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
+    """Make a command of a function that takes its options; those that every command has are listed last."""
+    hints = get_type_hints(options, include_extras=True)
+    common = {field.name for field in fields(CommandOptions)}
+    parameters = [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in sorted(fields(options), key=lambda field: field.name in common)
+    ]
+
+    def decorate(action: Callable[[OptionsT], None]) -> Callable[..., None]:
+        def command(**given: Any) -> None:  # noqa: ANN401 - what typer has parsed
+            action(options(**given))
+
+        command.__doc__ = action.__doc__
+        command.__annotations__ = hints
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
