@@ -155,17 +155,20 @@ class RowPair:
                     f"{slots} rows of {whole} bytes do not fit into pages {memory.page_stride_bytes} bytes apart"
                 )
 
-    def part_offsets(self, slots: int) -> tuple[int, ...]:
-        """Return where in a page of so many slots each part of slot 0 lies."""
-        return tuple(accumulate((part * slots for part in self.row_parts_bytes[:-1]), initial=0))
+
+def part_offsets(row_parts_bytes: Sequence[int], slots: int) -> list[int]:
+    """Return where in a page of so many slots each part of slot 0 lies."""
+    return list(accumulate((part * slots for part in row_parts_bytes[:-1]), initial=0))
 
 
 def row_addresses(
-    memory: PageMemory, rows: npt.NDArray[np.integer], slots: int, *, part_bytes: int, part_offset: int
-) -> AddressArray:
-    """Return where one part of each row lies. Raises PageOutOfBoundsError."""
+    memory: PageMemory, rows: npt.NDArray[np.integer], slots: int, row_parts_bytes: Sequence[int]
+) -> list[AddressArray]:
+    """Return, for each part of a row, where it lies of each row. Raises PageOutOfBoundsError."""
     page, slot = np.divmod(rows.astype(np.int64), slots)
-    return memory.addresses(page) + (part_offset + slot * part_bytes).astype(np.uint64)
+    pages = memory.addresses(page)
+    parts = zip(row_parts_bytes, part_offsets(row_parts_bytes, slots), strict=True)
+    return [pages + (offset + slot * part_bytes).astype(np.uint64) for part_bytes, offset in parts]
 
 
 def most_tables(pairs: Sequence[PagePair]) -> int:

@@ -12,7 +12,6 @@ nothing of that inside a CUDA graph.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import secrets
 import threading
@@ -76,7 +75,7 @@ class Kernel:
     def __init__(self, device: int, kernel: Any) -> None:  # noqa: ANN401 - cuda-core ships no types
         self.device = device
         self._kernel = kernel
-        self._core = _core()
+        self._core = runtime.library("cuda.core")
 
     def launch(self, shape: Launch, arguments: Sequence[Any], *, stream: int) -> None:
         """Launch on a stream, given by its handle. Arguments: int (64 bits, or an address), numpy scalars for other widths."""
@@ -94,7 +93,7 @@ class Kernel:
         """Allow launches with so much dynamic shared memory; without this 48 KiB are the limit. Raises UnsupportedError."""
         if shared_bytes <= DEFAULT_SHARED_BYTES:
             return
-        driver = importlib.import_module("cuda.bindings.driver")
+        driver = runtime.library("cuda.bindings.driver")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         code, function = driver.cuKernelGetFunction(int(self._kernel.handle))
         if not int(code):
@@ -113,15 +112,15 @@ def kernel(source: Source, name: str, device: int) -> Kernel:
         module = _loaded.get((digest, device))
         if module is None:
             runtime.use(device)
-            _core().Device(device).set_current()
-            module = _core().ObjectCode.from_cubin(code)
+            runtime.library("cuda.core").Device(device).set_current()
+            module = runtime.library("cuda.core").ObjectCode.from_cubin(code)
             _loaded[digest, device] = module
     return Kernel(device, module.get_kernel(name))
 
 
 def compile_for(source: Source, architecture: str) -> bytes:
     """Return machine code for an architecture ("sm_90a"). Needs NVRTC, but no device. Raises KernelBuildError."""
-    core = _core()
+    core = runtime.library("cuda.core")
     options = core.ProgramOptions(
         arch=architecture, std="c++17", define_macro=[(key, str(value)) for key, value in source.defines] or None
     )
@@ -143,16 +142,6 @@ def cache_directory() -> Path | None:
 
 
 # ------------------------------------------------------------------------------------------- inside
-
-
-@cache
-def _core() -> Any:  # noqa: ANN401
-    try:
-        return importlib.import_module("cuda.core")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"no kernels here: the package cuda-core is not installed ({error}); pip install 'kvbridge[cuda]'"
-        ) from error
 
 
 @cache
@@ -178,7 +167,7 @@ def _machine_code(source: Source, architecture: str) -> tuple[bytes, str]:
 
 
 def _digest(source: Source, architecture: str) -> str:
-    compiler = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    compiler = runtime.library("cuda.bindings.nvrtc").nvrtcVersion()
     facts = "\0".join([source.text(), repr(sorted(source.defines)), architecture, repr(compiler[1:])])
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
@@ -215,17 +204,8 @@ def _sources() -> Mapping[str, str]:
 
 
 @cache
-def _streams() -> dict[tuple[int, int], Any]:
-    return {}
-
-
 def _stream(device: int, handle: int) -> Any:  # noqa: ANN401
     """The stream as cuda-core knows it; made once, since that costs as much as a launch."""
-    known = _streams()
-    made = known.get((device, handle))
-    if made is None:
-        target = _core().Device(device)
-        target.set_current()
-        made = target.create_stream(runtime.Stream.of(device, handle))
-        known[device, handle] = made
-    return made
+    target = runtime.library("cuda.core").Device(device)
+    target.set_current()
+    return target.create_stream(runtime.Stream.of(device, handle))
