@@ -222,12 +222,6 @@ class DeviceCopier:
         self._transfers.append(made)
         return made
 
-    def abort_to(self, keep_alive: object, reason: str) -> None:
-        """Abort every transfer that keeps this object alive."""
-        for transfer in self._transfers:
-            if transfer.keep_alive is keep_alive:
-                transfer.abort(reason)
-
     def close(self, *, timeout_s: float) -> None:
         """Start nothing further, wait for what was started, and end. Raises TransportError after `timeout_s`."""
         ends_at_s = time.monotonic() + timeout_s

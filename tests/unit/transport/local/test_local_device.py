@@ -222,10 +222,10 @@ def test_peers_out_of_reach_are_refused_with_the_reason(world: World, make, monk
 
 
 def test_a_transport_serves_one_device(world: World, make) -> None:
-    writer = make()
-    writer.register([DeviceArray().memory()])
+    writer, first, second = make(), DeviceArray(), DeviceArray()
+    writer.register([first.memory()])
     with pytest.raises(RegistrationError, match="cuda:0, cuda:1"):
-        writer.register([DeviceArray().memory(device=1)])
+        writer.register([second.memory(device=1)])
 
 
 def test_host_memory_that_cannot_be_registered_is_refused_when_connecting(world: World, make, tmp_path: Path) -> None:

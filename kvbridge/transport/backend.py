@@ -1,0 +1,108 @@
+"""What the agents of all backends do in the same way: take memory in, know their peers, check what is submitted.
+
+Owns: the registered extents of this side, the connected peers, which transfer goes to whom. Must not know: any library, how
+bytes move.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
+from kvbridge.core.plan.operations import Operations
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.transport import extents
+from kvbridge.transport.base import Connection, Endpoint, Peer, Steps, Transfer, Transport
+
+
+class KnownPeer(Protocol):
+    """What a backend knows of a connected peer."""
+
+    @property
+    def extents(self) -> extents.Extents:
+        """Its memory, as announced."""
+
+
+PeerT = TypeVar("PeerT", bound=KnownPeer)
+
+
+class Backend(Transport, Generic[PeerT]):
+    """An agent with its memory and its peers. Each peer has a handle, which is all that the caller holds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._memory = extents.Extents("this process")
+        self._peers: dict[Peer, PeerT] = {}
+        self._transfers: weakref.WeakKeyDictionary[Transfer, Peer] = weakref.WeakKeyDictionary()
+        """Those that somebody still holds."""
+
+    def register(self, memory: Sequence[Extent]) -> None:
+        """See `Transport.register`."""
+        self._require_open()
+        for part in memory:
+            reason = self._out_of_reach(part)
+            if reason:
+                raise RegistrationError(f"cannot register {part.label or 'memory'} at {part.address:#x}: {reason}")
+        added = extents.of(memory)
+        self._memory.add(added)
+        try:
+            self._register(memory)
+        except TransportError:
+            self._memory.remove(added)
+            raise
+
+    def connect(self, endpoint: Endpoint) -> Connection:
+        """See `Transport.connect`."""
+        return Connection(self._connect(endpoint))
+
+    def disconnect(self, peer: Peer) -> None:
+        """See `Transport.disconnect`; transfers that are active after all are aborted, and polled to their end."""
+        self._known(peer)
+        for transfer, to in list(self._transfers.items()):
+            if to is peer:
+                transfer.abort("the peer was disconnected")
+        del self._peers[peer]
+
+    @abstractmethod
+    def _require_open(self) -> None:
+        """Raise TransportError after `close`."""
+
+    @abstractmethod
+    def _out_of_reach(self, part: Extent) -> str:
+        """Why some memory cannot be registered, empty when it can."""
+
+    @abstractmethod
+    def _register(self, memory: Sequence[Extent]) -> None:
+        """Register memory that overlaps none: all of it, or raise a TransportError."""
+
+    @abstractmethod
+    def _connect(self, endpoint: Endpoint) -> Steps[Peer]:
+        """The steps of `connect`."""
+
+    def _checked(self, peer: Peer, operations: Operations) -> PeerT:
+        """Return what is known of a peer to which operations are to go. Raises InvalidInputError, TransportError."""
+        self._require_open()
+        known = self._known(peer)
+        self._memory.require(operations.source, operations.length)
+        known.extents.require(operations.destination, operations.length)
+        longest = int(operations.length.max(initial=0))
+        if longest > self.max_operation_bytes:
+            raise InvalidInputError(
+                f"an operation of {longest} bytes is longer than max_operation_bytes ({self.max_operation_bytes}); cut it first"
+            )
+        return known
+
+    def _known(self, peer: Peer) -> PeerT:
+        known = self._peers.get(peer)
+        if known is None:
+            raise InvalidInputError(f"{peer!r} is not connected to this {self.name} transport; connect it first")
+        return known
+
+
+def labels(memory: Sequence[Extent]) -> str:
+    """What some memory is called, for messages."""
+    return ", ".join(sorted({part.label or "unnamed" for part in memory}))
