@@ -1,26 +1,20 @@
-"""What is given back at the end of a `with` block.
-
-Owns: that a block's end closes. Must not know: what is held.
-"""
+"""What is used in a `with` block and closed at its end."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Self
 
 
-class Closeable(ABC):
-    """Holds something until `close`; as a context manager it closes itself."""
+class Closing(ABC):
+    """Something with a `close` that is harmless when it has been closed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back."""
+        """Let everything go."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -5,11 +5,11 @@ Owns: how copiers report page ids that do not exist, and how they are closed. Mu
 
 from __future__ import annotations
 
-from kvbridge.core.closing import Closeable
+from kvbridge.core.closing import Closing
 from kvbridge.kernels.cuda.buffers import CopierBuffers
 
 
-class Copier(Closeable):
+class Copier(Closing):
     """Copies pages or rows. On a device it holds buffers until `close`; on the CPU nothing, and ids are checked at once."""
 
     _buffers: CopierBuffers | None = None

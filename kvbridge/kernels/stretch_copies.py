@@ -7,7 +7,7 @@ For many short stretches this is faster than the copy engines, which need about 
 
 from __future__ import annotations
 
-from kvbridge.core.closing import Closeable
+from kvbridge.core.closing import Closing
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import programs
 from kvbridge.kernels.cuda.segments import Segments, StagingPool
@@ -19,7 +19,7 @@ DEFAULT_BLOCKS = 32
 """Enough to read host memory at the speed of the link; between devices more are faster."""
 
 
-class StretchCopier(Closeable):
+class StretchCopier(Closing):
     """Copies stretches of device memory, of host memory that is registered with CUDA, and of peers' device memory.
 
     Holds staging for the arrays of as many submissions as run at once (about 60 bytes an operation on either side), and reuses

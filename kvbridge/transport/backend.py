@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
+from kvbridge.core.errors import InvalidInputError, RegistrationError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
@@ -47,13 +47,9 @@ class Backend(Transport, Generic[PeerT]):
             reason = self._out_of_reach(part)
             if reason:
                 raise RegistrationError(f"cannot register {part.label or 'memory'} at {part.address:#x}: {reason}")
-        added = extents.of(memory)
-        self._memory.add(added)
-        try:
-            self._register(memory)
-        except TransportError:
-            self._memory.remove(added)
-            raise
+        joined = self._memory.joined(memory)
+        self._register(memory)
+        self._memory = joined
 
     def connect(self, endpoint: Endpoint) -> Connection:
         """See `Transport.connect`."""

@@ -41,28 +41,19 @@ class DeviceBytes:
     def write(self, content: np.ndarray[Any, Any], *, offset_bytes: int = 0) -> None:
         """Put an array there, and wait until it is."""
         flat = np.ascontiguousarray(content)
-        with runtime.Stream.create(self.device) as stream:
-            runtime.copy(
-                self.address + offset_bytes, flat.ctypes.data, flat.nbytes, device=self.device, stream=stream.handle
-            )
-            stream.synchronize()
-
-    def clear(self) -> None:
-        """Set all of it to 0, and wait until it is."""
-        with runtime.Stream.create(self.device) as stream:
-            runtime.fill(self.device, self.address, self.length_bytes, stream=stream.handle)
-            stream.synchronize()
+        self._copy(self.address + offset_bytes, flat.ctypes.data, flat.nbytes)
 
     def read(self, offset_bytes: int, length_bytes: int) -> ByteArray:
         """Wait for everything on the device, and return what is there then."""
         runtime.synchronize(self.device)
         found = np.empty(length_bytes, dtype=np.uint8)
-        with runtime.Stream.create(self.device) as stream:
-            runtime.copy(
-                found.ctypes.data, self.address + offset_bytes, length_bytes, device=self.device, stream=stream.handle
-            )
-            stream.synchronize()
+        self._copy(found.ctypes.data, self.address + offset_bytes, length_bytes)
         return found
+
+    def _copy(self, destination: int, source: int, length_bytes: int) -> None:
+        with runtime.Stream.create(self.device) as stream:
+            runtime.copy(destination, source, length_bytes, device=self.device, stream=stream.handle)
+            stream.synchronize()
 
     def close(self) -> None:
         """Give it back when the device does not use it any more. Harmless when closed."""
@@ -94,7 +85,7 @@ class CopierBuffers:
         self._flags = flags
         self._description = _upload(device, pairs, table)
         self._state = DeviceBytes(device, 8 + 12 * flags)
-        self._state.clear()
+        self._state.write(np.zeros(self._state.length_bytes, dtype=np.uint8))
 
     @property
     def addresses(self) -> list[int]:

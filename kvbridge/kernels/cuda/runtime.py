@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
-from kvbridge.core.closing import Closeable
+from kvbridge.core.closing import Closing
 from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
 
 REGISTER_CHUNK_BYTES = 1 << 30
@@ -220,7 +220,7 @@ def _require_registered(answer: Any, label: str, start: int, length: int, total:
 # ------------------------------------------------------------------------------------------- streams and events
 
 
-class Stream(Closeable):
+class Stream(Closing):
     """A stream of this process, or somebody else's by its handle (`owned=False`, as torch's)."""
 
     def __init__(self, device: int, handle: int, *, owned: bool) -> None:

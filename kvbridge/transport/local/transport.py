@@ -45,7 +45,7 @@ from kvbridge.transport.local.joint import JointTransfer
 from kvbridge.transport.local.memory import HOST, IndexArray, ReachableExtents
 from kvbridge.transport.local.own import LocalEndpoint, OwnMemory
 from kvbridge.transport.local.peer import LocalPeer, PeerMemory
-from kvbridge.transport.local.streams import CopyStream, CudaCopyStream
+from kvbridge.transport.local.streams import CopyStream
 from kvbridge.transport.local.ways import HostEnds, Route, Way, split
 from kvbridge.transport.pump import Pump, PumpedTransfer
 
@@ -225,7 +225,7 @@ class LocalTransport(Backend[PeerMemory]):
             raise TransportError(f"this process's device cannot copy: {error}") from error
 
     def _make_stream(self, route: Route) -> CopyStream:
-        return CudaCopyStream(route, kernel_blocks=self._settings.copy_kernel_blocks)
+        return CopyStream(route, kernel_blocks=self._settings.copy_kernel_blocks)
 
     def _close_pump(self, *, timeout_s: float) -> None:
         for transfer in self._pump.close(timeout_s=timeout_s):

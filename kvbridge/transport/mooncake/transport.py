@@ -210,9 +210,7 @@ class MooncakeTransport(Backend[MooncakePeer]):
     def endpoint(self) -> Endpoint:
         """See `Transport.endpoint`."""
         self._require_open()
-        content = MooncakeEndpoint(
-            session=self._session, protocol=self._settings.protocol, extents=self._memory.pairs()
-        )
+        content = MooncakeEndpoint(session=self._session, protocol=self._settings.protocol, extents=self._memory.ranges)
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
     def _connect(self, endpoint: Endpoint) -> Steps[MooncakePeer]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvbridge.core.clock import ManualClock
+from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
@@ -48,7 +48,7 @@ class Plain(Backend[Known]):
     max_operation_bytes = 4096
 
     def __init__(self) -> None:
-        super().__init__(ManualClock())
+        super().__init__(monotonic)
         self.registered: list[Extent] = []
         self.refusal = ""
         self.closed = False
