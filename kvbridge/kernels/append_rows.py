@@ -49,8 +49,8 @@ class CudaAppendRows(AppendRows):
     ) -> None:
         """See `AppendRows.append`."""
         if count:
-            launch = programs.Launch(grid=count, block=THREADS)
-            self._kernel.launch(launch, (rows, places, hot_address, hot_stride_bytes), stream=stream)
+            arguments = (rows, places, hot_address, hot_stride_bytes)
+            self._kernel.launch(arguments, grid=count, block=THREADS, stream=stream)
 
 
 class ReferenceAppendRows(AppendRows):

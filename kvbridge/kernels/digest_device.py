@@ -75,7 +75,7 @@ class DeviceDigest:
         staging.send(stream=stream)
         grid = max(1, min(self._most_blocks, -(-segments.count // (THREADS // 32))))
         arguments = [*places[:3], len(addresses), segments.count, places[3], self._tables.address]
-        self._kernel.launch(programs.Launch(grid=grid, block=THREADS), arguments, stream=stream)
+        self._kernel.launch(arguments, grid=grid, block=THREADS, stream=stream)
         found = staging.fetch(places[3], results.nbytes, stream=stream)
         staging.record(stream)
         self._stream.synchronize()

@@ -162,8 +162,7 @@ class CudaPageCopier(PageCopier):
         for each in [*lists, *[unused] * (MOST_TABLES - len(lists))]:
             arguments += [each.source_address, each.destination_address, each.count, each.count_address]
         grid = max(1, min(self._blocks, segments))
-        shape = programs.Launch(grid=grid, block=THREADS, shared_bytes=self._shared_bytes)
-        self._kernel.launch(shape, arguments, stream=stream)
+        self._kernel.launch(arguments, grid=grid, block=THREADS, stream=stream, shared_bytes=self._shared_bytes)
         if not buffers.is_capturing(self.device, stream):
             self._sequence += 1
 

@@ -101,20 +101,17 @@ class CudaRowCopier(RowCopier):
         """Launch; nothing on the host waits."""
         if not rows.count:
             return
-        if rows.count * len(self.pairs) >= MOST_ITEMS:
+        items = rows.count * len(self.pairs)
+        if items >= MOST_ITEMS:
             raise InvalidInputError(
                 f"{rows.count} rows of {len(self.pairs)} layers are too many for one launch; split them"
             )
         description, state = self._buffers.addresses
         arguments = [description, len(self.pairs), state]
         arguments += [rows.source_address, rows.destination_address, rows.count, rows.count_address]
-        self._kernel.launch(self._shape(rows.count), arguments, stream=stream)
-
-    def _shape(self, count: int) -> programs.Launch:
-        """Spread over as many blocks as allowed, each no larger than it has work for."""
-        items = count * len(self.pairs)
         grid = min(self._blocks, items)
-        return programs.Launch(grid=grid, block=32 * min(MOST_WARPS, -(-items // grid)))
+        block = 32 * min(MOST_WARPS, -(-items // grid))  # no larger than it has work for
+        self._kernel.launch(arguments, grid=grid, block=block, stream=stream)
 
 
 def row_copier(device: int | None, pairs: Sequence[RowPair]) -> RowCopier:

@@ -47,8 +47,8 @@ class StretchCopier(Closing):
         addresses = staging.put(columns)
         staging.send(stream=stream)
         grid = max(1, min(blocks or self._blocks, segments.count))
-        shape = programs.Launch(grid=grid, block=THREADS)
-        self._kernel.launch(shape, [*addresses, len(operations), segments.count], stream=stream)
+        arguments = [*addresses, len(operations), segments.count]
+        self._kernel.launch(arguments, grid=grid, block=THREADS, stream=stream)
         staging.record(stream)
 
     def reserve(self, operations: int, submissions: int) -> None:

@@ -60,7 +60,6 @@ class CudaSwapIn(SwapIn):
         form, blocks = layout or layout_for(step.batch, self._multiprocessors)
         shape, state, memory, extents = self.shape, self.state, self.layers[layer], self._extents[layer]
         before = layer * state.requests
-        launch = programs.Launch(grid=step.batch * blocks, block=form.threads, shared_bytes=_shared_bytes(shape, form))
         arguments = (
             top_k,
             out,
@@ -80,7 +79,8 @@ class CudaSwapIn(SwapIn):
             np.int32(memory.pages_per_extent),
             np.uint32(blocks),
         )
-        self._kernels[form].launch(launch, arguments, stream=stream)
+        grid, shared_bytes = step.batch * blocks, _shared_bytes(shape, form)
+        self._kernels[form].launch(arguments, grid=grid, block=form.threads, stream=stream, shared_bytes=shared_bytes)
 
     def _kernel(self, device: int, form: Form) -> programs.Kernel:
         kernel = programs.kernel(source(self.shape, form), "swap_in", device)

@@ -1,6 +1,6 @@
 """Kernels from source to launch: compiled at run time, kept on disk, launched on the caller's stream.
 
-Owns: the compiler's options, the cache of compiled kernels, the form of a launch. Must not know: what a kernel does.
+Owns: the compiler's options, the cache of compiled kernels, launches. Must not know: what a kernel does.
 
 Sources are `kernels/csrc/*.cu` (and `*.cuh`, which they include); each holds `extern "C"` kernels. NVRTC compiles one in
 about 0.1 s to machine code for the device at hand, so no compiler has to be installed. The result lies in
@@ -58,17 +58,6 @@ class Source:
         return _expanded(f"{self.name}.cu")
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The shape of one launch."""
-
-    grid: int
-    block: int
-    """Threads of a block; a multiple of 32."""
-    shared_bytes: int = 0
-    """Dynamic shared memory of a block."""
-
-
 class Kernel:
     """One kernel on one device. `launch` may be called under CUDA graph capture."""
 
@@ -77,16 +66,17 @@ class Kernel:
         self._kernel = kernel
         self._core = runtime.library("cuda.core")
 
-    def launch(self, shape: Launch, arguments: Sequence[Any], *, stream: int) -> None:
-        """Launch on a stream, given by its handle. Arguments: int (64 bits, or an address), numpy scalars for other widths."""
+    def launch(
+        self, arguments: Sequence[Any], *, grid: int, block: int, stream: int, shared_bytes: int | None = None
+    ) -> None:
+        """Launch on a stream, given by its handle. Arguments: int (64 bits, or an address), numpy scalars for other widths.
+
+        `grid`: blocks; `block`: threads of one, a multiple of 32; `shared_bytes`: its dynamic shared memory.
+        """
         runtime.use(self.device)
         # cuda-core keeps the context of a thread by itself.
         made = _stream(self.device, stream)
-        config = self._core.LaunchConfig(
-            grid=shape.grid,
-            block=shape.block,
-            shmem_size=shape.shared_bytes or None,
-        )
+        config = self._core.LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes or None)
         self._core.launch(made, config, self._kernel, *arguments)
 
     def allow_shared(self, shared_bytes: int) -> None:

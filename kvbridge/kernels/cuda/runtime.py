@@ -170,7 +170,6 @@ def register_host(
     length_bytes: int,
     *,
     device: int = 0,
-    chunk_bytes: int = REGISTER_CHUNK_BYTES,
     on_progress: Callable[[int, int], None] | None = None,
     label: str = "host memory",
 ) -> None:
@@ -183,8 +182,8 @@ def register_host(
     flags = library().cudaHostRegisterPortable | library().cudaHostRegisterMapped
     done: list[int] = []
     try:
-        for start in range(0, length_bytes, chunk_bytes):
-            length = min(chunk_bytes, length_bytes - start)
+        for start in range(0, length_bytes, REGISTER_CHUNK_BYTES):
+            length = min(REGISTER_CHUNK_BYTES, length_bytes - start)
             answer = library().cudaHostRegister(address + start, length, flags)
             _require_registered(answer, label, start, length, length_bytes)
             done.append(address + start)
@@ -196,9 +195,9 @@ def register_host(
         raise
 
 
-def unregister_host(address: int, length_bytes: int, *, chunk_bytes: int = REGISTER_CHUNK_BYTES) -> None:
-    """Undo `register_host` with the same chunks; nothing on any device uses the memory any more."""
-    for start in range(0, length_bytes, chunk_bytes):
+def unregister_host(address: int, length_bytes: int) -> None:
+    """Undo `register_host`; nothing on any device uses the memory any more."""
+    for start in range(0, length_bytes, REGISTER_CHUNK_BYTES):
         call("cudaHostUnregister", address + start)
 
 
@@ -239,11 +238,6 @@ class Stream(Closing):
     def of(cls, device: int, handle: int) -> Self:
         """Somebody else's stream, which must outlive this object."""
         return cls(device, handle, owned=False)
-
-    def wait(self, event: Event) -> None:
-        """Have what is submitted from now on wait for an event's last record."""
-        use(self.device)
-        call("cudaStreamWaitEvent", self.handle, event.handle, 0)
 
     def synchronize(self) -> None:
         """Wait until everything submitted so far is done. Raises TransportError for what failed on the device."""

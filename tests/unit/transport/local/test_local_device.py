@@ -198,7 +198,7 @@ def test_device_memory_beyond_what_was_named_is_refused(world: World, make) -> N
         writer.submit(peer, operations((source.address, target.address, 4096)), deadline_s=5.0)
     lying = make()
     lying.register([target.memory(SIZE - 4096, 4097)])
-    with pytest.raises(TransportError, match="4097 bytes that the allocation does not have"):
+    with pytest.raises(TransportError, match="4097 bytes that its file or allocation does not have"):
         connect(writer, lying.endpoint())
     assert world.closed == 1, "what was opened for a refused peer is closed again"
 
