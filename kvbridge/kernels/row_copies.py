@@ -45,9 +45,7 @@ class RowCopier(Copier):
     def copy(self, rows: IdPairs, *, stream: int = 0) -> None:
         """Copy these rows (ids: page * slots a page + slot, on each side with its own slots) of every pair; -1 is left out.
 
-        `stream`: handle of the stream on which it happens; the reference has none and is done when it returns. A row id that
-        does not exist is never copied: the reference raises PageOutOfBoundsError, on a GPU `check` does. May be captured into
-        a CUDA graph: then addresses and counts are fixed, and what the arrays hold is read at each replay.
+        Streams, ids that do not exist and CUDA graphs: as in `PageCopier.copy`.
         """
 
 

@@ -1,4 +1,4 @@
-"""What the agents of all backends do in the same way: take memory in, know their peers, check what is submitted.
+"""What all backends do in the same way: take memory in, read endpoints, know their peers, check what is submitted.
 
 Owns: the registered extents of this side, the connected peers, which transfer goes to whom. Must not know: any library, how
 bytes move.
@@ -6,13 +6,16 @@ bytes move.
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import InvalidInputError, RegistrationError
+from kvbridge.core.errors import ConfigError, InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
@@ -28,6 +31,7 @@ class KnownPeer(Protocol):
 
 
 PeerT = TypeVar("PeerT", bound=KnownPeer)
+ContentT = TypeVar("ContentT", bound=BaseModel)
 
 
 class Backend(Transport, Generic[PeerT]):
@@ -102,3 +106,32 @@ class Backend(Transport, Generic[PeerT]):
 def labels(memory: Sequence[Extent]) -> str:
     """What some memory is called, for messages."""
     return ", ".join(sorted({part.label or "unnamed" for part in memory}))
+
+
+def read_endpoint(endpoint: Endpoint, transport: str, content: type[ContentT]) -> ContentT:
+    """Return what a peer says of itself. Raises TransportError when it is not of `transport`, or unreadable."""
+    if endpoint.transport != transport:
+        raise TransportError(f"an endpoint of transport '{endpoint.transport}' was given to {transport}")
+    try:
+        return content.model_validate_json(endpoint.data, extra="ignore")
+    except ValidationError as error:
+        raise TransportError(
+            f"a peer's {transport} endpoint cannot be read: {error.error_count()} errors, the first: "
+            f"{error.errors()[0]['msg']}; both sides must run the same release"
+        ) from error
+
+
+def set_environment(read: dict[str, str], wanted: Mapping[str, str], *, library: str, settings: str) -> None:
+    """Set what a library is about to read, once a process, and note it in `read`. `settings`: those it is made from.
+
+    Raises ConfigError when the library was loaded with something else.
+    """
+    if not read:
+        os.environ.update(wanted)
+        read.update(wanted)
+    elif read != wanted:
+        changed = sorted(name for name in wanted.keys() | read.keys() if wanted.get(name) != read.get(name))
+        raise ConfigError(
+            f"{library} reads {', '.join(changed)} once a process and was loaded with other values; give every transport of a "
+            f"process that uses it the same {settings}"
+        )

@@ -1,6 +1,6 @@
 """A peer of the local transport: its memory within reach, for as long as anything is written there.
 
-Owns: the order in which a peer is believed, locked, mapped and opened. Must not know: transfers, our own memory.
+Owns: the steps by which a peer is locked, believed, mapped and opened. Must not know: transfers, our own memory.
 """
 
 from __future__ import annotations

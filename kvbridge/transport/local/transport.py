@@ -2,17 +2,13 @@
 
 Owns: what is registered here, the peers within reach, and which way a submission goes. Must not know: rooms, pages.
 
-Host memory is reached as mapped files, device memory by CUDA IPC. Between host and host a thread of this process
-copies; wherever device memory is involved, the device does (`local.ways`). Writing needs nothing of the peer: a frozen
-or dying one is written to like any other, since its memory stays mapped here. A copy is there or not, never on its way,
-so every failure is quiet, but for a device that does not finish what it was given.
+Writing needs nothing of the peer: a frozen or dying one is written to like any other, since its memory stays mapped here. A copy is
+there or not, never on its way, so every failure is quiet, but for a device that does not finish what it was given.
 
 A peer is refused as a whole when some of its memory is private or out of reach (another IPC namespace, no path
 between the devices), because a pair of ranks that could exchange half its pages is of no use. Two things to know: a
 peer that shrinks a mapped file ends this process with the next copy into it (SIGBUS), and so does, for device copies,
 a peer that frees device memory before its writers are gone (`local.allocations`).
-
-Several processes may write to one peer at a time, each GPU its stripe: each maps and registers the pool for itself.
 """
 
 from __future__ import annotations
@@ -33,10 +29,9 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.kernels.cuda import has_accelerator, runtime
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport.backend import Backend
+from kvbridge.transport.backend import Backend, read_endpoint
 from kvbridge.transport.background import Call, take_turn
 from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer, TransferState
-from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.local.access import DeviceAccess
 from kvbridge.transport.local.copier import Populating, copy_transfer
 from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob

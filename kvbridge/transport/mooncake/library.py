@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
 from kvbridge.core.errors import TransportError
-from kvbridge.transport.environment import set_environment
+from kvbridge.transport.backend import set_environment
 
 LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
 """What C++ exceptions become in Python."""
@@ -136,4 +136,4 @@ def _set_environment(settings: MooncakeSettings) -> None:
     }
     if settings.ipv6:
         wanted["MC_USE_IPV6"] = "1"
-    set_environment(_process_environment, wanted, "mooncake", "mooncake transport", "timeouts, log_level and ipv6")
+    set_environment(_process_environment, wanted, library="mooncake", settings="timeouts, log_level and ipv6")

@@ -50,10 +50,9 @@ from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
-from kvbridge.transport.backend import Backend, labels
+from kvbridge.transport.backend import Backend, labels, read_endpoint
 from kvbridge.transport.background import take_turn
 from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer
-from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.mooncake.library import (
     LIBRARY_ERRORS,
     Library,

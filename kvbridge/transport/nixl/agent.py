@@ -28,7 +28,7 @@ from kvbridge.config.transports import NixlSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.kernels.cuda import has_accelerator, runtime
-from kvbridge.transport.environment import set_environment
+from kvbridge.transport.backend import set_environment
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
@@ -229,9 +229,8 @@ def environment(settings: NixlSettings) -> dict[str, str]:
 def load_library(settings: NixlSettings) -> ModuleType:
     """Import the binding module with the right environment. Raises TransportError, ConfigError."""
     wanted = environment(settings)
-    set_environment(
-        _process_settings, wanted, "UCX", "nixl transport", "ucx_tls, ucx_net_devices, ucx_modules and log_level"
-    )
+    settings_read = "ucx_tls, ucx_net_devices, ucx_modules and log_level"
+    set_environment(_process_settings, wanted, library="UCX", settings=settings_read)
     package = _package()
     try:
         return importlib.import_module(f"{package}._bindings")

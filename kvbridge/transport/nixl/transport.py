@@ -49,9 +49,8 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
-from kvbridge.transport.backend import Backend, labels
+from kvbridge.transport.backend import Backend, labels, read_endpoint
 from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer, TransferState
-from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.nixl.agent import Descriptors, NixlAgent, Side, UnclearPostError
 from kvbridge.transport.nixl.check import hold_check, let_go_of_check
 from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent, ProbeTarget, introduce
