@@ -12,8 +12,9 @@ import numpy as np
 
 from kvbridge.kernels.cuda import programs
 from kvbridge.kernels.places import PageMemory, RowPair
+from kvbridge.kernels.reference import array_at
 from kvbridge.kernels.row_copies import copy_rows
-from kvbridge.kernels.swap_in import SwapInShape, array_at
+from kvbridge.kernels.swap_in import SwapInShape
 
 THREADS = 192
 

@@ -24,11 +24,9 @@ generations of a quarter of the slots it costs up to 10 %, with an eighth 22 %.
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +34,7 @@ import numpy.typing as npt
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.hot_buffer import AGE_PLANES, MOST_HOT_ROWS, TALLIES
 from kvbridge.kernels.places import PageMemory, RowPair
+from kvbridge.kernels.reference import array_at
 from kvbridge.kernels.row_copies import copy_rows
 
 
@@ -264,13 +263,6 @@ class ReferenceSwapIn(SwapIn):
         tallies[0] = recent
         tallies[1] += len(used)
         tallies[2] += len(loaded)
-
-
-def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:  # noqa: ANN401
-    """See memory of this process as an array; it must stay mapped for as long as the array is used."""
-    length = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    buffer = (ctypes.c_uint8 * length).from_address(address)
-    return np.frombuffer(buffer, dtype=dtype).reshape(shape)
 
 
 def _width(shape: SwapInShape) -> int:

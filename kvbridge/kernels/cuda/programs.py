@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -176,21 +177,8 @@ def _keep(file: Path, content: bytes) -> None:
 
 
 def _expanded(file: str) -> str:
-    lines = []
-    for line in _sources()[file].splitlines():
-        included = line.removeprefix('#include "').rstrip('"') if line.startswith('#include "') else ""
-        lines.append(_expanded(included) if included else line)
-    return "\n".join(lines)
-
-
-@cache
-def _sources() -> Mapping[str, str]:
-    directory = resources.files("kvbridge.kernels").joinpath("csrc")
-    return {
-        item.name: item.read_text(encoding="utf-8")
-        for item in directory.iterdir()
-        if item.name.endswith((".cu", ".cuh"))
-    }
+    text = resources.files("kvbridge.kernels").joinpath("csrc", file).read_text(encoding="utf-8")
+    return re.sub(r'^#include "(.+)"$', lambda included: _expanded(included[1]), text, flags=re.MULTILINE)
 
 
 @cache
