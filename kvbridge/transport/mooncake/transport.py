@@ -149,10 +149,6 @@ class _Writes:
         return f"{int(operations.length[index])} bytes to {int(operations.destination[index]):#x}"
 
 
-def _probe(engine: _Engine, session: str) -> int:
-    return engine.library.send_probe(session)
-
-
 WHY_REFUSED = "the peer cannot be reached, or its queue is full (lower transports.mooncake.window_operations)"
 WHY_FAILED = (
     "the peer died, hangs (transports.mooncake.progress_timeout_s), has unregistered the memory, or cannot be reached; "
@@ -231,8 +227,9 @@ class MooncakeTransport(Backend[MooncakePeer]):
     def _probe(self, session: str) -> Steps[None]:
         """Go on only with a peer that answers."""
         timeout_s = self._settings.connect_timeout_s
+        engine = self._engine
         answer = yield from self._ask(
-            functools.partial(_probe, self._engine, session),
+            lambda: engine.library.send_probe(session),
             session,
             timeout_s=timeout_s,
             late=f"mooncake peer {session} gave no answer in {timeout_s} s (transports.mooncake.connect_timeout_s); its process "
