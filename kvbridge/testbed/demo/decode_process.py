@@ -12,7 +12,7 @@ import torch
 
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.engine import DecodeEngine, DecodeRoom
 from kvbridge.testbed.demo.generation import Generation, Generations, generations
 from kvbridge.testbed.demo.job import (
     Attached,
