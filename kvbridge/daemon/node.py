@@ -42,7 +42,7 @@ from kvbridge.http.server import Application, HttpServer
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.rooms import Rooms
-from kvbridge.pool.accounts.book import PageState
+from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
@@ -303,7 +303,7 @@ class NodeDaemon:
         return Load(
             rooms=len(self.rooms.open()),
             free_pages={space.value: states[PageState.FREE] for space, states in counts.items()},
-            total_pages={space.value: pages for space, pages in self.parts.book.totals().items()},
+            total_pages={space.value: sum(states.values()) for space, states in counts.items()},
         )
 
     # ------------------------------------------------------------------ StatusPort
