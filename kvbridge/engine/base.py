@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar, Self
 
+from kvbridge.core.closing import Closing
 from kvbridge.core.errors import DetachedError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region
@@ -24,7 +24,7 @@ from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 
 
-class Engine:
+class Engine(Closing):
     """One engine process at one node. Synchronous, for one thread; no call takes longer than its timeout."""
 
     role: ClassVar[Role]
@@ -159,11 +159,3 @@ class Engine:
 
     def _say(self, message: Release | AbortRoom) -> None:
         self._link.call(message, Accepted)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache
 
+from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageIdArray, Tables
@@ -147,7 +147,7 @@ class SparseRequest:
     """In the cache."""
 
 
-class SparseDecoder:
+class SparseDecoder(Closing):
     """A model and the hot buffer that its requests share; for one thread. Use as a context, or `close` it.
 
     `store` has one layer for each C4 layer of the model. Everything else of a request's cache lives where `codec` puts it.
@@ -201,14 +201,6 @@ class SparseDecoder:
     def close(self) -> None:
         """Leave the model as it was; the hot buffer is its owner's to close."""
         self._hooks.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class HotRows:

@@ -26,11 +26,12 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
+from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, InvalidInputError, RegistrationError
-from kvbridge.pool.memory.extent import Progress, ignore_progress
+from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.pool.memory.extent import Extent, Progress, ignore_progress
 from kvbridge.pool.memory.memory_limits import tightest_limit
 
 DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, with files of mode 0600 made by O_EXCL
@@ -44,7 +45,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class SharedMapping:
+class SharedMapping(Closing):
     """One mapped file. `create` makes it and owns it; `open` maps one that another process owns.
 
     Not thread-safe; the memory itself is, as memory goes.
@@ -134,6 +135,16 @@ class SharedMapping:
         return self._address
 
     @property
+    def extent(self) -> Extent:
+        """All of it."""
+        return Extent(
+            address=self.address,
+            length_bytes=self.length_bytes,
+            origin=FileOrigin(path=str(self.path)),
+            label=self.path.name,
+        )
+
+    @property
     def buffer(self) -> memoryview:
         """A new writable view of all bytes. The mapping cannot be closed before it and its slices are gone."""
         self._require_open()
@@ -166,14 +177,6 @@ class SharedMapping:
                 f"shared memory {self.path} cannot be unmapped while views of it are in use; "
                 f"release them and close it again"
             ) from None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "owner" if self.owner else "open"
