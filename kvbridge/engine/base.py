@@ -6,7 +6,7 @@ Owns: one attachment. Must not know: the verbs of either role.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -81,12 +81,12 @@ class Engine(Closing):
     @property
     def geometry(self) -> ModelGeometry:
         """The model that the node serves."""
-        return self._attachment.geometry
+        return self._attachment.answer.geometry
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """The ranks that this process serves."""
-        return self._attachment.ranks
+        return self._attachment.answer.ranks
 
     @property
     def views(self) -> dict[Rank, PoolViews]:
@@ -95,7 +95,7 @@ class Engine(Closing):
 
     def layers(self, rank: Rank) -> tuple[int, ...]:
         """Global layer ids of a rank."""
-        return self._attachment.layers(rank)
+        return self._attachment.answer.layers[str(rank)]
 
     def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
         """Give a room up; this engine submits nothing more that touches its pages. Harmless on a room that is over.
@@ -111,11 +111,14 @@ class Engine(Closing):
         Calls that wait for a GPU (release, abort) are sent by this and every other call, so an engine that is otherwise
         idle calls this now and then. Raises DetachedError, once there are no events left, when the device memory is gone.
         """
+        return self._await_events(self._link.events, timeout_s)
+
+    def _await_events(self, ask: Callable[[float], list[RoomEvent]], timeout_s: float) -> list[RoomEvent]:
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._deferred.send_due()
             left_s = max(0.0, deadline_s - time.monotonic())
-            events = self._attachment.events(min(left_s, LOOK_AGAIN_S) if self._deferred else left_s)
+            events = ask(min(left_s, LOOK_AGAIN_S) if self._deferred else left_s)
             if events:
                 return events
             if self._link.lost:
