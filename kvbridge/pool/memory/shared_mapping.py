@@ -96,10 +96,10 @@ class SharedMapping(Closing):
             return mapping
 
     @classmethod
-    def open(cls, path: Path | str, *, length_bytes: int | None = None) -> Self:
+    def open(cls, path: Path | str) -> Self:
         """Map a file that another process has created, for reading and writing.
 
-        Raises RegistrationError when it is not there, is not ours to open, or is not `length_bytes` long.
+        Raises RegistrationError when it is not there, is empty, or is not ours to open.
         """
         path = Path(path)
         try:
@@ -117,11 +117,8 @@ class SharedMapping(Closing):
                     "would write into it"
                 )
             found = facts.st_size
-            if found < 1 or (length_bytes is not None and found != length_bytes):
-                raise RegistrationError(
-                    f"shared memory {path} is {found} bytes long, expected {length_bytes or 'at least 1'}; "
-                    f"its owner runs with another configuration or has not finished creating it"
-                )
+            if found < 1:
+                raise RegistrationError(f"shared memory {path} is empty: it is no pool")
             return cls(path, mmap.mmap(descriptor, found), owner=False)
         except OSError as error:
             raise RegistrationError(f"cannot map shared memory {path} of {found} bytes: {error.strerror}") from error
@@ -155,21 +152,15 @@ class SharedMapping(Closing):
         """Whether the mapping is gone."""
         return self._mapped.closed
 
-    def unlink(self) -> None:
-        """As the owner, remove the file's name, so that nobody new can open it; mappings go on. Harmless when done."""
-        if not self._linked:
-            return
-        self._linked = False
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
-
     def close(self) -> None:
         """Unmap, and as the owner remove the file first. Harmless when closed.
 
         Raises ConflictError while views are in use; the file is then gone, the memory stays mapped, and `close` can be
         called again. An address that was passed on by number is not counted: its user must have stopped before.
         """
-        self.unlink()
+        if self._linked:
+            self._linked = False
+            self.path.unlink(missing_ok=True)
         try:
             self._mapped.close()
         except BufferError:
