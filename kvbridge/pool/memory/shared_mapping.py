@@ -2,13 +2,9 @@
 
 Owns: creating, sizing, mapping and closing such files. Must not know: what lies in them.
 
-Who creates a file owns it. The owner holds an advisory lock on it for as long as it lives, and the kernel drops the
-lock when the owner ends, however it ends. So a file that can be locked belongs to nobody, and the sweep of
-`leftovers.py` removes it.
-
-A new file has no name (O_TMPFILE) until it is locked and all of its memory is there, and then gets one that nobody
-else has. So a sweep never meets an unlocked file that somebody is still creating, nobody opens a half-made one, and a
-creation that fails, or is killed, leaves nothing.
+Who creates a file owns it and holds an advisory lock on it, which the kernel drops when the owner ends, however it ends: a
+file that can be locked belongs to nobody (`leftovers.py`). A new file has no name (O_TMPFILE) until it is locked and all of
+its memory is there, so nobody meets an unlocked or half-made one, and a creation that fails, or is killed, leaves nothing.
 
 The descriptor that holds the lock is the one that Python's mmap object keeps for itself; it is closed with the
 mapping, even when nobody calls `close`. Memory is handed out as memoryviews only: Python counts them, so a mapping
