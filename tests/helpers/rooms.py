@@ -24,7 +24,8 @@ from kvbridge.node.receiver.room import KnownNode, ReceiverLimits, ReceiverPorts
 from kvbridge.node.receiver.service import ReceiverRooms
 from kvbridge.node.sender.room import SenderLimits, SenderPorts, SenderSettings
 from kvbridge.node.sender.service import SenderRooms
-from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import (
     EventStream,
     Fact,

@@ -29,7 +29,8 @@ from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
 from kvbridge.node.rooms import Rooms
-from kvbridge.pool.accounts.book import Owner, PageBook
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.telemetry.events import EventStream, RequestRefused, RequestWaited, WaitOutcome
 
 log = structlog.get_logger(__name__)

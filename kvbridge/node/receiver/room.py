@@ -21,7 +21,7 @@ from kvbridge.core.wire.messages import PeerMessage
 from kvbridge.node.driver import RankWorkers, RoomPorts, RoomSettings
 from kvbridge.node.receiver.verification import Verification
 from kvbridge.node.room import Room
-from kvbridge.pool.accounts.book import Owner
+from kvbridge.pool.accounts.page_states import Owner
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from kvbridge.node.receiver.driver import ReceiverDriver
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, ReceiverSettings, user_state
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.rooms import Rooms
-from kvbridge.pool.accounts.book import Owner, PageState
+from kvbridge.pool.accounts.page_states import Owner, PageState
 
 _BEFORE_COMMIT = frozenset(
     {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}

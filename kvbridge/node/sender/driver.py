@@ -23,7 +23,7 @@ from kvbridge.node.driver import Driver
 from kvbridge.node.room import Quarantine, give_back
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.sender.room import RankWork, SenderLimits, SenderPorts, SenderRoom
-from kvbridge.pool.accounts.book import PageState
+from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, RankSent, RoomRejected
 
 

@@ -35,7 +35,7 @@ from kvbridge.node.rooms import Rooms
 from kvbridge.node.sender.driver import SenderDriver
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, SenderSettings, user_state
-from kvbridge.pool.accounts.book import PageState
+from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import RoomMessageRefused
 
 
