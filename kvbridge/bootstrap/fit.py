@@ -77,17 +77,18 @@ class Ranking:
         instances = tuple(instances)
         prefill = _ready(instances, Role.PREFILL, request)
         decode = _ready(instances, Role.DECODE, request)
-        models = {instance.fingerprint for instance in prefill} & {instance.fingerprint for instance in decode}
-        if not models:
-            raise _mismatch(prefill[0], decode[0])
         ways = _ways(prefill) & _ways(decode)
         if not ways:
+            models = {instance.fingerprint for instance in prefill} & {instance.fingerprint for instance in decode}
+            if not models:
+                raise _mismatch(prefill[0], decode[0])
             raise _no_common_mode([one for one in (*prefill, *decode) if one.fingerprint in models])
         known: dict[tuple[object, ...], Pages] = {}
         matching: list[Instance] = []
         sides: dict[_Way, tuple[list[_Option], list[_Option]]] = {way: ([], []) for way in sorted(ways)}
         for instance in (*prefill, *decode):
-            own = _ways((instance,)) & ways
+            # All of a large fleet, for each request: compared, since an enumeration's hash is not quick.
+            own = [way for way in ways if way[0] == instance.fingerprint and way[1] in instance.first.meets_by]
             if not own:
                 continue
             matching.append(instance)

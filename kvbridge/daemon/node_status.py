@@ -29,6 +29,7 @@ from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.rooms import Rooms
+from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.metrics import EPOCH, OLDEST_WAIT, PEERS, POOL, QUARANTINED, READY, ROOMS, STARVED, WAITING
 
 
@@ -167,9 +168,9 @@ class NodeOverview:
 
     def load(self) -> Load:
         """How full the node is."""
-        book = self._parts.book
+        counts = self._parts.book.counts()
         return Load(
             rooms=len(self._rooms.open()),
-            free_pages={space.value: pages for space, pages in book.free_pages().items()},
-            total_pages={space.value: pages for space, pages in book.totals().items()},
+            free_pages={space.value: states[PageState.FREE] for space, states in counts.items()},
+            total_pages={space.value: sum(states.values()) for space, states in counts.items()},
         )

@@ -1,13 +1,8 @@
 """What inference engines import: attach to a node, see its pools, and tell it how far a request is.
 
 Everything that an engine needs is importable from here, and sparse decode's part from `kvbridge.sparse`; other modules are
-kvbridge's own. torch is imported when a name is used that needs it.
+kvbridge's own.
 """
-
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING
 
 from kvbridge.core.errors import (
     BridgeError,
@@ -31,29 +26,13 @@ from kvbridge.core.geometry.pages import rotate_window, window_pages
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.adopted import adopted_region
+from kvbridge.engine.base import Engine
+from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.engine.encodings import RowCodec, row_codec
+from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.engine.rows import section_rows
-
-if TYPE_CHECKING:
-    from kvbridge.engine.adopted import adopted_region
-    from kvbridge.engine.base import Engine
-    from kvbridge.engine.decode import DecodeEngine, DecodeRoom
-    from kvbridge.engine.encodings import RowCodec, row_codec
-    from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
-    from kvbridge.engine.views import PoolViews, RegionView
-
-_NEED_TORCH = {
-    "DecodeEngine": "decode",
-    "DecodeRoom": "decode",
-    "Engine": "base",
-    "PoolViews": "views",
-    "PrefillEngine": "prefill",
-    "PrefillRoom": "prefill",
-    "RegionView": "views",
-    "RowCodec": "encodings",
-    "adopted_region": "adopted",
-    "row_codec": "encodings",
-}
-"""The module of this package that each name is taken from when it is first used."""
+from kvbridge.engine.views import PoolViews, RegionView
 
 __all__ = [
     "BridgeError",
@@ -95,9 +74,3 @@ __all__ = [
     "section_rows",
     "window_pages",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _NEED_TORCH:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)

@@ -18,10 +18,9 @@ import structlog
 import torch
 
 from kvbridge.core.errors import BridgeError, NotReadyError
-from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.engine_messages import Accepted, Attach, Attached, Detach, RoomEvent
+from kvbridge.core.wire.engine_messages import Accepted, Attach, Attached, Detach
 from kvbridge.core.wire.features import ENGINE_FEATURES, agree
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.stream_order import StreamOrder
@@ -52,24 +51,6 @@ class Attachment:
     """The GPUs of these ranks."""
     closers: list[Callable[[], None]] = field(default_factory=list)
     """What else ends with the attachment, and before its memory is unmapped (adopted pools: the workers)."""
-
-    @property
-    def geometry(self) -> ModelGeometry:
-        """The model that the node serves."""
-        return self.answer.geometry
-
-    @property
-    def ranks(self) -> tuple[Rank, ...]:
-        """The ranks that this engine serves."""
-        return self.answer.ranks
-
-    def layers(self, rank: Rank) -> tuple[int, ...]:
-        """Global layer ids of a rank."""
-        return self.answer.layers[str(rank)]
-
-    def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
-        """Return the events of rooms since the last call, waiting up to `timeout_s` for the first event."""
-        return self.link.events(timeout_s)
 
     def close(self, *, through: bool) -> None:
         """Drop the views, unmap the memory and leave the node. Tensors that came from the views must not be used any more.

@@ -6,11 +6,11 @@ Owns: one attachment. Must not know: the verbs of either role.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar, Self
 
+from kvbridge.core.closing import Closing
 from kvbridge.core.errors import DetachedError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region
@@ -24,7 +24,7 @@ from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 
 
-class Engine:
+class Engine(Closing):
     """One engine process at one node. Synchronous, for one thread; no call takes longer than its timeout."""
 
     role: ClassVar[Role]
@@ -81,12 +81,12 @@ class Engine:
     @property
     def geometry(self) -> ModelGeometry:
         """The model that the node serves."""
-        return self._attachment.geometry
+        return self._attachment.answer.geometry
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """The ranks that this process serves."""
-        return self._attachment.ranks
+        return self._attachment.answer.ranks
 
     @property
     def views(self) -> dict[Rank, PoolViews]:
@@ -95,7 +95,7 @@ class Engine:
 
     def layers(self, rank: Rank) -> tuple[int, ...]:
         """Global layer ids of a rank."""
-        return self._attachment.layers(rank)
+        return self._attachment.answer.layers[str(rank)]
 
     def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
         """Give a room up; this engine submits nothing more that touches its pages. Harmless on a room that is over.
@@ -111,11 +111,14 @@ class Engine:
         Calls that wait for a GPU (release, abort) are sent by this and every other call, so an engine that is otherwise
         idle calls this now and then. Raises DetachedError, once there are no events left, when the device memory is gone.
         """
+        return self._await_events(self._link.events, timeout_s)
+
+    def _await_events(self, ask: Callable[[float], list[RoomEvent]], timeout_s: float) -> list[RoomEvent]:
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._deferred.send_due()
             left_s = max(0.0, deadline_s - time.monotonic())
-            events = self._attachment.events(min(left_s, LOOK_AGAIN_S) if self._deferred else left_s)
+            events = ask(min(left_s, LOOK_AGAIN_S) if self._deferred else left_s)
             if events:
                 return events
             if self._link.lost:
@@ -159,11 +162,3 @@ class Engine:
 
     def _say(self, message: Release | AbortRoom) -> None:
         self._link.call(message, Accepted)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

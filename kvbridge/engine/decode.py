@@ -9,19 +9,17 @@ release its pages are the engine's alone.
 from __future__ import annotations
 
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from kvbridge.core.errors import ConflictError, DeadlineError, RoomFailedError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release, RoomEvent
+from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release
 from kvbridge.core.wire.messages import to_wire
-from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
 from kvbridge.engine.base import Engine
-from kvbridge.engine.link import EVENTS_KEPT
 from kvbridge.engine.stream_order import StreamChoice
 
 
@@ -44,12 +42,6 @@ class DecodeEngine(Engine):
     """One decode engine process. Synchronous, for one thread; no call takes longer than its timeout."""
 
     role = Role.DECODE
-
-    def __init__(self, attachment: Attachment, *, close_timeout_s: float = DEFAULT_CALL_TIMEOUT_S) -> None:
-        """Use `attach` or `adopt` instead."""
-        super().__init__(attachment, close_timeout_s=close_timeout_s)
-        self._later: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
-        """Events of other rooms that came during `wait_claim`, for `events`."""
 
     def provide(self, room: int, tables: Tables, *, prefix_tokens: int = 0) -> None:
         """Adopted pools: name the device pages of a room that a `wanted` event asked for; keep them until the room is over.
@@ -80,24 +72,12 @@ class DecodeEngine(Engine):
         with suppress(ConflictError):  # it may have been committed before we attached
             return self.claim(room)
         while (left_s := deadline_s - time.monotonic()) > 0:
-            event = self._next_event(room, left_s)
-            if event is None:
-                continue
-            if event.kind == "committed":
-                return self.claim(room)
-            if event.kind in {"aborted", "failed"}:
-                raise RoomFailedError(f"room {room} {event.kind}: {event.reason}")
+            for event in self._await_events(partial(self._link.first_event, room), left_s):
+                if event.kind == "committed":
+                    return self.claim(room)
+                if event.kind in {"aborted", "failed"}:
+                    raise RoomFailedError(f"room {room} {event.kind}: {event.reason}")
         raise DeadlineError(f"room {room} was not committed within {timeout_s} s")
-
-    def _next_event(self, room: int, timeout_s: float) -> RoomEvent | None:
-        """Return the next event of a room; those of other rooms are kept for `events`."""
-        for wait_s in (0.0, timeout_s):
-            self._later.extend(super().events(wait_s))
-            mine = next((event for event in self._later if event.room == room), None)
-            if mine is not None:
-                self._later.remove(mine)
-                return mine
-        return None
 
     def extend(self, room: int, tokens: int) -> Tables:
         """Make room for `tokens` tokens in all (prompt and generated) and return the tables. Raises CapacityError.
@@ -114,12 +94,3 @@ class DecodeEngine(Engine):
         is told by this call or by a later one, `events` included; this call does not wait.
         """
         self._let_go(Release(call=self._link.number(), room=room), stream)
-
-    def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
-        """Return what happened to rooms since the last call, waiting up to `timeout_s` for the first event."""
-        if not self._later:
-            return super().events(timeout_s)
-        kept = list(self._later)
-        self._later.clear()
-        self._deferred.send_due()
-        return kept + self._attachment.events(0.0)

@@ -178,12 +178,9 @@ def row_codec(component: Component, *, width: int, dtype: torch.dtype, rope: int
             codec = Fp8V4Codec(width=width, rope=rope, dtype=dtype)
         case Encoding.FP8_INDEXER:
             codec = Fp8IndexerCodec(width=width, dtype=dtype)
-        case Encoding.BF16:
-            codec = PlainCodec(width=width, stored=torch.bfloat16, dtype=dtype)
-        case Encoding.FP32:
-            codec = PlainCodec(width=width, stored=torch.float32, dtype=dtype)
-        case Encoding.NATIVE:
-            codec = PlainCodec(width=width, stored=dtype, dtype=dtype)
+        case Encoding.BF16 | Encoding.FP32 | Encoding.NATIVE as plain:
+            stored = {Encoding.BF16: torch.bfloat16, Encoding.FP32: torch.float32}.get(plain, dtype)
+            codec = PlainCodec(width=width, stored=stored, dtype=dtype)
     if codec.row_bytes != component.row_bytes:
         raise InvalidInputError(
             f"{component.kind}: {width} values as {component.encoding} are {codec.row_bytes} bytes, the geometry says "

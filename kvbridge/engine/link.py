@@ -65,14 +65,29 @@ class EngineLink:
 
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
         """Return the events that have come, waiting up to `timeout_s` for the first."""
-        wait_s = 0.0 if self._events else timeout_s
+        self._receive(0.0 if self._events else timeout_s)
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def first_event(self, room: int, timeout_s: float) -> list[RoomEvent]:
+        """Return the first event of a room, if it has come; waits up to `timeout_s` for an event of any. All others are kept."""
+        self._receive(0.0)
+        if not (mine := self._of(room)):
+            self._receive(timeout_s)
+            mine = self._of(room)
+        if mine:
+            self._events.remove(mine[0])
+        return mine[:1]
+
+    def _of(self, room: int) -> list[RoomEvent]:
+        return [event for event in self._events if event.room == room]
+
+    def _receive(self, wait_s: float) -> None:
         while (received := self._client.receive(wait_s)) is not None:
             if isinstance(received, RoomEvent | Detached):
                 self._note(received)
             wait_s = 0.0
-        events = list(self._events)
-        self._events.clear()
-        return events
 
     def _note(self, received: RoomEvent | Detached) -> None:
         if isinstance(received, Detached):
@@ -90,13 +105,13 @@ class EngineLink:
 
 def _checked(received: Answer, answer: type[AnswerT]) -> AnswerT:
     if isinstance(received, Refused):
-        raise rebuilt_error(received)
+        raise _as_raised(received)
     if not isinstance(received, answer):
         raise ProtocolError(f"the daemon answered '{type(received).__name__}' where '{answer.__name__}' was expected")
     return received
 
 
-def rebuilt_error(refused: Refused) -> BridgeError:
+def _as_raised(refused: Refused) -> BridgeError:
     """Turn a refusal back into the error that the node raised."""
     kind = ERROR_OF_CODE.get(refused.code, BridgeError)
     if issubclass(kind, CapacityError):

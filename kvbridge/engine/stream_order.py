@@ -10,9 +10,10 @@ at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 import torch
@@ -21,7 +22,6 @@ from kvbridge.core.errors import BridgeError, DeadlineError, InvalidInputError, 
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.views import PoolViews
-from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.stream_points import EventRing, StreamPoints
 
 log = structlog.get_logger(__name__)
@@ -38,7 +38,6 @@ class StreamOrder:
     def __init__(self, views: Mapping[Rank, PoolViews]) -> None:
         self._devices = {rank: device for rank, held in views.items() if (device := held.device) is not None}
         self._rings: dict[int, EventRing] = {}
-        self._spare: dict[int, list[runtime.Event]] = {}
         self._marks = StreamPoints()
 
     @property
@@ -48,8 +47,6 @@ class StreamOrder:
 
     def points(self, stream: StreamChoice) -> dict[str, StreamPoint]:
         """Mark the present end of the stream for each rank with a GPU, by the rank's name."""
-        if not self._devices:
-            return {}
         marked = {device: self._mark(device, handle) for device, handle in self._streams(stream).items()}
         return {str(rank): marked[device] for rank, device in self._devices.items()}
 
@@ -64,20 +61,9 @@ class StreamOrder:
         """Whether the GPUs have come past all of these `points`; never waits. Raises TransportError for what has failed there."""
         return self._marks.reached(points)
 
-    def reached(self, stream: StreamChoice) -> Reached:
-        """Mark the present end of the stream on each GPU; the result says whether all of them are there."""
-        events: list[tuple[int, runtime.Event]] = []
-        for device, handle in self._streams(stream).items():
-            spare = self._spare.setdefault(device, [])
-            with _current(device):
-                event = spare.pop() if spare else runtime.Event.create(device)
-                event.record(handle)
-            events.append((device, event))
-        return Reached(events, self._give_back)
-
-    def _give_back(self, events: Sequence[tuple[int, runtime.Event]]) -> None:
-        for device, event in events:
-            self._spare.setdefault(device, []).append(event)
+    def reached(self, stream: StreamChoice) -> Callable[[], bool]:
+        """Mark the present end of the stream on each GPU; the result says, as `passed` does, whether all of them are there."""
+        return partial(self.passed, frozenset(self.points(stream).values()))
 
     def _streams(self, stream: StreamChoice) -> dict[int, int]:
         """The handle to use on each GPU. Raises InvalidInputError for one stream where there are several GPUs."""
@@ -92,36 +78,10 @@ class StreamOrder:
         return dict.fromkeys(self.devices, handle)
 
     def close(self) -> None:
-        """Destroy the events of this process's own; nothing waits for them any more."""
+        """Name no further points."""
         for ring in self._rings.values():
             ring.close()
         self._rings.clear()
-        for events in self._spare.values():
-            for event in events:
-                event.close()
-        self._spare.clear()
-
-
-class Reached:
-    """Marks on the streams of some GPUs. Call it to ask whether all are reached; their events can then be used again."""
-
-    def __init__(
-        self,
-        events: list[tuple[int, runtime.Event]],
-        give_back: Callable[[Sequence[tuple[int, runtime.Event]]], None],
-    ) -> None:
-        self._events = events
-        self._give_back = give_back
-
-    def __call__(self) -> bool:
-        """Ask; never waits. Raises TransportError for what has failed on the GPU."""
-        for device, event in self._events:
-            with _current(device):
-                if not event.reached():
-                    return False
-        events, self._events = self._events, []
-        self._give_back(events)
-        return True
 
 
 @dataclass(frozen=True, slots=True)

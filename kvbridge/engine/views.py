@@ -253,14 +253,11 @@ def _check_form(component: Component, region: Region) -> None:
 
 def _extents(region: Region, word_bytes: int) -> list[tuple[torch.Tensor, int]]:
     """Each extent as (its memory in words, pages in it); the last one may hold fewer."""
-    extents = []
-    for index, address in enumerate(region.extent_addresses):
-        pages = min(region.pages_per_extent, region.page_count - index * region.pages_per_extent)
-        # Not `pages * stride`: in a page-first pool the last page's stride reaches beyond the mapping.
-        size_bytes = (pages - 1) * region.page_stride_bytes + region.page_bytes
-        memory = _host_memory if region.memory is MemoryKind.DRAM else _device_memory
-        extents.append((memory(address, size_bytes // word_bytes, word_bytes, region), pages))
-    return extents
+    memory = _host_memory if region.memory is MemoryKind.DRAM else _device_memory
+    return [
+        (memory(address, length_bytes // word_bytes, word_bytes, region), pages)
+        for address, pages, length_bytes in region.extents()
+    ]
 
 
 def _host_memory(address: int, words: int, word_bytes: int, _: Region) -> torch.Tensor:

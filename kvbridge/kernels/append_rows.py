@@ -11,8 +11,10 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from kvbridge.kernels.cuda import programs
-from kvbridge.kernels.reference import copy_operations
-from kvbridge.kernels.swap_in import SwapInShape, array_at
+from kvbridge.kernels.places import PageMemory, RowPair
+from kvbridge.kernels.reference import array_at
+from kvbridge.kernels.row_copies import copy_rows
+from kvbridge.kernels.swap_in import SwapInShape
 
 THREADS = 192
 
@@ -48,8 +50,8 @@ class CudaAppendRows(AppendRows):
     ) -> None:
         """See `AppendRows.append`."""
         if count:
-            launch = programs.Launch(grid=count, block=THREADS)
-            self._kernel.launch(launch, (rows, places, hot_address, hot_stride_bytes), stream=stream)
+            arguments = (rows, places, hot_address, hot_stride_bytes)
+            self._kernel.launch(arguments, grid=count, block=THREADS, stream=stream)
 
 
 class ReferenceAppendRows(AppendRows):
@@ -61,17 +63,13 @@ class ReferenceAppendRows(AppendRows):
         """See `AppendRows.append`; done when it returns."""
         del stream
         wanted = array_at(places, (count,), np.int32)
-        chosen = np.flatnonzero(wanted >= 0).astype(np.uint64)
-        place = wanted[wanted >= 0].astype(np.uint64)
-        page, slot = np.divmod(place, np.uint64(self.shape.slots_per_page))
-        sources, targets, lengths = [], [], []
-        for part, part_bytes in enumerate(self.shape.row_parts_bytes):
-            before = sum(self.shape.row_parts_bytes[:part])
-            sources.append(np.uint64(rows + before) + chosen * np.uint64(self.row_bytes))
-            in_page = np.uint64(self.shape.slots_per_page * before) + slot * np.uint64(part_bytes)
-            targets.append(np.uint64(hot_address) + page * np.uint64(hot_stride_bytes) + in_page)
-            lengths.append(np.full(len(place), part_bytes, dtype=np.uint64))
-        copy_operations(np.concatenate(sources), np.concatenate(targets), np.concatenate(lengths))
+        chosen = np.flatnonzero(wanted >= 0)
+        if len(chosen):
+            slots = self.shape.slots_per_page
+            new = PageMemory.contiguous(rows, page_count=count, page_stride_bytes=self.row_bytes)
+            pages = 1 + int(wanted.max()) // slots
+            hot = PageMemory.contiguous(hot_address, page_count=pages, page_stride_bytes=hot_stride_bytes)
+            copy_rows(RowPair(new, hot, self.shape.row_parts_bytes, 1, slots), chosen, wanted[chosen])
 
 
 def append_rows(shape: SwapInShape, device: int | None) -> AppendRows:

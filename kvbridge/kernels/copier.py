@@ -1,30 +1,25 @@
-"""The base of everything that copies pages or rows on a device.
+"""The base of everything that copies pages or rows.
 
 Owns: how copiers report page ids that do not exist, and how they are closed. Must not know: what is copied, how.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from types import TracebackType
-from typing import Self
+from kvbridge.core.closing import Closing
+from kvbridge.kernels.cuda.buffers import CopierBuffers
 
 
-class Copier(ABC):
-    """Copies pages or rows, and holds buffers on a device until `close`; as a context manager it closes itself."""
+class Copier(Closing):
+    """Copies pages or rows. On a device it holds buffers until `close`; on the CPU nothing, and ids are checked at once."""
 
-    @abstractmethod
+    _buffers: CopierBuffers | None = None
+
     def check(self) -> None:
         """Wait for all copies; raise PageOutOfBoundsError if any of them met an id that does not exist."""
+        if self._buffers is not None:
+            self._buffers.check()
 
-    @abstractmethod
     def close(self) -> None:
         """Free its buffers. Its copies have ended, and no CUDA graph that contains one is launched again. Harmless when closed."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        if self._buffers is not None:
+            self._buffers.close()

@@ -4,9 +4,9 @@ Owns: `DeviceDigest` (`csrc/digest.cu`) and its tables; the reference is `digest
 whose memory it is; addresses are not checked.
 
 Everything rests on the raw checksum being linear (`core/plan/crc32c.py`): the checksum of a whole is the exclusive or of those of
-its parts, each times x^8 for each byte that follows. A part here is what one lane reads: 16 bytes of every 512. Lanes read whole
-rows, so they end behind the stretch by up to `BIAS_BYTES`; the power for that has a negative exponent, which exists since x has
-the order 2^31 - 1.
+its parts, each times x^8 for each byte that follows. A part here is what one thread reads: 16 bytes of every 512. Threads read
+whole rows, so they end behind the stretch by up to `BIAS_BYTES`; the power for that has a negative exponent, which exists since x
+has the period 2^31 - 1.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kvbridge.kernels.cuda.segments import Segments, StagingPool
 
 SEGMENT_BYTES = 8192
 ROW_BYTES = 512
-LANE_BYTES = 16
+THREAD_BYTES = 16
 BATCH_ROWS = 4
 THREADS = 512
 LEVELS = 4
 """Tables of 1,024 powers each: distances of up to 2^40 bytes."""
 BIAS_BYTES = 4096
-"""More than BATCH_ROWS rows, which is as far as a lane can end behind its stretch."""
-ORDER = (1 << 31) - 1
-"""x^ORDER is 1, and so is x^(8 * ORDER)."""
+"""More than BATCH_ROWS rows, which is as far as a thread can end behind its stretch."""
+PERIOD = (1 << 31) - 1
+"""x^PERIOD is 1, and so is x^(8 * PERIOD)."""
 
 
 class DeviceDigest:
@@ -75,7 +75,7 @@ class DeviceDigest:
         staging.send(stream=stream)
         grid = max(1, min(self._most_blocks, -(-segments.count // (THREADS // 32))))
         arguments = [*places[:3], len(addresses), segments.count, places[3], self._tables.address]
-        self._kernel.launch(programs.Launch(grid=grid, block=THREADS), arguments, stream=stream)
+        self._kernel.launch(arguments, grid=grid, block=THREADS, stream=stream)
         found = staging.fetch(places[3], results.nbytes, stream=stream)
         staging.record(stream)
         self._stream.synchronize()
@@ -84,13 +84,13 @@ class DeviceDigest:
 
 @cache
 def tables() -> ChecksumArray:
-    """Return `struct Tables` of `csrc/digest.cu`, flat: what each of a lane's 16 bytes becomes a row later, then the powers."""
+    """Return `struct Tables` of `csrc/digest.cu`, flat: what each of a thread's 16 bytes becomes a row later, then the powers."""
     values = np.arange(256, dtype=np.uint32)
     parts = [
         followed_by(values << np.uint32(8 * (byte % 4)), np.full(256, ROW_BYTES - byte // 4 * 4))
-        for byte in range(LANE_BYTES)
+        for byte in range(THREAD_BYTES)
     ]
-    parts.append(_powers(bytes_power(ORDER - BIAS_BYTES), 1))
+    parts.append(_powers(bytes_power(PERIOD - BIAS_BYTES), 1))
     parts += [_powers(ONE, 1 << 10 * level) for level in range(1, LEVELS)]
     return np.concatenate(parts)
 

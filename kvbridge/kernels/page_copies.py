@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.kernels.copier import Copier
 from kvbridge.kernels.cuda import buffers, programs, runtime
 from kvbridge.kernels.places import IdPairs, PagePair, most_tables
@@ -112,12 +113,6 @@ class ReferencePageCopier(PageCopier):
     def replayed(self) -> None:
         """There are no graphs."""
 
-    def check(self) -> None:
-        """Ids were checked when they were copied."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 class CudaPageCopier(PageCopier):
     """By one kernel for all pages of all layers. Memory: device, or host that is registered with CUDA.
@@ -125,6 +120,8 @@ class CudaPageCopier(PageCopier):
     Holds the description of the pairs on the device (96 bytes a pair). With `signals`, each warp waits for its writes at the
     end of each group, which costs little copies some time; without, `wait_group` is refused.
     """
+
+    _buffers: buffers.CopierBuffers
 
     def __init__(self, device: int, pairs: Sequence[PagePair], *, blocks: int = 0, signals: bool = False) -> None:
         """`blocks`: how many blocks of 1,024 threads copy; 0 for the default of the direction.
@@ -144,8 +141,8 @@ class CudaPageCopier(PageCopier):
         self._kernel.allow_shared(self._shared_bytes)
         self._sequence = 0
         """Copies that were launched, captured ones as often as they were replayed."""
-        self._description = buffers.upload(device, *_described(self.pairs, self.groups))
-        self._state = buffers.State(device, flags=len(self.groups))
+        table = _described(self.pairs, self.groups)
+        self._buffers = buffers.CopierBuffers(device, self.pairs, table, what="page", flags=len(self.groups))
 
     def copy(self, lists: Sequence[IdPairs], *, stream: int = 0) -> None:
         """Launch; nothing on the host waits."""
@@ -159,13 +156,13 @@ class CudaPageCopier(PageCopier):
         if not segments and not self._signals:
             return
         unused = IdPairs(0, 0, 0)
-        arguments: list[int] = [self._description.address, len(self.pairs), self._state.address]
+        description, state = self._buffers.addresses
+        arguments: list[int] = [description, len(self.pairs), state]
         arguments += [len(self.groups) if self._signals else 0, int(self._from_host)]
         for each in [*lists, *[unused] * (MOST_TABLES - len(lists))]:
             arguments += [each.source_address, each.destination_address, each.count, each.count_address]
         grid = max(1, min(self._blocks, segments))
-        shape = programs.Launch(grid=grid, block=THREADS, shared_bytes=self._shared_bytes)
-        self._kernel.launch(shape, arguments, stream=stream)
+        self._kernel.launch(arguments, grid=grid, block=THREADS, stream=stream, shared_bytes=self._shared_bytes)
         if not buffers.is_capturing(self.device, stream):
             self._sequence += 1
 
@@ -175,32 +172,18 @@ class CudaPageCopier(PageCopier):
         if not self._signals:
             raise UnsupportedError("this page copier was built without signals, so no stream can wait for a group")
         if self._sequence:
-            buffers.wait_value(self.device, self._state.flag_address(self.groups.index(group)), self._sequence, stream)
+            buffers.wait_value(
+                self.device, self._buffers.flag_address(self.groups.index(group)), self._sequence, stream
+            )
 
     def replayed(self) -> None:
         """Counts like a copy."""
         self._sequence += 1
 
-    def check(self) -> None:
-        """Waits for the whole device."""
-        refused = self._state.read_refused()
-        if refused:
-            raise PageOutOfBoundsError(
-                f"{refused} times a page copy on cuda:{self.device} was given a page id that its region does not have; those "
-                "pages were not copied"
-            )
 
-    def close(self) -> None:
-        """Waits until the device does not use the description any more."""
-        self._description.close()
-        self._state.close()
-
-
-def page_copier(device: int | None, pairs: Sequence[PagePair], *, blocks: int = 0, signals: bool = False) -> PageCopier:
+def page_copier(device: int | None, pairs: Sequence[PagePair]) -> PageCopier:
     """Return the copier for a CUDA ordinal, or the reference for None, which takes memory of the CPU only."""
-    if device is None:
-        return ReferencePageCopier(pairs)
-    return CudaPageCopier(device, pairs, blocks=blocks, signals=signals)
+    return ReferencePageCopier(pairs) if device is None else CudaPageCopier(device, pairs)
 
 
 def source() -> programs.Source:
@@ -246,11 +229,9 @@ def _default_blocks(device: int, *, from_host: bool, to_host: bool) -> int:
     return TO_HOST_BLOCKS if to_host else runtime.device_facts(device).multiprocessors
 
 
-def _described(pairs: Sequence[PagePair], groups: Sequence[int]) -> tuple[np.ndarray, buffers.Extents]:
-    extents = buffers.Extents()
+def _described(pairs: Sequence[PagePair], groups: Sequence[int]) -> np.ndarray[Any, Any]:
     table = np.zeros(len(pairs), dtype=_PAIR)
     for row, pair in zip(table, pairs, strict=True):
-        row["source"], row["destination"] = extents.side(pair.source), extents.side(pair.destination)
         row["page_bytes"], row["segments"] = pair.page_bytes, _segments(pair)
         row["group"], row["table"] = groups.index(pair.group), pair.table
-    return table, extents
+    return table

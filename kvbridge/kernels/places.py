@@ -10,7 +10,6 @@ one after another. So a DeepSeek-V4 row (576, 8) lies in two places of its page;
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.geometry.manifest import Region
+from kvbridge.kernels.reference import array_at
 
 AddressArray = npt.NDArray[np.uint64]
 IdArray = npt.NDArray[np.int32]
@@ -97,16 +97,14 @@ class IdPairs:
         """Return the pairs to copy, out of memory of the CPU; those with -1 are left out."""
         count = self.count
         if self.count_address:
-            count = max(0, min(count, int(_integers(self.count_address, 1)[0])))
+            count = max(0, min(count, int(array_at(self.count_address, (1,), np.int32)[0])))
         if not count:
             return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
-        source, destination = _integers(self.source_address, count), _integers(self.destination_address, count)
+        source, destination = (
+            array_at(address, (count,), np.int32) for address in (self.source_address, self.destination_address)
+        )
         wanted = (source != -1) & (destination != -1)
         return source[wanted], destination[wanted]
-
-
-def _integers(address: int, count: int) -> IdArray:
-    return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +153,20 @@ class RowPair:
                     f"{slots} rows of {whole} bytes do not fit into pages {memory.page_stride_bytes} bytes apart"
                 )
 
-    def part_offsets(self, slots: int) -> tuple[int, ...]:
-        """Return where in a page of so many slots each part of slot 0 lies."""
-        return tuple(accumulate((part * slots for part in self.row_parts_bytes[:-1]), initial=0))
+
+def part_offsets(row_parts_bytes: Sequence[int], slots: int) -> list[int]:
+    """Return where in a page of so many slots each part of slot 0 lies."""
+    return list(accumulate((part * slots for part in row_parts_bytes[:-1]), initial=0))
 
 
 def row_addresses(
-    memory: PageMemory, rows: npt.NDArray[np.integer], slots: int, *, part_bytes: int, part_offset: int
-) -> AddressArray:
-    """Return where one part of each row lies. Raises PageOutOfBoundsError."""
+    memory: PageMemory, rows: npt.NDArray[np.integer], slots: int, row_parts_bytes: Sequence[int]
+) -> list[AddressArray]:
+    """Return, for each part of a row, where it lies of each row. Raises PageOutOfBoundsError."""
     page, slot = np.divmod(rows.astype(np.int64), slots)
-    return memory.addresses(page) + (part_offset + slot * part_bytes).astype(np.uint64)
+    pages = memory.addresses(page)
+    parts = zip(row_parts_bytes, part_offsets(row_parts_bytes, slots), strict=True)
+    return [pages + (offset + slot * part_bytes).astype(np.uint64) for part_bytes, offset in parts]
 
 
 def most_tables(pairs: Sequence[PagePair]) -> int:

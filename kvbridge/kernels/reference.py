@@ -1,7 +1,7 @@
 """The CPU reference of the operations on memory: what compiled forms must agree with, and what runs without a device.
 
-Owns: copying scattered stretches by address. Must not know: whose memory it is; an address that is not mapped ends
-the process, so callers check bounds first.
+Owns: memory seen by its address, copying scattered stretches of it. Must not know: whose memory it is; an address that
+is not mapped ends the process, so callers check bounds first.
 
 No compiler is assumed, so the copies are made by libc through ctypes, one call (0.3 us) a stretch. Where that call
 costs more than a second copy in cache would, below 8 KiB, numpy gathers many equally long stretches into a buffer
@@ -11,6 +11,7 @@ and scatters them from there. Both let go of the interpreter lock while bytes mo
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -93,6 +94,12 @@ def _items(addresses: AddressArray, length: int) -> tuple[npt.NDArray[np.void], 
         }
     )
     return np.asarray(view), offsets
+
+
+def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - any form of a dtype
+    """See memory of this process as an array; it must stay mapped for as long as the array is used."""
+    buffer = (ctypes.c_uint8 * (math.prod(shape) * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(buffer, dtype=dtype).reshape(shape)
 
 
 class _View:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.kernels.copier import Copier
 from kvbridge.kernels.cuda import buffers, programs, runtime
-from kvbridge.kernels.places import IdPairs, RowPair, row_addresses
+from kvbridge.kernels.places import IdPairs, RowPair, part_offsets, row_addresses
 from kvbridge.kernels.reference import copy_operations
 
 MOST_PARTS = 4
@@ -45,9 +45,7 @@ class RowCopier(Copier):
     def copy(self, rows: IdPairs, *, stream: int = 0) -> None:
         """Copy these rows (ids: page * slots a page + slot, on each side with its own slots) of every pair; -1 is left out.
 
-        `stream`: handle of the stream on which it happens; the reference has none and is done when it returns. A row id that
-        does not exist is never copied: the reference raises PageOutOfBoundsError, on a GPU `check` does. May be captured into
-        a CUDA graph: then addresses and counts are fixed, and what the arrays hold is read at each replay.
+        Streams, ids that do not exist and CUDA graphs: as in `PageCopier.copy`.
         """
 
 
@@ -59,27 +57,15 @@ class ReferenceRowCopier(RowCopier):
         del stream
         source, destination = rows.read()
         for pair in self.pairs:
-            offsets = zip(pair.part_offsets(pair.source_slots), pair.part_offsets(pair.destination_slots), strict=True)
-            for part_bytes, (source_offset, destination_offset) in zip(pair.row_parts_bytes, offsets, strict=True):
-                copy_operations(
-                    row_addresses(
-                        pair.source, source, pair.source_slots, part_bytes=part_bytes, part_offset=source_offset
-                    ),
-                    row_addresses(
-                        pair.destination,
-                        destination,
-                        pair.destination_slots,
-                        part_bytes=part_bytes,
-                        part_offset=destination_offset,
-                    ),
-                    np.full(len(source), part_bytes, dtype=np.uint64),
-                )
+            copy_rows(pair, source, destination)
 
-    def check(self) -> None:
-        """Ids were checked when they were copied."""
 
-    def close(self) -> None:
-        """Nothing is held."""
+def copy_rows(pair: RowPair, source: npt.NDArray[np.integer], destination: npt.NDArray[np.integer]) -> None:
+    """Copy rows by their ids, in memory of this process. Raises PageOutOfBoundsError."""
+    sides = ((pair.source, source, pair.source_slots), (pair.destination, destination, pair.destination_slots))
+    parts = [row_addresses(memory, rows, slots, pair.row_parts_bytes) for memory, rows, slots in sides]
+    for part_bytes, sources, destinations in zip(pair.row_parts_bytes, *parts, strict=True):
+        copy_operations(sources, destinations, np.full(len(source), part_bytes, dtype=np.uint64))
 
 
 class CudaRowCopier(RowCopier):
@@ -88,6 +74,8 @@ class CudaRowCopier(RowCopier):
     The kernel is made for the form of the rows (parts and slots), which all pairs share. Holds their description on the device
     (64 bytes a pair).
     """
+
+    _buffers: buffers.CopierBuffers
 
     def __init__(self, device: int, pairs: Sequence[RowPair], *, blocks: int = 0) -> None:
         """`blocks`: the most blocks that copy; 0 for one a multiprocessor.
@@ -104,47 +92,29 @@ class CudaRowCopier(RowCopier):
         self.device = device
         self._blocks = blocks or runtime.device_facts(device).multiprocessors
         self._kernel = programs.kernel(compiled, "copy_rows", device)
-        self._description = buffers.upload(device, *_described(self.pairs))
-        self._state = buffers.State(device, flags=0)
+        table = np.zeros(len(self.pairs), dtype=_PAIR)
+        self._buffers = buffers.CopierBuffers(device, self.pairs, table, what="row")
 
     def copy(self, rows: IdPairs, *, stream: int = 0) -> None:
         """Launch; nothing on the host waits."""
         if not rows.count:
             return
-        if rows.count * len(self.pairs) >= MOST_ITEMS:
+        items = rows.count * len(self.pairs)
+        if items >= MOST_ITEMS:
             raise InvalidInputError(
                 f"{rows.count} rows of {len(self.pairs)} layers are too many for one launch; split them"
             )
-        arguments = [self._description.address, len(self.pairs), self._state.address]
+        description, state = self._buffers.addresses
+        arguments = [description, len(self.pairs), state]
         arguments += [rows.source_address, rows.destination_address, rows.count, rows.count_address]
-        self._kernel.launch(self._shape(rows.count), arguments, stream=stream)
-
-    def check(self) -> None:
-        """Waits for the whole device."""
-        refused = self._state.read_refused()
-        if refused:
-            raise PageOutOfBoundsError(
-                f"{refused} times a row copy on cuda:{self.device} was given a row id that its region does not have; those rows "
-                "were not copied"
-            )
-
-    def close(self) -> None:
-        """Waits until the device does not use the description any more."""
-        self._description.close()
-        self._state.close()
-
-    def _shape(self, count: int) -> programs.Launch:
-        """Spread over as many blocks as allowed, each no larger than it has work for."""
-        items = count * len(self.pairs)
         grid = min(self._blocks, items)
-        return programs.Launch(grid=grid, block=32 * min(MOST_WARPS, -(-items // grid)))
+        block = 32 * min(MOST_WARPS, -(-items // grid))  # no larger than it has work for
+        self._kernel.launch(arguments, grid=grid, block=block, stream=stream)
 
 
-def row_copier(device: int | None, pairs: Sequence[RowPair], *, blocks: int = 0) -> RowCopier:
+def row_copier(device: int | None, pairs: Sequence[RowPair]) -> RowCopier:
     """Return the copier for a CUDA ordinal, or the reference for None, which takes memory of the CPU only."""
-    if device is None:
-        return ReferenceRowCopier(pairs)
-    return CudaRowCopier(device, pairs, blocks=blocks)
+    return ReferenceRowCopier(pairs) if device is None else CudaRowCopier(device, pairs)
 
 
 def source(pairs: Sequence[RowPair]) -> programs.Source:
@@ -172,27 +142,18 @@ def _form(pair: RowPair) -> tuple[tuple[int, ...], int, int]:
     return pair.row_parts_bytes, pair.source_slots, pair.destination_slots
 
 
-def _described(pairs: Sequence[RowPair]) -> tuple[np.ndarray[Any, Any], buffers.Extents]:
-    extents = buffers.Extents()
-    table = np.zeros(len(pairs), dtype=_PAIR)
-    for row, pair in zip(table, pairs, strict=True):
-        row["source"], row["destination"] = extents.side(pair.source), extents.side(pair.destination)
-    return table, extents
-
-
 def _widths(pairs: Sequence[RowPair]) -> list[int]:
     """The widest access that every address of each part allows."""
     form = pairs[0]
+    parts = form.row_parts_bytes
     places = {
         number
         for pair in pairs
         for memory in (pair.source, pair.destination)
         for number in (*memory.extent_addresses, memory.page_stride_bytes)
     }
-    offsets = zip(form.part_offsets(form.source_slots), form.part_offsets(form.destination_slots), strict=True)
-    return [
-        _widest(places | {part_bytes, *both}) for part_bytes, both in zip(form.row_parts_bytes, offsets, strict=True)
-    ]
+    offsets = zip(part_offsets(parts, form.source_slots), part_offsets(parts, form.destination_slots), strict=True)
+    return [_widest(places | {part_bytes, *both}) for part_bytes, both in zip(parts, offsets, strict=True)]
 
 
 def _widest(numbers: set[int]) -> int:

@@ -7,9 +7,7 @@ For many short stretches this is faster than the copy engines, which need about 
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
+from kvbridge.core.closing import Closing
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import programs
 from kvbridge.kernels.cuda.segments import Segments, StagingPool
@@ -21,7 +19,7 @@ DEFAULT_BLOCKS = 32
 """Enough to read host memory at the speed of the link; between devices more are faster."""
 
 
-class StretchCopier:
+class StretchCopier(Closing):
     """Copies stretches of device memory, of host memory that is registered with CUDA, and of peers' device memory.
 
     Holds staging for the arrays of as many submissions as run at once (about 60 bytes an operation on either side), and reuses
@@ -49,8 +47,8 @@ class StretchCopier:
         addresses = staging.put(columns)
         staging.send(stream=stream)
         grid = max(1, min(blocks or self._blocks, segments.count))
-        shape = programs.Launch(grid=grid, block=THREADS)
-        self._kernel.launch(shape, [*addresses, len(operations), segments.count], stream=stream)
+        arguments = [*addresses, len(operations), segments.count]
+        self._kernel.launch(arguments, grid=grid, block=THREADS, stream=stream)
         staging.record(stream)
 
     def reserve(self, operations: int, submissions: int) -> None:
@@ -60,14 +58,6 @@ class StretchCopier:
     def close(self) -> None:
         """Wait for what was submitted, and give everything back. Harmless when closed."""
         self._staging.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def source() -> programs.Source:

@@ -24,18 +24,18 @@ generations of a quarter of the slots it costs up to 10 %, with an eighth 22 %.
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.hot_buffer import AGE_PLANES, MOST_HOT_ROWS, TALLIES
-from kvbridge.kernels.reference import copy_operations
+from kvbridge.kernels.places import PageMemory, RowPair
+from kvbridge.kernels.reference import array_at
+from kvbridge.kernels.row_copies import copy_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,7 @@ class ReferenceSwapIn(SwapIn):
         self._tallies = array_at(state.tallies, (count, requests, TALLIES), np.int32)
         self._pages = array_at(state.pages, (requests, shape.max_pages, 2), np.int32)
         self._ring_begin = array_at(state.ring_begin, (requests,), np.int32)
+        self._pairs = [self._pair(layer) for layer in self.layers]
 
     def swap_in(self, layer: int, step: Step, *, top_k: int, out: int, stream: int = 0) -> None:
         """See `SwapIn.swap_in`; done when it returns."""
@@ -229,28 +230,22 @@ class ReferenceSwapIn(SwapIn):
     def _load(self, layer: int, request: int, rows: npt.NDArray[np.int32], slots: npt.NDArray[np.intp]) -> None:
         if not len(rows):
             return
-        memory, shape = self.layers[layer], self.shape
+        shape = self.shape
         pages = self._pages[request, rows // shape.slots_per_page, 0]
-        extents, within = np.divmod(pages, memory.pages_per_extent)
-        host = np.array(memory.host_addresses, dtype=np.uint64)[extents] + within.astype(np.uint64) * np.uint64(
-            memory.host_stride_bytes
-        )
-        places = request * shape.rows_per_request + slots
-        hot = np.uint64(memory.hot_address) + (places // shape.slots_per_page).astype(np.uint64) * np.uint64(
-            memory.hot_stride_bytes
-        )
-        sources, targets, lengths = [], [], []
-        for part, part_bytes in enumerate(shape.row_parts_bytes):
-            before = shape.slots_per_page * sum(shape.row_parts_bytes[:part])
-            sources.append(host + (before + rows % shape.slots_per_page * part_bytes).astype(np.uint64))
-            targets.append(hot + (before + places % shape.slots_per_page * part_bytes).astype(np.uint64))
-            lengths.append(np.full(len(rows), part_bytes, dtype=np.uint64))
-        copy_operations(np.concatenate(sources), np.concatenate(targets), np.concatenate(lengths))
+        host_rows = pages.astype(np.int64) * shape.slots_per_page + rows % shape.slots_per_page
+        copy_rows(self._pairs[layer], host_rows, request * shape.rows_per_request + slots)
         slot_of_row, row_of_slot = self._slot_of_row[layer, request], self._row_of_slot[layer, request]
         old = row_of_slot[slots]
         slot_of_row[old[old >= 0]] = -1
         row_of_slot[slots] = rows
         slot_of_row[rows] = slots
+
+    def _pair(self, layer: LayerMemory) -> RowPair:
+        shape, each = self.shape, layer.pages_per_extent
+        host = PageMemory(layer.host_addresses, each, layer.host_stride_bytes, each * len(layer.host_addresses))
+        pages = self.state.requests * shape.rows_per_request // shape.slots_per_page
+        hot = PageMemory.contiguous(layer.hot_address, page_count=pages, page_stride_bytes=layer.hot_stride_bytes)
+        return RowPair(host, hot, shape.row_parts_bytes, shape.slots_per_page, shape.slots_per_page)
 
     def _remember(self, layer: int, request: int, used: npt.NDArray[np.int32], loaded: npt.NDArray[np.intp]) -> None:
         words, tallies = self._ages[layer, request], self._tallies[layer, request]
@@ -268,13 +263,6 @@ class ReferenceSwapIn(SwapIn):
         tallies[0] = recent
         tallies[1] += len(used)
         tallies[2] += len(loaded)
-
-
-def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:  # noqa: ANN401
-    """See memory of this process as an array; it must stay mapped for as long as the array is used."""
-    length = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    buffer = (ctypes.c_uint8 * length).from_address(address)
-    return np.frombuffer(buffer, dtype=dtype).reshape(shape)
 
 
 def _width(shape: SwapInShape) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvbridge.core.geometry.hot_buffer import AGE_PLANES, TALLIES
 from kvbridge.kernels.cuda import programs, runtime
+from kvbridge.kernels.cuda.buffers import DeviceBytes
 from kvbridge.kernels.swap_in import LayerMemory, Step, SwapIn, SwapInShape, SwapInState
 
 
@@ -36,10 +37,9 @@ class CudaSwapIn(SwapIn):
 
     def __init__(self, device: int, shape: SwapInShape, state: SwapInState, layers: Sequence[LayerMemory]) -> None:
         super().__init__(shape, state, layers)
-        self._device = device
         self._multiprocessors = runtime.device_facts(device).multiprocessors
-        self._kernels = {form: self._kernel(form) for form in (SMALL_BATCH, LARGE_BATCH)}
-        self._extents = self._upload_extents()
+        self._kernels = {form: self._kernel(device, form) for form in (SMALL_BATCH, LARGE_BATCH)}
+        self._extents = [_uploaded(device, layer.host_addresses) for layer in self.layers]
 
     def swap_in(
         self,
@@ -58,9 +58,8 @@ class CudaSwapIn(SwapIn):
         if not step.batch:
             return
         form, blocks = layout or layout_for(step.batch, self._multiprocessors)
-        shape, state, memory = self.shape, self.state, self.layers[layer]
+        shape, state, memory, extents = self.shape, self.state, self.layers[layer], self._extents[layer]
         before = layer * state.requests
-        launch = programs.Launch(grid=step.batch * blocks, block=form.threads, shared_bytes=_shared_bytes(shape, form))
         arguments = (
             top_k,
             out,
@@ -72,7 +71,7 @@ class CudaSwapIn(SwapIn):
             state.tallies + before * TALLIES * 4,
             state.pages,
             state.ring_begin,
-            self._extents[layer],
+            extents.address if extents is not None else 0,
             memory.host_addresses[0],
             memory.host_stride_bytes,
             memory.hot_address,
@@ -80,32 +79,19 @@ class CudaSwapIn(SwapIn):
             np.int32(memory.pages_per_extent),
             np.uint32(blocks),
         )
-        self._kernels[form].launch(launch, arguments, stream=stream)
+        grid, shared_bytes = step.batch * blocks, _shared_bytes(shape, form)
+        self._kernels[form].launch(arguments, grid=grid, block=form.threads, stream=stream, shared_bytes=shared_bytes)
 
-    def _kernel(self, form: Form) -> programs.Kernel:
-        kernel = programs.kernel(source(self.shape, form), "swap_in", self._device)
+    def _kernel(self, device: int, form: Form) -> programs.Kernel:
+        kernel = programs.kernel(source(self.shape, form), "swap_in", device)
         kernel.allow_shared(_shared_bytes(self.shape, form))
         return kernel
 
     def close(self) -> None:
         """Free what this object allocated; no launch of it is under way."""
-        for address in {address for address in self._extents if address}:
-            runtime.free(self._device, address)
-        self._extents = [0] * len(self.layers)
-
-    def _upload_extents(self) -> list[int]:
-        """The extents of each layer in device memory, where there is more than one; else 0."""
-        addresses = []
-        for layer in self.layers:
-            if len(layer.host_addresses) == 1:
-                addresses.append(0)
-                continue
-            table = np.array(layer.host_addresses, dtype=np.uint64)
-            address = runtime.allocate(self._device, table.nbytes)
-            runtime.copy(address, table.ctypes.data, table.nbytes, device=self._device, stream=0)
-            runtime.synchronize(self._device)
-            addresses.append(address)
-        return addresses
+        for extents in self._extents:
+            if extents is not None:
+                extents.close()
 
 
 def source(shape: SwapInShape, form: Form) -> programs.Source:
@@ -134,6 +120,15 @@ def layout_for(batch: int, multiprocessors: int) -> tuple[Form, int]:
     if each >= 4:
         return SMALL_BATCH, min(MOST_BLOCKS, 1 << each.bit_length() - 1)
     return LARGE_BATCH, 2 if each else 1
+
+
+def _uploaded(device: int, extents: Sequence[int]) -> DeviceBytes | None:
+    """The extents of a layer in device memory, where there is more than one."""
+    if len(extents) == 1:
+        return None
+    made = DeviceBytes(device, 8 * len(extents))
+    made.write(np.array(extents, dtype=np.uint64))
+    return made
 
 
 def _shared_bytes(shape: SwapInShape, form: Form) -> int:

@@ -15,7 +15,8 @@ from kvbridge.core.ids import Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner, PageState
 
 StateT = TypeVar("StateT", bound=StrEnum)
 

@@ -32,7 +32,8 @@ from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.room import Quarantine, Room, quarantine
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.workers import WorkerSet
-from kvbridge.pool.accounts.book import PageBook, PageState
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import EventStream, RoomEntered, RoomMessageRefused, RoomQuarantined
 
 ABORTED = "aborted"

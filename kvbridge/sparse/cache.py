@@ -21,12 +21,11 @@ that they are quiet. Give them back only then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
 
+from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, InvalidInputError, NotFoundError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
@@ -48,7 +47,7 @@ STEPS_AHEAD = 16
 ADMISSIONS_AHEAD = 8
 
 
-class SparseCache:
+class SparseCache(Closing):
     """The hot buffer of one component on one device. Used by one thread."""
 
     def __init__(
@@ -289,14 +288,6 @@ class SparseCache:
         self._paths.close()
         if isinstance(self._swap_in, CudaSwapIn):
             self._swap_in.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         used = len(self.requests.slots())

@@ -15,7 +15,7 @@ from kvbridge.kernels.swap_in import Step, SwapInShape, SwapInState
 class HotMemory:
     """All tensors of one cache, on its device. L layers, R request slots, N = hot rows + ring rows of a request.
 
-    Physical row p of a layer lies in page p // rows_per_page of `pages[layer]`, slot p % rows_per_page.
+    Physical row p of a layer lies in page p // slots_per_page of `pages[layer]`, slot p % slots_per_page.
     """
 
     def __init__(
@@ -23,14 +23,14 @@ class HotMemory:
     ) -> None:
         """Allocate, and set everything to its start: nothing is resident."""
         self.shape = swap_in_shape(settings, component)
-        shape, requests, rows_per_page = self.shape, settings.max_requests, component.slots_per_page
+        shape, requests = self.shape, settings.max_requests
 
         def integers(*sizes: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full(sizes, fill, dtype=dtype, device=device)
 
         pages = requests * settings.pages_per_request(component)
         self.pages = integers(layer_count, pages, component.page_bytes(), dtype=torch.uint8)
-        """uint8 [L, R * N / rows_per_page, page_bytes]."""
+        """uint8 [L, R * N / slots_per_page, page_bytes]."""
         self.slot_of_row = integers(layer_count, requests, shape.max_rows, fill=-1, dtype=torch.int16)
         self.row_of_slot = integers(layer_count, requests, shape.hot_rows, fill=-1)
         self.ages = integers(layer_count, requests, shape.hot_rows // 32, AGE_PLANES)
@@ -45,7 +45,6 @@ class HotMemory:
         self.numbers = torch.arange(settings.preload_limit_rows, dtype=torch.int32, device=device)
         """int32: 0, 1, 2, ... as far as a request is preloaded; and the same in 16 bits."""
         self.short_numbers = self.numbers.to(torch.int16)
-        self.rows_per_page = rows_per_page
 
     @property
     def state(self) -> SwapInState:
@@ -79,11 +78,10 @@ class HotMemory:
 
     def bytes_by_part(self) -> SparseBytes:
         """What the device memory is used for; `steps` includes the constants for preloading."""
-        layers, requests = self.pages.shape[0], self.ring_begin.shape[0]
-        page_bytes = self.pages.shape[2]
+        ring_bytes = self.pages.nbytes * self.shape.ring_rows // self.shape.rows_per_request
         return SparseBytes(
-            hot_rows=layers * requests * (self.shape.hot_rows // self.rows_per_page) * page_bytes,
-            ring=layers * requests * (self.shape.ring_rows // self.rows_per_page) * page_bytes,
+            hot_rows=self.pages.nbytes - ring_bytes,
+            ring=ring_bytes,
             residency=self.slot_of_row.nbytes + self.row_of_slot.nbytes,
             ages=self.ages.nbytes + self.tallies.nbytes,
             page_tables=self.host_pages.nbytes + self.ring_begin.nbytes,

@@ -37,7 +37,3 @@ class Staging:
             self._streams.mark(self._points[number])
         else:
             stream.mark(self._points[number])
-
-    def memory_bytes(self) -> int:
-        """Host memory of all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers)

@@ -131,6 +131,8 @@ class LogReader:
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._refusals = Seldom(clock=clock)
+        # A module's logger is made anew for each line, also for one that is not written; a room has many.
+        self._rooms = log.bind()
         self._table: dict[type[Any], Callable[[Any], None]] = {
             RoomEntered: self._room,
             RoomRejected: lambda fact: log.warning("room_rejected", **_room(fact), code=fact.code, reason=fact.reason),
@@ -163,14 +165,13 @@ class LogReader:
         if write is not None:
             write(fact)
 
-    @staticmethod
-    def _room(fact: RoomEntered) -> None:
+    def _room(self, fact: RoomEntered) -> None:
         if not fact.state.final:
-            log.debug("room_entered", **_room(fact), state=fact.state.value)
+            self._rooms.debug("room_entered", **_room(fact), state=fact.state.value)
         elif not fact.code:
-            log.info("room_ended", **_room(fact), state=fact.state.value)
+            self._rooms.info("room_ended", **_room(fact), state=fact.state.value)
         else:
-            log.warning("room_ended", **_room(fact), state=fact.state.value, code=fact.code, reason=fact.reason)
+            self._rooms.warning("room_ended", **_room(fact), state=fact.state.value, code=fact.code, reason=fact.reason)
 
     def _frame_refused(self, fact: FrameRefused) -> None:
         if self._refusals.admits(fact.kind):

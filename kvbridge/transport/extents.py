@@ -25,48 +25,34 @@ AddressRange = tuple[int, int]
 
 
 class Extents:
-    """A set of extents that do not overlap.
+    """A set of extents that do not overlap; never changed.
 
     `whose` names their owner in errors ("this process", "peer 10.0.0.7:15001").
     """
 
     def __init__(self, whose: str, extents: Iterable[AddressRange] = ()) -> None:
+        """Raises InvalidInputError when two overlap."""
         self._whose = whose
-        self._lengths: dict[int, int] = {}
-        self._starts = self._stops = np.empty(0, dtype=np.uint64)
-        self.add(list(extents))
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def __repr__(self) -> str:
-        return f"<Extents of {self._whose}: {len(self)} of {sum(self._lengths.values())} bytes>"
-
-    def pairs(self) -> tuple[AddressRange, ...]:
-        """All extents, by ascending address."""
-        return tuple(sorted(self._lengths.items()))
-
-    def add(self, extents: Sequence[AddressRange]) -> None:
-        """Take in all of `extents` or, when one overlaps another or a known one, none (InvalidInputError)."""
-        merged = sorted([*self._lengths.items(), *extents])
-        for (left, left_bytes), (right, right_bytes) in itertools.pairwise(merged):
+        self.ranges = tuple(sorted(extents))
+        """All of them, by ascending address."""
+        for (left, left_bytes), (right, right_bytes) in itertools.pairwise(self.ranges):
             if left + left_bytes > right:
                 raise InvalidInputError(
-                    f"memory of {self._whose}: {_range(right, right_bytes)} overlaps {_range(left, left_bytes)}, "
+                    f"memory of {whose}: {_range(right, right_bytes)} overlaps {_range(left, left_bytes)}, "
                     "which is registered already or in the same call; register each byte once"
                 )
-        self._set(dict(merged))
+        self._starts = np.array([start for start, _ in self.ranges], dtype=np.uint64)
+        self._stops = np.array([start + length for start, length in self.ranges], dtype=np.uint64)
 
-    def remove(self, extents: Sequence[AddressRange]) -> None:
-        """Forget exactly these extents or, when one is not known, none (InvalidInputError)."""
-        left = dict(self._lengths)
-        for address, length in extents:
-            if left.get(address) != length:
-                raise InvalidInputError(
-                    f"memory of {self._whose}: {_range(address, length)} is not registered, so it cannot be removed"
-                )
-            del left[address]
-        self._set(left)
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+    def __repr__(self) -> str:
+        return f"<Extents of {self._whose}: {len(self)} of {sum(length for _, length in self.ranges)} bytes>"
+
+    def joined(self, memory: Sequence[Extent]) -> Extents:
+        """Return these and some more. Raises InvalidInputError when one overlaps another."""
+        return Extents(self._whose, [*self.ranges, *((part.address, part.length_bytes) for part in memory)])
 
     def require(self, addresses: AddressArray, lengths: AddressArray) -> None:
         """Raise InvalidInputError, naming the first offender, unless each range is not empty and within one extent."""
@@ -103,18 +89,6 @@ class Extents:
             (position > 0) & (addresses < self._stops[extent]) & (lengths > 0) & (lengths <= room)
         )
         return ~inside
-
-    def _set(self, lengths: dict[int, int]) -> None:
-        self._lengths = lengths
-        self._starts = np.array(list(lengths), dtype=np.uint64)
-        self._stops = np.array([start + length for start, length in lengths.items()], dtype=np.uint64)
-        order = np.argsort(self._starts)
-        self._starts, self._stops = self._starts[order], self._stops[order]
-
-
-def of(memory: Sequence[Extent]) -> list[AddressRange]:
-    """Where some memory is."""
-    return [(part.address, part.length_bytes) for part in memory]
 
 
 def _range(address: int, length: int) -> str:

@@ -163,6 +163,11 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
             f"{self._done} of {len(self._operations)} operations done, {self._held_operations} in flight>"
         )
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Operations started and operations in flight: another pair whenever something was started or has ended."""
+        return self._next, self._held_operations
+
     def poll(self) -> TransferStatus:
         """See `Transfer.poll`."""
         if self._status.state is not TransferState.ACTIVE or self._submitter is None:

@@ -32,7 +32,7 @@ from kvbridge.worker.transports import RankIdentity
 log = structlog.get_logger(__name__)
 
 SLICE_BYTES = 4 << 20
-"""Computed between two looks at the transfers: 0.3 ms on one core."""
+"""Computed between two looks at the transfers: 0.3 to 0.4 ms on one core, in host memory and pieces of 37 KiB and more."""
 PIECE_BYTES = 2_048
 """What a piece costs besides its bytes, as bytes."""
 COST_DIVISOR = {MemoryKind.DRAM: 1, MemoryKind.VRAM: 16}

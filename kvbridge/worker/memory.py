@@ -19,7 +19,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.pool.memory.adopted_pool import AdoptedPool
-from kvbridge.pool.memory.cuda_pool import CudaPool, exported_extent
+from kvbridge.pool.memory.cuda_pool import CudaPool
 from kvbridge.pool.memory.device_memory import export
 from kvbridge.pool.memory.extent import Extent, Progress
 from kvbridge.pool.memory.host_registration import HostRegistration
@@ -108,5 +108,5 @@ def _exported(adopted: Sequence[Region], stack: ExitStack, *, required: bool) ->
             log.info("device_memory_not_shared", region=region.label, reason=str(error))
             continue
         stack.callback(exported.forget)
-        allocations.append(exported_extent(exported))
+        allocations.append(exported.extent)
     return allocations

@@ -65,7 +65,9 @@ def serve(engine: DecodeEngine, room: int, sample_every: int) -> None:
         sampled = bool(sample_every) and room % sample_every == 0
         if sampled:
             for views in engine.views.values():
-                wrong += synthetic.check(views, room=room, tables=claimed.tables, tokens=claimed.prompt_tokens)
+                wrong += synthetic.compare(
+                    views, room=room, tables=claimed.tables, tokens=claimed.prompt_tokens
+                ).mismatches
         engine.release(room)
     except BridgeError as error:
         tell({"room": room, "code": error.code, "error": str(error)})

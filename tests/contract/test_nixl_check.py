@@ -62,7 +62,7 @@ def test_a_description_that_ends_a_process_is_refused_with_its_last_words(pair: 
 
 
 def test_a_worker_survives_descriptions_made_to_break_it() -> None:
-    """In a process of its own, which one mutation in thirty would end (`python -m tests.fuzz.nixl_metadata --unchecked`)."""
+    """In a process of its own, which some of these mutations would end (`python -m tests.fuzz.nixl_metadata --unchecked`)."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz.nixl_metadata", "--mutations", str(MUTATIONS), "--seed", str(SEED)],
         cwd=ROOT,

@@ -6,7 +6,8 @@ Owns: the mistakes, as code that runs before such a process starts (`mutated_dae
 from __future__ import annotations
 
 FREE_BY_TIMER = """
-from kvbridge.pool.accounts.book import PageBook, PageState
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import PageState
 
 def quarantine(book, owner, reason):
     if book.state(owner) is PageState.LEASED:

@@ -42,8 +42,8 @@ from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin, SharedRegion, StreamPoint
 from kvbridge.http.problems import Problem, error_of, make_problem, problem_response
 from kvbridge.node.sender.offers import check_offer
+from kvbridge.transport.backend import read_endpoint
 from kvbridge.transport.base import Endpoint
-from kvbridge.transport.endpoints import read_endpoint
 from kvbridge.transport.extents import Extents
 from kvbridge.transport.local.transport import LocalEndpoint
 from kvbridge.transport.mooncake.transport import MooncakeEndpoint

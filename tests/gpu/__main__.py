@@ -1,20 +1,22 @@
 """Everything that is tested on a GPU, unattended: `python -m tests.gpu --output out/test-gpu`.
 
-Four steps, each a process of its own under a deadline: the tests in `tests/gpu`, the GPU part of the transport contract, and
-the kernel tests once more under compute-sanitizer (memcheck, racecheck) at small sizes. Ends with a table: what ran, what
-failed, what was skipped and why. The exit code is 0 only if everything that could run was right; 2 without a GPU.
+The tests in `tests/gpu`, the GPU part of the transport contract, and the kernel tests once more under compute-sanitizer
+(memcheck, racecheck) at small sizes, in processes side by side (`tests/gpu/steps.py`); each has a deadline, a log and a report
+in the output folder. Ends with a table: what ran, what failed, what was skipped and why. The exit code is 0 only if everything
+that could run was right; 2 without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from asyncio.subprocess import STDOUT, Process
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,52 +24,29 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from kvbridge.kernels.cuda import runtime
+from tests.gpu.steps import PARTS, Step, all_steps, devices_in_turn, steps_at_once, time_for
 from tests.helpers.gpu import SMALL_VARIABLE, environment_for, reason_without_device
 
 ROOT = Path(__file__).resolve().parents[2]
-TOTAL_S = 570.0
-"""The steps together; what a step does not use is there for the next ones."""
 GRACE_S = 15.0
 """From the interruption at a deadline to SIGKILL."""
+LEAST_S = 10.0
+"""With less time than this a step is not begun."""
 NO_DEVICE = 2
-KERNEL_TESTS = (
-    "test_copy_pages.py",
-    "test_copy_rows.py",
-    "test_copy_stretches.py",
-    "test_digest.py",
-    "test_swap_in.py",
-)
+NO_TEST_CHOSEN = 5
+"""Pytest's exit code when it was given tests and none of them was to run."""
 SANITIZER_EXIT = 86
 """What compute-sanitizer exits with when the tests pass and it has found something."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One process."""
-
-    name: str
-    targets: tuple[str, ...]
-    """What pytest is given: files or folders of the repository."""
-    deadline_s: float
-    tool: str = ""
-    """The tool of compute-sanitizer that watches it; empty for none."""
-
-
-STEPS = (
-    Step("tests", ("tests/gpu",), 300.0),
-    Step("contract", ("tests/contract",), 150.0),
-    Step("memcheck", tuple(f"tests/gpu/{name}" for name in KERNEL_TESTS), 180.0, "memcheck"),
-    Step("racecheck", tuple(f"tests/gpu/{name}" for name in KERNEL_TESTS), 180.0, "racecheck"),
-)
+PASSED, NOTHING = "passed", "no test ran"
 
 
 @dataclass
 class Outcome:
-    """How a step went."""
+    """How a step went, or a part of several steps."""
 
     name: str
     verdict: str
-    """"passed", "skipped", or what is wrong."""
+    """PASSED, NOTHING, "skipped: ...", or what is wrong."""
     good: bool
     took_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -76,91 +55,163 @@ class Outcome:
     """Why tests were skipped, with how many."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """What the steps of one run share."""
+
+    output: Path
+    chosen: str = ""
+    """Pytest's expression for the tests to run; empty for all."""
+    at_once: int = 1
+    devices: tuple[str, ...] = ()
+    """As in CUDA_VISIBLE_DEVICES."""
+    begun_s: float = field(default_factory=time.monotonic)
+
+
 def main() -> int:
     """Run the steps and say how they went."""
+    cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("out/test-gpu"), help="where the results go (JUnit XML)")
-    parser.add_argument("--only", choices=[step.name for step in STEPS], action="append", help="run these steps only")
+    parser.add_argument("--only", choices=PARTS, action="append", help="run these parts only")
     parser.add_argument("-k", dest="chosen", default="", help="pytest's expression for the tests to run")
+    parser.add_argument("--at-once", type=int, default=steps_at_once(cores), help="processes side by side")
     given = parser.parse_args()
     if reason_without_device():
         print(f"no GPU tests here: {reason_without_device()}", file=sys.stderr)
         return NO_DEVICE
     print(_devices(), flush=True)
-    given.output.mkdir(parents=True, exist_ok=True)
-    ends_at_s = time.monotonic() + TOTAL_S
-    outcomes = []
-    for step in STEPS:
-        if given.only and step.name not in given.only:
-            continue
-        left_s = ends_at_s - time.monotonic()
-        print(f"\n=== {step.name} ===", flush=True)
-        outcomes.append(run_step(step, given.output.resolve(), given.chosen, min(step.deadline_s, left_s)))
-    print("\n" + summary(outcomes))
-    return 0 if all(outcome.good for outcome in outcomes) else 1
+    steps = [step for step in all_steps(ROOT) if not given.only or step.part in given.only]
+    print(f"{len(steps)} steps, {given.at_once} at once", flush=True)
+    run = Run(given.output.resolve(), given.chosen, given.at_once, tuple(_visible_devices()))
+    outcomes = asyncio.run(run_all(steps, run))
+    parts = [add_up(part, found) for part in PARTS if (found := outcomes.get(part))]
+    print("\n" + summary(parts))
+    return 0 if all(part.good for part in parts) else 1
 
 
-def run_step(step: Step, output: Path, chosen: str, deadline_s: float) -> Outcome:
-    """Run one step to its end or its deadline."""
-    targets = [target for target in step.targets if (ROOT / target).exists()]
+async def run_all(steps: Sequence[Step], run: Run) -> dict[str, list[Outcome]]:
+    """Run the steps side by side, then those that run alone. Returns how they went, by part."""
+    slots = asyncio.Semaphore(run.at_once)
+    outcomes: dict[str, list[Outcome]] = {}
+
+    async def run_one(step: Step, number: int) -> None:
+        async with slots:
+            outcome = await run_step(step, run, number)
+        outcomes.setdefault(step.part, []).append(outcome)
+        _tell(step, outcome, run)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number, step in enumerate(step for step in steps if not step.alone):
+            tasks.create_task(run_one(step, number))
+    for step in (step for step in steps if step.alone):
+        await run_one(step, 0)
+    return outcomes
+
+
+def _tell(step: Step, outcome: Outcome, run: Run) -> None:
+    """One line for a step that went well; all that it printed for another."""
+    if not outcome.good and (log := _log_of(step, run)).exists():
+        print(f"\n=== {step.name} ===\n{log.read_text(errors='replace')}", flush=True)
+    print(f"{step.name:<40} {outcome.took_s:>5.0f} s  {outcome.counts['passed']:>4}  {outcome.verdict}", flush=True)
+
+
+def _log_of(step: Step, run: Run) -> Path:
+    return run.output / f"{step.name}.log"
+
+
+async def run_step(step: Step, run: Run, number: int = 0) -> Outcome:
+    """Run one step to its end or its deadline. `number` chooses the device that it sees as the first one."""
     sanitizer = find_sanitizer() if step.tool else ""
     if step.tool and not sanitizer:
         return Outcome(step.name, "skipped: compute-sanitizer is not on PATH (it comes with the CUDA toolkit)", True)
-    if deadline_s < 10:
+    begun_s = time.monotonic()
+    deadline_s = time_for(step, begun_s - run.begun_s)
+    if deadline_s < LEAST_S:
         return Outcome(step.name, "not run: the steps before it took all the time", False)
-    report = output / f"{step.name}.xml"
+    log, report = _log_of(step, run), run.output / f"{step.name}.xml"
+    log.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/plain.ini", "--rootdir", ".", "-m", "gpu", "-q"]
-    command += [f"--junitxml={report}", *(["-k", chosen] if chosen else []), *targets]
+    command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/plain.ini", "--rootdir", "."]
+    command += ["-m", "gpu and alone" if step.alone else "gpu and not alone", "-q", f"--junitxml={report}"]
+    chosen = " and ".join(f"({expression})" for expression in (step.chosen, run.chosen) if expression)
+    command += [*(["-k", chosen] if chosen else []), *step.targets]
     if sanitizer:
         # The API's errors are looked at by the code under test, which expects some of them.
         watch = [sanitizer, "--tool", step.tool, "--error-exitcode", str(SANITIZER_EXIT), "--report-api-errors", "no"]
         command = [*watch, "--target-processes", "application-only", *command]
-    environment = environment_for(ROOT)
-    environment.setdefault("KVBRIDGE_ALLOW_MISSING_TRANSPORTS", "1")
-    if step.tool:
-        environment[SMALL_VARIABLE] = "1"
-    begun_s = time.monotonic()
-    code = run_limited(command, deadline_s, environment)
-    took_s = time.monotonic() - begun_s
+    code = await run_limited(command, deadline_s, _environment(step, run, number), log)
     counts, reasons = read_report(report)
     verdict = judge(code, counts, deadline_s)
-    return Outcome(step.name, verdict, verdict == "passed", took_s, counts, reasons)
+    return Outcome(step.name, verdict, verdict in {PASSED, NOTHING}, time.monotonic() - begun_s, counts, reasons)
+
+
+def _environment(step: Step, run: Run, number: int) -> dict[str, str]:
+    found = environment_for(ROOT)
+    found.setdefault("KVBRIDGE_ALLOW_MISSING_TRANSPORTS", "1")
+    # Tensor libraries take every core in every process otherwise.
+    found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // run.at_once)))
+    if len(run.devices) > 1:
+        found["CUDA_VISIBLE_DEVICES"] = devices_in_turn(list(run.devices), number)
+    if step.tool:
+        found[SMALL_VARIABLE] = "1"
+    return found
 
 
 def judge(code: int | None, counts: Counter[str], deadline_s: float) -> str:
-    """Say "passed" or what is wrong; `code` is None when the deadline ended the step."""
+    """Say PASSED, NOTHING, or what is wrong; `code` is None when the deadline ended the step."""
     if code is None:
         return f"failed: not done after {deadline_s:.0f} s"
     if code == SANITIZER_EXIT:
         return "failed: compute-sanitizer found errors (above)"
-    if code == 5 or (code == 0 and not counts["passed"]):
-        return "failed: no test ran"
+    if code == NO_TEST_CHOSEN or (code == 0 and not counts["passed"]):
+        return NOTHING
     if code:
         return f"failed: {counts['failed']} tests" if counts["failed"] else f"failed: exit code {code}"
-    return "passed"
+    return PASSED
 
 
-def run_limited(command: Sequence[str], deadline_s: float, environment: dict[str, str]) -> int | None:
+def add_up(part: str, outcomes: Sequence[Outcome]) -> Outcome:
+    """How all steps of a part went together; a part in which no test ran is a failure."""
+    counts: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
+    reasons: Counter[str] = sum((outcome.reasons for outcome in outcomes), Counter())
+    took_s = sum(outcome.took_s for outcome in outcomes)
+    wrong = [outcome for outcome in outcomes if not outcome.good]
+    skipped = [outcome.verdict for outcome in outcomes if outcome.verdict.startswith("skipped")]
+    if wrong:
+        verdict = "; ".join(f"{outcome.name} {outcome.verdict}" for outcome in wrong)
+    elif skipped:
+        verdict = skipped[0]
+    else:
+        verdict = PASSED if counts["passed"] else f"failed: {NOTHING}"
+    return Outcome(part, verdict, not verdict.startswith("failed") and not wrong, took_s, counts, reasons)
+
+
+async def run_limited(command: Sequence[str], deadline_s: float, environment: dict[str, str], log: Path) -> int | None:
     """Run a command with all that it starts; return its exit code, None when it was ended at its deadline."""
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    with log.open("wb") as printed:
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, env=environment, stdout=printed, stderr=STDOUT, start_new_session=True
+        )
     try:
-        return process.wait(deadline_s)
-    except subprocess.TimeoutExpired:
+        async with asyncio.timeout(deadline_s):
+            return await process.wait()
+    except TimeoutError:
         return None
     finally:
-        if process.poll() is None:
-            _interrupt(process)
+        if process.returncode is None:
+            await _interrupt(process)
         with contextlib.suppress(ProcessLookupError):  # nothing of it is left
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        await process.wait()
 
 
-def _interrupt(process: subprocess.Popen[bytes]) -> None:
+async def _interrupt(process: Process) -> None:
     """As Ctrl-C: pytest then ends what its fixtures have started, and writes its report."""
     os.killpg(process.pid, signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(GRACE_S):
+            await process.wait()
 
 
 def read_report(report: Path) -> tuple[Counter[str], Counter[str]]:
@@ -198,6 +249,12 @@ def find_sanitizer() -> str:
     """Where compute-sanitizer is; empty when it is nowhere."""
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
     return shutil.which("compute-sanitizer") or (str(toolkit) if toolkit.exists() else "")
+
+
+def _visible_devices() -> list[str]:
+    """The devices as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(device) for device in range(runtime.device_count())]
 
 
 def _devices() -> str:

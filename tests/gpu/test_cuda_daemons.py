@@ -113,6 +113,7 @@ def pages_of(engine: Engine) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.alone
 def test_nothing_is_sent_before_the_engines_gpu_has_written_it(
     running: Cluster, sender: PrefillEngine, reader: DecodeEngine, device: int
 ) -> None:
@@ -150,6 +151,7 @@ def test_nothing_is_sent_before_the_engines_gpu_has_written_it(
         reader.release(room)
 
 
+@pytest.mark.alone
 def test_pages_are_used_again_only_when_the_decode_engines_gpu_is_done_with_them(
     running: Cluster, sender: PrefillEngine, reader: DecodeEngine, device: int
 ) -> None:

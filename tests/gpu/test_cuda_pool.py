@@ -170,6 +170,7 @@ def test_a_tensor_lies_in_an_allocation_that_can_be_shared(device: int) -> None:
         allocation_of(device, host.data_ptr())
 
 
+@pytest.mark.alone
 def test_a_pool_that_does_not_fit_says_what_is_free(device: int) -> None:
     large = placement(device)
     (mapping,) = large.mappings

@@ -16,7 +16,7 @@ from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.gpu_children import child, count_up, counter_of
 from tests.helpers.whole_rooms import nodes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 TOKENS = 300
 ROUNDS = 3
 SETTLE_S = 0.5

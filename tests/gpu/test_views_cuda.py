@@ -7,7 +7,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters.synthetic import check, fill
+from kvbridge.engine.adapters.synthetic import compare, fill
 from kvbridge.engine.views import PoolViews
 from tests.helpers.torch_pools import make_pools
 
@@ -28,7 +28,7 @@ def test_pages_in_device_memory_are_filled_and_read_in_place(device: int) -> Non
     assert (views.device, host.views.device) == (device, None)
     section = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
     fill(views, room=3, tables=host.tables, section=section)
-    assert check(views, room=3, tables=host.tables, tokens=tokens) == []
+    assert compare(views, room=3, tables=host.tables, tokens=tokens).mismatches == ()
     fill(host.views, room=3, tables=host.tables, section=section)
     for layer in views.layers(ComponentKind.C4_KV):
         rows = {"tables": host.tables, "start_row": 0, "stop_row": tokens // 4}

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from kvbridge.core.ids import MemoryKind
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.cuda_pool import exported_extent
 from kvbridge.pool.memory.device_memory import OpenedAllocation, export
 from kvbridge.pool.memory.extent import Extent
 
@@ -46,7 +45,7 @@ class DeviceBuffer:
 
     def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Extent:
         """Part of the buffer (all of it by default) as something to register."""
-        whole = exported_extent(self._exported)
+        whole = self._exported.extent
         return Extent(
             address=self.address + offset_bytes,
             length_bytes=self.length_bytes - offset_bytes if length_bytes is None else length_bytes,

@@ -109,7 +109,7 @@ def write(views: PoolViews, room: int) -> None:
 
 def wrong_rows(views: PoolViews, room: int) -> list[str]:
     """What is wrong with a request's rows."""
-    return [str(one) for one in synthetic.check(views, room=room, tables=tables(room), tokens=TOKENS)]
+    return [str(one) for one in synthetic.compare(views, room=room, tables=tables(room), tokens=TOKENS).mismatches]
 
 
 # ------------------------------------------------------------------------------------------- targets

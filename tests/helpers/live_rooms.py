@@ -195,7 +195,7 @@ class LiveCluster:
         """Claim a room and check every byte of it."""
         claimed = self.reader.wait_claim(room, CALL_S)
         for view in self.reader.views.values():
-            wrong = synthetic.check(view, room=room, tables=claimed.tables, tokens=tokens)
+            wrong = synthetic.compare(view, room=room, tables=claimed.tables, tokens=tokens).mismatches
             assert not wrong, wrong[0]
         return claimed
 

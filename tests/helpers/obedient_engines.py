@@ -151,7 +151,7 @@ class _Decode:
     def check(self, room: int, tokens: int) -> None:
         """Check every byte of a claimed room (again)."""
         for view in self._engine.views.values():
-            wrong = synthetic.check(view, room=room, tables=self._tables[room], tokens=tokens)
+            wrong = synthetic.compare(view, room=room, tables=self._tables[room], tokens=tokens).mismatches
             assert not wrong, f"room {room}: {wrong[0]}, and {len(wrong) - 1} more"
 
     def extend(self, room: int, tokens: int) -> None:

@@ -196,9 +196,9 @@ class Crossing:
 
     def _check_rows(self, room: int, case: Case, tables: Tables) -> None:
         for views, pool in zip(self.destination.views, self.destination.pools, strict=True):
-            wrong = synthetic.check(
-                views, room=room, tables=tables, tokens=case.tokens, prefix_tokens=case.prefix, most_mismatches=3
-            )
+            wrong = synthetic.compare(
+                views, room=room, tables=tables, tokens=case.tokens, prefix_tokens=case.prefix, most_named=3
+            ).mismatches
             assert not wrong, f"{pool!r}: " + "; ".join(map(str, wrong))
 
     def _check_amounts(self, case: Case, amounts: Amounts) -> None:

@@ -27,7 +27,8 @@ from kvbridge.node.receiver.service import ReceiverRooms
 from kvbridge.node.rooms import RoomSettings
 from kvbridge.node.sender.room import SenderPorts
 from kvbridge.node.sender.service import SenderRooms
-from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import (
     EventStream,
     Fact,

@@ -36,7 +36,7 @@ from kvbridge.core.wire.worker_messages import (
     Verify,
     WorkerToNode,
 )
-from kvbridge.pool.accounts.book import Owner
+from kvbridge.pool.accounts.page_states import Owner
 from tests.helpers.rooms import GEOMETRY, PAGE, R0, R1, manifest
 
 PAGES = 8

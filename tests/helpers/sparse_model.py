@@ -14,7 +14,7 @@ from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.geometry.huggingface import geometry_from_config
 from kvbridge.core.ids import IndexSpace, PageTable, Tables
-from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, pack, reencoded
+from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, reencoded
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder, SparseRequest, reencoding_cache
 from kvbridge.engine.adapters.transformers import (
     Generated,
@@ -99,7 +99,8 @@ class SparseModelPair:
         tokens = prefill.cache.get_seq_length()
         form = Form(host=HOST, page_first=True, extent_pages=3)
         pools = make_pools(self.geometry, tokens=tokens + steps, prompt_tokens=tokens, seed=seed, form=form)
-        pack(self.codec, prefill.cache, placement=Placement(pools.views, pools.tables))
+        placement = Placement(pools.views, pools.tables)
+        PrefillPacker(self.codec, placement, prompt_tokens=tokens).advance(prefill.cache)
         return pools
 
     def store(self, host: Pools, *, hot_rows: int, max_tokens: int, max_requests: int = 2, **more: int) -> SparseCache:

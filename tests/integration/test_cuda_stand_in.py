@@ -150,7 +150,7 @@ class OwnGpu:
 
     def catch_up(self) -> None:
         for entry in self._ring._entries:
-            runtime._library().cudaEventRecord(entry.event.handle, 0)
+            runtime.library().cudaEventRecord(entry.event.handle, 0)
 
     def close(self) -> None:
         self._ring.close()

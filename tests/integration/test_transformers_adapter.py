@@ -10,7 +10,6 @@ from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.geometry.huggingface import geometry_from_config
 from kvbridge.core.geometry.pages import first_window_page, rotate_window, window_pages
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.plan.operations import Section
 from tests.helpers.torch_pools import Form, Pools, copy_request, make_pools
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
@@ -20,8 +19,6 @@ from kvbridge.engine.adapters.deepseek_v4 import (
     Placement,
     PrefillPacker,
     append,
-    pack,
-    pack_section,
     reencoded,
     unpack,
 )
@@ -206,7 +203,7 @@ def test_decode_keeps_its_pages_complete(small):
     tokens = prompt_tokens(length)
     prefill = prefill_chunks(small.model, tokens, chunk_tokens=CHUNK)
     cache = prefill.cache
-    pack(small.codec, cache, placement=Placement(pools.views, pools.tables))
+    PrefillPacker(small.codec, Placement(pools.views, pools.tables), prompt_tokens=length).advance(cache)
     token, packed = prefill.first_token, length
     for step in range(grown):
         token = int(generate(small.model, cache, first_token=token, steps=1).logits[-1].argmax())
@@ -251,20 +248,17 @@ def test_weights_depend_on_the_seed_alone():
 def test_prefix_rows_are_left_out(small):
     pools = make_pools(small.geometry, tokens=300)
     prefill = prefill_chunks(small.model, prompt_tokens(300), chunk_tokens=CHUNK)
-    pack(small.codec, prefill.cache, placement=Placement(pools.views, pools.tables), prefix_tokens=256)
+    placement = Placement(pools.views, pools.tables)
+    PrefillPacker(small.codec, placement, prompt_tokens=300, prefix_tokens=256).advance(prefill.cache)
     rows = pools.views.read_rows(ComponentKind.C4_KV, 0, tables=pools.tables, start_row=31, stop_row=33)
     assert bool((rows[0] == 0xA5).all())
     assert not bool((rows[1] == 0xA5).all())
 
 
-def test_a_section_is_packed_right_after_its_forward_pass(small):
+def test_no_more_is_packed_than_the_prompt(small):
     pools = make_pools(small.geometry, tokens=64)
     placement = Placement(pools.views, pools.tables)
     cache = prefill_chunks(small.model, prompt_tokens(40), chunk_tokens=40).cache
-    with pytest.raises(ConflictError, match="holds 40 tokens, the section ends at 32"):
-        pack_section(
-            small.codec, cache, placement=placement, section=Section(prompt_tokens=64, start_token=0, stop_token=32)
-        )
     packer = PrefillPacker(small.codec, placement, prompt_tokens=39)
     with pytest.raises(ConflictError, match="40 tokens; 0 of 39"):
         packer.advance(cache)

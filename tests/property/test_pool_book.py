@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner, PageState
 
 OWNED = {IndexSpace.FULL: 12, IndexSpace.HOST: 9}
 ADOPTED = {IndexSpace.SWA: 10}

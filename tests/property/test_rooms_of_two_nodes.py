@@ -16,7 +16,7 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.plan.digests import DigestKind
-from kvbridge.pool.accounts.book import Owner, PageState
+from kvbridge.pool.accounts.page_states import Owner, PageState
 from tests.helpers.room_simulation import STAGES, World
 from tests.helpers.rooms import PAGE
 from tests.helpers.simulated_nodes import PAGES, RANKS

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -77,6 +78,23 @@ class Region(FrozenModel):
     def lanes(self) -> int:
         """How many lanes a page of this region holds."""
         return self.lane_stop - self.lane_start
+
+    def extents(self) -> list[tuple[int, int, int]]:
+        """Return (address, pages, bytes from the first page's begin to the last page's end) of each extent.
+
+        In a page-first pool that is less than pages x stride, which would reach beyond the memory.
+        """
+        left = range(self.page_count, 0, -self.pages_per_extent)
+        counts = [min(self.pages_per_extent, pages) for pages in left]
+        return [
+            (address, pages, (pages - 1) * self.page_stride_bytes + self.page_bytes)
+            for address, pages in zip(self.extent_addresses, counts, strict=True)
+        ]
+
+    def at(self, bases: Iterable[int]) -> Self:
+        """A region whose addresses are offsets, once the memory of each extent begins at its base."""
+        addresses = tuple(base + offset for base, offset in zip(bases, self.extent_addresses, strict=True))
+        return self.model_copy(update={"extent_addresses": addresses})
 
 
 class RankManifest(FrozenModel):

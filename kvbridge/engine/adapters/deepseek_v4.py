@@ -38,16 +38,12 @@ _ENTRIES = {
     ComponentKind.C4_INDEXER: "indexer",
     ComponentKind.C128_KV: "compressor",
 }
-_STATES = {
-    ComponentKind.C4_STATE: "compressor",
-    ComponentKind.C4_INDEXER_STATE: "indexer",
-    ComponentKind.C128_STATE: "compressor",
-}
 _STATE_OF = {
     ComponentKind.C4_KV: ComponentKind.C4_STATE,
     ComponentKind.C4_INDEXER: ComponentKind.C4_INDEXER_STATE,
     ComponentKind.C128_KV: ComponentKind.C128_STATE,
 }
+_STATES = {_STATE_OF[kind]: name for kind, name in _ENTRIES.items()}
 _KINDS = {
     SLIDING: (ComponentKind.SWA_KV,),
     SPARSE: (
@@ -107,7 +103,7 @@ class CacheCodec:
 
     def encode(self, cache: DynamicCache, component: Component, layer: int, *, start: int, stop: int) -> torch.Tensor:
         """Return rows [start, stop) of one layer, uint8 [stop - start, row_bytes]."""
-        held = _layer(cache, layer)
+        held: CacheLayer = cache.layers[layer]
         name = _ENTRIES.get(component.kind)
         if component.kind is ComponentKind.SWA_KV:
             values = _window_values(held, start, stop)
@@ -138,8 +134,7 @@ class CacheCodec:
         if tokens < 1:
             raise InvalidInputError(f"a cache of {tokens} tokens has nothing to continue from")
         cache = DynamicCache(config=self._config) if into is None else into
-        for layer in range(len(cache.layers)):
-            held = _layer(cache, layer)
+        for layer, held in enumerate(cache.layers):
             self._decode_window(held, layer, tokens=tokens, read=read)
             for kind in self._kinds[layer]:
                 if kind in _ENTRIES:
@@ -151,12 +146,6 @@ class CacheCodec:
     def row_codec(self, kind: ComponentKind) -> RowCodec:
         """Return what turns rows of one component into numbers and back."""
         return self._codecs[kind]
-
-    def components(self) -> Iterator[tuple[Component, int]]:
-        """Every component of every layer."""
-        for component in self.geometry.components:
-            for layer in component.layers:
-                yield component, layer
 
     def _codec(self, component: Component) -> RowCodec:
         config = self._config
@@ -197,27 +186,6 @@ class CacheCodec:
             ca = kv.shape[1] // 2
             held.overlap_kv[name] = kv[:overlap_rows, :ca].to(self.dtype).clone()[None]
             held.overlap_gate[name] = gate[:overlap_rows, :ca].clone()[None]
-
-
-def pack_section(codec: CacheCodec, cache: DynamicCache, *, placement: Placement, section: Section) -> None:
-    """Write the rows that became final with `section` into the pages of `placement`, for the layers that it holds.
-
-    Call it after the model has computed up to `section.stop_token`, and before that is published. Raises ConflictError
-    when the cache holds another number of tokens.
-    """
-    for component, layer in _held(codec, placement):
-        if section.layers is not None and layer not in section.layers:
-            continue
-        _check_tokens(cache, layer, section.stop_token)
-        rows = section_rows(component, section)
-        _write(codec, cache, placement, component, layer, (rows.start, rows.stop))
-
-
-def pack(codec: CacheCodec, cache: DynamicCache, *, placement: Placement, prefix_tokens: int = 0) -> None:
-    """Write all that decode needs of the cache; growing rows of the first `prefix_tokens` tokens are left out."""
-    tokens = cache.get_seq_length()
-    section = Section(prompt_tokens=tokens, prefix_tokens=prefix_tokens, start_token=0, stop_token=tokens)
-    pack_section(codec, cache, placement=placement, section=section)
 
 
 def append(codec: CacheCodec, cache: DynamicCache, *, placement: Placement, from_token: int) -> None:
@@ -303,13 +271,11 @@ class PrefillPacker:
             start_token=self._packed_tokens,
             stop_token=tokens,
         )
-        pack_section(self._codec, cache, placement=self._placement, section=section)
+        for component, layer in _held(self._codec, self._placement):
+            rows = section_rows(component, section)
+            _write(self._codec, cache, self._placement, component, layer, (rows.start, rows.stop))
         self._packed_tokens = tokens
         return section
-
-
-def _layer(cache: DynamicCache, layer: int) -> CacheLayer:
-    return cache.layers[layer]
 
 
 def _held(codec: CacheCodec, placement: Placement) -> Iterator[tuple[Component, int]]:
@@ -355,15 +321,6 @@ def _state_values(held: CacheLayer, component: Component, start: int, stop: int)
         first -= len(overlap_kv)
     wide = torch.promote_types(kv.dtype, gate.dtype)
     return torch.cat([kv.to(wide), gate.to(wide)], dim=1)[start - first : stop - first]
-
-
-def _check_tokens(cache: DynamicCache, layer: int, tokens: int) -> None:
-    held = _layer(cache, layer).cumulative_length
-    if held != tokens:
-        raise ConflictError(
-            f"layer {layer}: the cache holds {held} tokens, the section ends at {tokens}; pack a section right after "
-            "its forward pass"
-        )
 
 
 def _check_fit(geometry: ModelGeometry, config: DeepseekV4Config, kinds: list[tuple[ComponentKind, ...]]) -> None:

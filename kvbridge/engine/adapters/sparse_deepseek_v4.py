@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from transformers import DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache
 
+from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageIdArray, Tables
@@ -37,22 +37,12 @@ _ENTRIES = "compressor"
 _NO_ROW = -1
 
 
-class SelectedRows(Protocol):
-    """The C4 rows of one layer of the request whose turn it is."""
-
-    def append(self, entries: torch.Tensor) -> None:
-        """Take the entry that this step completed: [1, width]."""
-
-    def fetch(self, top_k: torch.Tensor) -> torch.Tensor:
-        """Return the entries of rows `top_k`, integers [k]: [k, width]; zeros for -1."""
-
-
 class SparseLayer(DeepseekV4CSACache):  # type: ignore[no-untyped-call]  # transformers is half typed
     """The cache of a C4 layer without its entries: window, indexer keys and buffers are here, entries are in `rows`."""
 
     _layer_type: str | None = None  # type: ignore[assignment]  # with a type it would take the library's own class's place
 
-    def __init__(self, config: Any, rows: SelectedRows) -> None:  # noqa: ANN401 - transformers is untyped
+    def __init__(self, config: Any, rows: HotRows) -> None:  # noqa: ANN401 - transformers is untyped
         super().__init__(config)
         self._rows = rows
         self._top_k = int(config.index_topk)
@@ -126,11 +116,6 @@ class IndexerHooks:
             handle.remove()
 
 
-def sparse_cache(config: Any, rows: dict[int, SelectedRows]) -> DynamicCache:  # noqa: ANN401 - transformers is untyped
-    """Return an empty cache whose C4 layers take their entries from `rows`, by layer."""
-    return _cache_with(config, lambda layer: SparseLayer(config, rows[layer]))
-
-
 def reencoding_cache(config: Any, codec: CacheCodec) -> DynamicCache:  # noqa: ANN401 - transformers is untyped
     """Return an empty cache of whole entries that are kept as `codec` encodes them."""
     entries = codec.row_codec(ComponentKind.C4_KV)
@@ -147,7 +132,7 @@ class SparseRequest:
     """In the cache."""
 
 
-class SparseDecoder:
+class SparseDecoder(Closing):
     """A model and the hot buffer that its requests share; for one thread. Use as a context, or `close` it.
 
     `store` has one layer for each C4 layer of the model. Everything else of a request's cache lives where `codec` puts it.
@@ -166,12 +151,13 @@ class SparseDecoder:
             )
         self._tokens_per_row = component.tokens_per_row
         entries = codec.row_codec(component.kind)
-        self._rows: dict[int, SelectedRows] = {layer: HotRows(store, layer, entries) for layer in component.layers}
+        self._rows = {layer: HotRows(store, layer, entries) for layer in component.layers}
         self._hooks = IndexerHooks(model)
 
     def admit(self, request_slot: int, placements: Sequence[Placement], *, tokens: int) -> SparseRequest:
         """Take over a request of `tokens` tokens whose C4 rows are in the host pages of `placements`, the rest in others."""
-        into = sparse_cache(self._model.config, self._rows)
+        config = self._model.config
+        into = _cache_with(config, lambda layer: SparseLayer(config, self._rows[layer]))
         cache = unpack(self._codec, placements, tokens=tokens, into=into, elsewhere=frozenset({ComponentKind.C4_KV}))
         self._store.admit(request_slot, _host_page_ids(placements[0].tables), tokens // self._tokens_per_row)
         return SparseRequest(request_slot, cache, tokens)
@@ -202,17 +188,9 @@ class SparseDecoder:
         """Leave the model as it was; the hot buffer is its owner's to close."""
         self._hooks.remove()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class HotRows:
-    """One layer of the hot buffer, as entries: encodes what is appended, swaps in and decodes what is fetched."""
+    """The C4 rows of one layer of the request whose turn it is, as entries: encodes what is appended, decodes what is fetched."""
 
     def __init__(self, store: SparseCache, layer: int, codec: RowCodec) -> None:
         self._store = store
@@ -222,11 +200,11 @@ class HotRows:
         self._found = torch.empty_like(self._selected)
 
     def append(self, entries: torch.Tensor) -> None:
-        """See `SelectedRows`."""
+        """Take the entry that this step completed: [1, width]."""
         self._store.append(self._layer, self._codec.encode(entries))
 
     def fetch(self, top_k: torch.Tensor) -> torch.Tensor:
-        """See `SelectedRows`."""
+        """Return the entries of rows `top_k`, integers [k]: [k, width]; zeros for -1."""
         count = len(top_k)
         self._selected[0, :count] = top_k
         self._selected[0, count:] = _NO_ROW

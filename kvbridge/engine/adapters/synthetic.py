@@ -110,36 +110,18 @@ def fill(views: PoolViews, *, room: int, tables: Tables, section: Section) -> in
     return written
 
 
-def check(
-    views: PoolViews,
-    *,
-    room: int,
-    tables: Tables,
-    tokens: int,
-    prefix_tokens: int = 0,
-    most_mismatches: int = 20,
-) -> list[Mismatch]:
-    """Compare every live row of a request of `tokens` tokens; return the first mismatches found, none when all is well.
+def compare(
+    views: PoolViews, *, room: int, tables: Tables, tokens: int, prefix_tokens: int = 0, most_named: int = 20
+) -> Comparison:
+    """Compare every live row of a request of `tokens` tokens: all wrong bytes are counted, the first wrong rows are named.
 
-    Growing rows of the first `prefix_tokens` tokens are not looked at. At most `most_mismatches` are returned; the
-    comparison stops there.
+    Growing rows of the first `prefix_tokens` tokens are not looked at.
     """
-    found: list[Mismatch] = []
-    for block in _compared(views, room=room, tables=tables, tokens=tokens, prefix_tokens=prefix_tokens):
-        if not block.equal:
-            found += block.mismatches(most_mismatches - len(found))
-        if len(found) >= most_mismatches:
-            break
-    return found
-
-
-def compare(views: PoolViews, *, room: int, tables: Tables, tokens: int, most_named: int = 20) -> Comparison:
-    """Compare every live row of a request of `tokens` tokens to its end: all wrong bytes are counted, few are named."""
     checked = wrong = 0
     named: list[Mismatch] = []
-    for block in _compared(views, room=room, tables=tables, tokens=tokens, prefix_tokens=0):
+    for block in _compared(views, room=room, tables=tables, tokens=tokens, prefix_tokens=prefix_tokens):
         checked += block.held.size
-        if not block.equal:
+        if not np.array_equal(block.wanted, block.held):
             wrong += int((block.wanted != block.held).sum())
             named += block.mismatches(most_named - len(named))
     return Comparison(checked, wrong, tuple(named))
@@ -154,10 +136,6 @@ class _Block:
     places: RowPlaces
     wanted: Rows
     held: Rows
-
-    @property
-    def equal(self) -> bool:
-        return np.array_equal(self.wanted, self.held)
 
     def mismatches(self, most: int) -> list[Mismatch]:
         """Describe the first wrong rows."""

@@ -1,8 +1,8 @@
 // Raw CRC-32C of stretches of device memory. See kernels/digest_device.py for the tables and the arithmetic behind them.
 //
-// A warp reads a segment in rows of 512 bytes, each lane 16 bytes of a row. A lane's register is the checksum of its own bytes,
-// as if all other lanes' bytes were zeros: so what it does from row to row is to look up, for each of its 16 bytes, what that
-// byte has become 512 bytes further on. At the end each lane moves its register to the end of the stretch, by one product with
+// A warp reads a segment in rows of 512 bytes, each thread 16 bytes of a row. A thread's register is the checksum of its own bytes,
+// as if all other threads' bytes were zeros: so what it does from row to row is to look up, for each of its 16 bytes, what that
+// byte has become 512 bytes further on. At the end each thread moves its register to the end of the stretch, by one product with
 // a power of x for every ten bits of the distance, and the exclusive or of everything is the checksum.
 
 #include "stretches.cuh"
@@ -21,7 +21,7 @@
 typedef unsigned long long Address;
 
 struct Tables {
-    unsigned int advance[16][256];       // what a byte at place i of a lane's 16 becomes 512 bytes after the lane's first
+    unsigned int advance[16][256];       // what a byte at place i of a thread's 16 becomes 512 bytes after the thread's first
     unsigned int powers[LEVELS][1024];   // x^(8 * (i - BIAS)), then x^(8 * i * 1024), x^(8 * i * 1024^2), ...
 };
 

@@ -5,10 +5,7 @@ Owns: those questions to the CUDA driver. Must not know: pools, who shares what 
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
 from kvbridge.kernels.cuda import runtime
@@ -22,20 +19,10 @@ class Allocation:
     length_bytes: int
 
 
-@cache
-def _driver() -> Any:  # noqa: ANN401 - the bindings ship no types
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"no CUDA here: the package cuda-core is not installed ({error}); pip install 'kvbridge[cuda]'"
-        ) from error
-
-
 def allocation_of(device: int, address: int) -> Allocation:
     """Return the allocation that holds an address of this process. Raises RegistrationError when it is no device memory."""
     runtime.use(device)
-    code, *found = _driver().cuMemGetAddressRange(address)
+    code, *found = runtime.library("cuda.bindings.driver").cuMemGetAddressRange(address)
     if int(code):
         raise RegistrationError(
             f"{address:#x} is not in any device memory of this process on cuda:{device} ({code.name}); "

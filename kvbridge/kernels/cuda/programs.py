@@ -1,6 +1,6 @@
 """Kernels from source to launch: compiled at run time, kept on disk, launched on the caller's stream.
 
-Owns: the compiler's options, the cache of compiled kernels, the form of a launch. Must not know: what a kernel does.
+Owns: the compiler's options, the cache of compiled kernels, launches. Must not know: what a kernel does.
 
 Sources are `kernels/csrc/*.cu` (and `*.cuh`, which they include); each holds `extern "C"` kernels. NVRTC compiles one in
 about 0.1 s to machine code for the device at hand, so no compiler has to be installed. The result lies in
@@ -12,11 +12,11 @@ nothing of that inside a CUDA graph.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
+import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -57,42 +57,32 @@ class Source:
         return _expanded(f"{self.name}.cu")
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The shape of one launch."""
-
-    grid: int
-    block: int
-    """Threads of a block; a multiple of 32."""
-    shared_bytes: int = 0
-    """Dynamic shared memory of a block."""
-
-
 class Kernel:
     """One kernel on one device. `launch` may be called under CUDA graph capture."""
 
     def __init__(self, device: int, kernel: Any) -> None:  # noqa: ANN401 - cuda-core ships no types
         self.device = device
         self._kernel = kernel
-        self._core = _core()
+        self._core = runtime.library("cuda.core")
 
-    def launch(self, shape: Launch, arguments: Sequence[Any], *, stream: int) -> None:
-        """Launch on a stream, given by its handle. Arguments: int (64 bits, or an address), numpy scalars for other widths."""
+    def launch(
+        self, arguments: Sequence[Any], *, grid: int, block: int, stream: int, shared_bytes: int | None = None
+    ) -> None:
+        """Launch on a stream, given by its handle. Arguments: int (64 bits, or an address), numpy scalars for other widths.
+
+        `grid`: blocks; `block`: threads of one, a multiple of 32; `shared_bytes`: its dynamic shared memory.
+        """
         runtime.use(self.device)
         # cuda-core keeps the context of a thread by itself.
         made = _stream(self.device, stream)
-        config = self._core.LaunchConfig(
-            grid=shape.grid,
-            block=shape.block,
-            shmem_size=shape.shared_bytes or None,
-        )
+        config = self._core.LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes or None)
         self._core.launch(made, config, self._kernel, *arguments)
 
     def allow_shared(self, shared_bytes: int) -> None:
         """Allow launches with so much dynamic shared memory; without this 48 KiB are the limit. Raises UnsupportedError."""
         if shared_bytes <= DEFAULT_SHARED_BYTES:
             return
-        driver = importlib.import_module("cuda.bindings.driver")
+        driver = runtime.library("cuda.bindings.driver")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         code, function = driver.cuKernelGetFunction(int(self._kernel.handle))
         if not int(code):
@@ -111,15 +101,15 @@ def kernel(source: Source, name: str, device: int) -> Kernel:
         module = _loaded.get((digest, device))
         if module is None:
             runtime.use(device)
-            _core().Device(device).set_current()
-            module = _core().ObjectCode.from_cubin(code)
+            runtime.library("cuda.core").Device(device).set_current()
+            module = runtime.library("cuda.core").ObjectCode.from_cubin(code)
             _loaded[digest, device] = module
     return Kernel(device, module.get_kernel(name))
 
 
 def compile_for(source: Source, architecture: str) -> bytes:
     """Return machine code for an architecture ("sm_90a"). Needs NVRTC, but no device. Raises KernelBuildError."""
-    core = _core()
+    core = runtime.library("cuda.core")
     options = core.ProgramOptions(
         arch=architecture, std="c++17", define_macro=[(key, str(value)) for key, value in source.defines] or None
     )
@@ -141,16 +131,6 @@ def cache_directory() -> Path | None:
 
 
 # ------------------------------------------------------------------------------------------- inside
-
-
-@cache
-def _core() -> Any:  # noqa: ANN401
-    try:
-        return importlib.import_module("cuda.core")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"no kernels here: the package cuda-core is not installed ({error}); pip install 'kvbridge[cuda]'"
-        ) from error
 
 
 @cache
@@ -176,7 +156,7 @@ def _machine_code(source: Source, architecture: str) -> tuple[bytes, str]:
 
 
 def _digest(source: Source, architecture: str) -> str:
-    compiler = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    compiler = runtime.library("cuda.bindings.nvrtc").nvrtcVersion()
     facts = "\0".join([source.text(), repr(sorted(source.defines)), architecture, repr(compiler[1:])])
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
@@ -195,35 +175,13 @@ def _keep(file: Path, content: bytes) -> None:
 
 
 def _expanded(file: str) -> str:
-    lines = []
-    for line in _sources()[file].splitlines():
-        included = line.removeprefix('#include "').rstrip('"') if line.startswith('#include "') else ""
-        lines.append(_expanded(included) if included else line)
-    return "\n".join(lines)
+    text = resources.files("kvbridge.kernels").joinpath("csrc", file).read_text(encoding="utf-8")
+    return re.sub(r'^#include "(.+)"$', lambda included: _expanded(included[1]), text, flags=re.MULTILINE)
 
 
 @cache
-def _sources() -> Mapping[str, str]:
-    directory = resources.files("kvbridge.kernels").joinpath("csrc")
-    return {
-        item.name: item.read_text(encoding="utf-8")
-        for item in directory.iterdir()
-        if item.name.endswith((".cu", ".cuh"))
-    }
-
-
-@cache
-def _streams() -> dict[tuple[int, int], Any]:
-    return {}
-
-
 def _stream(device: int, handle: int) -> Any:  # noqa: ANN401
     """The stream as cuda-core knows it; made once, since that costs as much as a launch."""
-    known = _streams()
-    made = known.get((device, handle))
-    if made is None:
-        target = _core().Device(device)
-        target.set_current()
-        made = target.create_stream(runtime.Stream.of(device, handle))
-        known[device, handle] = made
-    return made
+    target = runtime.library("cuda.core").Device(device)
+    target.set_current()
+    return target.create_stream(runtime.Stream.of(device, handle))

@@ -14,9 +14,9 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import TracebackType
 from typing import Any, Self
 
+from kvbridge.core.closing import Closing
 from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
 
 REGISTER_CHUNK_BYTES = 1 << 30
@@ -28,9 +28,10 @@ _PEER_ACCESS_ALREADY = 704
 
 
 @cache
-def _library() -> Any:  # noqa: ANN401 - the bindings ship no types
+def library(name: str = "cuda.bindings.runtime") -> Any:  # noqa: ANN401 - the bindings ship no types
+    """Return a module of the package cuda-core. Raises UnsupportedError without it."""
     try:
-        return importlib.import_module("cuda.bindings.runtime")
+        return importlib.import_module(name)
     except ImportError as error:
         raise UnsupportedError(
             f"no CUDA here: the package cuda-core is not installed ({error}); pip install 'kvbridge[cuda]'"
@@ -48,7 +49,7 @@ def reason_without_device() -> str:
 
 def device_count() -> int:
     """How many devices this process sees. Raises UnsupportedError without library or driver."""
-    code, *values = _library().cudaGetDeviceCount()
+    code, *values = library().cudaGetDeviceCount()
     if int(code) == 100:  # cudaErrorNoDevice
         return 0
     if int(code):
@@ -72,8 +73,8 @@ class DeviceFacts:
 def device_facts(device: int) -> DeviceFacts:
     """Look at a device. Raises UnsupportedError when it does not exist."""
     use(device)
-    found = _call("cudaGetDeviceProperties", device)
-    free, total = _call("cudaMemGetInfo")
+    found = call("cudaGetDeviceProperties", device)
+    free, total = call("cudaMemGetInfo")
     return DeviceFacts(
         name=found.name.decode() if isinstance(found.name, bytes) else str(found.name),
         multiprocessors=int(found.multiProcessorCount),
@@ -86,8 +87,7 @@ def device_facts(device: int) -> DeviceFacts:
 
 def use(device: int) -> None:
     """Make a device the current one of this thread. Raises UnsupportedError when it does not exist."""
-    library = _library()
-    (code,) = library.cudaSetDevice(device)
+    (code,) = library().cudaSetDevice(device)
     if int(code):
         raise UnsupportedError(
             f"cuda:{device} cannot be used: {_text(code)}; this process sees {device_count()} devices "
@@ -98,7 +98,7 @@ def use(device: int) -> None:
 def synchronize(device: int) -> None:
     """Wait for everything that was submitted to a device by this process."""
     use(device)
-    _call("cudaDeviceSynchronize")
+    call("cudaDeviceSynchronize")
 
 
 # ------------------------------------------------------------------------------------------- device memory
@@ -110,9 +110,9 @@ def allocate(device: int, length_bytes: int) -> int:
     Raises RegistrationError when it does not fit, with what is free.
     """
     use(device)
-    code, address = _library().cudaMalloc(length_bytes)
+    code, address = library().cudaMalloc(length_bytes)
     if int(code):
-        free_bytes, total_bytes = _call("cudaMemGetInfo")
+        free_bytes, total_bytes = call("cudaMemGetInfo")
         raise RegistrationError(
             f"cuda:{device} has no {length_bytes} bytes left ({_text(code)}): {free_bytes} of {total_bytes} are free; "
             "configure fewer pages (pools.device), or end what else uses the device"
@@ -123,19 +123,19 @@ def allocate(device: int, length_bytes: int) -> int:
 def free(device: int, address: int) -> None:
     """Give device memory back. Waits until the device does not use it any more."""
     use(device)
-    _call("cudaFree", address)
+    call("cudaFree", address)
 
 
 def fill(device: int, address: int, length_bytes: int, value: int = 0, *, stream: int = 0) -> None:
     """Set every byte, in stream order."""
     use(device)
-    _call("cudaMemsetAsync", address, value, length_bytes, stream)
+    call("cudaMemsetAsync", address, value, length_bytes, stream)
 
 
 def export_memory(device: int, address: int) -> bytes:
     """Return the handle (64 bytes) by which other processes of the host open an allocation; `address` is its first byte."""
     use(device)
-    return bytes(_call("cudaIpcGetMemHandle", address).reserved)
+    return bytes(call("cudaIpcGetMemHandle", address).reserved)
 
 
 def open_memory(device: int, handle: bytes) -> int:
@@ -145,10 +145,9 @@ def open_memory(device: int, handle: bytes) -> int:
     memory lies on another device, peer access to it is switched on (NVLink or PCIe). Raises RegistrationError.
     """
     use(device)
-    library = _library()
-    packed = library.cudaIpcMemHandle_t()
+    packed = library().cudaIpcMemHandle_t()
     packed.reserved = handle
-    code, address = library.cudaIpcOpenMemHandle(packed, library.cudaIpcMemLazyEnablePeerAccess)
+    code, address = library().cudaIpcOpenMemHandle(packed, library().cudaIpcMemLazyEnablePeerAccess)
     if int(code):
         raise RegistrationError(
             f"cuda:{device} cannot open another process's device memory: {_text(code)}; the process that owns it must live, on "
@@ -160,7 +159,7 @@ def open_memory(device: int, handle: bytes) -> int:
 def close_memory(device: int, address: int) -> None:
     """Unmap what `open_memory` mapped; nothing uses it any more."""
     use(device)
-    _call("cudaIpcCloseMemHandle", address)
+    call("cudaIpcCloseMemHandle", address)
 
 
 # ------------------------------------------------------------------------------------------- host memory
@@ -171,7 +170,6 @@ def register_host(
     length_bytes: int,
     *,
     device: int = 0,
-    chunk_bytes: int = REGISTER_CHUNK_BYTES,
     on_progress: Callable[[int, int], None] | None = None,
     label: str = "host memory",
 ) -> None:
@@ -181,26 +179,26 @@ def register_host(
     that another process registered as well is fine; memory must be page-aligned and in memory already, or it is touched now.
     """
     use(device)
-    flags = _library().cudaHostRegisterPortable | _library().cudaHostRegisterMapped
+    flags = library().cudaHostRegisterPortable | library().cudaHostRegisterMapped
     done: list[int] = []
     try:
-        for start in range(0, length_bytes, chunk_bytes):
-            length = min(chunk_bytes, length_bytes - start)
-            answer = _library().cudaHostRegister(address + start, length, flags)
+        for start in range(0, length_bytes, REGISTER_CHUNK_BYTES):
+            length = min(REGISTER_CHUNK_BYTES, length_bytes - start)
+            answer = library().cudaHostRegister(address + start, length, flags)
             _require_registered(answer, label, start, length, length_bytes)
             done.append(address + start)
             if on_progress is not None:
                 on_progress(start + length, length_bytes)
     except BaseException:
         for registered in done:
-            _library().cudaHostUnregister(registered)
+            library().cudaHostUnregister(registered)
         raise
 
 
-def unregister_host(address: int, length_bytes: int, *, chunk_bytes: int = REGISTER_CHUNK_BYTES) -> None:
-    """Undo `register_host` with the same chunks; nothing on any device uses the memory any more."""
-    for start in range(0, length_bytes, chunk_bytes):
-        _call("cudaHostUnregister", address + start)
+def unregister_host(address: int, length_bytes: int) -> None:
+    """Undo `register_host`; nothing on any device uses the memory any more."""
+    for start in range(0, length_bytes, REGISTER_CHUNK_BYTES):
+        call("cudaHostUnregister", address + start)
 
 
 def _require_registered(answer: Any, label: str, start: int, length: int, total: int) -> None:  # noqa: ANN401
@@ -221,7 +219,7 @@ def _require_registered(answer: Any, label: str, start: int, length: int, total:
 # ------------------------------------------------------------------------------------------- streams and events
 
 
-class Stream:
+class Stream(Closing):
     """A stream of this process, or somebody else's by its handle (`owned=False`, as torch's)."""
 
     def __init__(self, device: int, handle: int, *, owned: bool) -> None:
@@ -233,7 +231,7 @@ class Stream:
     def create(cls, device: int) -> Self:
         """A new stream that does not wait for the default stream."""
         use(device)
-        made = _call("cudaStreamCreateWithFlags", _library().cudaStreamNonBlocking)
+        made = call("cudaStreamCreateWithFlags", library().cudaStreamNonBlocking)
         return cls(device, int(made), owned=True)
 
     @classmethod
@@ -241,15 +239,10 @@ class Stream:
         """Somebody else's stream, which must outlive this object."""
         return cls(device, handle, owned=False)
 
-    def wait(self, event: Event) -> None:
-        """Have what is submitted from now on wait for an event's last record."""
-        use(self.device)
-        _call("cudaStreamWaitEvent", self.handle, event.handle, 0)
-
     def synchronize(self) -> None:
         """Wait until everything submitted so far is done. Raises TransportError for what failed on the device."""
         use(self.device)
-        _call("cudaStreamSynchronize", self.handle)
+        call("cudaStreamSynchronize", self.handle)
 
     def idle(self) -> bool:
         """Whether everything submitted so far is done; never waits. Raises TransportError for what failed."""
@@ -261,19 +254,11 @@ class Stream:
         if self._owned:
             self._owned = False
             use(self.device)
-            _call("cudaStreamDestroy", self.handle)
+            call("cudaStreamDestroy", self.handle)
 
     # What cuda-core asks of a foreign stream.
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Event:
@@ -287,18 +272,16 @@ class Event:
     def create(cls, device: int, *, interprocess: bool = False) -> Self:
         """A new event; it counts as reached until it is recorded."""
         use(device)
-        library = _library()
-        flags = library.cudaEventDisableTiming | (library.cudaEventInterprocess if interprocess else 0)
-        return cls(device, _call("cudaEventCreateWithFlags", flags))
+        flags = library().cudaEventDisableTiming | (library().cudaEventInterprocess if interprocess else 0)
+        return cls(device, call("cudaEventCreateWithFlags", flags))
 
     @classmethod
     def open(cls, device: int, handle: bytes) -> Self:
         """Another process's interprocess event. Raises RegistrationError."""
         use(device)
-        library = _library()
-        packed = library.cudaIpcEventHandle_t()
+        packed = library().cudaIpcEventHandle_t()
         packed.reserved = handle
-        code, event = library.cudaIpcOpenEventHandle(packed)
+        code, event = library().cudaIpcOpenEventHandle(packed)
         if int(code):
             raise RegistrationError(
                 f"cuda:{device} cannot open another process's event: {_text(code)}; that process must live, on this host"
@@ -308,12 +291,12 @@ class Event:
     def export(self) -> bytes:
         """Return the handle (64 bytes) for `open` in another process."""
         use(self.device)
-        return bytes(_call("cudaIpcGetEventHandle", self.handle).reserved)
+        return bytes(call("cudaIpcGetEventHandle", self.handle).reserved)
 
     def record(self, stream: int) -> None:
         """Mark the present end of a stream of this event's device."""
         use(self.device)
-        _call("cudaEventRecord", self.handle, stream)
+        call("cudaEventRecord", self.handle, stream)
 
     def reached(self) -> bool:
         """Whether everything before the last record is done; never waits."""
@@ -323,12 +306,12 @@ class Event:
     def synchronize(self) -> None:
         """Wait for the last record."""
         use(self.device)
-        _call("cudaEventSynchronize", self.handle)
+        call("cudaEventSynchronize", self.handle)
 
     def close(self) -> None:
         """Destroy it; waits that were submitted stay valid."""
         use(self.device)
-        _call("cudaEventDestroy", self.handle)
+        call("cudaEventDestroy", self.handle)
 
 
 # ------------------------------------------------------------------------------------------- copies
@@ -337,7 +320,7 @@ class Event:
 def copy(destination: int, source: int, length_bytes: int, *, device: int, stream: int) -> None:
     """Copy bytes between any two memories that the device reaches, in stream order, by a copy engine."""
     use(device)
-    _call("cudaMemcpyAsync", destination, source, length_bytes, _library().cudaMemcpyKind.cudaMemcpyDefault, stream)
+    call("cudaMemcpyAsync", destination, source, length_bytes, library().cudaMemcpyKind.cudaMemcpyDefault, stream)
 
 
 def copy_batch(
@@ -350,16 +333,15 @@ def copy_batch(
     if not len(lengths):
         return
     use(device)
-    library = _library()
-    attributes = library.cudaMemcpyAttributes()
-    attributes.srcAccessOrder = library.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    attributes = library().cudaMemcpyAttributes()
+    attributes.srcAccessOrder = library().cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
     count = len(lengths)
-    _call("cudaMemcpyBatchAsync", list(destinations), list(sources), list(lengths), count, [attributes], [0], 1, stream)
+    call("cudaMemcpyBatchAsync", list(destinations), list(sources), list(lengths), count, [attributes], [0], 1, stream)
 
 
 def can_reach(device: int, other: int) -> bool:
     """Whether a device can read and write another one's memory directly."""
-    return device == other or bool(_call("cudaDeviceCanAccessPeer", device, other))
+    return device == other or bool(call("cudaDeviceCanAccessPeer", device, other))
 
 
 @cache
@@ -372,7 +354,7 @@ def reach(device: int, other: int) -> None:
             f"cuda:{device} cannot reach the memory of cuda:{other} directly (no NVLink, no peer PCIe)"
         )
     use(device)
-    (code,) = _library().cudaDeviceEnablePeerAccess(other, 0)
+    (code,) = library().cudaDeviceEnablePeerAccess(other, 0)
     if int(code) not in {0, _PEER_ACCESS_ALREADY}:
         raise UnsupportedError(f"cuda:{device} cannot reach the memory of cuda:{other}: {_text(code)}")
 
@@ -380,8 +362,9 @@ def reach(device: int, other: int) -> None:
 # ------------------------------------------------------------------------------------------- inside
 
 
-def _call(name: str, *arguments: Any) -> Any:  # noqa: ANN401
-    code, *values = getattr(_library(), name)(*arguments)
+def call(name: str, *arguments: Any) -> Any:  # noqa: ANN401
+    """Call the runtime; what it returns besides its code: None, a value or a tuple. Raises TransportError."""
+    code, *values = getattr(library(), name)(*arguments)
     if int(code):
         raise TransportError(f"CUDA: {name} failed: {_text(code)}")
     if not values:
@@ -390,9 +373,9 @@ def _call(name: str, *arguments: Any) -> Any:  # noqa: ANN401
 
 
 def _is_done(name: str, handle: Any) -> bool:  # noqa: ANN401
-    (code,) = getattr(_library(), name)(handle)
+    (code,) = getattr(library(), name)(handle)
     if int(code) == _NOT_READY:
-        _library().cudaGetLastError()  # it is no error, but the next who looks for one would find it
+        library().cudaGetLastError()  # it is no error, but the next who looks for one would find it
         return False
     if int(code):
         raise TransportError(f"CUDA: {name} failed: {_text(code)}")
@@ -400,6 +383,6 @@ def _is_done(name: str, handle: Any) -> bool:  # noqa: ANN401
 
 
 def _text(code: Any) -> str:  # noqa: ANN401
-    _, name = _library().cudaGetErrorName(code)
-    _, words = _library().cudaGetErrorString(code)
+    _, name = library().cudaGetErrorName(code)
+    _, words = library().cudaGetErrorString(code)
     return f"{name.decode()}, {words.decode()}"

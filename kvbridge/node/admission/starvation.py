@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.accounts.book import PageBook, PageState
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import PageState
 
 SHOWN_REASONS = 3
 

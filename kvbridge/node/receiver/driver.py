@@ -24,7 +24,7 @@ from kvbridge.node.receiver.verification import Verification
 from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import Quarantine, give_back
 from kvbridge.node.rooms import Rooms, RoomSettings
-from kvbridge.pool.accounts.book import PageState
+from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import RoomReceived
 
 log = structlog.get_logger(__name__)

@@ -28,7 +28,7 @@ from kvbridge.node.receiver.digests import ReceiverDigests
 from kvbridge.node.receiver.driver import ReceiverDriver
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, user_state
 from kvbridge.node.rooms import WORKER_GONE, RoomSettings
-from kvbridge.pool.accounts.book import Owner
+from kvbridge.pool.accounts.page_states import Owner
 
 _BEFORE_COMMIT = frozenset(
     {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}

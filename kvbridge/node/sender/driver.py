@@ -23,7 +23,7 @@ from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
 from kvbridge.node.room import Quarantine, give_back
 from kvbridge.node.rooms import Rooms, RoomSettings
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, user_state
-from kvbridge.pool.accounts.book import PageState
+from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, RankSent, RoomRejected
 
 

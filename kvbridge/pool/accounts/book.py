@@ -15,16 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import IndexSpace, PageIdArray
-from kvbridge.pool.accounts.page_states import TRANSITIONS, Nobody, Owner, PageState, PageWatcher
+from kvbridge.pool.accounts.page_states import TRANSITIONS, Owner, PageState, PageWatcher
 from kvbridge.pool.accounts.spaces import AdoptedSpace, OwnedSpace
 
-__all__ = ["TRANSITIONS", "Owner", "PageBook", "PageState", "PageWatcher", "Pages"]
+SpaceT = TypeVar("SpaceT", OwnedSpace, AdoptedSpace)
 
 Pages = dict[IndexSpace, PageIdArray]
 """Page ids of one owner by index space: int32, in the order in which the owner got them."""
@@ -65,11 +66,11 @@ class PageBook:
         self._holdings: dict[Owner, _Holding] = {}
         self._in_state = {space: {_H: 0, _L: 0, _Q: 0} for space in self._spaces}
         self._ending: set[Owner] = set()
-        self._watcher: PageWatcher = Nobody()
+        self._watchers: list[PageWatcher] = []
 
     def watch(self, watcher: PageWatcher) -> None:
         """Tell `watcher` from now on."""
-        self._watcher = watcher
+        self._watchers.append(watcher)
 
     # ------------------------------------------------------------------------------------- getting pages
 
@@ -106,9 +107,10 @@ class PageBook:
             self._growable(owner)
         else:
             self._require_new(owner, state)
-        checked = {space: self._adopted_space(space).check(ids) for space, ids in pages.items()}
+        spaces = {space: self._space(space, AdoptedSpace) for space in pages}
+        checked = {space: spaces[space].check(ids) for space, ids in pages.items()}
         for space, ids in checked.items():
-            taken = self._adopted_space(space).in_use(ids)
+            taken = spaces[space].in_use(ids)
             if len(taken):
                 raise ConflictError(
                     f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to "
@@ -116,7 +118,7 @@ class PageBook:
                     f"the engine must not give it away before that room is over"
                 )
         for space, ids in checked.items():
-            self._adopted_space(space).mark(ids)
+            spaces[space].mark(ids)
         self._holdings.setdefault(owner, _Holding(state))
         return self._enter(owner, checked)
 
@@ -166,7 +168,8 @@ class PageBook:
         if holding.state is not _Q:
             self._shift(holding, _Q)
             self._ending.discard(owner)
-            self._watcher.quarantined(owner)
+            for watcher in self._watchers:
+                watcher.quarantined(owner)
         holding.reasons.add(reason)
 
     def release_quarantined(self, reason: str) -> tuple[Owner, ...]:
@@ -187,7 +190,8 @@ class PageBook:
         """Say that an owner is ending: its pages count in `pages_being_released` until they are free or quarantined."""
         if self._holding(owner).state is not _Q and owner not in self._ending:
             self._ending.add(owner)
-            self._watcher.ending(owner)
+            for watcher in self._watchers:
+                watcher.ending(owner)
 
     # ------------------------------------------------------------------------------------- asking
 
@@ -210,12 +214,8 @@ class PageBook:
                 found.setdefault(reason, []).append(owner)
         return {reason: tuple(owners) for reason, owners in found.items()}
 
-    def totals(self) -> dict[IndexSpace, int]:
-        """Usable pages of each space."""
-        return {space: account.page_count for space, account in self._spaces.items()}
-
     def counts(self) -> dict[IndexSpace, dict[PageState, int]]:
-        """Pages of each space in each state. They add up to `totals()`."""
+        """Pages of each space in each state. They add up to all of them."""
         return {space: {_F: account.free} | self._in_state[space] for space, account in self._spaces.items()}
 
     def free_pages(self) -> dict[IndexSpace, int]:
@@ -293,28 +293,16 @@ class PageBook:
         if state not in TRANSITIONS[_F]:
             raise InvalidInputError(f"{owner}: pages cannot begin as {state}")
 
-    def _adopted_space(self, space: IndexSpace) -> AdoptedSpace:
+    def _space(self, space: IndexSpace, kind: type[SpaceT]) -> SpaceT:
         account = self._spaces.get(space)
-        if not isinstance(account, AdoptedSpace):
-            raise InvalidInputError(
-                f"'{space}' is not an adopted space of this node; adopted are {self._names(AdoptedSpace)}"
-            )
+        if not isinstance(account, kind):
+            names = [str(name) for name, one in self._spaces.items() if isinstance(one, kind)]
+            raise InvalidInputError(f"'{space}' is not {kind.what} of this node; those are {names}")
         return account
-
-    def _owned_space(self, space: IndexSpace) -> OwnedSpace:
-        account = self._spaces.get(space)
-        if not isinstance(account, OwnedSpace):
-            raise InvalidInputError(
-                f"'{space}' is not a space that this node allocates from; those are {self._names(OwnedSpace)}"
-            )
-        return account
-
-    def _names(self, kind: type) -> list[str]:
-        return [str(space) for space, account in self._spaces.items() if isinstance(account, kind)]
 
     def _take(self, owner: Owner, demand: Mapping[IndexSpace, int], having: Pages | None = None) -> Pages:
         """Take from every space or, when one lacks pages, from none."""
-        accounts = {space: self._owned_space(space) for space in demand}
+        accounts = {space: self._space(space, OwnedSpace) for space in demand}
         for space, count in demand.items():
             if count < 0:
                 raise InvalidInputError(f"{owner}: cannot ask for {count} pages of '{space}'")
@@ -358,8 +346,9 @@ class PageBook:
             self._in_state[space][holding.state] -= len(ids)
             self._spaces[space].give(ids)
         counts = {space: len(ids) for space, ids in holding.pages.items()}
-        self._watcher.freed(counts)
-        self._watcher.gone(owner)
+        for watcher in self._watchers:
+            watcher.freed(counts)
+            watcher.gone(owner)
         return sum(counts.values())
 
     def _owner_of(self, space: IndexSpace, page: int) -> str:

@@ -59,19 +59,3 @@ class PageWatcher(Protocol):
 
     def gone(self, owner: Owner) -> None:
         """The owner has no pages any more; `freed` has been told how many they were."""
-
-
-class Nobody:
-    """Watches nothing."""
-
-    def ending(self, owner: Owner) -> None:
-        """See PageWatcher."""
-
-    def quarantined(self, owner: Owner) -> None:
-        """See PageWatcher."""
-
-    def freed(self, pages: Mapping[IndexSpace, int]) -> None:
-        """See PageWatcher."""
-
-    def gone(self, owner: Owner) -> None:
-        """See PageWatcher."""

@@ -18,6 +18,8 @@ from kvbridge.pool.accounts.allocator import RunAllocator
 class OwnedSpace(RunAllocator):
     """A space whose ids we give out."""
 
+    what = "a space that this node allocates from"
+
     def __init__(self, space: IndexSpace, page_count: int) -> None:
         super().__init__(page_count, name=str(space))
 
@@ -31,6 +33,8 @@ class OwnedSpace(RunAllocator):
 
 class AdoptedSpace:
     """A space whose ids an engine gives out; [0, page_count) exist."""
+
+    what = "an adopted space"
 
     def __init__(self, space: IndexSpace, page_count: int) -> None:
         if page_count < 1:

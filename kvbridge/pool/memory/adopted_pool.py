@@ -18,7 +18,6 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.extent import Extent, pages_per_extent
 from kvbridge.pool.memory.layout import DEFAULT_EXTENT_BYTES, RankPart
 from kvbridge.pool.memory.memory_pool import MemoryPool
-from kvbridge.pool.memory.sharing import registered_extents
 
 
 class AdoptedPool(MemoryPool):
@@ -49,8 +48,7 @@ class AdoptedPool(MemoryPool):
             regions=tuple(given),
         )
         check_manifest(manifest, geometry)
-        regions = cut_regions(given, extent_bytes)
-        super().__init__(regions, registered_extents(regions, shared))
+        super().__init__(cut_regions(given, extent_bytes), shared)
 
 
 def cut_regions(given: Sequence[Region], extent_bytes: int) -> tuple[Region, ...]:

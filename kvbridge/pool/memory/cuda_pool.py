@@ -15,31 +15,25 @@ from typing import Self
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import MemoryKind
-from kvbridge.core.wire.shared_memory import CudaOrigin, SharedRegion
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.device_memory import ExportedAllocation, export
-from kvbridge.pool.memory.extent import Extent, Progress, align_up, ignore_progress
-from kvbridge.pool.memory.memory_pool import MemoryPool
+from kvbridge.pool.memory.device_memory import export
+from kvbridge.pool.memory.extent import Progress, align_up, ignore_progress
+from kvbridge.pool.memory.memory_pool import PlacedPool
 from kvbridge.pool.memory.placement import Placement
-from kvbridge.pool.memory.sharing import registered_extents
 
 SHARED_ALIGNMENT_BYTES = 2 << 20
 """Shorter allocations share a block of the driver's, and CUDA IPC would give all of that block away."""
 
 
-class CudaPool(MemoryPool):
+class CudaPool(PlacedPool):
     """Components on the GPU of one rank. Made by `create`; other processes open it by `shared_regions`."""
 
     def __init__(self, placement: Placement, addresses: Sequence[int], stack: ExitStack) -> None:
         """Export the allocations of a placement. `stack` frees them."""
-        self.placement = placement
-        self._exported = [export(placement.device, address) for address in addresses]
-        for exported in self._exported:
-            stack.callback(exported.forget)
-        regions = placement.regions_at(addresses)
-        super().__init__(
-            regions, registered_extents(regions, [exported_extent(exported) for exported in self._exported])
-        )
+        exported = [export(placement.device, address) for address in addresses]
+        for one in exported:
+            stack.callback(one.forget)
+        super().__init__(placement, [one.extent for one in exported])
         self._stack = stack
 
     @classmethod
@@ -65,31 +59,6 @@ class CudaPool(MemoryPool):
             pool._stack = stack.pop_all()
             return pool
 
-    def shared_regions(self) -> tuple[SharedRegion, ...]:
-        """The regions as other processes of the host open them (`sharing.MappedRegions`)."""
-        return self.placement.shared_regions([origin_of(exported) for exported in self._exported])
-
     def close(self) -> None:
         """Free it. Nobody else has it open, nothing on any device uses it. Harmless when closed."""
         self._stack.close()
-
-
-def origin_of(exported: ExportedAllocation) -> CudaOrigin:
-    """Name an exported allocation to other processes."""
-    return CudaOrigin(
-        handle=exported.handle,
-        device_uuid=exported.device_uuid,
-        length_bytes=exported.allocation.length_bytes,
-    )
-
-
-def exported_extent(exported: ExportedAllocation) -> Extent:
-    """All of an exported allocation of this process."""
-    return Extent(
-        address=exported.allocation.address,
-        length_bytes=exported.allocation.length_bytes,
-        kind=MemoryKind.VRAM,
-        device=exported.device,
-        origin=origin_of(exported),
-        label=f"cuda:{exported.device}",
-    )

@@ -12,11 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
+from kvbridge.core.closing import Closing
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.allocations import Allocation, allocation_of, device_by_uuid, export_allocation
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.holding import HeldThings
 
 
@@ -44,6 +46,12 @@ class ExportedAllocation:
     handle: bytes
     """64 bytes."""
 
+    @property
+    def extent(self) -> Extent:
+        """All of it."""
+        origin = CudaOrigin(handle=self.handle, device_uuid=self.device_uuid, length_bytes=self.allocation.length_bytes)
+        return device_extent(self.allocation.address, self.device, origin)
+
     def forget(self) -> None:
         """The allocation is about to be freed: CUDA may give its handle to another one. Harmless when forgotten."""
         with _here.exported_lock:
@@ -62,7 +70,19 @@ def export(device: int, address: int) -> ExportedAllocation:
     return ExportedAllocation(allocation, device, runtime.device_facts(device).uuid, handle)
 
 
-class OpenedAllocation:
+def device_extent(address: int, device: int, origin: CudaOrigin) -> Extent:
+    """All of an allocation, which begins at `address` and is used from `device`."""
+    return Extent(
+        address=address,
+        length_bytes=origin.length_bytes,
+        kind=MemoryKind.VRAM,
+        device=device,
+        origin=origin,
+        label=f"cuda:{device}",
+    )
+
+
+class OpenedAllocation(Closing):
     """An exported allocation, usable in this process until `close`. `address` is where it begins here.
 
     Any thread may open and close it; every holder has one of its own.
@@ -91,11 +111,3 @@ class OpenedAllocation:
         close, self._close = self._close, None
         if close is not None:
             close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

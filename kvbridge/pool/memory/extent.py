@@ -33,6 +33,11 @@ def ignore_progress(done_bytes: int, total_bytes: int) -> None:
     """Ignore a progress report."""
 
 
+def part_of(on_progress: Progress, before_bytes: int, total_bytes: int) -> Progress:
+    """Report the progress of one part as progress of a whole, of which `before_bytes` are done."""
+    return lambda done_bytes, _: on_progress(before_bytes + done_bytes, total_bytes)
+
+
 def align_up(length_bytes: int, alignment_bytes: int) -> int:
     """The next multiple of `alignment_bytes` that is not less than `length_bytes`."""
     return -(-length_bytes // alignment_bytes) * alignment_bytes

@@ -13,12 +13,11 @@ import resource
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
-from typing import Self
 
+from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, RegistrationError
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.extent import Progress, ignore_progress
+from kvbridge.pool.memory.extent import Progress, ignore_progress, part_of
 from kvbridge.pool.memory.holding import HeldThings
 from kvbridge.pool.memory.memory_limits import control_group_limits
 from kvbridge.pool.memory.shared_mapping import SharedMapping
@@ -29,7 +28,7 @@ Range = tuple[int, int]
 _ranges: HeldThings[Range, None] = HeldThings()
 
 
-class HostRegistration:
+class HostRegistration(Closing):
     """Mappings that every CUDA device of this process reads and writes at their host addresses, until `close`.
 
     A second registration of the same mapping costs nothing; the last one that is closed ends it. Any thread may create and
@@ -50,7 +49,7 @@ class HostRegistration:
         done_bytes = 0
         try:
             for mapping in mappings:
-                self._register(mapping, device, _counted(on_progress, done_bytes, total_bytes))
+                self._register(mapping, device, part_of(on_progress, done_bytes, total_bytes))
                 done_bytes += mapping.length_bytes
                 on_progress(done_bytes, total_bytes)
         except BaseException:
@@ -68,14 +67,6 @@ class HostRegistration:
     def close(self) -> None:
         """Give it up. Harmless when closed."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def registered_ranges() -> dict[Range, int]:
@@ -107,7 +98,3 @@ def _limits() -> str:
     memlock = "no memlock limit" if soft == resource.RLIM_INFINITY else f"a memlock limit of {soft} bytes"
     groups = [f"{limit.name} with {limit.available_bytes} bytes left" for limit in control_group_limits()]
     return "; ".join([memlock, *groups])
-
-
-def _counted(report: Progress, before_bytes: int, total_bytes: int) -> Progress:
-    return lambda done_bytes, _: report(before_bytes + done_bytes, total_bytes)

@@ -26,10 +26,10 @@ from pydantic import Field
 from kvbridge.config.pools import HostLayout
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
-from kvbridge.core.geometry.manifest import lane_interval
+from kvbridge.core.geometry.manifest import Region, lane_interval
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
 from kvbridge.pool.memory.extent import EXTENT_ALIGNMENT_BYTES, align_up, pages_per_extent
-from kvbridge.pool.memory.placement import Place, PlacedMapping, PlacedRegion, Placement
+from kvbridge.pool.memory.placement import PlacedMapping, Placement
 
 DEFAULT_EXTENT_BYTES = 1 << 30
 
@@ -132,8 +132,10 @@ def device_placement(
                 f"{component.kind} on rank {part.rank} needs at least one page of space '{component.space}'"
             )
         start, stop = part.lanes(component)
-        pages = _Pages(component.kind, component.space, page_count, (start, stop), component.page_bytes(stop - start))
-        blocks += [_Block(pages, (layer,)) for layer in layers]
+        page_bytes = component.page_bytes(stop - start)
+        blocks += [
+            _Block(component.kind, (layer,), component.space, page_count, page_bytes, (start, stop)) for layer in layers
+        ]
     if not blocks:
         raise InvalidInputError(
             f"rank {part.rank} with layers {part.layers} would hold no component of '{geometry.name}' on its device"
@@ -167,10 +169,10 @@ def host_placement(
         held = tuple(layer for layer in component.layers if layers is None or layer in layers)
         if not held:
             raise InvalidInputError(f"no layer of this node has {component.kind}, so its host pool cannot hold it")
-        pages = _Pages(component.kind, IndexSpace.HOST, page_count, (0, 1), component.page_bytes())
-        blocks += (
-            [_Block(pages, (layer,)) for layer in held] if layout is HostLayout.LAYER_FIRST else [_Block(pages, held)]
-        )
+        together = [(layer,) for layer in held] if layout is HostLayout.LAYER_FIRST else [held]
+        blocks += [
+            _Block(component.kind, block, IndexSpace.HOST, page_count, component.page_bytes()) for block in together
+        ]
     if not blocks or page_count < 1:
         raise InvalidInputError(f"a host pool needs a component and a page, got {sorted(kinds)} and {page_count} pages")
     return _pack(blocks, "host", chunking or Chunking())
@@ -180,45 +182,19 @@ def host_placement(
 
 
 @dataclass(frozen=True, slots=True)
-class _Pages:
-    kind: ComponentKind
-    space: IndexSpace
-    count: int
-    lanes: tuple[int, int]
-    page_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Block:
     """Pages of some layers of one component, interleaved: page 0 of every layer, page 1 of every layer, ..."""
 
-    pages: _Pages
+    kind: ComponentKind
     layers: tuple[int, ...]
+    space: IndexSpace
+    page_count: int
+    page_bytes: int
+    lanes: tuple[int, int] = (0, 1)
 
     @property
     def stride_bytes(self) -> int:
-        return len(self.layers) * self.pages.page_bytes
-
-    def regions(self, starts: list[Place], pages_per_extent: int) -> list[PlacedRegion]:
-        lane_start, lane_stop = self.pages.lanes
-        return [
-            PlacedRegion(
-                component=self.pages.kind,
-                layer=layer,
-                space=self.pages.space,
-                starts=tuple(
-                    Place(mapping=start.mapping, offset_bytes=start.offset_bytes + index * self.pages.page_bytes)
-                    for start in starts
-                ),
-                pages_per_extent=pages_per_extent,
-                page_count=self.pages.count,
-                page_bytes=self.pages.page_bytes,
-                page_stride_bytes=self.stride_bytes,
-                lane_start=lane_start,
-                lane_stop=lane_stop,
-            )
-            for index, layer in enumerate(self.layers)
-        ]
+        return len(self.layers) * self.page_bytes
 
 
 class _Packer:
@@ -228,8 +204,8 @@ class _Packer:
         self._mapping_bytes = mapping_bytes
         self._ends = [0]
 
-    def put(self, length: int, *, first: bool) -> Place:
-        """Find a place for a piece: apart from the piece before when it is the first of its block, else behind it."""
+    def put(self, length: int, *, first: bool) -> tuple[int, int]:
+        """Return (mapping, offset) of a piece: apart from the piece before if it is the first of its block, else behind it."""
         start = self._ends[-1]
         if first and start:
             start = align_up(start + 1, EXTENT_ALIGNMENT_BYTES)
@@ -237,7 +213,7 @@ class _Packer:
             self._ends.append(0)
             start = 0
         self._ends[-1] = start + length
-        return Place(mapping=len(self._ends) - 1, offset_bytes=start)
+        return len(self._ends) - 1, start
 
     def mappings(self, name: str) -> tuple[PlacedMapping, ...]:
         """The mappings that hold everything that was put."""
@@ -258,15 +234,36 @@ def _pack(
         mapping_bytes = mapping_bytes // EXTENT_ALIGNMENT_BYTES * EXTENT_ALIGNMENT_BYTES
     longest = min(chunking.extent_bytes, mapping_bytes or chunking.extent_bytes)
     packer = _Packer(mapping_bytes)
-    regions: list[PlacedRegion] = []
+    regions: list[Region] = []
+    homes: list[tuple[int, ...]] = []
     for block in blocks:
         try:
-            per_extent = pages_per_extent(block.pages.count, block.stride_bytes, longest)
+            per_extent = pages_per_extent(block.page_count, block.stride_bytes, longest)
         except InvalidInputError as error:
-            raise InvalidInputError(f"{block.pages.kind}, {len(block.layers)} layers together: {error}") from error
-        starts = [
-            packer.put(min(per_extent, block.pages.count - first) * block.stride_bytes, first=first == 0)
-            for first in range(0, block.pages.count, per_extent)
+            raise InvalidInputError(f"{block.kind}, {len(block.layers)} layers together: {error}") from error
+        mappings, offsets = zip(
+            *(
+                packer.put(min(per_extent, block.page_count - first) * block.stride_bytes, first=first == 0)
+                for first in range(0, block.page_count, per_extent)
+            ),
+            strict=True,
+        )
+        homes += [mappings] * len(block.layers)
+        regions += [
+            Region(
+                component=block.kind,
+                layer=layer,
+                space=block.space,
+                memory=memory,
+                device=device,
+                extent_addresses=tuple(offset + index * block.page_bytes for offset in offsets),
+                pages_per_extent=per_extent,
+                page_count=block.page_count,
+                page_bytes=block.page_bytes,
+                page_stride_bytes=block.stride_bytes,
+                lane_start=block.lanes[0],
+                lane_stop=block.lanes[1],
+            )
+            for index, layer in enumerate(block.layers)
         ]
-        regions += block.regions(starts, per_extent)
-    return Placement(memory=memory, device=device, mappings=packer.mappings(name), regions=tuple(regions))
+    return Placement(mappings=packer.mappings(name), regions=tuple(regions), homes=tuple(homes))

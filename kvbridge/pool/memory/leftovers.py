@@ -2,10 +2,8 @@
 
 Owns: what kvbridge's files in shared memory are called, and the sweep. Must not know: what lies in them, who made them.
 
-A file of this form is locked before it gets its name, by the process that owns it, for as long as that lives; the
-kernel takes the lock away when the process ends, however it ends. So a name without a lock is proof that nobody owns
-the file, whatever node or runtime directory it came from, and a process that is starting is never taken for a dead
-one. A file that is to outlive its owner needs a name of another form: the sweep does not see it.
+A file of this form is locked before it gets its name, for as long as its owner lives (see `shared_mapping`), so a name
+without a lock is proof that nobody owns it. A file that is to outlive its owner needs a name of another form.
 """
 
 from __future__ import annotations

@@ -2,13 +2,9 @@
 
 Owns: creating, sizing, mapping and closing such files. Must not know: what lies in them.
 
-Who creates a file owns it. The owner holds an advisory lock on it for as long as it lives, and the kernel drops the
-lock when the owner ends, however it ends. So a file that can be locked belongs to nobody, and the sweep of
-`leftovers.py` removes it.
-
-A new file has no name (O_TMPFILE) until it is locked and all of its memory is there, and then gets one that nobody
-else has. So a sweep never meets an unlocked file that somebody is still creating, nobody opens a half-made one, and a
-creation that fails, or is killed, leaves nothing.
+Who creates a file owns it and holds an advisory lock on it, which the kernel drops when the owner ends, however it ends: a
+file that can be locked belongs to nobody (`leftovers.py`). A new file has no name (O_TMPFILE) until it is locked and all of
+its memory is there, so nobody meets an unlocked or half-made one, and a creation that fails, or is killed, leaves nothing.
 
 The descriptor that holds the lock is the one that Python's mmap object keeps for itself; it is closed with the
 mapping, even when nobody calls `close`. Memory is handed out as memoryviews only: Python counts them, so a mapping
@@ -26,11 +22,12 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
+from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, InvalidInputError, RegistrationError
-from kvbridge.pool.memory.extent import Progress, ignore_progress
+from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.pool.memory.extent import Extent, Progress, ignore_progress
 from kvbridge.pool.memory.memory_limits import tightest_limit
 
 DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, with files of mode 0600 made by O_EXCL
@@ -44,7 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class SharedMapping:
+class SharedMapping(Closing):
     """One mapped file. `create` makes it and owns it; `open` maps one that another process owns.
 
     Not thread-safe; the memory itself is, as memory goes.
@@ -95,10 +92,10 @@ class SharedMapping:
             return mapping
 
     @classmethod
-    def open(cls, path: Path | str, *, length_bytes: int | None = None) -> Self:
+    def open(cls, path: Path | str) -> Self:
         """Map a file that another process has created, for reading and writing.
 
-        Raises RegistrationError when it is not there, is not ours to open, or is not `length_bytes` long.
+        Raises RegistrationError when it is not there, is empty, or is not ours to open.
         """
         path = Path(path)
         try:
@@ -116,11 +113,8 @@ class SharedMapping:
                     "would write into it"
                 )
             found = facts.st_size
-            if found < 1 or (length_bytes is not None and found != length_bytes):
-                raise RegistrationError(
-                    f"shared memory {path} is {found} bytes long, expected {length_bytes or 'at least 1'}; "
-                    f"its owner runs with another configuration or has not finished creating it"
-                )
+            if found < 1:
+                raise RegistrationError(f"shared memory {path} is empty: it is no pool")
             return cls(path, mmap.mmap(descriptor, found), owner=False)
         except OSError as error:
             raise RegistrationError(f"cannot map shared memory {path} of {found} bytes: {error.strerror}") from error
@@ -134,6 +128,16 @@ class SharedMapping:
         return self._address
 
     @property
+    def extent(self) -> Extent:
+        """All of it."""
+        return Extent(
+            address=self.address,
+            length_bytes=self.length_bytes,
+            origin=FileOrigin(path=str(self.path)),
+            label=self.path.name,
+        )
+
+    @property
     def buffer(self) -> memoryview:
         """A new writable view of all bytes. The mapping cannot be closed before it and its slices are gone."""
         self._require_open()
@@ -144,21 +148,15 @@ class SharedMapping:
         """Whether the mapping is gone."""
         return self._mapped.closed
 
-    def unlink(self) -> None:
-        """As the owner, remove the file's name, so that nobody new can open it; mappings go on. Harmless when done."""
-        if not self._linked:
-            return
-        self._linked = False
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
-
     def close(self) -> None:
         """Unmap, and as the owner remove the file first. Harmless when closed.
 
         Raises ConflictError while views are in use; the file is then gone, the memory stays mapped, and `close` can be
         called again. An address that was passed on by number is not counted: its user must have stopped before.
         """
-        self.unlink()
+        if self._linked:
+            self._linked = False
+            self.path.unlink(missing_ok=True)
         try:
             self._mapped.close()
         except BufferError:
@@ -166,14 +164,6 @@ class SharedMapping:
                 f"shared memory {self.path} cannot be unmapped while views of it are in use; "
                 f"release them and close it again"
             ) from None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "owner" if self.owner else "open"

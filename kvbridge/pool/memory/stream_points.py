@@ -30,8 +30,8 @@ MOST_RINGS = 64
 """Rings that a process keeps open; the one that was asked for longest ago is closed then."""
 
 
-class RecordedEvent(Protocol):
-    """What is needed of an event of this process."""
+class Event(Protocol):
+    """What is needed of an event, of this process or of another: `runtime.Event`."""
 
     def record(self, stream: int) -> None:
         """Mark the present end of a stream."""
@@ -42,24 +42,17 @@ class RecordedEvent(Protocol):
     def export(self) -> bytes:
         """Return the handle (64 bytes) for other processes."""
 
-
-class OpenedEvent(Protocol):
-    """What is needed of another process's event."""
-
-    def reached(self) -> bool:
-        """Whether everything before the last record is done; never waits."""
-
     def close(self) -> None:
         """Let it go."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    event: RecordedEvent
+    event: Event
     point: StreamPoint
 
 
-_own: dict[tuple[str, bytes], RecordedEvent] = {}
+_own: dict[tuple[str, bytes], Event] = {}
 """Events of this process, by ring and handle: CUDA cannot open them here, and a rank worker may be one of our threads."""
 _own_lock = threading.Lock()
 
@@ -67,7 +60,7 @@ _own_lock = threading.Lock()
 class EventRing:
     """The events by which one process says how far one of its GPUs has come. Used by one thread."""
 
-    def __init__(self, device_uuid: str, create: Callable[[], RecordedEvent]) -> None:
+    def __init__(self, device_uuid: str, create: Callable[[], Event]) -> None:
         """`create` makes an event of the device that `device_uuid` names."""
         self.name = secrets.token_hex(8)
         self._device_uuid = device_uuid
@@ -83,7 +76,7 @@ class EventRing:
 
     def record(self, stream: int) -> StreamPoint:
         """Mark the present end of a stream (its handle) and name that point."""
-        entry = self._oldest() if self._may_reuse() else self._new()
+        entry = self._entries.popleft() if self._may_reuse() else self._new()
         entry.event.record(stream)
         self._entries.append(entry)
         return entry.point
@@ -93,9 +86,6 @@ class EventRing:
         if count < FEWEST_EVENTS:
             return False
         return count >= MOST_EVENTS or (self._entries[0].event.reached() and self._entries[count // 2].event.reached())
-
-    def _oldest(self) -> _Entry:
-        return self._entries.popleft()
 
     def _new(self) -> _Entry:
         event = self._create()
@@ -121,9 +111,9 @@ class EventRing:
 class StreamPoints:
     """Points that others have named, and whether they are reached. Used by one thread."""
 
-    def __init__(self, open_event: Callable[[StreamPoint], OpenedEvent] | None = None) -> None:
+    def __init__(self, open_event: Callable[[StreamPoint], Event] | None = None) -> None:
         self._open = open_event or _open_event
-        self._rings: dict[str, dict[bytes, OpenedEvent]] = {}
+        self._rings: dict[str, dict[bytes, Event]] = {}
         """The ring that was asked for longest ago first."""
 
     def reached(self, points: Iterable[StreamPoint]) -> bool:
@@ -140,7 +130,7 @@ class StreamPoints:
                 f"the engine's GPU cannot be asked how far it has come: {error}; the engine process has probably ended"
             ) from error
 
-    def _opened(self, point: StreamPoint) -> OpenedEvent:
+    def _opened(self, point: StreamPoint) -> Event:
         ring = self._rings.pop(point.ring, None)
         if ring is None:
             ring = {}
@@ -161,5 +151,5 @@ class StreamPoints:
             self._close_ring(name)
 
 
-def _open_event(point: StreamPoint) -> OpenedEvent:
+def _open_event(point: StreamPoint) -> Event:
     return runtime.Event.open(device_by_uuid(point.device_uuid), point.handle)

@@ -12,7 +12,7 @@ import torch
 
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.engine import DecodeEngine, DecodeRoom
 from kvbridge.testbed.demo.generation import Begin, Generation, generations
 from kvbridge.testbed.demo.job import Claimed, Decoded, DemoChannel, FirstToken, Job, Stepped, page_ids
 from kvbridge.testbed.demo.model import DemoModel, load_and_report, save_logits

@@ -13,10 +13,10 @@ import torch
 
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace
+from kvbridge.engine import DecodeEngine, DecodeRoom
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, unpack
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
 from kvbridge.engine.adapters.transformers import decode_step
-from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.sparse import SparseCache
 from kvbridge.testbed.demo.job import Job, SparseFigures
 from kvbridge.testbed.demo.model import DemoModel

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from kvbridge.engine import PrefillEngine
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker
-from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.testbed.demo.job import Began, DemoChannel, FirstToken, Job, Serve, page_ids
 from kvbridge.testbed.demo.model import DemoModel, load_and_report, save_logits
 from kvbridge.testbed.engines.messages import Attached, Finished, RoomEnded

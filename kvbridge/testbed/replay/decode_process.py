@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from kvbridge.core.errors import BridgeError, ConflictError
 from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine import DecodeEngine, DecodeRoom
 from kvbridge.engine.adapters import synthetic
-from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.testbed.engines.messages import Attached, RoomEnded
 from kvbridge.testbed.replay.job import (
     MOST_WRONG_ROWS,

@@ -11,8 +11,8 @@ import torch
 
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.operations import Section
+from kvbridge.engine import PrefillEngine
 from kvbridge.engine.adapters import synthetic
-from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.testbed.engines.messages import Attached, Computed, Finished, RoomEnded
 from kvbridge.testbed.replay.job import Job, Note, ReplayChannel, Serve
 

@@ -40,10 +40,8 @@ class DeviceAccess:
         self._label = label
         self._done_bytes = 0
         self._ended = threading.Event()
-        self._lock = threading.Lock()
         self._undo: Undo | None = None
-        self._then: Undo | None = None
-        """What to do after the registration has been undone; set by `close`."""
+        self._cancelled = False
         threading.Thread(target=self._run, name="kvbridge-register", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -64,11 +62,8 @@ class DeviceAccess:
 
         A registration that is still being made ends with its present chunk.
         """
-        with self._lock:
-            self._then = then
-            if not self._ended.is_set():
-                return  # its thread sees to it
-        threading.Thread(target=self._end, name="kvbridge-unregister", daemon=True).start()
+        self._cancelled = True
+        threading.Thread(target=self._end, args=(then,), name="kvbridge-unregister", daemon=True).start()
 
     def _run(self) -> None:
         log.info("registering_memory", memory=self._label, bytes=self.length_bytes)
@@ -80,23 +75,19 @@ class DeviceAccess:
             self.error = str(error) or repr(error)
             known = isinstance(error, BridgeError)
             log.error("memory_not_registered", memory=self._label, reason=self.error, exc_info=None if known else error)
-        with self._lock:
-            self._ended.set()
-            closed = self._then is not None
-        if closed:
-            self._end()
+        self._ended.set()
 
     def _report(self, done_bytes: int, _: int) -> None:
         self._done_bytes = done_bytes
-        if self._then is not None:
+        if self._cancelled:
             raise _CancelledError
 
-    def _end(self) -> None:
+    def _end(self, then: Undo) -> None:
+        self._ended.wait()
         undo, self._undo = self._undo, None
         try:
             if undo is not None:
                 undo()
         except BridgeError as error:
             log.error("memory_not_unregistered", memory=self._label, reason=str(error))
-        if self._then is not None:
-            self._then()
+        then()

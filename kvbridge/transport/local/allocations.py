@@ -20,7 +20,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.allocations import allocation_of, device_by_uuid
 from kvbridge.pool.memory.device_memory import OpenedAllocation
 from kvbridge.transport.local.host import SharedExtent
-from kvbridge.transport.local.memory import ReachableExtent
+from kvbridge.transport.local.memory import ReachableExtent, reach
 
 log = structlog.get_logger(__name__)
 
@@ -42,14 +42,13 @@ class OpenedAllocations:
         """
         self._stack = ExitStack()
         try:
-            self._opened = [self._open(origin, device) for origin in allocations]
-            self.reachable = tuple(self._reach(extent) for extent in extents)
+            self.reachable = reach(who, extents, [self._open(origin, device) for origin in allocations])
         except BridgeError as error:
             self.close()
             raise TransportError(f"the device memory of {who} cannot be written from here: {error}") from error
 
-    def _open(self, origin: CudaOrigin, device: int | None) -> tuple[OpenedAllocation, int]:
-        """Open an allocation; returns it with the bytes that it has from its address on."""
+    def _open(self, origin: CudaOrigin, device: int | None) -> ReachableExtent:
+        """Open an allocation; what counts is what it has from its address on."""
         reason = runtime.reason_without_device()
         if reason:
             raise TransportError(f"this process has no device ({reason})")
@@ -57,16 +56,7 @@ class OpenedAllocations:
         opened = OpenedAllocation(origin.handle, device_uuid=origin.device_uuid, device=device)
         self._stack.callback(opened.close)
         found = allocation_of(opened.device, opened.address)
-        return opened, found.address + found.length_bytes - opened.address
-
-    def _reach(self, extent: SharedExtent) -> ReachableExtent:
-        known = extent.origin < len(self._opened)
-        if not known or extent.offset_bytes + extent.length_bytes > self._opened[extent.origin][1]:
-            raise TransportError(f"it names {extent.length_bytes} bytes that the allocation does not have")
-        opened, _ = self._opened[extent.origin]
-        return ReachableExtent(
-            extent.address, extent.length_bytes, opened.address + extent.offset_bytes, device=opened.device
-        )
+        return ReachableExtent(0, found.address + found.length_bytes - opened.address, opened.address, opened.device)
 
     def close(self) -> None:
         """Let go of the memory; no device writes there any more. Harmless when closed."""

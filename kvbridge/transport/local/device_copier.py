@@ -21,9 +21,10 @@ import numpy as np
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.operations import Operations
+from kvbridge.kernels.cuda.runtime import Event
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus
 from kvbridge.transport.local.access import DeviceAccess
-from kvbridge.transport.local.streams import STREAM_SLICES, CopyStream, Mark
+from kvbridge.transport.local.streams import STREAM_SLICES, CopyStream
 from kvbridge.transport.local.ways import Route
 
 POLL_BUDGET_S = 0.001
@@ -73,7 +74,7 @@ class DeviceTransfer(Transfer):
         self._ends_at_s = clock() + job.deadline_s
         self._next = 0
         self._done = 0
-        self._slices: deque[tuple[Mark, int]] = deque()
+        self._slices: deque[tuple[Event, int]] = deque()
         """On their way: each with the operations that are done when it is."""
         self._stop = ""
         self._quiet_by_s = 0.0
@@ -221,12 +222,6 @@ class DeviceCopier:
         made = DeviceTransfer(job, self._stream(route), self._limits, clock=clock)
         self._transfers.append(made)
         return made
-
-    def abort_to(self, keep_alive: object, reason: str) -> None:
-        """Abort every transfer that keeps this object alive."""
-        for transfer in self._transfers:
-            if transfer.keep_alive is keep_alive:
-                transfer.abort(reason)
 
     def close(self, *, timeout_s: float) -> None:
         """Start nothing further, wait for what was started, and end. Raises TransportError after `timeout_s`."""

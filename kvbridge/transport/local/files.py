@@ -23,7 +23,7 @@ from kvbridge.pool.memory.host_registration import HostRegistration
 from kvbridge.pool.memory.shared_mapping import SharedMapping
 from kvbridge.transport.local.access import DeviceAccess, Undo
 from kvbridge.transport.local.host import FileIdentity, HostClaim, Presence, SharedExtent, opened
-from kvbridge.transport.local.memory import ReachableExtent
+from kvbridge.transport.local.memory import ReachableExtent, reach
 
 _Key = tuple[int, int, int]
 """Device, inode and length of a file. Its inode is not given to another one while it is mapped."""
@@ -86,7 +86,8 @@ class MappedFiles:
         self.fresh: list[MappedFile] = []
         """Those that were not mapped here before."""
         self._files = [self._map(who, told, identity) for identity in files]
-        self.reachable = tuple(self._reach(who, extent) for extent in extents)
+        here = [ReachableExtent(0, file.length_bytes, file.address, access=file.access) for file in self._files]
+        self.reachable = reach(who, extents, here)
 
     def _map(self, who: str, told: HostClaim, identity: FileIdentity) -> MappedFile:
         if identity.owner != told.file.owner:
@@ -107,12 +108,3 @@ class MappedFiles:
             _files[key] = made
             self.fresh.append(made)
             return made
-
-    def _reach(self, who: str, extent: SharedExtent) -> ReachableExtent:
-        within = extent.origin < len(self._files)
-        if not within or extent.offset_bytes + extent.length_bytes > self._files[extent.origin].length_bytes:
-            raise TransportError(f"{who} names {extent.length_bytes} bytes that its shared file does not have")
-        file = self._files[extent.origin]
-        return ReachableExtent(
-            extent.address, extent.length_bytes, file.address + extent.offset_bytes, access=file.access
-        )

@@ -9,18 +9,13 @@ holds the lock on that file (so it lives), and each shared file has the device, 
 peer saw. The owner must be that of the proof, so nobody can have this process write into files that are not his
 own.
 
-A writer needs no help of the process that it writes to, so that process cannot shut it out. What it can do is know:
-whoever maps a file under an endpoint of some epoch holds a shared lock on that epoch's byte of it, far behind its end,
-and the kernel takes the lock away when the process ends, after its last store.
+A process cannot shut out a writer that maps its file, but it can know: whoever maps a file under an endpoint of some epoch holds a
+shared lock on that epoch's byte of it, far behind its end, and the kernel takes the lock away when the process ends, after its last
+store. For each device allocation an empty `LockFile` takes those locks. It belongs to the process, not to one of its transports: an
+endpoint of an earlier epoch was given out by an earlier transport. It ends with the process, and so does the memory.
 
-Device memory has no file, so a `LockFile` stands for it: an empty locked file, one for each allocation, on which the same
-locks are taken. It belongs to the process that owns the memory and not to one of its transports, since an endpoint of
-an earlier epoch was given out by an earlier transport. It ends with the process, and so does the memory: the
-process that is started in its place has other memory, which an earlier endpoint does not reach.
-
-A writer that is killed while a device copies for it loses its locks a little before its CUDA context: both go when the
-kernel closes its files, in no promised order. What the device was given before still arrives. It is bounded by bytes
-(`local.streams`), so on a host with a GPU the locks have to be gone for `transports.local.settle_s` before they count.
+A killed writer's locks go a little before its CUDA context, so what the device was given still arrives. It is bounded by bytes
+(`local.streams`), and on a host with a GPU the locks have to be gone for `transports.local.settle_s` before they count.
 """
 
 from __future__ import annotations

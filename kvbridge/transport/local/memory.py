@@ -5,14 +5,16 @@ Owns: `ReachableExtent`, and looking up many addresses at once. Must not know: h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import AddressArray
 from kvbridge.transport.local.access import DeviceAccess
+from kvbridge.transport.local.host import SharedExtent
 
 HOST = -1
 """In arrays of devices: no device, but the host."""
@@ -31,6 +33,18 @@ class ReachableExtent:
     """The device of this process by which it is reached, for device memory."""
     access: Callable[[int], DeviceAccess] | None = None
     """Makes host memory usable by a device; None for device memory."""
+
+
+def reach(who: str, extents: Iterable[SharedExtent], opened: Sequence[ReachableExtent]) -> tuple[ReachableExtent, ...]:
+    """Find what a peer shares in its opened files or allocations. Raises TransportError for bytes that are not there."""
+    found = []
+    for extent in extents:
+        origin = opened[extent.origin] if extent.origin < len(opened) else None
+        if origin is None or extent.offset_bytes + extent.length_bytes > origin.length_bytes:
+            raise TransportError(f"{who} names {extent.length_bytes} bytes that its file or allocation does not have")
+        here = origin.here + extent.offset_bytes
+        found.append(replace(origin, address=extent.address, length_bytes=extent.length_bytes, here=here))
+    return tuple(found)
 
 
 class ReachableExtents:

@@ -19,7 +19,6 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent, Progress
 from kvbridge.pool.memory.holding import HeldThings
 from kvbridge.pool.memory.host_registration import registered_ranges
-from kvbridge.transport import extents
 from kvbridge.transport.local.access import DeviceAccess, Undo
 from kvbridge.transport.local.host import PROCESS_LOCK_FILES, FileIdentity, HostClaim, SharedExtent, identify
 from kvbridge.transport.local.memory import HOST, ReachableExtent, ReachableExtents
@@ -97,12 +96,8 @@ class OwnMemory:
     """All registrations of one transport, on the host and on at most one device."""
 
     def __init__(self) -> None:
-        self.extents = extents.Extents("this process")
         self.reachable = ReachableExtents(())
         self._parts: dict[int, _Part] = {}
-
-    def __repr__(self) -> str:
-        return repr(self.extents)
 
     @property
     def device(self) -> int | None:
@@ -110,7 +105,7 @@ class OwnMemory:
         return next(iter(self.reachable.devices), None)
 
     def add(self, memory: Sequence[Extent]) -> None:
-        """Take in all or none. Raises RegistrationError, InvalidInputError for an overlap."""
+        """Take in all or none; nothing overlaps. Raises RegistrationError."""
         found = {part.address: _Part(part) for part in memory}
         devices = {part.device for part in memory if part.kind is MemoryKind.VRAM} | self.reachable.devices
         if len(devices) > 1:
@@ -118,9 +113,8 @@ class OwnMemory:
                 f"device memory of {', '.join(f'cuda:{device}' for device in sorted(devices))} cannot be registered with one "
                 "local transport: it copies by one device; make a transport for each"
             )
-        self.extents.add(extents.of(memory))
         self._parts |= found
-        self._look_up_anew()
+        self.reachable = ReachableExtents(part.reachable() for part in self._parts.values())
 
     def close(self) -> None:
         """Undo every registration with CUDA. No device uses the memory any more."""
@@ -176,9 +170,6 @@ class OwnMemory:
             return None
         first = self._parts[on_device[0].address].memory
         return PROCESS_LOCK_FILES.to_name(first.device, first.address, Path(claim.file.path).parent).file
-
-    def _look_up_anew(self) -> None:
-        self.reachable = ReachableExtents(part.reachable() for part in self._parts.values())
 
 
 def _shared(memory: Extent, origin: int) -> SharedExtent:

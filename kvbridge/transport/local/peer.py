@@ -1,6 +1,6 @@
 """A peer of the local transport: its memory within reach, for as long as anything is written there.
 
-Owns: the order in which a peer is believed, locked, mapped and opened. Must not know: transfers, our own memory.
+Owns: the steps by which a peer is locked, believed, mapped and opened. Must not know: transfers, our own memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from kvbridge.core.clock import Clock
 from kvbridge.core.errors import TransportError
 from kvbridge.transport import extents
 from kvbridge.transport.base import Peer, Steps
-from kvbridge.transport.local.access import DeviceAccess
 from kvbridge.transport.local.allocations import OpenedAllocations
 from kvbridge.transport.local.files import MappedFiles
 from kvbridge.transport.local.host import Presence, require_same_host
@@ -55,12 +54,9 @@ class PeerMemory:
 
         Raises TransportError when it has failed by then, so that another transport can be tried.
         """
-        begun: dict[int, DeviceAccess] = {}
-        for extent in self.files.reachable:
-            if extent.access is not None:
-                access = extent.access(device)
-                begun[id(access)] = access
-        for access in begun.values():
+        for access in dict.fromkeys(
+            extent.access(device) for extent in self.files.reachable if extent.access is not None
+        ):
             while not access.wait(0.0) and clock() < until_s:
                 yield
             if access.error:

@@ -10,8 +10,6 @@ to become quiet, how long a short transfer waits behind long ones, and what stil
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.stretch_copies import StretchCopier
@@ -24,38 +22,8 @@ SLICE_OPERATIONS = {Way.ENGINES: 128, Way.KERNEL: 8192}
 """The engines' queue holds about a thousand copies, and a call waits when it is full."""
 
 
-class Mark(Protocol):
-    """A point in a stream."""
-
-    def reached(self) -> bool:
-        """Whether all that was started before it is done. Never waits. Raises TransportError for what failed."""
-
-
-class CopyStream(Protocol):
+class CopyStream:
     """Copies slices one after another, without the caller's waiting for them."""
-
-    slice_operations: int
-    """The most that one slice may hold, so that starting it takes a fraction of a millisecond."""
-    slices: int
-    """On their way. Counted by the transfers that start them."""
-    transfers: int
-    """That have something to copy on it."""
-
-    def start(self, operations: Operations) -> None:
-        """Give operations to the device. After an error some of them may be on their way."""
-
-    def mark(self) -> Mark:
-        """Mark the present end of the stream."""
-
-    def release(self, mark: Mark) -> None:
-        """Return a mark that was reached."""
-
-    def close(self) -> None:
-        """Give everything up. Nothing is on its way."""
-
-
-class CudaCopyStream:
-    """A stream on a real device."""
 
     def __init__(self, route: Route, *, kernel_blocks: int) -> None:
         """`kernel_blocks`: for copies to and from the host; between devices every multiprocessor works.
@@ -63,8 +31,11 @@ class CudaCopyStream:
         Raises UnsupportedError or KernelBuildError when the device cannot copy this way.
         """
         self.slice_operations = SLICE_OPERATIONS[route.way]
+        """The most that one slice may hold, so that starting it takes a fraction of a millisecond."""
         self.slices = 0
+        """On their way. Counted by the transfers that start them."""
         self.transfers = 0
+        """That have something to copy on it."""
         self._route = route
         self._stream = runtime.Stream.create(route.device)
         self._free: list[runtime.Event] = []
@@ -75,10 +46,10 @@ class CudaCopyStream:
             self._kernel.reserve(self.slice_operations, STREAM_SLICES)  # later it would stop an engine of this process
 
     def __repr__(self) -> str:
-        return f"<CudaCopyStream cuda:{self._route.device} by {self._route.way.value}: {self.slices} slices>"
+        return f"<CopyStream cuda:{self._route.device} by {self._route.way.value}: {self.slices} slices>"
 
     def start(self, operations: Operations) -> None:
-        """See `CopyStream.start`."""
+        """Give operations to the device. After an error some of them may be on their way."""
         if self._kernel is not None:
             self._kernel.submit(operations, stream=self._stream.handle)
             return
@@ -91,18 +62,17 @@ class CudaCopyStream:
         )
 
     def mark(self) -> runtime.Event:
-        """See `CopyStream.mark`."""
+        """Mark the present end of the stream."""
         event = self._free.pop() if self._free else runtime.Event.create(self._route.device)
         event.record(self._stream.handle)
         return event
 
-    def release(self, mark: Mark) -> None:
-        """See `CopyStream.release`."""
-        if isinstance(mark, runtime.Event):
-            self._free.append(mark)
+    def release(self, mark: runtime.Event) -> None:
+        """Return a mark that was reached."""
+        self._free.append(mark)
 
     def close(self) -> None:
-        """See `CopyStream.close`."""
+        """Give everything up. Nothing is on its way."""
         for event in self._free:
             event.close()
         self._free.clear()

@@ -2,17 +2,13 @@
 
 Owns: what is registered here, the peers within reach, and which way a submission goes. Must not know: rooms, pages.
 
-Host memory is reached as mapped files, device memory by CUDA IPC. Between host and host a thread of this process
-copies; wherever device memory is involved, the device does (`local.ways`). Writing needs nothing of the peer: a frozen
-or dying one is written to like any other, since its memory stays mapped here. A copy is there or not, never on its way,
-so every failure is quiet, but for a device that does not finish what it was given.
+Writing needs nothing of the peer: a frozen or dying one is written to like any other, since its memory stays mapped here. A copy is
+there or not, never on its way, so every failure is quiet, but for a device that does not finish what it was given.
 
 A peer is refused as a whole when some of its memory is private or out of reach (another IPC namespace, no path
 between the devices), because a pair of ranks that could exchange half its pages is of no use. Two things to know: a
 peer that shrinks a mapped file ends this process with the next copy into it (SIGBUS), and so does, for device copies,
 a peer that frees device memory before its writers are gone (`local.allocations`).
-
-Several processes may write to one peer at a time, each GPU its stripe: each maps and registers the pool for itself.
 """
 
 from __future__ import annotations
@@ -28,42 +24,42 @@ import numpy.typing as npt
 
 from kvbridge.config.transports import LocalSettings
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import BridgeError, InvalidInputError, RegistrationError, TransportError
+from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.kernels.cuda import has_accelerator, runtime
 from kvbridge.pool.memory.extent import Extent
+from kvbridge.transport.backend import Backend, read_endpoint
 from kvbridge.transport.background import Call, take_turn
-from kvbridge.transport.base import Connection, Endpoint, Peer, Steps, Transfer, Transport
-from kvbridge.transport.endpoints import read_endpoint
+from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer, TransferState
 from kvbridge.transport.local.access import DeviceAccess
-from kvbridge.transport.local.copier import Copier, CopyTransfer
+from kvbridge.transport.local.copier import Populating, copy_transfer
 from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob
 from kvbridge.transport.local.host import Proof, writers_before
 from kvbridge.transport.local.joint import JointTransfer
 from kvbridge.transport.local.memory import HOST, IndexArray, ReachableExtents
 from kvbridge.transport.local.own import LocalEndpoint, OwnMemory
 from kvbridge.transport.local.peer import LocalPeer, PeerMemory
-from kvbridge.transport.local.streams import CopyStream, CudaCopyStream
+from kvbridge.transport.local.streams import CopyStream
 from kvbridge.transport.local.ways import HostEnds, Route, Way, split
+from kvbridge.transport.pump import Pump, PumpedTransfer
 
 NAME = "local"
 
 
-class LocalTransport(Transport):
+class LocalTransport(Backend[PeerMemory]):
     """Copies made by one thread of this process, which starts with the first connection, and by its device."""
 
     name: ClassVar[str] = NAME
 
     def __init__(self, settings: LocalSettings, *, epoch: int = 0, clock: Clock = monotonic) -> None:
         """`epoch`: that of the endpoints which this transport gives out."""
+        super().__init__(clock)
         self._settings = settings
         self._epoch = epoch
-        self._clock = clock
         self._own = OwnMemory()
-        self._peers: dict[LocalPeer, PeerMemory] = {}
         self._proof: Proof | None = None
-        self._copier = Copier(slice_bytes=settings.slice_bytes)
+        self._pump = Pump(NAME)
         limits = CopyLimits(settings.device_slice_bytes, settings.quiet_timeout_s)
         self._devices = DeviceCopier(self._make_stream, limits)
         self._alone_since_s: dict[int, float] = {}
@@ -71,7 +67,7 @@ class LocalTransport(Transport):
 
     def __repr__(self) -> str:
         return (
-            f"<LocalTransport {os.getpid()}: {self._own!r}, {len(self._peers)} peers, {self._copier!r}, "
+            f"<LocalTransport {os.getpid()}: {self._memory!r}, {len(self._peers)} peers, {self._pump!r}, "
             f"{self._devices!r}>"
         )
 
@@ -80,42 +76,38 @@ class LocalTransport(Transport):
         """Longer ones would hold up everybody else: a slice is the least that is copied at a time."""
         return self._settings.slice_bytes
 
-    def register(self, memory: Sequence[Extent]) -> None:
-        """See `Transport.register`. Memory without a shared file or allocation can be a source only."""
-        self._copier.require_open()
-        for part in memory:
-            reason = runtime.reason_without_device() if part.kind is MemoryKind.VRAM else ""
-            if reason:
-                raise RegistrationError(
-                    f"cannot register {part.label or 'memory'} at {part.address:#x}: it is device memory, and this process "
-                    f"cannot use a GPU: {reason}"
-                )
+    def _require_open(self) -> None:
+        self._pump.require_open()
+
+    def _out_of_reach(self, part: Extent) -> str:
+        reason = runtime.reason_without_device() if part.kind is MemoryKind.VRAM else ""
+        return reason and f"it is device memory, and this process cannot use a GPU: {reason}"
+
+    def _register(self, memory: Sequence[Extent]) -> None:
+        """Memory without a shared file or allocation can be a source only."""
         self._own.add(memory)
 
     def endpoint(self) -> Endpoint:
         """See `Transport.endpoint`. The first call with shared memory registered writes the proof beside it."""
-        self._copier.require_open()
+        self._require_open()
         directory = self._own.proof_directory(self._settings.proof_directory)
         if self._proof is None and directory is not None:
             self._proof = Proof(directory)
         content = self._own.describe(self._proof.claim if self._proof else None, self._epoch)
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
-    def connect(self, endpoint: Endpoint) -> Connection:
-        """See `Transport.connect`. Refused as well when some of the peer's memory is not shared, or out of reach."""
-        return Connection(self._connect(endpoint))
-
     def _connect(self, endpoint: Endpoint) -> Steps[LocalPeer]:
-        self._copier.require_open()
+        """Refused as well when some of the peer's memory is not shared, or out of reach."""
+        self._require_open()
         content = read_endpoint(endpoint, NAME, LocalEndpoint)
         memory = yield from self._open(content)
         yield from self._prepare_devices(memory)
-        self._copier.require_open()
+        self._require_open()
         peer = LocalPeer(memory.label)
         self._peers[peer] = memory
         for file in memory.files.fresh:
             if file.resident and self._own.device is None:
-                self._copier.populate(file.address, file.length_bytes, memory)
+                self._pump.add_chore(Populating(file.address, file.length_bytes, memory))
         return peer
 
     def _open(self, content: LocalEndpoint) -> Steps[PeerMemory]:
@@ -130,28 +122,20 @@ class LocalTransport(Transport):
         )
         return (yield from opening.result(until_s=until_s, clock=self._clock, late=late))
 
-    def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`; transfers that are active after all are aborted; poll them to their end."""
-        memory = self._peers.pop(self._known(peer))
-        self._copier.abort_to(memory, "the peer was disconnected")
-        self._devices.abort_to(memory, "the peer was disconnected")
-
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
-        self._copier.require_open()
-        memory = self._peers[self._known(peer)]
-        self._own.extents.require(operations.source, operations.length)
-        memory.extents.require(operations.destination, operations.length)
-        if len(operations) and int(operations.length.max()) > self._settings.slice_bytes:
-            raise InvalidInputError(
-                f"an operation of {int(operations.length.max())} bytes is longer than max_operation_bytes "
-                f"({self._settings.slice_bytes}); cut it first"
-            )
+        memory = self._checked(peer, operations)
         found = memory.reachable.find(operations.destination)
         here = Operations(operations.source, memory.reachable.here(operations.destination, found), operations.length)
         if self._own.device is None and not memory.reachable.devices:
-            return self._copy(here, memory, deadline_s)
-        return self._submit_by_ways(here, found, memory, deadline_s)
+            parts: list[Transfer] = [self._copy(here, memory, deadline_s)]
+        else:
+            parts = self._by_ways(here, found, memory, deadline_s)
+        for part in parts:
+            self._transfers[part] = peer
+        transfer = parts[0] if len(parts) == 1 else JointTransfer(parts)
+        transfer.poll()  # starts the first slices
+        return transfer
 
     def close(self) -> None:
         """See `Transport.close`; waits for the slices that are being copied. Harmless when closed already."""
@@ -159,7 +143,7 @@ class LocalTransport(Transport):
         with ExitStack() as stack:  # in reverse: whatever fails, nothing new is copied
             stack.callback(self._forget)
             stack.callback(self._close_devices, timeout_s=timeout_s)
-            stack.callback(self._copier.close, timeout_s=timeout_s)
+            stack.callback(self._close_pump, timeout_s=timeout_s)
 
     def revoked(self, before_epoch: int) -> bool:
         """See `Transport.revoked`. Writers hold mappings of their own, so they have to let go of them or to end."""
@@ -173,7 +157,7 @@ class LocalTransport(Transport):
 
     # ------------------------------------------------------------------------------------------- inside
 
-    def _submit_by_ways(self, here: Operations, found: IndexArray, memory: PeerMemory, deadline_s: float) -> Transfer:
+    def _by_ways(self, here: Operations, found: IndexArray, memory: PeerMemory, deadline_s: float) -> list[Transfer]:
         found_source = self._own.reachable.find(here.source)
         source_devices = self._own.reachable.device(found_source)
         target_devices = memory.reachable.device(found)
@@ -203,13 +187,18 @@ class LocalTransport(Transport):
         if processor is not None or not parts:
             chosen = processor if processor is not None else np.empty(0, dtype=np.intp)
             parts.append(self._copy(_chosen(here, chosen), memory, deadline_s))
-        transfer = parts[0] if len(parts) == 1 else JointTransfer(parts)
-        transfer.poll()  # starts the first slices
-        return transfer
+        return parts
 
-    def _copy(self, here: Operations, memory: PeerMemory, deadline_s: float) -> CopyTransfer:
-        transfer = CopyTransfer(here, peer=memory.label, deadline_s=deadline_s, keep_alive=memory, clock=self._clock)
-        self._copier.add(transfer)
+    def _copy(self, here: Operations, memory: PeerMemory, deadline_s: float) -> PumpedTransfer:
+        transfer = copy_transfer(
+            here,
+            peer=memory.label,
+            deadline_s=deadline_s,
+            slice_bytes=self._settings.slice_bytes,
+            keep_alive=memory,
+            clock=self._clock,
+        )
+        self._pump.add(transfer)
         return transfer
 
     def _prepare_devices(self, memory: PeerMemory) -> Steps[None]:
@@ -231,7 +220,11 @@ class LocalTransport(Transport):
             raise TransportError(f"this process's device cannot copy: {error}") from error
 
     def _make_stream(self, route: Route) -> CopyStream:
-        return CudaCopyStream(route, kernel_blocks=self._settings.copy_kernel_blocks)
+        return CopyStream(route, kernel_blocks=self._settings.copy_kernel_blocks)
+
+    def _close_pump(self, *, timeout_s: float) -> None:
+        for transfer in self._pump.close(timeout_s=timeout_s):
+            transfer.end(TransferState.FAILED_QUIET, "the transport was closed", in_transit=False)
 
     def _close_devices(self, *, timeout_s: float) -> None:
         self._devices.close(timeout_s=timeout_s)
@@ -242,11 +235,6 @@ class LocalTransport(Transport):
         if self._proof is not None:
             self._proof.close()
             self._proof = None
-
-    def _known(self, peer: Peer) -> LocalPeer:
-        if not isinstance(peer, LocalPeer) or peer not in self._peers:
-            raise InvalidInputError(f"{peer!r} is not connected to this local transport; connect it first")
-        return peer
 
 
 def _chosen(operations: Operations, indices: npt.NDArray[np.intp]) -> Operations:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 from typing import Protocol, cast
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
-from kvbridge.core.errors import ConfigError, TransportError
+from kvbridge.core.errors import TransportError
+from kvbridge.transport.backend import set_environment
 
 LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
 """What C++ exceptions become in Python."""
@@ -136,13 +136,4 @@ def _set_environment(settings: MooncakeSettings) -> None:
     }
     if settings.ipv6:
         wanted["MC_USE_IPV6"] = "1"
-    if not _process_environment:
-        os.environ.update(wanted)
-        _process_environment.update(wanted)
-    elif _process_environment != wanted:
-        keys = sorted(wanted.keys() | _process_environment.keys())
-        changed = [key for key in keys if wanted.get(key) != _process_environment.get(key)]
-        raise ConfigError(
-            f"mooncake reads {', '.join(changed)} once a process and was loaded with other values; give every mooncake "
-            "transport of a process the same timeouts, log_level and ipv6"
-        )
+    set_environment(_process_environment, wanted, library="mooncake", settings="timeouts, log_level and ipv6")

@@ -45,14 +45,14 @@ from pydantic import Field
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
+from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
+from kvbridge.transport.backend import Backend, labels, read_endpoint
 from kvbridge.transport.background import take_turn
-from kvbridge.transport.base import Connection, Endpoint, Peer, Steps, Transfer, Transport
-from kvbridge.transport.endpoints import read_endpoint
+from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer
 from kvbridge.transport.mooncake.library import (
     LIBRARY_ERRORS,
     Library,
@@ -102,9 +102,8 @@ class MooncakePeer(Peer):
 
     transport_name: ClassVar[str] = NAME
     session: str
-    memory: extents.Extents
+    extents: extents.Extents
     window: Window
-    transfers: weakref.WeakSet[WindowedTransfer[int]]
 
 
 class _Writes:
@@ -150,10 +149,6 @@ class _Writes:
         return f"{int(operations.length[index])} bytes to {int(operations.destination[index]):#x}"
 
 
-def _probe(engine: _Engine, session: str) -> int:
-    return engine.library.send_probe(session)
-
-
 WHY_REFUSED = "the peer cannot be reached, or its queue is full (lower transports.mooncake.window_operations)"
 WHY_FAILED = (
     "the peer died, hangs (transports.mooncake.progress_timeout_s), has unregistered the memory, or cannot be reached; "
@@ -161,22 +156,19 @@ WHY_FAILED = (
 )
 
 
-class MooncakeTransport(Transport):
+class MooncakeTransport(Backend[MooncakePeer]):
     """One engine. See the module for what it must not be trusted with."""
 
     name: ClassVar[str] = NAME
 
     def __init__(self, settings: MooncakeSettings, *, clock: Clock = monotonic) -> None:
+        super().__init__(clock)
         self._settings = settings
-        self._clock = clock
         self._limits = WindowLimits(
             operations=settings.window_operations, bytes=settings.window_bytes, quiet_timeout_s=settings.quiet_timeout_s
         )
-        self._memory = extents.Extents("this process")
-        self._peers: set[MooncakePeer] = set()
         self._calls: weakref.WeakSet[PeerCall] = weakref.WeakSet()
         """Each may hold the engine until it has ended."""
-        self._orphans: weakref.WeakSet[WindowedTransfer[int]] = weakref.WeakSet()
         self._engine = _Engine(create_library(settings))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._session = f"{host}:{self._engine.library.get_rpc_port()}"
@@ -191,38 +183,30 @@ class MooncakeTransport(Transport):
         """See `Transport.max_operation_bytes`."""
         return self._settings.max_operation_bytes
 
-    def register(self, memory: Sequence[Extent]) -> None:
-        """See `Transport.register`."""
-        library = self._engine.library
-        for part in memory:
-            reason = why_no_device_memory(self._settings.protocol) if part.kind is MemoryKind.VRAM else ""
-            if reason:
-                raise RegistrationError(f"cannot register {part.label or 'memory'} at {part.address:#x}: {reason}")
+    def _require_open(self) -> None:
+        _ = self._engine.library
+
+    def _out_of_reach(self, part: Extent) -> str:
+        return why_no_device_memory(self._settings.protocol) if part.kind is MemoryKind.VRAM else ""
+
+    def _register(self, memory: Sequence[Extent]) -> None:
         if not memory:
             return
-        added = extents.of(memory)
-        self._memory.add(added)
-        answer = library.batch_register_memory([address for address, _ in added], [length for _, length in added])
+        library = self._engine.library
+        addresses, lengths = [part.address for part in memory], [part.length_bytes for part in memory]
+        answer = library.batch_register_memory(addresses, lengths)
         if answer != 0:
-            library.batch_unregister_memory([address for address, _ in added])
-            self._memory.remove(added)
-            labels = ", ".join(sorted({part.label or "unnamed" for part in memory}))
+            library.batch_unregister_memory(addresses)
             raise RegistrationError(
-                f"mooncake could not register {sum(length for _, length in added)} bytes ({labels}): it answered "
+                f"mooncake could not register {sum(lengths)} bytes ({labels(memory)}): it answered "
                 f"{answer}. With rdma raise the locked-memory limit (ulimit -l unlimited) and check the adapter"
             )
 
     def endpoint(self) -> Endpoint:
         """See `Transport.endpoint`."""
-        _ = self._engine.library
-        content = MooncakeEndpoint(
-            session=self._session, protocol=self._settings.protocol, extents=self._memory.pairs()
-        )
+        self._require_open()
+        content = MooncakeEndpoint(session=self._session, protocol=self._settings.protocol, extents=self._memory.ranges)
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
-
-    def connect(self, endpoint: Endpoint) -> Connection:
-        """See `Transport.connect`."""
-        return Connection(self._connect(endpoint))
 
     def _connect(self, endpoint: Endpoint) -> Steps[MooncakePeer]:
         content = read_endpoint(endpoint, NAME, MooncakeEndpoint)
@@ -236,17 +220,16 @@ class MooncakeTransport(Transport):
             yield from self._fetch(content)
         _ = self._engine.library
         whose = f"peer {content.session}"
-        peer = MooncakePeer(
-            content.session, extents.Extents(whose, content.extents), Window(self._limits), weakref.WeakSet()
-        )
-        self._peers.add(peer)
+        peer = MooncakePeer(content.session, extents.Extents(whose, content.extents), Window(self._limits))
+        self._peers[peer] = peer
         return peer
 
     def _probe(self, session: str) -> Steps[None]:
         """Go on only with a peer that answers."""
         timeout_s = self._settings.connect_timeout_s
+        engine = self._engine
         answer = yield from self._ask(
-            functools.partial(_probe, self._engine, session),
+            lambda: engine.library.send_probe(session),
             session,
             timeout_s=timeout_s,
             late=f"mooncake peer {session} gave no answer in {timeout_s} s (transports.mooncake.connect_timeout_s); its process "
@@ -289,30 +272,14 @@ class MooncakeTransport(Transport):
         self._calls.add(call)
         return (yield from call.answer(clock=self._clock, late=late))
 
-    def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`; transfers that are active after all are aborted, and polled to their end."""
-        known = self._known(peer)
-        for transfer in list(known.transfers):
-            transfer.abort("the peer was disconnected")
-            self._orphans.add(transfer)
-        self._peers.discard(known)
-
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
-        _ = self._engine.library
-        known = self._known(peer)
-        self._memory.require(operations.source, operations.length)
-        known.memory.require(operations.destination, operations.length)
-        if len(operations) and int(operations.length.max()) > self._settings.max_operation_bytes:
-            raise InvalidInputError(
-                f"an operation of {int(operations.length.max())} bytes is longer than max_operation_bytes "
-                f"({self._settings.max_operation_bytes}); cut it first"
-            )
+        known = self._checked(peer, operations)
         writes = _Writes(self._engine, known.session, operations)
         transfer = WindowedTransfer(
             operations, writes, known.window, peer=f"peer {known.session}", deadline_s=deadline_s, clock=self._clock
         )
-        known.transfers.add(transfer)
+        self._transfers[transfer] = peer
         return transfer
 
     def close(self) -> None:
@@ -328,12 +295,7 @@ class MooncakeTransport(Transport):
                 f"the mooncake library did not return within {timeout_s} s (transports.mooncake.connect_timeout_s), so its engine "
                 "cannot be torn down; pages of its transfers must not be used again before this process has ended"
             )
-        for transfers in [self._orphans, *(peer.transfers for peer in self._peers)]:
-            for transfer in list(transfers):
-                transfer.agent_gone()
+        for transfer in list(self._transfers):
+            assert isinstance(transfer, WindowedTransfer)
+            transfer.agent_gone()
         self._peers.clear()
-
-    def _known(self, peer: Peer) -> MooncakePeer:
-        if not isinstance(peer, MooncakePeer) or peer not in self._peers:
-            raise InvalidInputError(f"{peer!r} is not connected to this mooncake transport; connect it first")
-        return peer

@@ -25,9 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.config.transports import NixlSettings
-from kvbridge.core.errors import ConfigError, TransportError
+from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.kernels.cuda import has_accelerator, runtime
+from kvbridge.transport.backend import set_environment
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
@@ -228,17 +229,8 @@ def environment(settings: NixlSettings) -> dict[str, str]:
 def load_library(settings: NixlSettings) -> ModuleType:
     """Import the binding module with the right environment. Raises TransportError, ConfigError."""
     wanted = environment(settings)
-    if not _process_settings:
-        os.environ.update(wanted)
-        _process_settings.update(wanted)
-    elif _process_settings != wanted:
-        names = wanted.keys() | _process_settings.keys()
-        changed = sorted(name for name in names if wanted.get(name) != _process_settings.get(name))
-        raise ConfigError(
-            f"UCX reads {', '.join(changed)} once a process and was loaded with other values; give every nixl "
-            "transport of a "
-            "process the same ucx_tls, ucx_net_devices, ucx_modules and log_level"
-        )
+    settings_read = "ucx_tls, ucx_net_devices, ucx_modules and log_level"
+    set_environment(_process_settings, wanted, library="UCX", settings=settings_read)
     package = _package()
     try:
         return importlib.import_module(f"{package}._bindings")

@@ -3,12 +3,12 @@
 Owns: that process, its verdict, what is remembered of it: opened by the first NIXL transport of this process, closed by the last.
 Must not know: transfers, our registrations.
 
-The library reads a peer's metadata in native code and does not survive bytes that were made to break it (1.5.1: one in 40
-mutations of the peer's UCX address ended the process, by a failed assertion or a segmentation fault, all of them while the
-metadata was loaded). So a process apart first does with the very same bytes what the worker is about to do: an agent of its own
-loads them and reads a byte of the peer's memory. Whatever ends that process is a refusal, and what it has survived is remembered
-by its digest. It also keeps peers that do not answer out of the worker, where each attempt would cost a descriptor until the
-agent's end.
+The library reads a peer's metadata in native code and does not survive bytes that were made to break it (1.5.1: some mutations of
+the peer's UCX address end the process, by a failed assertion or a segmentation fault, all of them while the metadata is loaded;
+`python -m tests.fuzz.nixl_metadata --unchecked`). So a process apart first does with the very same bytes what the worker is about
+to do: an agent of its own loads them and reads a byte of the peer's memory. Whatever ends that process is a refusal, and what it
+has survived is remembered by its digest. It also keeps peers that do not answer out of the worker, where each attempt would cost a
+descriptor until the agent's end.
 
 Every description is read by a process of its own, so that none suffers from another. They are forked from one that has loaded
 the library and nothing else, which a worker starts when it first needs it (about a second) and which ends with it; then a check

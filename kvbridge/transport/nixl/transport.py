@@ -32,8 +32,8 @@ What the library does and does not do (1.5.1, measured), and what follows for th
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,24 +49,17 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
-from kvbridge.transport.base import (
-    Connection,
-    Endpoint,
-    Peer,
-    Steps,
-    Transfer,
-    TransferState,
-    Transport,
-)
-from kvbridge.transport.endpoints import read_endpoint
+from kvbridge.transport.backend import Backend, labels, read_endpoint
+from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer, TransferState
 from kvbridge.transport.nixl.agent import Descriptors, NixlAgent, Side, UnclearPostError
 from kvbridge.transport.nixl.check import hold_check, let_go_of_check
 from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent, ProbeTarget, introduce
-from kvbridge.transport.nixl.pump import Pump, PumpedTransfer
+from kvbridge.transport.pump import Pump, PumpedTransfer
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
 
 NAME = "nixl"
 KINDS = tuple(MemoryKind)
+CLOSED = "the nixl transport was closed while this transfer was active"
 
 
 class _Places:
@@ -90,10 +83,9 @@ class NixlPeer(Peer):
 
     transport_name: ClassVar[str] = NAME
     agent: str
-    memory: extents.Extents
+    extents: extents.Extents
     places: _Places
     window: Window
-    transfers: weakref.WeakSet[PumpedTransfer]
 
 
 @dataclass(slots=True, eq=False)
@@ -173,14 +165,14 @@ class _Writes:
         return PENDING if handle.requests else DONE
 
 
-class NixlTransport(Transport):
+class NixlTransport(Backend[NixlPeer]):
     """One agent. See the module for what it must not be trusted with."""
 
     name: ClassVar[str] = NAME
 
     def __init__(self, settings: NixlSettings, *, clock: Clock = monotonic) -> None:
+        super().__init__(clock)
         self._settings = settings
-        self._clock = clock
         self._limits = WindowLimits(
             operations=settings.window_operations,
             bytes=settings.window_bytes,
@@ -188,10 +180,8 @@ class NixlTransport(Transport):
             batch_operations=settings.batch_operations,
             batch_bytes=settings.batch_bytes,
         )
-        self._memory = extents.Extents("this process")
         self._registered: dict[int, NixlExtent] = {}
         self._places = _Places(())
-        self._peers: set[NixlPeer] = set()
         self._connecting: list[str] = []
         """Agents that the library may know and that are not peers yet."""
         self._pump = Pump(NAME)
@@ -208,30 +198,25 @@ class NixlTransport(Transport):
         """See `Transport.max_operation_bytes`."""
         return self._settings.max_operation_bytes
 
-    def register(self, memory: Sequence[Extent]) -> None:
-        """See `Transport.register`."""
+    def _require_open(self) -> None:
         self._agent.require_alive()
-        for part in memory:
-            if part.kind not in self._agent.memory_kinds:
+
+    def _out_of_reach(self, part: Extent) -> str:
+        if part.kind in self._agent.memory_kinds:
+            return ""
+        return f"UCX does not reach '{part.kind}' memory here; install the nixl build for this host's CUDA release"
+
+    def _register(self, memory: Sequence[Extent]) -> None:
+        with contextlib.ExitStack() as undo:
+            try:
+                for kind, rows in _rows(memory):
+                    self._agent.register(kind, rows)
+                    undo.callback(self._agent.deregister, kind, rows)
+            except TransportError as error:
                 raise RegistrationError(
-                    f"cannot register {part.label or 'memory'} at {part.address:#x}: UCX does not reach "
-                    f"'{part.kind}' memory here; "
-                    "install the nixl build for this host's CUDA release"
-                )
-        self._memory.add(extents.of(memory))
-        done: list[tuple[MemoryKind, Descriptors]] = []
-        try:
-            for kind, rows in _rows(memory):
-                self._agent.register(kind, rows)
-                done.append((kind, rows))
-        except TransportError as error:
-            self._memory.remove(extents.of(memory))
-            for kind, rows in done:
-                self._agent.deregister(kind, rows)
-            labels = ", ".join(sorted({part.label or "unnamed" for part in memory}))
-            raise RegistrationError(
-                f"{error} ({labels}); with InfiniBand raise the locked-memory limit (ulimit -l unlimited)"
-            ) from error
+                    f"{error} ({labels(memory)}); with InfiniBand raise the locked-memory limit (ulimit -l unlimited)"
+                ) from error
+            undo.pop_all()
         self._registered |= {part.address: _announced(part) for part in memory}
         self._places = _Places(list(self._registered.values()))
 
@@ -244,11 +229,8 @@ class NixlTransport(Transport):
         )
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
-    def connect(self, endpoint: Endpoint) -> Connection:
-        """See `Transport.connect`. What a peer says of itself is read by a process apart first, once."""
-        return Connection(self._connect(endpoint))
-
     def _connect(self, endpoint: Endpoint) -> Steps[NixlPeer]:
+        """What a peer says of itself is read by a process apart first, once."""
         content = read_endpoint(endpoint, NAME, NixlEndpoint)
         name = content.agent
         if name == self._agent.name:
@@ -265,9 +247,8 @@ class NixlTransport(Transport):
                 extents.Extents(f"peer {name}", [(extent.address, extent.length_bytes) for extent in content.extents]),
                 _Places(content.extents),
                 known[0].window if known else Window(self._limits),
-                weakref.WeakSet(),
             )
-            self._peers.add(peer)
+            self._peers[peer] = peer
         except TransportError:
             self._check.forget(content)
             raise
@@ -277,24 +258,14 @@ class NixlTransport(Transport):
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`; transfers that are active after all are aborted; poll them to their end."""
+        """See `Transport.disconnect`."""
         known = self._known(peer)
-        for transfer in list(known.transfers):
-            transfer.abort("the peer was disconnected")
-        self._peers.discard(known)
+        super().disconnect(peer)
         self._forget_unused(known.agent)
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
-        self._agent.require_alive()
-        known = self._known(peer)
-        self._memory.require(operations.source, operations.length)
-        known.memory.require(operations.destination, operations.length)
-        if len(operations) and int(operations.length.max()) > self._settings.max_operation_bytes:
-            raise InvalidInputError(
-                f"an operation of {int(operations.length.max())} bytes is longer than max_operation_bytes "
-                f"({self._settings.max_operation_bytes}); cut it first"
-            )
+        known = self._checked(peer, operations)
         writes = _Writes(self._agent, known, self._places, operations)
         make = functools.partial(
             WindowedTransfer,
@@ -305,9 +276,9 @@ class NixlTransport(Transport):
             deadline_s=deadline_s,
             clock=self._clock,
         )
-        transfer = PumpedTransfer(make, known.window)
+        transfer = PumpedTransfer(make)
         self._pump.add(transfer)
-        known.transfers.add(transfer)
+        self._transfers[transfer] = peer
         return transfer
 
     def close(self) -> None:
@@ -315,20 +286,15 @@ class NixlTransport(Transport):
         left = self._pump.close(timeout_s=self._settings.close_timeout_s)
         self._agent.destroy()
         for transfer in left:
-            transfer.end(TransferState.FAILED_QUIET, "the nixl transport was closed while this transfer was active")
+            transfer.end(TransferState.FAILED_QUIET, CLOSED, in_transit=True)
         self._peers.clear()
         if not self._closed:
             self._closed = True
             let_go_of_check(self._settings)
 
-    def _known(self, peer: Peer) -> NixlPeer:
-        if not isinstance(peer, NixlPeer) or peer not in self._peers:
-            raise InvalidInputError(f"{peer!r} is not connected to this nixl transport; connect it first")
-        return peer
-
     def _connections(self, agent: str) -> list[NixlPeer]:
         """More than one after a peer has registered more memory and was connected again."""
-        return [peer for peer in self._peers if peer.agent == agent]
+        return [peer for peer in self._peers.values() if peer.agent == agent]
 
     def _forget_unused(self, agent: str) -> None:
         if not self._connections(agent) and agent not in self._connecting:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbridge.kernels.cuda.programs import Kernel, Launch, Source, kernel
+from kvbridge.kernels.cuda.programs import Kernel, Source, kernel
 
 GATHER_SHAPES = ((132, 256), (132, 1024))
 """Blocks and threads of the gather; the better of the two is quoted."""
@@ -36,7 +36,7 @@ def _kernel(name: str, device: int) -> Kernel:
 
 def launch_nothing(device: int, stream: int, *, blocks: int = 132, threads: int = 256) -> None:
     """Launch a kernel that returns at once."""
-    _kernel("nothing", device).launch(Launch(blocks, threads), (), stream=stream)
+    _kernel("nothing", device).launch((), grid=blocks, block=threads, stream=stream)
 
 
 @dataclass(frozen=True)
@@ -60,4 +60,4 @@ class Gather:
             self.target,
             self.page_bytes,
         )
-        _kernel("bare_gather", device).launch(Launch(*shape), arguments, stream=stream)
+        _kernel("bare_gather", device).launch(arguments, grid=shape[0], block=shape[1], stream=stream)

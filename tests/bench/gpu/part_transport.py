@@ -25,7 +25,6 @@ from kvbridge.config.transports import TransportSettings
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.cuda_pool import origin_of
 from kvbridge.pool.memory.device_memory import export
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
@@ -133,7 +132,7 @@ def device_target(device: int) -> Iterator[tuple[str, int]]:
             length_bytes=LENGTH_BYTES,
             kind=MemoryKind.VRAM,
             device=device,
-            origin=origin_of(exported),
+            origin=exported.extent.origin,
             offset_bytes=address - exported.allocation.address,
             label="device pool",
         )

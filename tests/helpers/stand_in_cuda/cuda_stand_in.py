@@ -236,13 +236,12 @@ class Copier:
 def install(replace: Any = setattr) -> Runtime:
     """Take CUDA's place in this process; `replace` sets an attribute (`monkeypatch.setattr` undoes it again)."""
     from kvbridge.kernels import cuda
-    from kvbridge.kernels.cuda import allocations, runtime
+    from kvbridge.kernels.cuda import runtime
     from kvbridge.transport.local import streams as local_streams
 
     made = Runtime()
     driver = Driver(made)
-    replace(runtime, "_library", lambda: made)
-    replace(allocations, "_driver", lambda: driver)
+    replace(runtime, "library", lambda name="cuda.bindings.runtime": driver if name.endswith("driver") else made)
     replace(cuda, "ACCELERATOR_NODES", (Path("/dev/null"),))
     replace(local_streams, "StretchCopier", Copier)
     return made

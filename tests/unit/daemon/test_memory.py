@@ -38,7 +38,7 @@ def no_cuda(monkeypatch):
     def touched(*_: object) -> None:
         raise AssertionError("the node touched CUDA")
 
-    monkeypatch.setattr("kvbridge.kernels.cuda.runtime._library", touched)
+    monkeypatch.setattr("kvbridge.kernels.cuda.runtime.library", touched)
 
 
 def test_device_memory_on_gpus_is_ordered_from_the_workers(no_cuda, tmp_path: Path):

@@ -5,8 +5,7 @@ import pytest
 from kvbridge.core.errors import DeadlineError, InvalidInputError, NotReadyError, TransportError, UnknownRoomError
 from kvbridge.core.ids import Rank
 from kvbridge.engine import stream_order
-from kvbridge.engine.stream_order import DeferredCalls, Reached, StreamOrder
-from tests.helpers.fake_cuda import FakeEvent
+from kvbridge.engine.stream_order import DeferredCalls, StreamOrder
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
 
@@ -117,8 +116,7 @@ def test_host_pools_have_no_order_to_keep():
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Two GPUs whose events are fakes."""
-    events: list[FakeEvent] = []
+    """Two GPUs whose points are fakes."""
 
     class Ring:
         def __init__(self, device: int) -> None:
@@ -131,10 +129,6 @@ def gpus(monkeypatch):
         def close(self) -> None:
             pass
 
-    def create(device: int) -> FakeEvent:
-        events.append(FakeEvent())
-        return events[-1]
-
     class Current:
         def __init__(self, device: int) -> None:
             pass
@@ -144,12 +138,10 @@ def gpus(monkeypatch):
         def __exit__(self, *_: object) -> None: ...
 
     monkeypatch.setattr(stream_order.EventRing, "on", Ring)
-    monkeypatch.setattr(stream_order.runtime.Event, "create", create)
     monkeypatch.setattr(stream_order, "_current", Current)
     monkeypatch.setattr(
         stream_order.torch.cuda, "current_stream", lambda device: type("S", (), {"cuda_stream": 100 + device})
     )
-    return events
 
 
 def test_each_rank_is_marked_on_its_own_gpu(gpus):
@@ -162,17 +154,11 @@ def test_each_rank_is_marked_on_its_own_gpu(gpus):
     assert same.points(7) == {"pp0.tp0": (2, 7), "pp0.tp1": (2, 7)}
 
 
-def test_local_events_are_used_again_once_they_are_reached(gpus):
+def test_what_waits_for_a_stream_asks_for_its_point_on_each_gpu(gpus, monkeypatch):
     order = StreamOrder({R0: Views(0), R1: Views(1)})
-    first = order.reached(None)
-    assert (first(), [event.streams for event in gpus]) == (False, [[100], [101]])
-    gpus[0].done = True
-    assert not first()
-    gpus[1].done = True
-    assert first()
-    assert first()
-    second = order.reached(None)
-    assert not second()
-    assert len(gpus) == 2
+    asked, answers = [], [False, True]
+    monkeypatch.setattr(order._marks, "reached", lambda points: asked.append(set(points)) or answers[len(asked) - 1])
+    ready = order.reached(None)
+    assert (ready(), ready()) == (False, True)
+    assert asked == [{(0, 100), (1, 101)}] * 2
     order.close()
-    assert isinstance(second, Reached)

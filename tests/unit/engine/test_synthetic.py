@@ -6,7 +6,7 @@ import pytest
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters.synthetic import check, expected_rows, fill
+from kvbridge.engine.adapters.synthetic import compare, expected_rows, fill
 from tests.helpers.torch_pools import Form, copy_request, make_pools
 
 TINY = preset("tiny-v4")
@@ -29,9 +29,9 @@ def test_what_was_filled_in_chunks_checks_after_a_move(geometry, tokens):
         written += fill(source.views, room=ROOM, tables=source.tables, section=section)
     rows = [(c, c.live_rows(tokens).count) for c in geometry.components]
     assert written == sum(len(c.layers) * c.lanes * c.row_bytes * count for c, count in rows)
-    assert check(source.views, room=ROOM, tables=source.tables, tokens=tokens) == []
+    assert compare(source.views, room=ROOM, tables=source.tables, tokens=tokens).mismatches == ()
     copy_request(geometry, source, target, tokens=tokens)
-    assert check(target.views, room=ROOM, tables=target.tables, tokens=tokens) == []
+    assert compare(target.views, room=ROOM, tables=target.tables, tokens=tokens).mismatches == ()
 
 
 def test_lanes_carry_their_global_number():
@@ -43,7 +43,7 @@ def test_lanes_carry_their_global_number():
     for rank in range(2):
         shard = make_pools(GQA, tokens=tokens, seed=2, form=Form(tp=(rank, 2)))
         fill(shard.views, room=5, tables=shard.tables, section=whole(tokens))
-        assert check(shard.views, room=5, tables=shard.tables, tokens=tokens) == []
+        assert compare(shard.views, room=5, tables=shard.tables, tokens=tokens).mismatches == ()
         mine = shard.views.read_rows(component.kind, 1, tables=shard.tables, start_row=0, stop_row=tokens).numpy()
         lanes = slice(rank * 2 * component.row_bytes, (rank + 1) * 2 * component.row_bytes)
         assert np.array_equal(mine, rows[:, lanes])
@@ -58,20 +58,20 @@ def test_one_wrong_byte_is_found_and_named():
     page_id = int(pools.tables[view.region.space].ids[1])
     # Row 100 is slot 36 of logical page 1; byte 97 of a row is the second one of its scales.
     view.page(page_id)[component.part_offset(1) + 36 * 8 + 1] ^= 0x10
-    (mismatch,) = check(pools.views, room=ROOM, tables=pools.tables, tokens=tokens)
+    (mismatch,) = compare(pools.views, room=ROOM, tables=pools.tables, tokens=tokens).mismatches
     assert (mismatch.component, mismatch.layer, mismatch.lane, mismatch.row) == (component.kind, 4, 0, 100)
     assert (mismatch.page_id, mismatch.slot, mismatch.first_byte, mismatch.wrong_bytes) == (page_id, 36, 97, 1)
     assert mismatch.expected ^ mismatch.found == 0x10
     assert f"c4_kv layer 4 lane 0 row 100 (page {page_id} slot 36)" in str(mismatch)
-    assert check(pools.views, room=ROOM, tables=pools.tables, tokens=tokens, prefix_tokens=512) == []
+    assert compare(pools.views, room=ROOM, tables=pools.tables, tokens=tokens, prefix_tokens=512).mismatches == ()
 
 
 def test_pages_of_another_room_layer_or_place_do_not_check():
     tokens = 300
     pools = make_pools(TINY, tokens=tokens)
     fill(pools.views, room=1, tables=pools.tables, section=whole(tokens))
-    assert len(check(pools.views, room=2, tables=pools.tables, tokens=tokens)) == 20
-    assert len(check(pools.views, room=2, tables=pools.tables, tokens=tokens, most_mismatches=3)) == 3
+    assert len(compare(pools.views, room=2, tables=pools.tables, tokens=tokens).mismatches) == 20
+    assert len(compare(pools.views, room=2, tables=pools.tables, tokens=tokens, most_named=3).mismatches) == 3
     component = TINY.component(ComponentKind.C4_INDEXER)
     facts = {"room": 1, "layer": 2, "lanes": (0, 1), "start_row": 0, "stop_row": 64}
     rows = expected_rows(component, **facts)
@@ -96,5 +96,5 @@ def test_only_the_named_layers_are_filled():
     pools = make_pools(TINY, tokens=tokens)
     section = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens, layers=(2, 3))
     fill(pools.views, room=1, tables=pools.tables, section=section)
-    wrong = check(pools.views, room=1, tables=pools.tables, tokens=tokens, most_mismatches=10_000)
+    wrong = compare(pools.views, room=1, tables=pools.tables, tokens=tokens, most_named=10_000).mismatches
     assert {mismatch.layer for mismatch in wrong} == {0, 1, 4, 5}

@@ -8,13 +8,13 @@ import pytest
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.crc32c import bytes_power, product
 from kvbridge.kernels.digest import raw_checksums
-from kvbridge.kernels.digest_device import BATCH_ROWS, BIAS_BYTES, LANE_BYTES, LEVELS, ROW_BYTES, tables
+from kvbridge.kernels.digest_device import BATCH_ROWS, BIAS_BYTES, LEVELS, ROW_BYTES, THREAD_BYTES, tables
 
-LANES = ROW_BYTES // LANE_BYTES
+THREADS = ROW_BYTES // THREAD_BYTES
 
 
 def test_every_byte_becomes_what_it_is_one_row_later():
-    advance = tables()[: LANE_BYTES * 256].reshape(LANE_BYTES, 256)
+    advance = tables()[: THREAD_BYTES * 256].reshape(THREAD_BYTES, 256)
     for byte, value in [(0, 1), (3, 200), (7, 255), (15, 128)]:
         behind = ROW_BYTES - byte // 4 * 4
         assert advance[byte][value] == product(value << 8 * (byte % 4), bytes_power(behind))
@@ -22,7 +22,7 @@ def test_every_byte_becomes_what_it_is_one_row_later():
 
 @pytest.mark.parametrize("distance", [0, 1, 4095, 4096, 4097, 1 << 20, 123_456_789, (1 << 33) + 5])
 def test_powers_of_all_levels_make_any_distance(distance: int):
-    powers = tables()[LANE_BYTES * 256 :].reshape(LEVELS, 1024)
+    powers = tables()[THREAD_BYTES * 256 :].reshape(LEVELS, 1024)
     found, left = 1 << 31, distance + BIAS_BYTES
     for level in range(LEVELS):
         found = product(found, int(powers[level][left & 1023]))
@@ -34,22 +34,25 @@ def test_powers_of_all_levels_make_any_distance(distance: int):
 def test_lanes_together_have_the_checksum(length: int):
     """What the kernel does for one segment, lane by lane."""
     flat = tables()
-    advance, powers = flat[: LANE_BYTES * 256].reshape(LANE_BYTES, 256), flat[LANE_BYTES * 256 :].reshape(LEVELS, 1024)
+    advance, powers = (
+        flat[: THREAD_BYTES * 256].reshape(THREAD_BYTES, 256),
+        flat[THREAD_BYTES * 256 :].reshape(LEVELS, 1024),
+    )
     data = np.random.default_rng(length).integers(0, 256, length, dtype=np.uint8)
     rows = -(-length // (BATCH_ROWS * ROW_BYTES)) * BATCH_ROWS
     padded = np.zeros(rows * ROW_BYTES, dtype=np.uint8)
     padded[:length] = data
-    words = padded.view("<u4").reshape(rows, LANES, 4)
+    words = padded.view("<u4").reshape(rows, THREADS, 4)
     found = 0
-    for lane in range(LANES):
+    for lane in range(THREADS):
         held = 0
         for row in range(rows):
             four = [int(word) for word in words[row, lane]]
             four[0] ^= held
             held = 0
-            for byte in range(LANE_BYTES):
+            for byte in range(THREAD_BYTES):
                 held ^= int(advance[byte][four[byte // 4] >> 8 * (byte % 4) & 255])
-        left = length + BIAS_BYTES - rows * ROW_BYTES - lane * LANE_BYTES
+        left = length + BIAS_BYTES - rows * ROW_BYTES - lane * THREAD_BYTES
         for level in range(LEVELS):
             held = product(held, int(powers[level][left & 1023]))
             left >>= 10

@@ -23,7 +23,8 @@ from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.admission.pressure import Reservation
-from kvbridge.pool.accounts.book import Owner, PageBook
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 

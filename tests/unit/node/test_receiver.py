@@ -37,7 +37,7 @@ from kvbridge.core.wire.messages import (
     WireTable,
     to_wire,
 )
-from kvbridge.pool.accounts.book import Owner, PageState
+from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import RoomEntered
 from tests.helpers.rooms import (
     ADDRESS,

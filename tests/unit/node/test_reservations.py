@@ -24,7 +24,7 @@ from kvbridge.core.wire.worker_messages import RoomClosed
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
 from kvbridge.node.engines import AttachedEngines
-from kvbridge.pool.accounts.book import PageState
+from kvbridge.pool.accounts.page_states import PageState
 from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, R1, ReceiverBench, SenderBench
 
 TOKENS = 2 * PAGE

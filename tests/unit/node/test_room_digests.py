@@ -11,7 +11,7 @@ from kvbridge.core.session.sender import SenderState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Abort, Digests, Done, Drained, Failed, Offer, to_wire
 from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent, Verified, Verify
-from kvbridge.pool.accounts.book import Owner, PageState
+from kvbridge.pool.accounts.page_states import Owner, PageState
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,

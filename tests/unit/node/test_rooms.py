@@ -11,7 +11,8 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.node.room import Quarantine, Room, give_back, quarantine
 from kvbridge.node.room_book import RoomBook
-from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner, PageState
 from tests.helpers.manual_clock import ManualClock
 
 OWNER = Owner(1, 1)

@@ -19,7 +19,7 @@ from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, Wir
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, RoomClosed, Send, Sent
 from kvbridge.node.sender import room as sender
-from kvbridge.pool.accounts.book import Owner, PageState
+from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded
 from tests.helpers.rooms import DECODE, PAGE, R0, R1, SenderBench, full_amounts, pick
 

@@ -14,7 +14,8 @@ from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.node.rooms import RoomPorts, Rooms, RoomSettings
 from kvbridge.node.sender.room import user_state
-from kvbridge.pool.accounts.book import PageBook, PageState
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import RoomEntered, RoomQuarantined
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import GEOMETRY, SENDER_LIMITS, FakeEngines, FakeWorkers, RecordedEvents

@@ -8,12 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.core.errors import InvalidInputError
+from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.extents import Extents
 
 
 def require(extents: Extents, *ranges: tuple[int, int]) -> None:
     addresses, lengths = np.array(ranges, dtype=np.uint64).reshape(-1, 2).T
     extents.require(addresses, lengths)
+
+
+def memory(*ranges: tuple[int, int]) -> list[Extent]:
+    return [Extent(address=address, length_bytes=length) for address, length in ranges]
 
 
 def test_edges() -> None:
@@ -43,17 +48,14 @@ def test_nothing_registered_and_nothing_asked() -> None:
         require(Extents("this process"), (1, 1))
 
 
-def test_add_and_remove_are_all_or_nothing() -> None:
+def test_joining_is_all_or_nothing() -> None:
     extents = Extents("this process", [(1_000, 100)])
     with pytest.raises(InvalidInputError, match="overlaps"):
-        extents.add([(2_000, 10), (1_099, 5)])
+        extents.joined(memory((2_000, 10), (1_099, 5)))
     with pytest.raises(InvalidInputError, match="overlaps"):
-        extents.add([(2_000, 10), (2_000, 10)])
-    with pytest.raises(InvalidInputError, match="not registered"):
-        extents.remove([(1_000, 100), (1_000, 100)])
-    with pytest.raises(InvalidInputError, match="not registered"):
-        extents.remove([(1_000, 99)])
-    assert extents.pairs() == ((1_000, 100),)
+        extents.joined(memory((2_000, 10), (2_000, 10)))
+    assert extents.ranges == ((1_000, 100),)
+    assert extents.joined(memory((1_100, 5), (2, 3))).ranges == ((2, 3), (1_000, 100), (1_100, 5))
 
 
 @given(
@@ -66,9 +68,9 @@ def test_agrees_with_counting_bytes(wanted: list[tuple[int, int]], ranges: list[
         bytes_ = range(start, start + length)
         if any(byte in owner for byte in bytes_):
             with pytest.raises(InvalidInputError):
-                extents.add([(start, length)])
+                extents.joined(memory((start, length)))
             continue
-        extents.add([(start, length)])
+        extents = extents.joined(memory((start, length)))
         owner |= dict.fromkeys(bytes_, start)
     inside = all(
         length and len({owner.get(byte) for byte in range(start, start + length)}) == 1 and owner.get(start)

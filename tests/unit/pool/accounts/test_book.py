@@ -12,7 +12,8 @@ from kvbridge.core.errors import (
     PageOutOfBoundsError,
 )
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner, PageState
 
 FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
 FREE, HELD, LEASED, QUARANTINED = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED

@@ -9,11 +9,9 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.pool.memory.adopted_pool import AdoptedPool, cut_regions
 from kvbridge.pool.memory.layout import RankPart, device_placement
 from kvbridge.pool.memory.mapped_pool import MappedPool
-from kvbridge.pool.memory.sharing import mapping_extent
 from tests.helpers.pool_pages import page_address, page_view, region_of
 
 TINY = preset("tiny-v4")
@@ -91,9 +89,9 @@ def test_memory_in_a_shared_mapping_carries_its_file(shm):
     part = RankPart.of(TINY, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
     counts = {IndexSpace.FULL: 3, IndexSpace.SWA: 3, IndexSpace.REQUEST: 3}
     with MappedPool.create(device_placement(TINY, part, page_counts=counts), shm, "engine") as owned:
-        pool = AdoptedPool(TINY, part, owned.regions(), shared=[mapping_extent(mapping) for mapping in owned.mappings])
+        pool = AdoptedPool(TINY, part, owned.regions(), shared=[mapping.extent for mapping in owned.mappings])
         assert pool.extents() == owned.extents()
-        assert {extent.origin for extent in pool.extents()} == {FileOrigin(path=path) for path in owned.paths}
+        assert {extent.origin for extent in pool.extents()} == {mapping.extent.origin for mapping in owned.mappings}
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_what_does_not_fit_leaves_nothing_behind(cuda):
         CudaPool.create(placement(extent_bytes=1 << 19, mapping_bytes=1 << 19))
     assert cuda.free_bytes == 3 << 20
     with pytest.raises(InvalidInputError, match="made of VRAM"):
-        CudaPool.create(placement().model_copy(update={"memory": MemoryKind.DRAM}))
+        CudaPool.create(host_placement(TINY, {C4}, page_count=3))
 
 
 def test_a_holder_of_freed_memory_of_this_process_lets_go_all_the_same(cuda):

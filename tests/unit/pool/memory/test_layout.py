@@ -66,7 +66,7 @@ def test_a_whole_model_on_one_rank_has_every_component_of_every_layer():
     assert expected <= placement.total_bytes < expected + len(placement.regions) * 2 * 4096
     for region in placement.regions:
         assert region.page_stride_bytes == region.page_bytes
-        assert region.starts[0].offset_bytes % 4096 == 0
+        assert region.extent_addresses[0] % 4096 == 0
 
 
 def test_regions_pass_the_check_of_every_manifest():
@@ -113,9 +113,9 @@ def test_extents_are_whole_pages_begin_aligned_and_touch():
     placement = device_placement(FLASH, part(), page_counts=COUNTS, chunking=Chunking(extent_bytes=3 << 20))
     region = next(region for region in placement.regions if region.component is C4)
     assert region.pages_per_extent == 64  # 84 pages would fit, 64 x 37,440 is a multiple of 4,096
-    assert len(region.starts) == 2
-    assert region.starts[1].offset_bytes == region.starts[0].offset_bytes + 64 * 37_440
-    assert region.starts[1].offset_bytes % 4096 == 0
+    assert len(region.extent_addresses) == 2
+    assert region.extent_addresses[1] == region.extent_addresses[0] + 64 * 37_440
+    assert region.extent_addresses[1] % 4096 == 0
 
 
 @pytest.mark.parametrize(
@@ -136,14 +136,14 @@ def test_layer_first_host_pool():
     first, second = placement.regions[:2]
     assert {region.space for region in placement.regions} == {IndexSpace.HOST}
     assert first.page_stride_bytes == 37_440
-    assert second.starts[0].offset_bytes >= 50 * 37_440
+    assert second.extent_addresses[0] >= 50 * 37_440
     assert placement.mappings[0].name == "host"
 
 
 @pytest.mark.parametrize("layout", [HostLayout.PAGE_FIRST, HostLayout.PAGE_FIRST_DIRECT])
 def test_page_first_host_pool(layout):
     placement = host_placement(FLASH, {C4}, page_count=50, layout=layout)
-    assert [region.starts[0].offset_bytes for region in placement.regions] == [37_440 * index for index in range(21)]
+    assert [region.extent_addresses[0] for region in placement.regions] == [37_440 * index for index in range(21)]
     assert {region.page_stride_bytes for region in placement.regions} == {21 * 37_440}
     assert placement.total_bytes == -(-50 * 21 * 37_440 // 4096) * 4096
 
@@ -156,7 +156,7 @@ def test_a_host_pool_in_several_mappings(layout):
     assert [mapping.name for mapping in placement.mappings[:2]] == ["host-0", "host-1"]
     assert all(mapping.length_bytes <= 5 << 20 for mapping in placement.mappings)
     ids = range(len(placement.mappings))
-    assert {start.mapping for region in placement.regions for start in region.starts} == set(ids)
+    assert {mapping for homes in placement.homes for mapping in homes} == set(ids)
 
 
 def test_a_mapping_limit_that_is_not_aligned_is_kept():
@@ -201,9 +201,9 @@ def test_a_placement_that_reaches_beyond_its_mapping_is_not_built():
 
 def test_addresses_and_origins_must_match_the_mappings():
     placement = host_placement(FLASH, {C4}, page_count=5)
-    with pytest.raises(InvalidInputError, match="one address for each, got 2"):
+    with pytest.raises(InvalidInputError, match="one address or origin for each, got 2"):
         placement.regions_at([1, 2])
-    with pytest.raises(InvalidInputError, match="one origin for each, got 0"):
+    with pytest.raises(InvalidInputError, match="one address or origin for each, got 0"):
         placement.shared_regions([])
     shared = placement.shared_regions([FileOrigin(path="/dev/shm/x")])
     assert shared[0].region.extent_addresses == (0,)

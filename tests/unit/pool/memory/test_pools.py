@@ -15,7 +15,7 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool, mapping_paths
+from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.pool.memory.memory_pool import MemoryPool
 from kvbridge.pool.memory.sharing import MappedRegions
 from tests.helpers.pool_pages import page_address, page_view
@@ -36,13 +36,13 @@ def host(layout=HostLayout.LAYER_FIRST, chunking=None):
 def test_two_processes_see_the_same_pages(shm, layout, chunking):
     placement = host(layout, chunking)
     with MappedPool.create(placement, shm, "kvb-1") as ours:
-        assert ours.paths == mapping_paths(placement, shm, "kvb-1")
+        assert [one.path for one in ours.mappings] == [shm / f"kvb-1.{one.name}" for one in placement.mappings]
         layers = [region.layer for region in ours.regions()]
         for layer in layers:
             for page in range(9):
                 page_view(ours, C4, layer, page)[:] = bytes([layer * 16 + page]) * 6720
         with MappedRegions(ours.shared_regions()) as mapped:
-            theirs = MemoryPool(mapped.regions, [])
+            theirs = MemoryPool(mapped.regions)
             for layer in layers:
                 for page in range(9):
                     assert page_view(theirs, C4, layer, page) == bytes([layer * 16 + page]) * 6720

@@ -76,7 +76,7 @@ def test_nothing_can_be_used_after_close_and_no_descriptor_is_left(shm):
 def test_a_mapping_that_is_forgotten_is_unmapped(shm):
     before = descriptors()
     mapping = SharedMapping.create(shm, "host", 4096)
-    mapping.unlink()
+    mapping.path.unlink()
     del mapping
     gc.collect()
     assert descriptors() == before
@@ -169,8 +169,10 @@ def test_opening_says_what_is_wrong(shm):
     with pytest.raises(RegistrationError, match="No such file"):
         SharedMapping.open(shm / "host")
     with SharedMapping.create(shm, "host", 8192) as mapping:
-        with pytest.raises(RegistrationError, match="is 8192 bytes long, expected 4096"):
-            SharedMapping.open(mapping.path, length_bytes=4096)
+        (shm / "empty").touch()
+        with pytest.raises(RegistrationError, match="is empty: it is no pool"):
+            SharedMapping.open(shm / "empty")
+        (shm / "empty").unlink()
         (shm / "link").symlink_to(mapping.path)
         with pytest.raises(RegistrationError, match="cannot open"):
             SharedMapping.open(shm / "link")

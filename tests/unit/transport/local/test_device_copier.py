@@ -230,8 +230,8 @@ class World:
         self.streams.append(FakeStream(route))
         return self.streams[-1]
 
-    def begin(self, clock: ManualClock, count: int = 4, route: Route = ROUTE, keep_alive: object = None):
-        job = DeviceJob(blocks(count)[0], "p", 5.0, keep_alive=keep_alive)
+    def begin(self, clock: ManualClock, count: int = 4, route: Route = ROUTE):
+        job = DeviceJob(blocks(count)[0], "p", 5.0)
         return self.copier.begin(route, job, clock=clock)
 
 
@@ -286,14 +286,3 @@ def test_closing_does_not_wait_for_a_device_that_has_failed(clock: ManualClock) 
     world.streams[0].broken = True
     with pytest.raises(TransportError, match="illegal memory access"):
         world.copier.close(timeout_s=1000.0)
-
-
-def test_aborting_to_a_peer_leaves_others_alone(clock: ManualClock) -> None:
-    world = World()
-    mine, other = object(), object()
-    first, second = world.begin(clock, keep_alive=mine), world.begin(clock, keep_alive=other)
-    world.copier.abort_to(mine, "gone")
-    for _ in range(2):
-        states = [transfer.poll().state for transfer in (first, second)]
-        world.streams[0].run()
-    assert states == [TransferState.FAILED_QUIET, TransferState.DONE]

@@ -198,7 +198,7 @@ def test_device_memory_beyond_what_was_named_is_refused(world: World, make) -> N
         writer.submit(peer, operations((source.address, target.address, 4096)), deadline_s=5.0)
     lying = make()
     lying.register([target.memory(SIZE - 4096, 4097)])
-    with pytest.raises(TransportError, match="4097 bytes that the allocation does not have"):
+    with pytest.raises(TransportError, match="4097 bytes that its file or allocation does not have"):
         connect(writer, lying.endpoint())
     assert world.closed == 1, "what was opened for a refused peer is closed again"
 
@@ -222,10 +222,10 @@ def test_peers_out_of_reach_are_refused_with_the_reason(world: World, make, monk
 
 
 def test_a_transport_serves_one_device(world: World, make) -> None:
-    writer = make()
-    writer.register([DeviceArray().memory()])
+    writer, first, second = make(), DeviceArray(), DeviceArray()
+    writer.register([first.memory()])
     with pytest.raises(RegistrationError, match="cuda:0, cuda:1"):
-        writer.register([DeviceArray().memory(device=1)])
+        writer.register([second.memory(device=1)])
 
 
 def test_host_memory_that_cannot_be_registered_is_refused_when_connecting(world: World, make, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ suite's matter."""
 from __future__ import annotations
 
 import contextlib
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +62,7 @@ def writes(agent: ScriptedAgent) -> _Writes:
     """Four operations: host to host, host to device, device to host, host to host."""
     window = Window(WindowLimits(operations=8, bytes=1 << 20, quiet_timeout_s=1.0))
     known = [DEVICE, HOST]
-    peer = NixlPeer("peer", extents.Extents("peer"), _Places(known), window, weakref.WeakSet())
+    peer = NixlPeer("peer", extents.Extents("peer"), _Places(known), window)
     source, target = np.array([0x1000, 0x1100, 0x8000, 0x1FF0]), np.array([0x1000, 0x8FF0, 0x1200, 0x1300])
     operations = Operations(
         source.astype(np.uint64), target.astype(np.uint64), np.array([16, 16, 32, 16], dtype=np.uint64)

@@ -1,27 +1,34 @@
-"""A thread that pushes transfers whose library blocks, so that the caller's loop does not.
+"""A thread that pushes transfers whose work blocks, so that the caller's loop does not.
 
 Owns: the thread, the turns that transfers take, what the caller sees of them. Must not know: the library, what a transfer moves.
 
-Why a thread. Posting a MiB over TCP takes NIXL 0.3 ms on idle cores and several on busy ones, since the first bytes are
-sent right there. A loop that stops after a millisecond then posts one batch, pauses, finds it sent and never has a second one in
-flight: 0.4 GB/s where 2 were possible. This thread refills until the window is full, and the caller may poll as seldom as it likes.
+Why a thread. A copy by the processor lets go of the interpreter lock, so the caller's loop goes on beside it, and its pauses cost
+no bandwidth. Posting a MiB over TCP takes NIXL 0.3 ms on idle cores and several on busy ones, since the first bytes are sent right
+there. A loop that stops after a millisecond then posts one batch, pauses, finds it sent and never has a second one in flight:
+0.4 GB/s where 2 were possible. This thread refills until the window is full, and the caller may poll as seldom as it likes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, MutableSequence
+from typing import Any, TypeVar
 
 from kvbridge.core.errors import TransportError
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus
-from kvbridge.transport.windowed import Window, WindowedTransfer
+from kvbridge.transport.windowed import WindowedTransfer
 
 IDLE_WAIT_S = 1.0
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.0004
 """Between two rounds in which nothing was started and nothing ended; doubled each time, so that a page is answered for at once and
 a long transfer is not asked after more often than is good for it."""
+
+Chore = Callable[[], bool]
+"""Does a step of some milliseconds, and says whether there are more."""
+
+T = TypeVar("T")
 
 
 class PumpedTransfer(Transfer):
@@ -30,9 +37,9 @@ class PumpedTransfer(Transfer):
     The reason to stop is written by the caller only, the rest by the pump only; each is one reference, so no lock is needed.
     """
 
-    def __init__(self, make: Callable[[], WindowedTransfer[Any]], window: Window) -> None:
-        self._make = make
-        self._window = window
+    def __init__(self, make: Callable[[], WindowedTransfer[Any]]) -> None:
+        self._make: Callable[[], WindowedTransfer[Any]] | None = make
+        """Called by the pump, since the window is its own; dropped then, so that the transfer drops what it holds at its end."""
         self._inner: WindowedTransfer[Any] | None = None
         self._stop = ""
         self._status = TransferStatus(TransferState.ACTIVE)
@@ -50,28 +57,30 @@ class PumpedTransfer(Transfer):
 
     def push(self) -> bool:
         """Push it forward, and say whether anything was started or ended. Called by the pump."""
-        if self._inner is None:
-            self._inner = self._make()
+        if self._make is not None:
+            self._inner, self._make = self._make(), None
+        assert self._inner is not None
         if self._stop:
             self._inner.abort(self._stop)
-        before = (self._window.operations, self._window.bytes)
+        before = self._inner.progress
         self._status = self._inner.poll()
-        return self._status.state.terminal or before != (self._window.operations, self._window.bytes)
+        return self._status.state.terminal or before != self._inner.progress
 
-    def end(self, state: TransferState, error: str) -> None:
+    def end(self, state: TransferState, error: str, *, in_transit: bool) -> None:
         """Become terminal, unless it is. Called when the pump has ended."""
         if not self._status.state.terminal:
-            self._status = TransferStatus(state, error, in_transit=True)  # who would confirm it is gone
-        self._inner = None
+            self._status = TransferStatus(state, error, in_transit)
+        self._inner = self._make = None
 
 
 class Pump:
-    """Pushes transfers until each is terminal; its thread starts with the first one. Transfers take turns."""
+    """Pushes transfers until each is terminal; they take turns. Its thread starts with the first one, or the first chore."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
         self._active: list[PumpedTransfer] = []
+        self._chores: deque[Chore] = deque()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._pause_s = SHORTEST_PAUSE_S
@@ -79,12 +88,23 @@ class Pump:
     def __repr__(self) -> str:
         return f"<Pump {self._name}: {len(self._active)} transfers{', closed' if self._closed else ''}>"
 
+    def require_open(self) -> None:
+        """Raise TransportError when the pump has ended."""
+        if self._closed:
+            raise TransportError(f"the {self._name} transport has been closed or has failed; create another one")
+
     def add(self, transfer: PumpedTransfer) -> None:
         """Push this transfer until it is terminal. Raises TransportError when the pump has ended."""
+        self._queue(self._active, transfer)
+
+    def add_chore(self, chore: Chore) -> None:
+        """Do this whenever there is nothing to push. Raises TransportError when the pump has ended."""
+        self._queue(self._chores, chore)
+
+    def _queue(self, queue: MutableSequence[T], item: T) -> None:
         with self._changed:
-            if self._closed:
-                raise TransportError(f"the {self._name} transport has been closed or has failed; create another one")
-            self._active.append(transfer)
+            self.require_open()
+            queue.append(item)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -93,7 +113,7 @@ class Pump:
     def close(self, *, timeout_s: float) -> list[PumpedTransfer]:
         """End the thread after the call that it is in, and return the transfers that are not terminal.
 
-        Raises TransportError when the library has not returned after `timeout_s`.
+        Raises TransportError when that call has not returned after `timeout_s`.
         """
         with self._changed:
             self._closed = True
@@ -102,8 +122,9 @@ class Pump:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise TransportError(
-                    f"the {self._name} library did not return within {timeout_s:g} s, so its agent cannot be torn down; pages of "
-                    "its transfers must not be used again before this process has ended"
+                    f"the {self._name} transport's thread did not end within transports.{self._name}.close_timeout_s "
+                    f"({timeout_s:g} s); it may still write, so pages of its transfers must not be used again before this process "
+                    "has ended"
                 )
         left, self._active = self._active, []
         return left
@@ -117,9 +138,11 @@ class Pump:
 
     def _round(self) -> None:
         with self._changed:
-            if not self._active:
+            if not self._active and not self._chores:
                 self._changed.wait(IDLE_WAIT_S)
             active = list(self._active)
+        if not active:
+            self._do_chore()
         moved = False
         ended = set()
         for transfer in active:
@@ -135,7 +158,14 @@ class Pump:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         if ended:
             with self._changed:
-                self._active = [transfer for transfer in self._active if transfer not in ended]
+                self._active[:] = [transfer for transfer in self._active if transfer not in ended]
+
+    def _do_chore(self) -> None:
+        """A step of the first one; only this thread takes from the queue."""
+        if self._chores and not self._closed and self._chores[0]():
+            self._chores.rotate(-1)
+        elif self._chores:
+            self._chores.popleft()
 
     def _fail_unless_closed(self) -> None:
         """A defect has ended the thread, and its traceback tells of it: nobody pushes any more, so nothing is quiet."""
@@ -147,4 +177,5 @@ class Pump:
                 transfer.end(
                     TransferState.FAILED_NOT_QUIET,
                     f"the {self._name} transport's thread has failed; close the transport and create another one",
+                    in_transit=True,
                 )

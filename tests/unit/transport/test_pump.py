@@ -10,7 +10,7 @@ import pytest
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.nixl.pump import Pump, PumpedTransfer
+from kvbridge.transport.pump import Pump, PumpedTransfer
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
 from tests.contract.harness import wait
 
@@ -42,9 +42,7 @@ def operations(count: int) -> Operations:
 
 
 def pumped(library: Library, window: Window, count: int = 10, deadline_s: float = 30.0) -> PumpedTransfer:
-    return PumpedTransfer(
-        lambda: WindowedTransfer(operations(count), library, window, peer="p", deadline_s=deadline_s), window
-    )
+    return PumpedTransfer(lambda: WindowedTransfer(operations(count), library, window, peer="p", deadline_s=deadline_s))
 
 
 @pytest.fixture
@@ -99,8 +97,8 @@ def test_close_returns_what_is_left(pump: Pump) -> None:
     pump.add(transfer)
     assert pump.close(timeout_s=LIMIT_S) == [transfer]
     assert transfer.poll().state is TransferState.ACTIVE
-    transfer.end(TransferState.FAILED_QUIET, "the agent is gone")
-    transfer.end(TransferState.FAILED_NOT_QUIET, "later")
+    transfer.end(TransferState.FAILED_QUIET, "the agent is gone", in_transit=True)
+    transfer.end(TransferState.FAILED_NOT_QUIET, "later", in_transit=True)
     assert transfer.poll().error == "the agent is gone"
     with pytest.raises(TransportError, match="closed"):
         pump.add(transfer)
@@ -117,7 +115,7 @@ def test_a_library_that_does_not_return_makes_close_fail(pump: Pump) -> None:
     entered, library = threading.Event(), Stuck()
     pump.add(pumped(library, Window(LIMITS)))
     assert entered.wait(LIMIT_S)
-    with pytest.raises(TransportError, match="did not return within"):
+    with pytest.raises(TransportError, match="did not end within"):
         pump.close(timeout_s=0.01)
     library.gate.set()
 

@@ -1,0 +1,108 @@
+"""What `python -m tests.gpu` runs, and in which order.
+
+Owns: the steps. Must not know: processes, reports, devices.
+
+A step is one pytest process. Steps run side by side, the longest first; what looks at a whole device, or at how soon something
+happens, is marked `alone` and runs after all others with nothing beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+TOTAL_S = 570.0
+"""All steps together."""
+ALONE_S = 120.0
+"""What is kept of that for the tests that run alone."""
+DEADLINE_S = 300.0
+"""For one step; three times what the longest takes."""
+PARTS = ("tests", "contract", "memcheck", "racecheck")
+"""What the table adds up. The last two are tools of compute-sanitizer."""
+SANITIZERS = ("memcheck", "racecheck")
+KERNEL_TESTS = (
+    "test_copy_pages.py",
+    "test_copy_rows.py",
+    "test_copy_stretches.py",
+    "test_digest.py",
+    "test_swap_in.py",
+)
+CONTRACT_HALVES = ("nixl", "not nixl")
+"""Expressions of pytest that divide each file of the contract: backends share nothing."""
+CORES_OF_A_STEP = 4
+"""A step has a test's process, two daemons and their rank workers."""
+MOST_AT_ONCE = 8
+MEASURED_S = {
+    "tests/sparse_model": 90.0,
+    "contract/transport_failures-nixl": 60.0,
+    "contract/transport_failures-not-nixl": 55.0,
+    "tests/transport_local": 40.0,
+    "tests/cuda_daemons": 35.0,
+    "racecheck": 35.0,
+    "tests/cuda_pool": 30.0,
+    "contract/transport_bytes-nixl": 20.0,
+    "tests/sparse": 20.0,
+    "tests/swap_in": 15.0,
+    "tests/host_registration": 15.0,
+    "memcheck": 15.0,
+}
+"""How long a step took on one H200, alone and roughly; only the order depends on it."""
+UNMEASURED_S = 10.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process."""
+
+    name: str
+    part: str
+    targets: tuple[str, ...]
+    """What pytest is given: files or folders of the repository."""
+    chosen: str = ""
+    """Pytest's expression for the tests to run; empty for all."""
+    alone: bool = False
+    """Whether it runs the tests marked `alone`, or those that are not."""
+    deadline_s: float = DEADLINE_S
+
+    @property
+    def tool(self) -> str:
+        """The tool of compute-sanitizer that watches it; empty for none."""
+        return self.part if self.part in SANITIZERS else ""
+
+
+def all_steps(root: Path) -> list[Step]:
+    """Every step, the longest first; the one that runs alone is the last."""
+    kernels = tuple(f"tests/gpu/{name}" for name in KERNEL_TESTS)
+    found = [Step(f"tests/{_stem(file)}", "tests", (file,)) for file in _test_files(root, "tests/gpu")]
+    for file in _test_files(root, "tests/contract"):
+        names = {half: f"contract/{_stem(file)}-{half.replace(' ', '-')}" for half in CONTRACT_HALVES}
+        found += [Step(name, "contract", (file,), half) for half, name in names.items()]
+    found += [Step(tool, tool, kernels) for tool in SANITIZERS]
+    found.sort(key=lambda step: -MEASURED_S.get(step.name, UNMEASURED_S))
+    return [*found, Step("tests/alone", "tests", ("tests/gpu",), alone=True, deadline_s=ALONE_S)]
+
+
+def _test_files(root: Path, folder: str) -> Iterable[str]:
+    return sorted(path.relative_to(root).as_posix() for path in (root / folder).glob("test_*.py"))
+
+
+def _stem(file: str) -> str:
+    return Path(file).stem.removeprefix("test_")
+
+
+def steps_at_once(cores: int) -> int:
+    """How many steps run side by side."""
+    return max(1, min(MOST_AT_ONCE, cores // CORES_OF_A_STEP))
+
+
+def time_for(step: Step, passed_s: float) -> float:
+    """How long a step may take that begins so long after the first one."""
+    ends_s = TOTAL_S if step.alone else TOTAL_S - ALONE_S
+    return min(step.deadline_s, ends_s - passed_s)
+
+
+def devices_in_turn(devices: list[str], number: int) -> str:
+    """What the step of a number sees as CUDA_VISIBLE_DEVICES: all devices, another one first each time."""
+    first = number % max(1, len(devices))
+    return ",".join(devices[first:] + devices[:first])

@@ -1,0 +1,138 @@
+"""What all backends do in the same way: memory taken in as a whole, peers by their handles, checks before a submission."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvbridge.core.clock import monotonic
+from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.plan.operations import Operations
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.transport.backend import Backend
+from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer, TransferState, TransferStatus
+from kvbridge.transport.extents import Extents
+from tests.helpers.connecting import connect
+
+HERE, THERE, SIZE = 1 << 20, 1 << 30, 1 << 16
+
+
+class Handle(Peer):
+    transport_name = "plain"
+
+
+@dataclass
+class Known:
+    extents: Extents
+
+
+class Started(Transfer):
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def poll(self) -> TransferStatus:
+        return TransferStatus(TransferState.FAILED_QUIET if self.reason else TransferState.ACTIVE, self.reason)
+
+    def abort(self, reason: str) -> None:
+        self.reason = reason
+
+
+class Plain(Backend[Known]):
+    """A backend whose library takes everything, unless it is told to refuse."""
+
+    name = "plain"
+    max_operation_bytes = 4096
+
+    def __init__(self) -> None:
+        super().__init__(monotonic)
+        self.registered: list[Extent] = []
+        self.refusal = ""
+        self.closed = False
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(transport=self.name, data=b"")
+
+    def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
+        self._checked(peer, operations)
+        transfer = Started()
+        self._transfers[transfer] = peer
+        return transfer
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise TransportError("closed")
+
+    def _out_of_reach(self, part: Extent) -> str:
+        return "it is device memory" if part.kind is MemoryKind.VRAM else ""
+
+    def _register(self, memory: Sequence[Extent]) -> None:
+        if self.refusal:
+            raise RegistrationError(self.refusal)
+        self.registered += memory
+
+    def _connect(self, endpoint: Endpoint) -> Steps[Peer]:
+        handle = Handle()
+        self._peers[handle] = Known(Extents("peer", [(THERE, SIZE)]))
+        yield
+        return handle
+
+
+def extent(address: int, kind: MemoryKind = MemoryKind.DRAM) -> Extent:
+    return Extent(address=address, length_bytes=SIZE, kind=kind, label="pool")
+
+
+def one(source: int, destination: int, length: int = 64) -> Operations:
+    return Operations(*(np.array([value], dtype=np.uint64) for value in (source, destination, length)))
+
+
+@pytest.fixture
+def plain() -> Plain:
+    made = Plain()
+    made.register([extent(HERE)])
+    return made
+
+
+def test_memory_is_registered_as_a_whole_or_not_at_all(plain: Plain) -> None:
+    with pytest.raises(InvalidInputError, match="overlaps"):
+        plain.register([extent(HERE + SIZE), extent(HERE + 1)])
+    with pytest.raises(RegistrationError, match="cannot register pool at 0x200000: it is device memory"):
+        plain.register([extent(HERE + SIZE), extent(1 << 21, MemoryKind.VRAM)])
+    plain.refusal = "no room"
+    with pytest.raises(RegistrationError, match="no room"):
+        plain.register([extent(HERE + SIZE)])
+    assert [part.address for part in plain.registered] == [HERE]
+    plain.refusal = ""
+    plain.register([extent(HERE + SIZE)])
+
+
+def test_what_is_submitted_is_checked_first(plain: Plain) -> None:
+    peer = connect(plain, plain.endpoint())
+    with pytest.raises(InvalidInputError, match="leave the registered memory of this process"):
+        plain.submit(peer, one(THERE, THERE), deadline_s=1.0)
+    with pytest.raises(InvalidInputError, match="leave the registered memory of peer"):
+        plain.submit(peer, one(HERE, HERE), deadline_s=1.0)
+    with pytest.raises(InvalidInputError, match="4097 bytes is longer than max_operation_bytes"):
+        plain.submit(peer, one(HERE, THERE, 4097), deadline_s=1.0)
+    with pytest.raises(InvalidInputError, match="not connected to this plain transport"):
+        plain.submit(Handle(), one(HERE, THERE), deadline_s=1.0)
+    plain.submit(peer, Operations(*(np.empty(0, dtype=np.uint64) for _ in range(3))), deadline_s=1.0)
+    plain.close()
+    with pytest.raises(TransportError, match="closed"):
+        plain.submit(peer, one(HERE, THERE), deadline_s=1.0)
+
+
+def test_disconnecting_aborts_what_goes_to_that_peer_and_nothing_else(plain: Plain) -> None:
+    peers = [connect(plain, plain.endpoint()) for _ in range(2)]
+    transfers = [plain.submit(peer, one(HERE, THERE), deadline_s=1.0) for peer in peers]
+    plain.disconnect(peers[0])
+    assert "disconnected" in transfers[0].poll().error
+    assert transfers[1].poll().state is TransferState.ACTIVE
+    with pytest.raises(InvalidInputError, match="not connected"):
+        plain.disconnect(peers[0])
