@@ -47,7 +47,7 @@ _SCHEMAS: dict[DaemonRole, type[BaseModel]] = {
 
 RoleOption = Annotated[DaemonRole, typer.Option("--role", help="Whose configuration.")]
 FileOption = Annotated[
-    Path | None, typer.Option("--config", envvar="KVBRIDGE_CONFIG", help="YAML file; see configs/ for a complete one.")
+    Path | None, typer.Option("--config", envvar="KVBRIDGE_CONFIG", help="YAML file; `kvbridge init` writes one.")
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -66,7 +66,8 @@ def load_or_exit(
 ) -> ConfigT:
     """Load a configuration, or say what is wrong with it and end the command."""
     try:
-        return load_config(kind, file=file, overrides=overrides or (), flags={"insecure": True if insecure else None})
+        flags = {"insecure": True if insecure else None}
+        return load_config(kind, file=file, overrides=overrides or (), flags=flags, roles=_SCHEMAS)
     except ConfigError as error:
         fail(error)
 

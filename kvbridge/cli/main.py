@@ -6,7 +6,7 @@ Owns: their names, and that only the one that is called is imported. Must not kn
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -15,6 +15,18 @@ from kvbridge import __version__
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED, interrupts_raise
 
 COMMANDS = {
+    "init": (
+        "kvbridge.cli.init:init",
+        "Write configurations for bootstrap, a prefill and a decode node that run together as they are.",
+    ),
+    "up": (
+        "kvbridge.testbed.up:up",
+        "Run the whole cluster of a directory that `kvbridge init` wrote, in the foreground.",
+    ),
+    "wait": (
+        "kvbridge.cli.wait:wait",
+        "Wait until daemons are ready: all that are named, or the cluster of a directory.",
+    ),
     "prefill": (
         "kvbridge.cli.daemons:prefill",
         "Run a prefill daemon: rooms whose pages an engine computes, and which are sent to a decode node.",
@@ -71,8 +83,8 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="kvbridge",
     cls=Commands,
-    help="Moves a request's KV cache from the machine that computed its prompt to the machine that generates its answer.",
     no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
 
@@ -94,6 +106,16 @@ def _listed() -> None:
 
 for _name, (_place, _help) in COMMANDS.items():
     app.command(_name, help=_help)(_listed)
+
+
+@app.callback()
+def root(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the release and exit.")] = False,
+) -> None:
+    """Moves a request's KV cache from the machine that computed its prompt to the machine that generates its answer."""
+    if show_version:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 @app.command()

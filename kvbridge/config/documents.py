@@ -20,6 +20,7 @@ KeyPath = tuple[str, ...]
 class Document:
     """A file's content, and the line (from 1) on which each key stands."""
 
+    path: Path
     values: dict[str, Any]
     lines: dict[KeyPath, int]
 
@@ -34,12 +35,12 @@ def read_document(path: Path) -> Document:
     try:
         root = loader.get_single_node()
         if root is None:
-            return Document({}, {})
+            return Document(path, {}, {})
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}: expected a mapping of keys at the top, got something else")
         lines: dict[KeyPath, int] = {}
         _collect(root, (), lines, path)
-        return Document(loader.construct_document(root), lines)
+        return Document(path, loader.construct_document(root), lines)
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

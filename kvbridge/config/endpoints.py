@@ -36,14 +36,14 @@ class CurveConfig(FrozenModel):
     """Keys of the control sockets. All empty: no encryption and no authentication."""
 
     secret_key_file: Path | None = None
-    """File with our CURVE secret key, 40 characters of Z85."""
+    """File with our CURVE secret key, 40 characters of Z85, mode 0600; `kvbridge keys generate` makes one."""
     public_key: CurveKey | None = None
     """Our public key; null: derived from the secret key."""
     allowed_public_keys: tuple[AllowedKey, ...] = ()
     """Public keys of peers, each alone or as "KEY INSTANCE"; our own pair's needs no entry. On a prefill node: who may
     connect. On a decode node: whom it lets write its memory; empty: whichever node a request names."""
     allowed_keys_file: Path | None = None
-    """File with more of them, one a line; read again when it has changed."""
+    """File with public keys of peers, one a line, as in `allowed_public_keys`; read again when it has changed."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -64,7 +64,7 @@ class ControlConfig(FrozenModel):
 
 
 class ConnectingControlConfig(ControlConfig):
-    """Of a decode node, which connects to the prefill nodes of its rooms."""
+    """How nodes speak to each other: decode nodes connect to the control sockets of prefill nodes, and listen to nobody."""
 
     @model_validator(mode="before")
     @classmethod
@@ -76,7 +76,7 @@ class ConnectingControlConfig(ControlConfig):
 
 
 class ListeningControlConfig(ControlConfig):
-    """Of a prefill node, on whose control socket decode nodes meet it."""
+    """How nodes speak to each other: prefill nodes listen on a control socket, decode nodes connect to it."""
 
     bind: Annotated[str, Field(pattern=r"^(tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$", max_length=200)] = "tcp://127.0.0.1:0"
     """Where to listen; port 0 takes a free one."""
@@ -117,7 +117,7 @@ class TokenConfig(FrozenModel):
     token: SecretStr | None = None
     """Bearer token. Better kept in `token_file`."""
     token_file: Path | None = None
-    """File whose first line is the bearer token."""
+    """File whose first line is the bearer token; `kvbridge keys token` makes one."""
 
     @model_validator(mode="after")
     def _check_token(self) -> Self:
@@ -169,6 +169,20 @@ class HttpConfig(TokenConfig):
         if not self.advertise_url:
             return bound
         return re.sub(r":0/?$", f":{urlsplit(bound).port}", self.advertise_url.rstrip("/"))
+
+
+class PrefillHttpConfig(HttpConfig):
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well, while it is being changed."""
+
+    port: Port = 7901
+    """0 takes a free port."""
+
+
+class DecodeHttpConfig(HttpConfig):
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well, while it is being changed."""
+
+    port: Port = 7902
+    """0 takes a free port."""
 
 
 class BootstrapLinkConfig(TokenConfig):

@@ -19,7 +19,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
 from kvbridge.config.documents import KeyPath, read_document, what_is_wrong
-from kvbridge.config.mistakes import describe, unknown_key
+from kvbridge.config.mistakes import describe, in_view_of_roles, unknown_key
 from kvbridge.core.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "KVBRIDGE_"
@@ -67,17 +67,18 @@ def load_config(
     environment: Mapping[str, str] | None = None,
     overrides: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
+    roles: Mapping[str, type[BaseModel]] | None = None,
 ) -> ConfigT:
     """Return a valid configuration, or raise one ConfigError that lists every mistake.
 
     From weak to strong: defaults, `file` (YAML), `environment` (default: this process's; `KVBRIDGE_HTTP__PORT` sets
     http.port), `overrides` (`http.port=0`, the value is read as YAML), `flags` (dotted key to value; None: not given).
-    Mappings merge, lists replace one another.
+    Mappings merge, lists replace one another. `roles` are the schemas, `kind` among them, that the file may have been written for.
     """
     layers = _Layers()
     mistakes: list[str] = []
-    if file is not None:
-        document = read_document(file)
+    document = None if file is None else read_document(file)
+    if document is not None:
         layers.add(document.values, str(file))
         for path in layers.origins.keys() & document.lines.keys():
             layers.origins[path] = f"{file} line {document.lines[path]}"
@@ -90,6 +91,8 @@ def load_config(
         config = kind.model_validate(layers.values)
     except ValidationError as error:
         mistakes = [*describe(error, kind, layers.origins), *mistakes]
+    if mistakes and document is not None and roles:
+        mistakes = in_view_of_roles(mistakes, kind, document, roles)
     if mistakes:
         raise ConfigError("the configuration is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
     return config

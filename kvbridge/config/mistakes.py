@@ -1,6 +1,6 @@
 """A configuration mistake in words.
 
-Owns: one line for each mistake: path, what is wrong, the value, where it came from.
+Owns: one line for each mistake: path, what is wrong, the value, where it came from; or that the file is another daemon's.
 Must not know: how sources are read.
 """
 
@@ -10,10 +10,11 @@ import difflib
 import re
 import typing
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from kvbridge.config.documents import KeyPath
+from kvbridge.config.documents import Document, KeyPath
 
 LONGEST_VALUE = 80
 LONGEST_PLAIN = 24
@@ -49,6 +50,47 @@ def unknown_key(kind: type[BaseModel], path: KeyPath) -> str:
             where = f"'{'.'.join(path[:depth])}' has" if depth else "there is"
             return f"unknown key, {where} no '{key}'" + (f"; did you mean '{close[0]}'?" if close else "")
     return "cannot be set this way"
+
+
+def in_view_of_roles(
+    mistakes: list[str], kind: type[BaseModel], file: Document, roles: Mapping[str, type[BaseModel]]
+) -> list[str]:
+    """Return the mistakes of a file; when it was written for another of the roles, that one line in their place."""
+    if _is_valid(kind, file.values):
+        return mistakes  # they came from elsewhere
+    ours = next(name for name, schema in roles.items() if schema is kind)
+    others = {name: schema for name, schema in roles.items() if schema is not kind}
+    foreign = _unknown_keys(kind, file.values)
+    if foreign:
+        others = {name: schema for name, schema in others.items() if not _unknown_keys(schema, file.values)}
+    valid = [name for name, schema in others.items() if file.values and _is_valid(schema, file.values)]
+    names = " or ".join(valid or (others if foreign else ()))
+    if not names:
+        return mistakes
+    if not foreign:
+        return [*mistakes, f"{file.path}: as it stands, this is a valid {names} configuration"]
+    some = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+    return [f"{file.path}: this is a {names} configuration, not one of {ours}, which does not have {some}"]
+
+
+def _unknown_keys(kind: type[BaseModel], values: Mapping[str, Any], above: KeyPath = ()) -> list[str]:
+    found = []
+    for key, value in values.items():
+        path = (*above, str(key))
+        section = list(_sections(kind, path))[-1]
+        if section is not None and key not in section.model_fields:
+            found.append(".".join(path))
+        elif section is not None and isinstance(value, Mapping):
+            found += _unknown_keys(kind, value, path)
+    return found
+
+
+def _is_valid(kind: type[BaseModel], values: Mapping[str, Any]) -> bool:
+    try:
+        kind.model_validate(values)
+    except ValidationError:
+        return False
+    return True
 
 
 def _sections(kind: type[BaseModel], path: KeyPath) -> Iterator[type[BaseModel] | None]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -18,8 +19,10 @@ from kvbridge.config.endpoints import (
     BootstrapLinkConfig,
     ConnectingControlConfig,
     ControlConfig,
+    DecodeHttpConfig,
     HttpConfig,
     ListeningControlConfig,
+    PrefillHttpConfig,
     TelemetryConfig,
     TokenConfig,
     is_wildcard,
@@ -29,19 +32,23 @@ from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.addresses import MAX_SOCKET_PATH_BYTES, is_loopback
 from kvbridge.core.geometry.hot_buffer import SparseSettings
-from kvbridge.core.ids import FrozenModel
+from kvbridge.core.ids import FrozenModel, Role
 from kvbridge.core.plan.digests import DigestKind
 
 SOCKET_NAME_BYTES = 40
 """Room that socket names need below `runtime_dir`."""
+LONGEST_RUNTIME_DIR = MAX_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 
-def default_runtime_dir() -> Path:
-    """Return `$XDG_RUNTIME_DIR/kvbridge`, or `kvbridge-<uid>` in the directory for temporary files."""
+def default_runtime_dir(role: Role, given: dict[str, Any]) -> Path:
+    """Return a directory of this user's in `$XDG_RUNTIME_DIR`, or where temporary files are, that no other node has."""
     home = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(home) / "kvbridge" if home else Path(tempfile.gettempdir()) / f"kvbridge-{os.getuid()}"
+    names = f"{role}-{given.get('instance')}-{given.get('node')}"
+    if home:
+        return Path(home) / f"kvbridge-{names}"
+    return Path(tempfile.gettempdir()) / f"kvbridge-{os.getuid()}-{names}"
 
 
 class DaemonConfig(FrozenModel):
@@ -60,8 +67,10 @@ class DaemonConfig(FrozenModel):
     admission: AdmissionConfig = AdmissionConfig()
     timeouts: DaemonTimeouts = DaemonTimeouts()
     telemetry: TelemetryConfig = TelemetryConfig()
-    runtime_dir: Path = Field(default_factory=default_runtime_dir)
-    """Directory of the sockets between this daemon, its workers and its engines; made with mode 0700."""
+    runtime_dir: Path
+    """Directory of the sockets between this daemon, its workers and its engines, which attach to it; made with mode 0700.
+    Default: kvbridge-ROLE-INSTANCE-NODE in $XDG_RUNTIME_DIR; without that, kvbridge-UID-ROLE-INSTANCE-NODE in the directory for
+    temporary files."""
     insecure: bool = False
     """Allow endpoints that the network can reach without keys and without a token."""
 
@@ -79,6 +88,8 @@ class PrefillConfig(DaemonConfig):
     """A prefill daemon."""
 
     control: ListeningControlConfig = ListeningControlConfig()
+    http: PrefillHttpConfig = PrefillHttpConfig()
+    runtime_dir: Path = Field(default_factory=partial(default_runtime_dir, Role.PREFILL))
     pools: PrefillPools
 
     def _problems(self) -> list[str]:
@@ -97,9 +108,13 @@ class DecodeConfig(DaemonConfig):
     """A decode daemon."""
 
     control: ConnectingControlConfig = ConnectingControlConfig()
+    http: DecodeHttpConfig = DecodeHttpConfig()
+    runtime_dir: Path = Field(default_factory=partial(default_runtime_dir, Role.DECODE))
     pools: DecodePools
     sparse: SparseSettings | None = None
-    """Sparse decode: engines keep a hot buffer on the device for the component in the host pool. Null: they do not."""
+    """Sparse decode: engines keep a hot buffer on the device for the component in the host pool. Null: they do not. At most
+    `max_requests` rooms are then admitted at once: a room's request slot, the id in its `request` table, is its slot of the hot
+    buffer, so pools.device.request must not be larger. `kvbridge fit` prints what this takes, and how many requests fit."""
     integrity: IntegrityConfig = IntegrityConfig()
 
     @model_validator(mode="after")
@@ -187,8 +202,13 @@ def _unreachable(http: HttpConfig, bootstrap: BootstrapLinkConfig) -> str:
     return f"http.host is {http.host}, which bootstrap cannot pass on as an address: set http.advertise_url"
 
 
+def fits_sockets(runtime_dir: Path) -> bool:
+    """Whether the addresses of sockets below a runtime directory are short enough for the system."""
+    return len(os.fsencode(runtime_dir)) <= LONGEST_RUNTIME_DIR
+
+
 def _runtime_dir(path: Path) -> str:
-    size, longest = len(os.fsencode(path)), MAX_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
-    return (
-        f"runtime_dir has {size} bytes; sockets inside it need it to have at most {longest}" if size > longest else ""
-    )
+    if fits_sockets(path):
+        return ""
+    size = len(os.fsencode(path))
+    return f"runtime_dir has {size} bytes; sockets inside it need it to have at most {LONGEST_RUNTIME_DIR}"

@@ -172,7 +172,7 @@ class LocalSettings(FrozenModel):
 
 
 class TransportSettings(FrozenModel):
-    """The `transports` section of a daemon's configuration."""
+    """How bytes are moved, and in which order of preference."""
 
     order: tuple[TransportName, ...] = (TransportName.LOCAL, TransportName.MOONCAKE)
     """Backends to offer to peers, the preferred one first; a pair of ranks uses the first that both have and that

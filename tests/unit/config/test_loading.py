@@ -37,7 +37,7 @@ def test_later_sources_win(tmp_path):
     file = tmp_path / "p.yaml"
     text = "http:\n  port: 1\n  host: localhost\n"
     env = {"KVBRIDGE_HTTP__PORT": "2"}
-    assert load().http.port == 7900
+    assert load().http.port == 7901
     assert load(path=file, text=text).http.port == 1
     assert load(path=file, text=text, env=env).http.port == 2
     assert load(path=file, text=text, env=env, overrides=["http.port=3"]).http.port == 3
@@ -46,13 +46,13 @@ def test_later_sources_win(tmp_path):
 
 
 def test_a_flag_that_was_not_given_changes_nothing():
-    assert load(**{"http.port": None}).http.port == 7900
+    assert load(**{"http.port": None}).http.port == 7901
 
 
 def test_construction_alone_reads_no_environment(monkeypatch):
     monkeypatch.setenv("KVBRIDGE_HTTP__PORT", "5")
     values = {"instance": "p", "model": {"preset": "tiny-v4"}, "pools": {"device": {"full": 1}}}
-    assert PrefillConfig.model_validate(values).http.port == 7900
+    assert PrefillConfig.model_validate(values).http.port == 7901
 
 
 def test_environment_names_ignore_case_and_lists_are_json():

@@ -1,0 +1,126 @@
+"""A configuration as a commented YAML file: every key under what it means, its unit and its default.
+
+Owns: the form of such files, and that their comments are the docstrings of the schema. Must not know: what any key means.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from enum import StrEnum
+from functools import cache
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+WIDTH = 120
+UNBROKEN = "\u00a0"
+"""A space at which no line is broken."""
+UNITS = {"_s": "seconds", "_bytes": "bytes", "_us": "microseconds"}
+"""What the end of a key's name says about its value."""
+
+
+def render_commented(config: BaseModel, *, top: str, complete: bool) -> str:
+    """Return a configuration as YAML with comments, `top` first. `complete`: every key, else those that were set.
+
+    Raises ValueError for a secret: such a file is read by many.
+    """
+    return "\n".join([*_comment(top, 0), *_section(config, 0, complete=complete)]) + "\n"
+
+
+@cache
+def field_descriptions(kind: type[BaseModel]) -> dict[str, str]:
+    """Return the docstring of each field of a model, of inherited ones too, as one line each."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        if issubclass(each, BaseModel) and each.__module__.startswith(__package__.partition(".")[0]):
+            body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+            found |= _docstrings(body.body) if isinstance(body, ast.ClassDef) else {}
+    return found
+
+
+def _docstrings(body: list[ast.stmt]) -> dict[str, str]:
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def _section(config: BaseModel, depth: int, *, complete: bool) -> Iterator[str]:
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if not complete and name not in config.model_fields_set:
+            continue
+        if not depth:
+            yield ""
+        if isinstance(value, BaseModel):
+            yield from _comment(_of_section(type(config), name, type(value)), depth)
+            yield f"{'  ' * depth}{name}:"
+            yield from _section(value, depth + 1, complete=complete)
+            continue
+        yield from _comment(describe_field(type(config), name), depth)
+        if value is None:
+            yield from _optional_section(field, depth)
+        unset = field.default_factory_takes_validated_data and name not in config.model_fields_set
+        yield f"{'  ' * depth}{'# ' if unset else ''}{name}: {_plain(value)}"
+
+
+def describe_field(kind: type[BaseModel], name: str) -> str:
+    """Return a field's docstring with the values that it may have, its unit and its default."""
+    field, text = kind.model_fields[name], field_descriptions(kind).get(name, "")
+    choices = [choice.value for choice in _choices(field.annotation)]
+    if not all(choice in text for choice in choices):
+        text = f"{text} One of {', '.join(choices)}.".strip()
+    facts = [unit for ending, unit in UNITS.items() if name.endswith(ending)]
+    if field.is_required():
+        facts.append("required")
+    elif not field.default_factory_takes_validated_data:
+        facts.append(f"default{UNBROKEN}{_plain(field.get_default(call_default_factory=True))}")
+    return f"{text} ({', '.join(facts)})" if facts else text
+
+
+def _of_section(kind: type[BaseModel], name: str, section: type[BaseModel]) -> str:
+    return field_descriptions(kind).get(name) or " ".join((section.__doc__ or "").split())
+
+
+def _optional_section(field: FieldInfo, depth: int) -> Iterator[str]:
+    """The keys of a section that is null, in comments."""
+    for kind in get_args(field.annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _comment("These keys in place of null:", depth)
+            for name in kind.model_fields:
+                yield from _comment(f"{name}: {describe_field(kind, name)}", depth, indent="    ")
+
+
+def _choices(annotation: Any) -> tuple[StrEnum, ...]:  # noqa: ANN401 - any type that a field may have
+    """Every value of the enumeration that an annotation is, may be, or is a sequence of."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, StrEnum):
+            return tuple(kind)
+    return ()
+
+
+def _comment(text: str, depth: int, indent: str = "") -> Iterator[str]:
+    margin = "  " * depth + "#"
+    for paragraph in text.split("\n"):
+        lines = textwrap.wrap(paragraph, WIDTH - len(margin) - 1 - len(indent), break_on_hyphens=False) or [""]
+        yield from (f"{margin} {indent}{line.replace(UNBROKEN, ' ')}".rstrip() for line in lines)
+
+
+def _plain(value: Any) -> str:  # noqa: ANN401 - whatever a field holds
+    if isinstance(value, SecretStr):
+        raise ValueError("a secret is not written into a configuration: name its file")
+    value = to_jsonable_python(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value == "":
+        return '""'
+    dumped = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False, allow_unicode=True)
+    return dumped.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,223 @@
+"""`kvbridge up`: the cluster of a directory in the foreground, for trying.
+
+Owns: the command, the daemons' processes, what is shown of them, and the order in which they start and end. Must not know:
+engines, what is asked of the daemons.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvbridge.cli.cluster_directory import ConfiguredDaemon, read_cluster
+from kvbridge.cli.config import EXIT_FAILED, DaemonRole, fail
+from kvbridge.cli.wait import why_not_ready
+from kvbridge.config.endpoints import LogFormat
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.core.errors import BridgeError, PeerError
+from kvbridge.daemon.children import ChildProcess
+from kvbridge.http.client import BlockingClient
+from kvbridge.testbed.signals import terminated_like_interrupted
+
+LOOK_S, ASK_S = 0.1, 0.5
+CALL_S = 2.0
+GRACE_S = 5.0
+"""How long after its own limits a daemon that was told to end is killed."""
+COLOURS = ("cyan", "green", "magenta", "yellow", "blue")
+ROOT = Path(__file__).parents[2]
+
+
+def up(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The configurations; logs go to DIR/logs.")],
+) -> None:
+    """Run the whole cluster of a directory that `kvbridge init` wrote, in the foreground.
+
+    Runs ROLE.yaml and any ROLE-NAME.yaml, and shows what they log. Says when
+    there is a pair, and what to try next. A daemon that dies is told with its last
+    lines, and the others go on. Ctrl-C drains and ends all; once more: at once.
+
+    Exit codes: 0: all ended in peace; 1: one did not, or could not start;
+    2: a configuration is wrong.
+    """
+    try:
+        daemons = read_cluster(folder.absolute())
+    except BridgeError as error:
+        fail(error)
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(len(each.name) for each in daemons)
+    (folder.absolute() / "logs").mkdir(exist_ok=True)
+    shown = [
+        ShownDaemon(each, console, Text(f"{each.name:{width}} | ", style=colour))
+        for each, colour in zip(daemons, itertools.cycle(COLOURS), strict=False)
+    ]
+    run = ForegroundCluster(shown, console)
+    with terminated_like_interrupted():
+        try:
+            run.start()
+            run.watch()
+        except (KeyboardInterrupt, SystemExit):
+            console.print("told to end: draining (once more: at once)", style="bold")
+        finally:
+            run.end()
+    if any(each.process is None or each.process.returncode for each in shown):
+        raise typer.Exit(EXIT_FAILED)
+
+
+class ShownDaemon(ChildProcess):
+    """One daemon, its log, and how much of the log has been shown."""
+
+    def __init__(self, configured: ConfiguredDaemon, console: Console, prefix: Text) -> None:
+        super().__init__(configured.name, configured.path.parent / "logs" / f"{configured.name}.log", ends_with_us=True)
+        self.configured = configured
+        self.told_to_end = False
+        """Whether its end is no news."""
+        self._console = console
+        self._prefix = prefix
+        self._shown_bytes = self.log_path.stat().st_size if self.log_path.exists() else 0
+
+    def start(self) -> None:
+        """Start the process; its log is for people unless the configuration says otherwise."""
+        command = [sys.executable, "-m", "kvbridge", self.configured.role, "--config", str(self.configured.path)]
+        if self.configured.config.telemetry.log_format is LogFormat.AUTO:
+            command += ["--set", "telemetry.log_format=console"]
+        self.launch(command)
+
+    @property
+    def command(self) -> str:
+        """What starts it by hand."""
+        return f"kvbridge {self.configured.role} --config {self.configured.path}"
+
+    @property
+    def limit_s(self) -> float:
+        """How long it may take to end."""
+        timeouts = self.configured.config.timeouts
+        both = ("shutdown_s", "shutdown_rooms_s", "shutdown_close_s")
+        return float(sum(getattr(timeouts, name, 0.0) for name in both)) + GRACE_S
+
+    def show(self) -> None:
+        """Print the whole lines that it has logged since the last call."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._shown_bytes)
+            whole, newline, _ = log.read().rpartition(b"\n")
+        self._shown_bytes += len(whole) + len(newline)
+        for line in whole.decode(errors="replace").splitlines():
+            self._console.print(self._prefix + Text(line))
+
+
+class ForegroundCluster:
+    """The daemons, from their start to their end."""
+
+    def __init__(self, daemons: Sequence[ShownDaemon], console: Console) -> None:
+        self._daemons = daemons
+        self._console = console
+        self._calls = BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command")
+        self._begun_s = time.monotonic()
+        self._was_ready = False
+        self._lacking = "nothing is known yet"
+        """What keeps requests from being served."""
+
+    def start(self) -> None:
+        """Start all of them; nodes find their directory when it is there."""
+        for daemon in self._daemons:
+            daemon.start()
+
+    def watch(self) -> None:
+        """Show what happens until every daemon has ended, or one has before there was a pair."""
+        for turn in itertools.count():
+            ended = self._show()
+            if len(ended) == len(self._daemons) or (ended and not self._was_ready):
+                return
+            if not turn % round(ASK_S / LOOK_S):
+                self._ask()
+            time.sleep(LOOK_S)
+
+    def end(self) -> None:
+        """End nodes, then bootstraps: in peace, or when Ctrl-C comes again or their time is over, by force."""
+        for directory in (False, True):
+            part = [each for each in self._daemons if (each.configured.role is DaemonRole.BOOTSTRAP) is directory]
+            running = [each for each in part if each.running]
+            deadline_s = time.monotonic() + max((each.limit_s for each in running), default=0.0)
+            self._signal(running, signal.SIGTERM)
+            while any(each.running for each in running):
+                try:
+                    self._show()
+                    time.sleep(LOOK_S)
+                except (KeyboardInterrupt, SystemExit):
+                    self._signal(running, signal.SIGTERM)  # which cuts their drain short
+                if time.monotonic() > deadline_s:
+                    self._signal(running, signal.SIGKILL)
+        self._show()
+
+    @staticmethod
+    def _signal(daemons: Sequence[ShownDaemon], number: signal.Signals) -> None:
+        for daemon in daemons:
+            if daemon.running:
+                daemon.told_to_end = True
+                daemon.kill(number)
+
+    def _show(self) -> list[ShownDaemon]:
+        """Show what is new; return the daemons that have ended."""
+        for daemon in self._daemons:
+            daemon.show()
+        ended = [daemon for daemon in self._daemons if not daemon.running]
+        for daemon in ended:
+            if not daemon.told_to_end:
+                daemon.told_to_end = True
+                self._tell_end(daemon)
+        return ended
+
+    def _tell_end(self, daemon: ShownDaemon) -> None:
+        try:
+            daemon.check_running()
+        except PeerError as error:
+            self._console.print(str(error), style="bold red", markup=False)
+        if self._was_ready:
+            self._console.print(f"the others go on; to have it again: {daemon.command}", style="bold", markup=False)
+
+    def _ask(self) -> None:
+        reasons = {each.name: why_not_ready(self._calls, each.configured.url) for each in self._daemons}
+        lacking = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+        if self._lacking and not lacking:
+            again = "again " if self._was_ready else ""
+            self._console.print(f"ready {again}after {time.monotonic() - self._begun_s:.1f} s", style="bold green")
+            if not self._was_ready:
+                self._console.print(next_steps([each.configured for each in self._daemons]), markup=False)
+            self._was_ready = True
+        elif lacking and not self._lacking:
+            self._console.print(f"not ready any more: {lacking}", style="bold yellow", markup=False)
+        self._lacking = lacking
+
+
+def next_steps(daemons: Sequence[ConfiguredDaemon]) -> str:
+    """Return commands that move a request through the first pair, to be copied into another terminal."""
+    bootstrap = daemons[0]
+    prefill, decode = (
+        next(each.config for each in daemons if isinstance(each.config, kind)) for kind in (PrefillConfig, DecodeConfig)
+    )
+    token = bootstrap.config.http.token_file
+    shown = f" -H \"authorization: Bearer $(head -n 1 {token})\"" if token else ""
+    body = '{"prompt_tokens": 1000, "max_new_tokens": 64}'
+    read = "import json, sys; print(json.load(sys.stdin)[\"room\"])"
+    return f"""try, in another terminal, a request and the two engines that serve it:
+  room=$(curl -s -X POST {bootstrap.url}/v1/requests{shown} -H 'content-type: application/json' -d '{body}' \\
+    | {sys.executable} -c '{read}')
+  {sys.executable} {_example("decode_engine")} {decode.runtime_dir} $room &
+  {sys.executable} {_example("prefill_engine")} {prefill.runtime_dir} $room 1000; wait
+Ctrl-C drains and ends all"""
+
+
+def _example(name: str) -> Path:
+    """Return where an example is: beside the installed files, or in the checkout that this runs from."""
+    file = f"{name}.py"
+    installed = [each for each in importlib.metadata.files("kvbridge") or () if each.match(f"kvbridge/examples/{file}")]
+    return Path(str(installed[0].locate())).resolve() if installed else ROOT / "examples" / file
