@@ -1,7 +1,15 @@
-"""A whole decode engine: python examples/decode_engine.py RUNTIME_DIR ROOM.
+"""A whole decode engine: python decode_engine.py RUNTIME_DIR ROOM.
 
-RUNTIME_DIR is the decode node's (`runtime_dir` of its configuration), ROOM the `room` of a ticket. In place of a model it reads
-one layer and prints what is in it.
+In place of a model it reads one layer and prints what is in it. It needs nothing but an installed kvbridge:
+
+1. `kvbridge init DIR --one-host`, then `kvbridge up DIR`: three daemons, whose runtime directories are DIR/run/prefill and
+   DIR/run/decode (`runtime_dir` of their configurations).
+2. curl -s -X POST http://127.0.0.1:7900/v1/requests -H 'content-type: application/json' \
+       -d '{"prompt_tokens": 1000, "max_new_tokens": 64}'
+   The answer is a ticket; its `room` is ROOM.
+3. Both engines at once, before the ticket ends (`timeouts.ticket_s`, 60 s): this one waits until every row is there.
+   python decode_engine.py DIR/run/decode ROOM &
+   python prefill_engine.py DIR/run/prefill ROOM 1000
 """
 
 import sys

@@ -1,7 +1,9 @@
-"""A decode engine with a hot buffer: python examples/sparse_decode.py RUNTIME_DIR ROOM STEPS.
+"""A decode engine with a hot buffer: python sparse_decode.py RUNTIME_DIR ROOM STEPS.
 
-RUNTIME_DIR is the decode node's, whose C4 cache is in the host pool; ROOM is the `room` of a ticket that was asked for at least
-STEPS new tokens. In place of a model it appends rows with the number of their layer and selects rows at random.
+In place of a model it appends rows with the number of their layer and selects rows at random. It takes the place of
+decode_engine.py, whose top has all steps: RUNTIME_DIR is the decode node's (DIR/run/decode, after `kvbridge init DIR`), whose C4
+cache is in the host pool; ROOM is the `room` of a ticket that was asked for at least STEPS new tokens (`max_new_tokens`). It runs
+at the same time as prefill_engine.py.
 """
 
 import sys

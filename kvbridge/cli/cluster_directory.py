@@ -48,7 +48,9 @@ def read_cluster(folder: Path) -> list[ConfiguredDaemon]:
 
 def _read(path: Path, role: DaemonRole) -> ConfiguredDaemon:
     try:
-        config = load_config(role.schema, file=path, environment={}, roles={each.value: each.schema for each in DaemonRole})
+        config = load_config(
+            role.schema, file=path, environment={}, roles={each.value: each.schema for each in DaemonRole}
+        )
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     assert isinstance(config, PrefillConfig | DecodeConfig | BootstrapConfig)

@@ -15,8 +15,16 @@ from rich.table import Table
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, FileOption, SetOption, fail, load_or_exit
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.core.errors import BridgeError, InvalidInputError
-from kvbridge.core.geometry.costs import DecodePlan, RequestCost, fit_memory, fit_pools, hot_slot_bytes, request_cost
-from kvbridge.core.ids import FrozenModel, IndexSpace, Rank
+from kvbridge.core.geometry.costs import (
+    Fit,
+    DecodePlan,
+    RequestCost,
+    fit_memory,
+    fit_pools,
+    hot_slot_bytes,
+    request_cost,
+)
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Rank
 from kvbridge.daemon.memory import NodeLayout, plan_memory
 from kvbridge.daemon.model import load_geometry
 
@@ -33,6 +41,38 @@ class _Memory(FrozenModel):
         return f"{readable(self.device_bytes)} and {readable(self.host_bytes)}"
 
 
+class LengthFit(FrozenModel):
+    """What requests of one length cost, and how many fit."""
+
+    prompt_tokens: Positive
+    cost: RequestCost
+    device_bytes: NonNegative
+    """All that one takes on the device of the rank, its slot of the hot buffer included."""
+    host_bytes: NonNegative
+    fits: Fit
+    """Into the pools of the configuration."""
+    would_fit: Fit | None = None
+    """Into the memory that was named."""
+
+
+class FitReport(FrozenModel):
+    """The answer as a document."""
+
+    instance: str
+    node: str
+    model: str
+    rank: str
+    """On which a request takes the most device memory; what is said of a device is said of its own."""
+    new_tokens: NonNegative
+    pages: dict[IndexSpace, NonNegative]
+    """That the node owns, of each index space."""
+    device_pool_bytes: NonNegative | None
+    """None: the engine's own."""
+    host_pool_bytes: NonNegative
+    hot_buffer_bytes: NonNegative
+    lengths: tuple[LengthFit, ...]
+
+
 def fit(
     config: FileOption = None,
     overrides: SetOption = None,
@@ -44,6 +84,7 @@ def fit(
         str, typer.Option("--device-memory", help="With --host-memory: what would fit into so much, as 60GiB.")
     ] = "",
     host_memory: Annotated[str, typer.Option("--host-memory", help="See --device-memory; of the node, as 1TiB.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document in place of tables.")] = False,
 ) -> None:
     """Print what requests of some lengths cost on a decode node, and how many of each fit, by its configuration."""
     loaded = load_or_exit(DecodeConfig, config, overrides)
@@ -53,14 +94,52 @@ def fit(
         layout = plan_memory(loaded, geometry)
         whole = DecodePlan(geometry=geometry, host=layout.host_kinds, sparse=loaded.sparse)
         rank, plan = _heaviest(loaded, layout, whole)
-        costs = [request_cost(plan, prompt_tokens=each, max_new_tokens=new_tokens) for each in lengths]
         memory = _memory(device_memory, host_memory)
+        found = [_length(plan, each, new_tokens, layout, memory) for each in lengths]
     except BridgeError as error:
         fail(error, EXIT_CONFIG if isinstance(error, InvalidInputError) else EXIT_FAILED)
+    if as_json:
+        typer.echo(_report(loaded, layout, rank, plan, new_tokens, found).model_dump_json(indent=2))
+        return
     console = Console()
     console.print(_pools(loaded, layout, rank, plan))
-    console.print(_requests(plan, lengths, costs, layout, memory))
+    console.print(_requests(plan, found, memory))
     console.print(_explanation(new_tokens, rank, plan), style="dim")
+
+
+def _length(
+    plan: DecodePlan, prompt_tokens: int, new_tokens: int, layout: NodeLayout, memory: _Memory | None
+) -> LengthFit:
+    cost = request_cost(plan, prompt_tokens=prompt_tokens, max_new_tokens=new_tokens)
+    would_fit = None
+    if memory is not None:
+        would_fit = fit_memory(plan, cost, device_bytes=memory.device_bytes, host_bytes=memory.host_bytes)
+    return LengthFit(
+        prompt_tokens=prompt_tokens,
+        cost=cost,
+        device_bytes=cost.device_bytes,
+        host_bytes=cost.host_bytes,
+        fits=fit_pools(plan, cost, pages=layout.owned),
+        would_fit=would_fit,
+    )
+
+
+def _report(
+    config: DecodeConfig, layout: NodeLayout, rank: Rank, plan: DecodePlan, new_tokens: int, found: list[LengthFit]
+) -> FitReport:
+    placement = layout.device.get(rank)
+    return FitReport(
+        instance=config.instance,
+        node=config.node,
+        model=plan.geometry.name,
+        rank=str(rank),
+        new_tokens=new_tokens,
+        pages=layout.owned,
+        device_pool_bytes=None if placement is None else placement.total_bytes,
+        host_pool_bytes=0 if layout.host is None else layout.host.total_bytes,
+        hot_buffer_bytes=0 if plan.sparse is None else plan.sparse.max_requests * hot_slot_bytes(plan).total,
+        lengths=tuple(found),
+    )
 
 
 def _lengths(text: str) -> list[int]:
@@ -118,14 +197,13 @@ def _pools(config: DecodeConfig, layout: NodeLayout, rank: Rank, plan: DecodePla
     return table
 
 
-def _requests(
-    plan: DecodePlan, lengths: list[int], costs: list[RequestCost], layout: NodeLayout, memory: _Memory | None
-) -> Table:
+def _requests(plan: DecodePlan, found: list[LengthFit], memory: _Memory | None) -> Table:
     """A column for each length, so that the width does not depend on the model."""
     table = Table(title="A request of", title_justify="left")
     table.add_column("tokens in the prompt")
-    for length in lengths:
-        table.add_column(f"{length:,}", justify="right")
+    for each in found:
+        table.add_column(f"{each.prompt_tokens:,}", justify="right")
+    costs = [each.cost for each in found]
     for kind in costs[0].device:
         table.add_row(str(kind), *(readable(cost.device[kind]) for cost in costs))
     if plan.sparse is not None:
@@ -133,17 +211,14 @@ def _requests(
     table.add_row("on the device", *(readable(cost.device_bytes) for cost in costs), style="bold")
     for kind in costs[0].host:
         table.add_row(f"{kind} on the host", *(readable(cost.host[kind]) for cost in costs), style="bold")
-    found = [fit_pools(plan, cost, pages=layout.owned) for cost in costs]
-    table.add_section()
-    table.add_row("fit at once", *(str(each.requests) for each in found), style="bold")
-    table.add_row("limited by", *(each.limit for each in found))
-    if memory is not None:
-        could = [
-            fit_memory(plan, each, device_bytes=memory.device_bytes, host_bytes=memory.host_bytes) for each in costs
-        ]
-        table.add_section()
-        table.add_row(f"would fit into {memory}", *(str(each.requests) for each in could), style="bold")
-        table.add_row("limited by", *(each.limit for each in could))
+    for title, fits in (
+        ("fit at once", [each.fits for each in found]),
+        (f"would fit into {memory}", [each.would_fit for each in found if each.would_fit]),
+    ):
+        if fits:
+            table.add_section()
+            table.add_row(title, *(str(each.requests) for each in fits), style="bold")
+            table.add_row("limited by", *(each.limit for each in fits))
     return table
 
 

@@ -65,6 +65,8 @@ def init(
         files = {folder / name: text for name, text in cluster.files(complete=complete).items()}
     except BridgeError as error:
         fail(error)
+    except ValidationError as error:
+        fail(ConfigError("\n".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())))
     try:
         _write(files, cluster.keys)
     except BridgeError as error:
@@ -86,7 +88,7 @@ def _hosts(given: list[str], *, secure: bool, one_host: bool) -> dict[DaemonRole
     hosts = {}
     for each in given:
         role, equals, address = each.partition("=")
-        if role not in DaemonRole or not equals or not address or "/" in address:
+        if role not in list(DaemonRole) or not equals or not address or "/" in address:
             raise ConfigError(f"--host: expected ROLE=ADDRESS with a role of {', '.join(DaemonRole)}, got '{each}'")
         hosts[DaemonRole(role)] = address.strip("[]")
     reachable = [f"{role} on {address}" for role, address in hosts.items() if not is_loopback(address)]
@@ -117,7 +119,7 @@ def _draw(keys: KeyFiles) -> None:
     for role, peer in NODES.items():
         pair = generate_keys()
         write_keys(pair, keys.secret(role))
-        keys.allowed(peer).write_text(f"# who may speak with {peer} nodes\n{pair.public} {role}-0\n")
+        keys.allowed(peer).write_text(f"# {role} nodes that {peer} nodes speak with\n{pair.public} {role}-0\n")
         keys.allowed(peer).chmod(0o644)
     for path in (keys.node_token, keys.bootstrap_token):
         write_secret(secrets.token_urlsafe(TOKEN_BYTES), path)

@@ -121,7 +121,10 @@ class InitialCluster:
     def _pools(self, role: DaemonRole) -> Section:
         geometry = load_geometry(self.model)
         spaces = {component.space for component in geometry.components}
-        device, on_host = {space.value: pages for space, pages in PAGES.items() if space in spaces}, PAGES[IndexSpace.FULL]
+        device, on_host = (
+            {space.value: pages for space, pages in PAGES.items() if space in spaces},
+            PAGES[IndexSpace.FULL],
+        )
         sparse = [each.kind for each in geometry.components if each.kind is ComponentKind.C4_KV and each.host_capable]
         while True:
             host: Section = {"components": sparse, **({"pages": on_host} if sparse else {})}

@@ -25,7 +25,9 @@ def wait(
     targets: Annotated[
         list[str], typer.Argument(metavar="URL|DIR...", help="Daemons, as http://127.0.0.1:7900; or what `up` runs.")
     ],
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Wait at most so long.")] = 60.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Wait at most so long.")
+    ] = 60.0,
 ) -> None:
     """Wait until daemons are ready: all that are named, or the cluster of a directory.
 

@@ -23,12 +23,14 @@ from kvbridge.cli.cluster_directory import ConfiguredDaemon, read_cluster
 from kvbridge.cli.config import EXIT_FAILED, DaemonRole, fail
 from kvbridge.cli.wait import why_not_ready
 from kvbridge.config.endpoints import LogFormat
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.core.errors import BridgeError, PeerError
-from kvbridge.daemon.children import ChildProcess
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, PeerError
+from kvbridge.daemon.announce import read_endpoint
+from kvbridge.daemon.children import ChildProcess, wait_for
 from kvbridge.http.client import BlockingClient
 from kvbridge.testbed.signals import terminated_like_interrupted
 
+START_S = 30.0
 LOOK_S, ASK_S = 0.1, 0.5
 CALL_S = 2.0
 GRACE_S = 5.0
@@ -51,11 +53,13 @@ def up(
     """
     try:
         daemons = read_cluster(folder.absolute())
+        (folder.absolute() / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        fail(ConfigError(f"{error.filename} cannot be made: {error.strerror}"))
     except BridgeError as error:
         fail(error)
     console = Console(highlight=False, soft_wrap=True)
     width = max(len(each.name) for each in daemons)
-    (folder.absolute() / "logs").mkdir(exist_ok=True)
     shown = [
         ShownDaemon(each, console, Text(f"{each.name:{width}} | ", style=colour))
         for each, colour in zip(daemons, itertools.cycle(COLOURS), strict=False)
@@ -65,6 +69,10 @@ def up(
         try:
             run.start()
             run.watch()
+        except DeadlineError as error:
+            console.print(str(error), style="bold red", markup=False)
+        except PeerError:
+            pass  # a daemon that has ended, which is told with the others' ends
         except (KeyboardInterrupt, SystemExit):
             console.print("told to end: draining (once more: at once)", style="bold")
         finally:
@@ -83,14 +91,31 @@ class ShownDaemon(ChildProcess):
         """Whether its end is no news."""
         self._console = console
         self._prefix = prefix
-        self._shown_bytes = self.log_path.stat().st_size if self.log_path.exists() else 0
+        self._shown_bytes = 0
 
     def start(self) -> None:
-        """Start the process; its log is for people unless the configuration says otherwise."""
+        """Start the process; its log is of this run alone, and for people unless the configuration says otherwise."""
+        self.log_path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "kvbridge", self.configured.role, "--config", str(self.configured.path)]
+        if self.configured.role is DaemonRole.BOOTSTRAP:
+            command += ["--endpoint-dir", str(self.endpoint_dir)]
         if self.configured.config.telemetry.log_format is LogFormat.AUTO:
             command += ["--set", "telemetry.log_format=console"]
         self.launch(command)
+
+    @property
+    def endpoint_dir(self) -> Path:
+        """Where it says that it serves."""
+        config = self.configured.config
+        if isinstance(config, BootstrapConfig):
+            return self.configured.path.parent / "run" / self.name
+        return config.runtime_dir
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is this process that answers at its address, and not one that was there before."""
+        endpoint = read_endpoint(self.endpoint_dir)
+        return endpoint is not None and self.process is not None and endpoint.pid == self.process.pid
 
     @property
     def command(self) -> str:
@@ -106,6 +131,8 @@ class ShownDaemon(ChildProcess):
 
     def show(self) -> None:
         """Print the whole lines that it has logged since the last call."""
+        if self.process is None:
+            return
         with self.log_path.open("rb") as log:
             log.seek(self._shown_bytes)
             whole, newline, _ = log.read().rpartition(b"\n")
@@ -127,8 +154,13 @@ class ForegroundCluster:
         """What keeps requests from being served."""
 
     def start(self) -> None:
-        """Start all of them; nodes find their directory when it is there."""
+        """Start bootstraps, and nodes when these serve. Raises PeerError when one ends, DeadlineError."""
+        bootstraps = [each for each in self._daemons if each.configured.role is DaemonRole.BOOTSTRAP]
         for daemon in self._daemons:
+            if daemon.configured.role is not DaemonRole.BOOTSTRAP:
+                wait_for(
+                    "bootstrap", lambda: all(each.serves for each in bootstraps), timeout_s=START_S, watched=bootstraps
+                )
             daemon.start()
 
     def watch(self) -> None:
@@ -185,7 +217,12 @@ class ForegroundCluster:
             self._console.print(f"the others go on; to have it again: {daemon.command}", style="bold", markup=False)
 
     def _ask(self) -> None:
-        reasons = {each.name: why_not_ready(self._calls, each.configured.url) for each in self._daemons}
+        reasons = {
+            each.name: "not serving yet"
+            if each.running and not each.serves
+            else why_not_ready(self._calls, each.configured.url)
+            for each in self._daemons
+        }
         lacking = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         if self._lacking and not lacking:
             again = "again " if self._was_ready else ""
@@ -205,9 +242,9 @@ def next_steps(daemons: Sequence[ConfiguredDaemon]) -> str:
         next(each.config for each in daemons if isinstance(each.config, kind)) for kind in (PrefillConfig, DecodeConfig)
     )
     token = bootstrap.config.http.token_file
-    shown = f" -H \"authorization: Bearer $(head -n 1 {token})\"" if token else ""
+    shown = f' -H "authorization: Bearer $(head -n 1 {token})"' if token else ""
     body = '{"prompt_tokens": 1000, "max_new_tokens": 64}'
-    read = "import json, sys; print(json.load(sys.stdin)[\"room\"])"
+    read = 'import json, sys; print(json.load(sys.stdin)["room"])'
     return f"""try, in another terminal, a request and the two engines that serve it:
   room=$(curl -s -X POST {bootstrap.url}/v1/requests{shown} -H 'content-type: application/json' -d '{body}' \\
     | {sys.executable} -c '{read}')
