@@ -5,14 +5,15 @@ Owns: how a run is entered and refused. Must not know: what a command does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 
-from kvbridge.cli.config import EXIT_CONFIG
+from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.testbed.options import OptionsT
 from kvbridge.testbed.progress import ShownProgress
@@ -36,6 +37,13 @@ class Complaints:
         """End with the exit code for wrong options."""
         self.say(text)
         raise typer.Exit(EXIT_CONFIG)
+
+    def require(self, *needed: Sequence[str]) -> None:
+        """End with one message that names what is missing: one package of each sequence is needed."""
+        missing = [each[0] for each in needed if each and not any(map(importlib.util.find_spec, each))]
+        if missing:
+            self.say(f"not installed: {' and '.join(missing)}; pip install 'kvbridge[demo]' brings all that this needs")
+            raise typer.Exit(EXIT_FAILED)
 
     @contextmanager
     def prepared(self, make: Callable[[OptionsT, ShownProgress], RunT], options: OptionsT) -> Iterator[RunT]:

@@ -25,6 +25,10 @@ class Transport(StrEnum):
     LOCAL = "local"
 
 
+LIBRARIES = {Transport.MOONCAKE: ("mooncake",), Transport.NIXL: ("nixl_cu12", "nixl_cu13"), Transport.LOCAL: ()}
+"""The packages of which each of them needs one."""
+
+
 def count_of(what: str, *, least: int = 1, most: int | None = None, default: str | bool = True) -> Any:  # noqa: ANN401 - as typer
     """Return the option that is a number of something."""
     return typer.Option(min=least, max=most, metavar="N", help=what, show_default=default)

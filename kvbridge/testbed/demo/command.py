@@ -5,8 +5,6 @@ Owns: the command and its exit codes. Must not know: how it is done.
 
 from __future__ import annotations
 
-import importlib.util
-
 import typer
 from rich.console import Console
 
@@ -18,7 +16,7 @@ from kvbridge.testbed.command import Complaints
 from kvbridge.testbed.demo.options import DemoOptions, Device
 from kvbridge.testbed.demo.report import DemoReport, print_report
 from kvbridge.testbed.demo.run import Demo
-from kvbridge.testbed.options import with_options
+from kvbridge.testbed.options import LIBRARIES, Transport, with_options
 
 SYSTEM_LIBRARIES = {
     "libibverbs.so": "libibverbs1",
@@ -60,11 +58,7 @@ def demo(options: DemoOptions) -> None:
 
 def _run(options: DemoOptions) -> DemoReport:
     """Run it, or end with one clear message and the right exit code."""
-    if importlib.util.find_spec("transformers") is None:
-        complaints.say(
-            "the demo runs Hugging Face's DeepSeek-V4, and transformers is not installed: pip install 'kvbridge[transformers]'"
-        )
-        raise typer.Exit(EXIT_FAILED)
+    complaints.require(("transformers",), LIBRARIES[Transport(options.chosen_transport)])
     try:
         with complaints.prepared(Demo, options) as prepared:
             return prepared.run()

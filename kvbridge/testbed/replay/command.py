@@ -12,7 +12,7 @@ from kvbridge.cli.config import EXIT_FAILED
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED
 from kvbridge.core.errors import BridgeError, UnsupportedError
 from kvbridge.testbed.command import Complaints
-from kvbridge.testbed.options import with_options
+from kvbridge.testbed.options import LIBRARIES, with_options
 from kvbridge.testbed.replay.options import ReplayOptions
 from kvbridge.testbed.replay.plot import draw, require_plots
 from kvbridge.testbed.replay.report import Ending, ReplayReport, print_report
@@ -33,6 +33,7 @@ def replay(options: ReplayOptions) -> None:
     failed; 2: wrong options or trace; 130: interrupted, with a report of the part.
     """
     _check_files(options)
+    complaints.require(LIBRARIES[options.transport])
     report = _run(options)
     written = _write(report, options)
     if options.as_json:

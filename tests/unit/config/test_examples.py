@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import yaml
 from pydantic import BaseModel
@@ -13,8 +11,8 @@ from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.memory import plan_memory
 from kvbridge.daemon.model import load_geometry
+from tests.helpers.example_configs import CONFIGS, example_configs
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 EXAMPLES = [("prefill.yaml", PrefillConfig), ("decode.yaml", DecodeConfig), ("bootstrap.yaml", BootstrapConfig)]
 
 
@@ -34,6 +32,11 @@ def file_keys(values: dict, above: str = "") -> set[str]:
         if isinstance(value, dict):
             keys |= file_keys(value, f"{above}{name}.")
     return keys
+
+
+def test_the_examples_are_what_init_writes():
+    """`python -m tests.helpers.example_configs` writes them again."""
+    assert {name: (CONFIGS / name).read_text() for name, _ in EXAMPLES} == example_configs()
 
 
 @pytest.mark.parametrize(("name", "kind"), EXAMPLES)

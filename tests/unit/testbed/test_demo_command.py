@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -41,7 +42,7 @@ class EndingDemo:
 @pytest.fixture
 def demo(monkeypatch):
     """Run the command with a demo that ends in a given way."""
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
 
     def run(end, *arguments):
         monkeypatch.setattr(EndingDemo, "end", end)
@@ -126,10 +127,10 @@ def test_defaults_follow_from_what_is_asked(demo, monkeypatch, tmp_path, argumen
 
 
 def test_transformers_is_asked_for_by_name(monkeypatch):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1
-    assert "pip install 'kvbridge[transformers]'" in result.stderr
+    assert "pip install 'kvbridge[demo]'" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -149,14 +150,14 @@ def test_transformers_is_asked_for_by_name(monkeypatch):
 )
 def test_wrong_options_are_exit_code_2(monkeypatch, arguments, said):
     monkeypatch.setattr(command, "reason_without_device", lambda: "the driver finds nothing")
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     result = CliRunner().invoke(app, ["demo", *arguments])
     assert result.exit_code == 2
     assert said in result.stderr
 
 
 def test_another_model_family_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "llama"}')
     result = CliRunner().invoke(app, ["demo", "--hf-config", str(file)])

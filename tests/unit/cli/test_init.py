@@ -1,0 +1,159 @@
+"""`kvbridge init`: what it writes loads, fits together, and is refused where it would not."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvbridge.cli.cluster_directory import read_cluster
+from kvbridge.cli.config import DaemonRole
+from kvbridge.cli.initial import POOL_BYTES
+from kvbridge.cli.main import app
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.core.errors import ConfigError
+from kvbridge.core.geometry.presets import PRESETS
+from kvbridge.daemon.memory import plan_memory
+from kvbridge.daemon.model import load_geometry
+
+
+def init(folder: Path, *arguments: str):
+    return CliRunner().invoke(app, ["init", str(folder), *arguments])
+
+
+def written(folder: Path, *arguments: str) -> tuple[BootstrapConfig, PrefillConfig, DecodeConfig]:
+    result = init(folder, *arguments)
+    assert result.exit_code == 0, result.output
+    bootstrap, prefill, decode = (daemon.config for daemon in read_cluster(folder))
+    return bootstrap, prefill, decode
+
+
+@pytest.mark.parametrize("arguments", [[], ["--one-host"], ["--complete"], ["--secure"]])
+def test_what_it_writes_fits_together(tmp_path, arguments):
+    bootstrap, prefill, decode = written(tmp_path / "c", *arguments)
+    assert (bootstrap.http.port, prefill.http.port, decode.http.port) == (7900, 7901, 7902)
+    assert prefill.bootstrap.url == decode.bootstrap.url == "http://127.0.0.1:7900"
+    assert prefill.runtime_dir != decode.runtime_dir
+    assert prefill.model == decode.model
+    assert prefill.transports == decode.transports
+    assert [name.value for name in prefill.transports.order] == (
+        ["local"] if "--one-host" in arguments else ["local", "mooncake"]
+    )
+
+
+def test_every_line_that_sets_something_has_a_comment_above(tmp_path):
+    written(tmp_path / "c", "--secure")
+    for file in (tmp_path / "c").glob("*.yaml"):
+        lines = file.read_text().splitlines()
+        keys = [
+            (above, line) for above, line in zip(lines, lines[1:], strict=False) if line.lstrip()[:1] not in {"", "#"}
+        ]
+        assert [line for above, line in keys if not above.lstrip().startswith("#")] == []
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_pools_of_every_model_can_be_laid_out_and_are_small(tmp_path, model):
+    for config in written(tmp_path / "c", "--model", model)[1:]:
+        assert 0 < plan_memory(config, load_geometry(config.model)).total_bytes <= POOL_BYTES
+
+
+def test_a_hugging_face_file_is_a_model_too(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16})
+    )
+    _, prefill, _ = written(tmp_path / "c", "--model", str(file))
+    assert prefill.model.hf_config == file
+
+
+def test_secure_writes_keys_that_the_check_finds_good(tmp_path):
+    bootstrap, prefill, decode = written(tmp_path / "c", "--secure")
+    assert bootstrap.http.token_file == prefill.bootstrap.token_file == decode.bootstrap.token_file
+    assert bootstrap.daemons.token_file == prefill.http.token_file == decode.http.token_file
+    assert bootstrap.http.token_file.read_text() != prefill.http.token_file.read_text()
+    secrets = [*(tmp_path / "c" / "keys").glob("*.key"), *(tmp_path / "c" / "keys").glob("*.token")]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in secrets} == {0o600}
+    for role in DaemonRole:
+        found = CliRunner().invoke(
+            app, ["keys", "check", "--role", role, "--config", str(tmp_path / "c" / f"{role}.yaml")]
+        )
+        assert found.exit_code == 0, found.output
+        if role is DaemonRole.PREFILL:
+            assert (
+                decode.control.curve.secret_key_file.with_suffix(".pub").read_text().strip() + " as decode-0"
+                in found.output
+            )
+
+
+def test_several_hosts(tmp_path):
+    hosts = {"bootstrap": "10.0.0.1", "prefill": "10.0.0.2", "decode": "fd00::3"}
+    arguments = [part for role, address in hosts.items() for part in ("--host", f"{role}={address}")]
+    bootstrap, prefill, decode = written(tmp_path / "c", "--secure", *arguments)
+    assert (bootstrap.http.host, prefill.http.host, decode.http.host) == tuple(hosts.values())
+    assert prefill.bootstrap.url == decode.bootstrap.url == "http://10.0.0.1:7900"
+    assert prefill.control.bind == "tcp://10.0.0.2:7911"
+    assert (decode.transports.mooncake.host, decode.transports.mooncake.ipv6) == ("fd00::3", True)
+    assert read_cluster(tmp_path / "c")[2].url == "http://[fd00::3]:7902"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "gpt-9"], "'gpt-9' is no file, and no model among deepseek-v4-flash"),
+        (["--host", "prefill=10.0.0.2"], "others could reach prefill on 10.0.0.2; add --secure"),
+        (
+            ["--host", "router=10.0.0.2"],
+            "expected ROLE=ADDRESS with a role of prefill, decode, bootstrap, got 'router=10.0.0.2'",
+        ),
+        (["--secure", "--one-host", "--host", "prefill=10.0.0.2"], "prefill and decode have different addresses"),
+        (["--secure", "--host", "prefill=a b"], "http.host"),
+    ],
+)
+def test_what_would_not_work_is_refused_and_nothing_is_written(tmp_path, arguments, said):
+    result = init(tmp_path / "c", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("there", ["decode.yaml", "keys"])
+def test_nothing_is_overwritten(tmp_path, there):
+    (tmp_path / there).mkdir()
+    result = init(tmp_path, "--secure")
+    assert result.exit_code == 1
+    assert f"{tmp_path / there}: exists" in result.stderr
+    assert [each.name for each in tmp_path.iterdir()] == [there]
+
+
+def test_a_runtime_directory_that_is_too_long_for_sockets_is_left_to_its_default(tmp_path):
+    folder = tmp_path / ("long" * 20)
+    _, prefill, _ = written(folder)
+    assert not prefill.runtime_dir.is_relative_to(folder)
+
+
+def test_more_daemons_of_a_role_are_found_by_their_file(tmp_path):
+    written(tmp_path)
+    text = (tmp_path / "prefill.yaml").read_text().replace("prefill-0", "prefill-1").replace("7901", "7903")
+    (tmp_path / "prefill-1.yaml").write_text(text)
+    assert [daemon.name for daemon in read_cluster(tmp_path)] == ["bootstrap", "prefill", "prefill-1", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "decode.yaml").unlink(), "has no decode.yaml"),
+        (
+            lambda folder: (folder / "decode.yaml").write_text((folder / "prefill.yaml").read_text()),
+            "prefill configuration",
+        ),
+        (lambda folder: (folder / "bootstrap.yaml").write_text("http: {port: 0}"), "http.port is 0"),
+    ],
+)
+def test_a_cluster_that_cannot_run_is_named(tmp_path, spoil, said):
+    written(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        read_cluster(tmp_path)
