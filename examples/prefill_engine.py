@@ -24,7 +24,7 @@ def prefill(runtime_dir: str, room: int, prompt_tokens: int) -> None:
                 for component in bridge.geometry.components:
                     rows = section_rows(component, chunk)  # rows that this chunk makes final
                     for layer in views.layers(component.kind):
-                        width = views.region(component.kind, layer).row_bytes
+                        width = views.home(component.kind, layer, tables=tables).row_bytes
                         computed = torch.full((rows.count, width), layer, dtype=torch.uint8)
                         views.write_rows(component.kind, layer, tables=tables, start_row=rows.start, rows=computed)
             bridge.publish(room, stop)  # sending overlaps the next chunk

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbridge.cli.config import DaemonRole
+from kvbridge.cli.config import ROLES, DaemonRole
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
@@ -48,9 +48,7 @@ def read_cluster(folder: Path) -> list[ConfiguredDaemon]:
 
 def _read(path: Path, role: DaemonRole) -> ConfiguredDaemon:
     try:
-        config = load_config(
-            role.schema, file=path, environment={}, roles={each.value: each.schema for each in DaemonRole}
-        )
+        config = load_config(role.schema, file=path, environment={}, roles=ROLES)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     assert isinstance(config, PrefillConfig | DecodeConfig | BootstrapConfig)

@@ -36,10 +36,10 @@ class DaemonRole(StrEnum):
     @property
     def schema(self) -> type[BaseModel]:
         """The root of that daemon's configuration."""
-        return _SCHEMAS[self]
+        return ROLES[self]
 
 
-_SCHEMAS: dict[DaemonRole, type[BaseModel]] = {
+ROLES: dict[str, type[BaseModel]] = {
     DaemonRole.PREFILL: PrefillConfig,
     DaemonRole.DECODE: DecodeConfig,
     DaemonRole.BOOTSTRAP: BootstrapConfig,
@@ -67,7 +67,7 @@ def load_or_exit(
     """Load a configuration, or say what is wrong with it and end the command."""
     try:
         flags = {"insecure": True if insecure else None}
-        return load_config(kind, file=file, overrides=overrides or (), flags=flags, roles=_SCHEMAS)
+        return load_config(kind, file=file, overrides=overrides or (), flags=flags, roles=ROLES)
     except ConfigError as error:
         fail(error)
 

@@ -16,8 +16,8 @@ from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, FileOption, SetOption,
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.costs import (
-    Fit,
     DecodePlan,
+    Fit,
     RequestCost,
     fit_memory,
     fit_pools,
@@ -73,7 +73,7 @@ class FitReport(FrozenModel):
     lengths: tuple[LengthFit, ...]
 
 
-def fit(
+def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
     config: FileOption = None,
     overrides: SetOption = None,
     tokens: Annotated[str, typer.Option("--tokens", help="Lengths of prompts, separated by commas.")] = DEFAULT_TOKENS,

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from kvbridge.cli.config import DaemonRole
 from kvbridge.config.pools import ModelConfig
 from kvbridge.config.rendering import render_commented

@@ -11,10 +11,11 @@ import textwrap
 from collections.abc import Iterator
 from enum import StrEnum
 from functools import cache
+from itertools import pairwise
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
@@ -26,10 +27,7 @@ UNITS = {"_s": "seconds", "_bytes": "bytes", "_us": "microseconds"}
 
 
 def render_commented(config: BaseModel, *, top: str, complete: bool) -> str:
-    """Return a configuration as YAML with comments, `top` first. `complete`: every key, else those that were set.
-
-    Raises ValueError for a secret: such a file is read by many.
-    """
+    """Return a configuration as YAML with comments, `top` first. `complete`: every key, else those that were set. Secrets are blanked."""
     return "\n".join([*_comment(top, 0), *_section(config, 0, complete=complete)]) + "\n"
 
 
@@ -47,7 +45,7 @@ def field_descriptions(kind: type[BaseModel]) -> dict[str, str]:
 def _docstrings(body: list[ast.stmt]) -> dict[str, str]:
     return {
         field.target.id: " ".join(text.value.value.split())
-        for field, text in zip(body, body[1:], strict=False)
+        for field, text in pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
     }
@@ -115,8 +113,6 @@ def _comment(text: str, depth: int, indent: str = "") -> Iterator[str]:
 
 
 def _plain(value: Any) -> str:  # noqa: ANN401 - whatever a field holds
-    if isinstance(value, SecretStr):
-        raise ValueError("a secret is not written into a configuration: name its file")
     value = to_jsonable_python(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)

@@ -1,4 +1,4 @@
-"""The files in `configs/`, which are what `kvbridge init --complete` writes: `python -m tests.helpers.example_configs` writes them again."""
+"""The files in `configs/`: what `kvbridge init --complete` writes. `python -m tests.helpers.example_configs` writes them again."""
 
 from __future__ import annotations
 

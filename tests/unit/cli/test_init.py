@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,7 @@ def test_every_line_that_sets_something_has_a_comment_above(tmp_path):
     written(tmp_path / "c", "--secure")
     for file in (tmp_path / "c").glob("*.yaml"):
         lines = file.read_text().splitlines()
-        keys = [
-            (above, line) for above, line in zip(lines, lines[1:], strict=False) if line.lstrip()[:1] not in {"", "#"}
-        ]
+        keys = [(above, line) for above, line in pairwise(lines) if line.lstrip()[:1] not in {"", "#"}]
         assert [line for above, line in keys if not above.lstrip().startswith("#")] == []
 
 

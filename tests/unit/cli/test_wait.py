@@ -1,0 +1,95 @@
+"""`kvbridge wait`: its exit codes, and that it says what is not ready and why."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from kvbridge.api.status import Readiness
+from kvbridge.cli.main import app
+
+
+@contextmanager
+def daemon(*answers: Readiness) -> Iterator[str]:
+    """What answers `/ready`, the last answer for ever; yields its URL."""
+    left = list(answers)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = left.pop(0) if len(left) > 1 else left[0]
+            body = answer.model_dump_json().encode()
+            self.send_response(200 if answer.ready else 503)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def wait(*arguments: str):
+    return CliRunner().invoke(app, ["wait", *arguments])
+
+
+READY, NOT_READY = (
+    Readiness(ready=True),
+    Readiness(ready=False, reasons=("rank worker pp0.tp0 is starting", "no pages")),
+)
+ALONE = Readiness(ready=True, reasons=("no decode instance is ready",))
+
+
+def test_it_ends_when_all_are_ready():
+    with daemon(NOT_READY, READY) as node, daemon(ALONE, ALONE, READY) as bootstrap:
+        result = wait(node, f"{bootstrap}/")
+    assert (result.exit_code, result.output) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [(NOT_READY, "rank worker pp0.tp0 is starting; no pages"), (ALONE, "no decode instance is ready")],
+)
+def test_it_says_what_is_not_ready_in_time(answer, why):
+    with daemon(READY) as good, daemon(answer) as bad:
+        result = wait(good, bad, "--timeout", "0")
+    assert (result.exit_code, result.stderr) == (1, f"{bad} is not ready after 0 s: {why}\n")
+
+
+def test_nobody_answers():
+    with daemon(READY) as url:
+        pass
+    result = wait(url, "--timeout", "0")
+    assert result.exit_code == 1
+    assert f"{url} is not ready after 0 s: GET {url}/ready failed" in result.stderr
+
+
+@pytest.mark.parametrize(("target", "said"), [("ftp://x", "neither a URL"), ("/nowhere", "/nowhere is no directory")])
+def test_what_is_no_target(target, said):
+    result = wait(target)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_a_directory_stands_for_its_daemons(tmp_path):
+    assert CliRunner().invoke(app, ["init", str(tmp_path)]).exit_code == 0
+    with daemon(NOT_READY) as url:
+        port = url.rpartition(":")[2]
+        for file in tmp_path.glob("*.yaml"):
+            file.write_text(file.read_text().replace("7900", port).replace("7901", port).replace("7902", port))
+        result = wait(str(tmp_path), "--timeout", "0")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"{url} is not ready")
