@@ -27,7 +27,10 @@ UNITS = {"_s": "seconds", "_bytes": "bytes", "_us": "microseconds"}
 
 
 def render_commented(config: BaseModel, *, top: str, complete: bool) -> str:
-    """Return a configuration as YAML with comments, `top` first. `complete`: every key, else those that were set. Secrets are blanked."""
+    """Return a configuration as YAML with comments, `top` first. Secrets are blanked.
+
+    `complete`: every key, else those that were set.
+    """
     return "\n".join([*_comment(top, 0), *_section(config, 0, complete=complete)]) + "\n"
 
 
