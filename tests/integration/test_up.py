@@ -64,22 +64,23 @@ def folder() -> Iterator[Path]:
 
 def said(folder: Path, text: str) -> str:
     """What `up` has printed, once a text is in it."""
-    eventually(text, lambda: text in (folder / "said").read_text(), timeout_s=60.0)
+    eventually(text, lambda: text in (folder / "said").read_text(), timeout_s=90.0)
     return (folder / "said").read_text()
 
 
 def move_a_request(folder: Path) -> None:
     """Do in a shell what `up` says."""
     steps = re.search(r"^  room=.*wait$", said(folder, "Ctrl-C drains"), re.MULTILINE | re.DOTALL)[0]
-    done = subprocess.run(["bash", "-ec", steps], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-ec", steps], capture_output=True, text=True, timeout=90, check=False)
     assert done.stdout.startswith("c4_kv layer 2 (250, 104) {2}"), (done.stdout, done.stderr)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_from_nothing_to_a_request_with_keys(folder: Path) -> None:
     initialised(folder, "--secure")
     with up(folder) as process:
-        subprocess.run([*KVBRIDGE, "wait", str(folder), "--timeout", "60"], check=True)
+        subprocess.run([*KVBRIDGE, "wait", str(folder), "--timeout", "90"], check=True)
         move_a_request(folder)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
@@ -88,11 +89,12 @@ def test_from_nothing_to_a_request_with_keys(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_daemon_that_dies_is_told_and_a_second_cluster_on_the_same_ports_ends(folder: Path) -> None:
     initialised(folder)
     with up(folder) as process:
-        move_a_request(folder)
-        second = subprocess.run([*KVBRIDGE, "up", str(folder)], capture_output=True, text=True, timeout=60, check=False)
+        said(folder, "Ctrl-C drains")
+        second = subprocess.run([*KVBRIDGE, "up", str(folder)], capture_output=True, text=True, timeout=90, check=False)
         os.kill(read_endpoint(folder / "run" / "decode").pid, signal.SIGKILL)
         printed = said(folder, "not ready any more")
         assert process.poll() is None
