@@ -5,19 +5,17 @@ Owns: the form of such files, and that their comments are the docstrings of the 
 
 from __future__ import annotations
 
-import ast
-import inspect
 import textwrap
 from collections.abc import Iterator
 from enum import StrEnum
-from functools import cache
-from itertools import pairwise
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
+
+from kvbridge.core.field_docs import field_docs
 
 WIDTH = 120
 UNBROKEN = "\u00a0"
@@ -32,26 +30,6 @@ def render_commented(config: BaseModel, *, top: str, complete: bool) -> str:
     `complete`: every key, else those that were set.
     """
     return "\n".join([*_comment(top, 0), *_section(config, 0, complete=complete)]) + "\n"
-
-
-@cache
-def field_descriptions(kind: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring of each field of a model, of inherited ones too, as one line each."""
-    found: dict[str, str] = {}
-    for each in reversed(kind.__mro__):
-        if issubclass(each, BaseModel) and each.__module__.startswith(__package__.partition(".")[0]):
-            body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
-            found |= _docstrings(body.body) if isinstance(body, ast.ClassDef) else {}
-    return found
-
-
-def _docstrings(body: list[ast.stmt]) -> dict[str, str]:
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }
 
 
 def _section(config: BaseModel, depth: int, *, complete: bool) -> Iterator[str]:
@@ -75,7 +53,7 @@ def _section(config: BaseModel, depth: int, *, complete: bool) -> Iterator[str]:
 
 def describe_field(kind: type[BaseModel], name: str) -> str:
     """Return a field's docstring with the values that it may have, its unit and its default."""
-    field, text = kind.model_fields[name], field_descriptions(kind).get(name, "")
+    field, text = kind.model_fields[name], field_docs(kind).get(name, "")
     choices = [choice.value for choice in _choices(field.annotation)]
     if not all(choice in text for choice in choices):
         text = f"{text} One of {', '.join(choices)}.".strip()
@@ -88,7 +66,7 @@ def describe_field(kind: type[BaseModel], name: str) -> str:
 
 
 def _of_section(kind: type[BaseModel], name: str, section: type[BaseModel]) -> str:
-    return field_descriptions(kind).get(name) or " ".join((section.__doc__ or "").split())
+    return field_docs(kind).get(name) or " ".join((section.__doc__ or "").split())
 
 
 def _optional_section(field: FieldInfo, depth: int) -> Iterator[str]:
