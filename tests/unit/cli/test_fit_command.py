@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvbridge.cli.fit import readable
+from kvbridge.cli.fit import FitReport, readable
 from kvbridge.cli.main import app
 
 CONFIG = str(Path(__file__).parents[3] / "configs" / "decode.yaml")
@@ -48,6 +48,33 @@ def test_the_hot_buffer_limits_requests_too():
     result = run(*smaller, "--tokens", "100,1000", "--new-tokens", "0")
     assert cells(result.output, "fit at once") == ["4", "0"]
     assert cells(result.output, "limited by")[1] == "sparse.max_tokens"
+
+
+def test_json_says_what_the_tables_say():
+    arguments = (
+        *FLASH,
+        *SPARSE,
+        "--tokens",
+        "8192,131072",
+        "--new-tokens",
+        "0",
+        "--device-memory",
+        "60GiB",
+        "--host-memory",
+        "64GiB",
+    )
+    found = FitReport.model_validate_json(run(*arguments, "--json").output)
+    shown = run(*arguments).output
+    assert [str(each.fits.requests) for each in found.lengths] == cells(shown, "fit at once") == ["32", "2"]
+    assert [readable(each.host_bytes) for each in found.lengths] == cells(shown, "c4_kv on the host")
+    assert [readable(each.device_bytes) for each in found.lengths] == cells(shown, "on the device")
+    assert [str(each.would_fit.requests) for each in found.lengths] == cells(shown, "would fit into 60.0 GiB")
+    assert cells(shown, "hot buffer of rank") == ["64", readable(found.hot_buffer_bytes)]
+
+
+def test_json_of_memory_that_is_not_named_says_nothing_of_it():
+    (only,) = FitReport.model_validate_json(run("--tokens", "256", "--json").output).lengths
+    assert (only.would_fit, only.cost.sparse, only.fits.requests) == (None, None, 64)
 
 
 def test_memory_that_is_not_divided_yet():

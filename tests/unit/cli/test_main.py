@@ -10,7 +10,9 @@ import sys
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
+from kvbridge import __version__
 from kvbridge.cli.main import COMMANDS, app, load_command
 
 HEAVY = {"torch", "numpy", "fastapi", "uvicorn", "zmq", "httpx", "aiohttp", "structlog", "prometheus_client", "yaml"}
@@ -24,7 +26,12 @@ finally:
 """
 
 
-@pytest.mark.parametrize("argument", ["version", "--help"])
+def test_the_release_has_two_names() -> None:
+    said = [CliRunner().invoke(app, [argument]) for argument in ("version", "--version")]
+    assert [(each.exit_code, each.output) for each in said] == [(0, f"{__version__}\n")] * 2
+
+
+@pytest.mark.parametrize("argument", ["version", "--version", "--help"])
 def test_what_needs_no_command_imports_none(argument: str) -> None:
     found = subprocess.run([sys.executable, "-c", REPORT, argument], capture_output=True, text=True, check=True)
     modules = set(json.loads(found.stderr))

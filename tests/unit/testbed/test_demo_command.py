@@ -135,6 +135,21 @@ def test_transformers_is_asked_for_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["demo"], "not installed: mooncake; "),
+        (["demo", "--transport", "nixl"], "not installed: nixl_cu12; "),
+        (["replay", "--trace", "/nowhere", "--transport", "mooncake"], "not installed: mooncake; "),
+    ],
+)
+def test_the_transport_is_asked_for_by_name(monkeypatch, arguments, missing):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "transformers" else None)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert missing in result.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--prefill-pp", "8"], "--prefill-pp 8: tiny_deepseek_v4 has only 7 layers"),
