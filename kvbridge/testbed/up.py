@@ -33,6 +33,8 @@ from kvbridge.testbed.signals import terminated_like_interrupted
 START_S = 30.0
 LOOK_S, ASK_S = 0.1, 0.5
 CALL_S = 2.0
+QUIET_S = 15.0
+"""While there is no pair, the reasons are told so often."""
 GRACE_S = 5.0
 """How long after its own limits a daemon that was told to end is killed."""
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue")
@@ -148,7 +150,7 @@ class ForegroundCluster:
         self._daemons = daemons
         self._console = console
         self._calls = BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command")
-        self._begun_s = time.monotonic()
+        self._begun_s = self._told_s = time.monotonic()
         self._was_ready = False
         self._lacking = "nothing is known yet"
         """What keeps requests from being served."""
@@ -230,9 +232,12 @@ class ForegroundCluster:
             if not self._was_ready:
                 self._console.print(next_steps([each.configured for each in self._daemons]), markup=False)
             self._was_ready = True
-        elif lacking and not self._lacking:
-            self._console.print(f"not ready any more: {lacking}", style="bold yellow", markup=False)
-        self._lacking = lacking
+        elif lacking and (not self._lacking or time.monotonic() - self._told_s >= QUIET_S):
+            still = "yet" if not self._was_ready else "any more"
+            self._console.print(f"not ready {still}: {lacking}", style="bold yellow", markup=False)
+        elif lacking:
+            return
+        self._lacking, self._told_s = lacking, time.monotonic()
 
 
 def next_steps(daemons: Sequence[ConfiguredDaemon]) -> str:
