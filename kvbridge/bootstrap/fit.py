@@ -52,7 +52,7 @@ class Candidate:
 
 
 class _Option(NamedTuple):
-    """One instance for one request. Of two the smaller one is better: its fields come in the order of preference, and names differ."""
+    """One instance for one request. The smaller of two is better: fields come in the order of preference, and names differ."""
 
     missing_share: float
     """The share that would be free, negated."""
