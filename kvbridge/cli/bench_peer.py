@@ -9,8 +9,8 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 import socket
-import statistics
 import sys
 import time
 from contextlib import ExitStack
@@ -41,7 +41,7 @@ from kvbridge.doctor.host.network import wire_towards
 DEFAULT_ADDRESS = "127.0.0.1:7909"
 ANSWER_S = 20.0
 BRIEF = Effort(sizes_bytes=(SIZES_BYTES[0], MIB), round_bytes=16 * MIB, rounds=2)
-MEMCPY_BYTES = 64 * MIB
+MEMCPY_ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +160,10 @@ async def _listen(options: BenchOptions, settings: TransportSettings, keys: Curv
                 f"listening on {address}; on the other host: kvbridge bench-peer {address}{key}. Ctrl-C ends it."
             )
         sys.stdout.flush()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            typer.echo("ended", err=True)
+        ended = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        await ended.wait()
 
 
 def _measure(
@@ -171,7 +171,7 @@ def _measure(
 ) -> int:
     """Measure by each transport and print it; return the exit code."""
     effort = BRIEF if options.brief else Effort()
-    wire, wire_bytes_per_s = _wire(options.address)
+    wire, wire_bytes_per_s = _wire(options.address, effort.round_bytes)
     measured: list[Measured] = []
     problems: dict[str, str] = {}
     console = Console(stderr=True)
@@ -199,24 +199,24 @@ def _measure(
     return EXIT_FAILED if problems else 0
 
 
-def _wire(address: str) -> tuple[str, float]:
+def _wire(address: str, round_bytes: int) -> tuple[str, float]:
     """What the way to a host can do at most: the card's speed, or this host's copying."""
     host, _ = parse_address(address) or ("", 0)
     if is_loopback(host) or _own_address(host) == host:
-        return "memcpy on one core of this host", memcpy_bytes_per_s()
+        return "memcpy on one core of this host", memcpy_bytes_per_s(round_bytes)
     card, bytes_per_s = wire_towards(host)
     return (f"{card} at {bytes_per_s * 8 / 1e9:g} Gbit/s", bytes_per_s) if bytes_per_s else (card, 0.0)
 
 
-def memcpy_bytes_per_s() -> float:
-    """Copy 64 MiB a few times."""
-    source, target = np.ones(MEMCPY_BYTES, dtype=np.uint8), np.zeros(MEMCPY_BYTES, dtype=np.uint8)
+def memcpy_bytes_per_s(length_bytes: int) -> float:
+    """The best of a few copies between two arrays."""
+    source, target = np.ones(length_bytes, dtype=np.uint8), np.zeros(length_bytes, dtype=np.uint8)
     times_s = []
-    for _ in range(5):
+    for _ in range(MEMCPY_ROUNDS):
         begun_s = time.perf_counter()
         target[:] = source
         times_s.append(time.perf_counter() - begun_s)
-    return MEMCPY_BYTES / statistics.median(times_s)
+    return length_bytes / min(times_s)
 
 
 def _print(address: str, measured: list[Measured], wire: str, wire_bytes_per_s: float) -> None:

@@ -51,11 +51,18 @@ def _readable(address: str) -> str:
     return str(getattr(found, "ipv4_mapped", None) or found)
 
 
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""  # Closed meanwhile, as the one by which our own directory was listed.
+
+
 def _holders(proc: Path, inodes: set[str]) -> dict[str, tuple[int, str]]:
     found: dict[str, tuple[int, str]] = {}
     for process in proc.glob("[0-9]*") if inodes else ():
         try:
-            held = {str(link.readlink()) for link in (process / "fd").iterdir()} & inodes
+            held = {_target(link) for link in (process / "fd").iterdir()} & inodes
             if held:
                 words = (process / "cmdline").read_text(errors="replace").replace("\0", " ").split()
                 command = " ".join(words)[:100] or (process / "comm").read_text().strip()

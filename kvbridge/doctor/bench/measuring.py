@@ -100,7 +100,7 @@ class Trial:
         count = max(1, min(effort.round_bytes, self._length_bytes) // size_bytes)
         times_s = [self._round(size_bytes, count) for _ in range(effort.rounds + 1)][1:]  # the first opens connections
         alone = self._operations(np.zeros(1, dtype=np.int64), size_bytes)
-        latencies_s = [self._move(alone) for _ in range(LATENCY_ROUNDS)]
+        latencies_s = [self._move(alone, pause_s=0) for _ in range(LATENCY_ROUNDS)]
         return Measured(
             transport=self._name,
             operation_bytes=size_bytes,
@@ -141,11 +141,11 @@ class Trial:
             np.tile(lengths, len(places)),
         )
 
-    def _move(self, operations: Operations) -> float:
+    def _move(self, operations: Operations, *, pause_s: float = POLL_PAUSE_S) -> float:
         begun_s = time.perf_counter()
         transfer = self._transport.submit(self._peer, operations, deadline_s=ROUND_S)
         while not (status := transfer.poll()).state.terminal:
-            time.sleep(POLL_PAUSE_S)
+            time.sleep(pause_s)
         if status.state is not TransferState.DONE:
             raise TransportError(f"{self._name} could not move {operations.total_bytes} bytes: {status.error}")
         return time.perf_counter() - begun_s

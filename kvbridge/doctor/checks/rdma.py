@@ -188,3 +188,5 @@ def near(host: Host, needs: Needs) -> Iterator[Finding]:
             "every byte crosses the link between the sockets; GPU memory may not be reachable for the card at all",
             "nvidia-smi topo -m; name near devices in transports.mooncake.device_name, or use GPUs near the cards",
         )
+    elif gpus and cards:
+        yield fine(f"GPUs and RDMA devices share NUMA nodes {sorted(gpus & cards)}")

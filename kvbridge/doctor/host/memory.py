@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 from collections.abc import Iterable
@@ -105,6 +106,18 @@ def _nodes(root: Path) -> Iterable[NumaNode]:
         yield NumaNode(number=number, total_bytes=facts.get("MemTotal", 0), free_bytes=facts.get("MemFree", 0))
 
 
+def _is_locked(path: Path) -> bool:
+    """Whether somebody owns a file after all: a process of another pid namespace is not seen, its lock is."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _left(directories: Iterable[Path]) -> Iterable[LeftFile]:
     """What nobody alive is seen to own. A sweep that cannot look into a directory says so itself."""
     try:
@@ -112,7 +125,7 @@ def _left(directories: Iterable[Path]) -> Iterable[LeftFile]:
     except OSError:
         return
     for each in found:
-        if each.verdict is not Verdict.IN_USE and each.holder is None:
+        if each.verdict is not Verdict.IN_USE and each.holder is None and not _is_locked(each.path):
             ours = each.verdict is Verdict.REMOVED
             yield LeftFile(
                 path=str(each.path), size_bytes=each.size_bytes, user_id=each.user_id, ours=ours, why=each.why

@@ -61,8 +61,13 @@ def _gids(port: Path) -> Iterator[Gid]:
         if address and int(ipaddress.IPv6Address(address)):
             kind = read_text(port / "gid_attrs/types" / path.name)
             interface = read_text(port / "gid_attrs/ndevs" / path.name)
-            shown = str(ipaddress.IPv6Address(address))
-            yield Gid(index=int(path.name), address=shown, kind=kind, interface=interface)
+            yield Gid(index=int(path.name), address=_shown(address), kind=kind, interface=interface)
+
+
+def _shown(address: str) -> str:
+    """An address as people write it: with the dots of an IPv4 address inside."""
+    found = ipaddress.IPv6Address(address)
+    return str(found) if found.ipv4_mapped is None else f"::ffff:{found.ipv4_mapped}"
 
 
 def _partition_keys(port: Path) -> Iterator[int]:
