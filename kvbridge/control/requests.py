@@ -25,6 +25,7 @@ from kvbridge.core.errors import DeadlineError, PeerError, UnauthorizedError
 MAX_BYTES = 2 << 20
 """Of one question or answer; an endpoint has at most 1 MiB."""
 CONNECTED = int(zmq.Event.CONNECTED)
+CLOSED = int(zmq.Event.CLOSED)
 
 
 class RequestServer(Closing):
@@ -105,14 +106,15 @@ class RequestClient(Closing):
 def try_handshake(endpoint: str, *, keys: CurveKeys | None, server_key: str, timeout_s: float) -> None:
     """Connect to a control socket as a decode node does, shake hands, and leave without a message.
 
-    Nobody behind the socket hears of it. Raises as `RequestClient` does.
+    Nobody behind the socket hears of it; a handshake that is refused is counted and logged there. Raises as `RequestClient` does.
     """
     RequestClient(endpoint, keys=keys, server_key=server_key, timeout_s=timeout_s).close()
 
 
 def shake_hands(socket: zmq.Socket[bytes], endpoint: str, *, timeout_s: float) -> None:
-    """Connect a socket and wait for the end of its handshake."""
-    monitor = socket.get_monitor_socket(CONNECTED | HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED)
+    """Connect a socket, once, and wait for the end of its handshake."""
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    monitor = socket.get_monitor_socket(CONNECTED | CLOSED | HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED)
     connected = False
     try:
         socket.connect(endpoint)
@@ -127,6 +129,8 @@ def shake_hands(socket: zmq.Socket[bytes], endpoint: str, *, timeout_s: float) -
                 raise PeerError(
                     f"{endpoint} refuses the handshake: one side has keys and the other has none, or other ones"
                 )
+            if event == CLOSED:
+                raise PeerError(f"{endpoint} refuses connections: nobody listens there")
             connected = True
     except zmq.ZMQError as error:
         raise PeerError(f"{endpoint} cannot be connected to: {error}") from error
@@ -139,5 +143,5 @@ def shake_hands(socket: zmq.Socket[bytes], endpoint: str, *, timeout_s: float) -
             "hangs, or its public key is another one"
         )
     raise PeerError(
-        f"{endpoint} accepts no connection within {timeout_s:g} s: nobody listens there, or a firewall drops it"
+        f"{endpoint} accepts no connection within {timeout_s:g} s: a firewall drops them, or the host is down"
     )

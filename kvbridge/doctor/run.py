@@ -6,11 +6,14 @@ Owns: the order, and which peers are asked. Must not know: how a configuration i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvbridge.config.endpoints import is_wildcard
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.core.errors import ConfigError
+from kvbridge.daemon.announce import read_endpoint
 from kvbridge.doctor.facts import Answer, Handshake, Host, KeyFact, Moved, Reach
 from kvbridge.doctor.host.devices import read_devices
 from kvbridge.doctor.host.memory import read_memory
@@ -89,7 +92,11 @@ def _ask(visit: Visit, asking: Asking) -> Reach:
 
 
 def _own_url(config: Config) -> str:
-    """Where this configuration's daemon answers, if it runs."""
+    """Where this configuration's daemon answers, if it runs: as it has written down, else as configured."""
+    if isinstance(config, PrefillConfig | DecodeConfig):
+        with suppress(ConfigError):  # of another user: a finding of its own
+            if (written := read_endpoint(config.runtime_dir)) is not None:
+                return written.http_url
     scheme = "https" if config.http.tls_certificate_file else "http"
     host = "127.0.0.1" if is_wildcard(config.http.host) else config.http.host.strip("[]")
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.http.port}"

@@ -123,7 +123,7 @@ class Trial:
         self._ask(Fill(trial=self._id, value=int(self._rng.integers(256))))
         took_s = self._move(self._operations(places, size_bytes))
         arrived = self._ask(Checksum(trial=self._id, length_bytes=used)).checksum
-        if arrived != crc32c.crc32c(memoryview(expected.reshape(-1))):
+        if arrived != crc32c.crc32c(expected.reshape(-1).data):
             raise DigestMismatchError(
                 f"{self._name} reported {count} operations of {size_bytes} bytes as done, and other bytes are there"
             )

@@ -11,6 +11,7 @@ from kvbridge.doctor.needs import Needs
 SKEW_S = 2.0
 """The header tells whole seconds, and the answer takes a while."""
 POOR_SHARE = 0.5
+OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
 def bootstrap(host: Host, needs: Needs) -> Iterator[Finding]:
@@ -70,9 +71,15 @@ def peers(host: Host, needs: Needs) -> Iterator[Finding]:
             yield _unready(answer)
         else:
             yield fine(f"{answer.name} at {answer.url} is ready ({answer.took_s * 1e3:.0f} ms)", subject=answer.name)
-    if not host.reach.peers:
-        told = "bootstrap" if needs.bootstraps else "--peer or bootstrap.url"
-        yield not_here("no peer was asked", f"none is known by {told}")
+    asked = [answer.url for answer in host.reach.bootstraps if not answer.problem]
+    if not host.reach.peers and asked and needs.role in OTHER:
+        yield warning(
+            f"bootstrap knows no {OTHER[needs.role]} node",
+            "until one announces itself there, no request can be paired",
+            f"curl {asked[0]}/v1/instances; start one whose bootstrap.url is {asked[0]}",
+        )
+    elif not host.reach.peers:
+        yield not_here("no peer was asked", "none is known by --peer or bootstrap.url")
 
 
 def _unready(answer: Answer) -> Finding:

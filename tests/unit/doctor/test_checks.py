@@ -371,6 +371,7 @@ CASES = [
         "/status",
         {"reach__peers": (Answer(name="decode-0/node-0", url="http://x", ready=False, reasons=("no rank worker",)),)},
     ),
+    Broken("reach.peers", W, "bootstrap knows no prefill node", "http://10.0.0.1:7900", {"reach__peers": ()}),
     Broken(
         "reach.control",
         B,
