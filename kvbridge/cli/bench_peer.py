@@ -56,7 +56,10 @@ class BenchOptions:
     listen: Annotated[bool, typer.Option("--listen", help="Lend memory to the other side until Ctrl-C.")] = False
     transport: Annotated[
         list[TransportName] | None,
-        typer.Option("--transport", help="Only this one. May be repeated. Default: transports.order, or all."),
+        typer.Option(
+            "--transport",
+            help="Only this one. May be repeated. Default: transports.order, or all; local only within a host.",
+        ),
     ] = None
     config: FileOption = None
     role: Annotated[
@@ -123,7 +126,7 @@ def _loaded(options: BenchOptions) -> tuple[TransportSettings, CurveKeys | None,
     """The transports' settings, the keys, and which transports to use."""
     peer, _ = parse_address(options.address) or ("", 0)
     settings, keys = TransportSettings(order=tuple(TransportName)), None
-    host = options.host or _own_address(peer)
+    host = options.host or _way(peer)[0]
     if options.role is not None:
         config = load_or_exit(options.role.schema, options.config, options.overrides)
         if not isinstance(config, PrefillConfig | DecodeConfig):
@@ -132,19 +135,25 @@ def _loaded(options: BenchOptions) -> tuple[TransportSettings, CurveKeys | None,
         settings, keys = config.transports, keys_of(config)
         host = options.host or settings.mooncake.host
     mooncake = settings.mooncake.model_copy(update={"host": host, "ipv6": ":" in host})
-    names = list(options.transport or settings.order)
+    usual = [name for name in settings.order if name is not TransportName.LOCAL or _is_here(peer)]
+    names = list(options.transport or usual)
     return settings.model_copy(update={"mooncake": mooncake}), keys, names
 
 
-def _own_address(peer: str) -> str:
-    """The address of this host by which it reaches a peer; the peer's own when that is this host."""
+def _way(peer: str) -> tuple[str, str]:
+    """The address of this host by which it reaches a peer, and the peer's; they are one where that is this host."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing: it only chooses the way
-            return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0]), str(address[0])
     except OSError:
-        return "127.0.0.1"
+        return "127.0.0.1", peer
+
+
+def _is_here(peer: str) -> bool:
+    own, target = _way(peer)
+    return is_loopback(target) or own == target
 
 
 async def _listen(options: BenchOptions, settings: TransportSettings, keys: CurveKeys | None) -> None:
@@ -204,7 +213,7 @@ def _measure(
 def _wire(address: str, round_bytes: int) -> tuple[str, float]:
     """What the way to a host can do at most: the card's speed, or this host's copying."""
     host, _ = parse_address(address) or ("", 0)
-    if is_loopback(host) or _own_address(host) == host:
+    if _is_here(host):
         return "memcpy on one core of this host", memcpy_bytes_per_s(round_bytes)
     card, bytes_per_s = wire_towards(host)
     return (f"{card} at {bytes_per_s * 8 / 1e9:g} Gbit/s", bytes_per_s) if bytes_per_s else (card, 0.0)

@@ -66,6 +66,9 @@ class DoctorOptions:
 def doctor(options: DoctorOptions) -> None:
     """Look for what will break on this host and between it and its peers, before it does.
 
+    Run it as the daemon's user and where the daemon runs (its container, its unit):
+    limits are those of the process that looks.
+
     With a configuration it also looks at what that one needs: memory, devices, ports,
     keys, bootstrap and the peers that bootstrap knows. Daemons that are running are
     not disturbed: their HTTP endpoint is asked, and their control socket is entered

@@ -53,6 +53,7 @@ class NumaNode(FrozenModel):
     number: int
     total_bytes: int
     free_bytes: int
+    """With what the page cache would give back."""
 
 
 class LeftFile(FrozenModel):

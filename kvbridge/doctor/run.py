@@ -6,7 +6,7 @@ Owns: the order, and which peers are asked. Must not know: how a configuration i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,7 +57,8 @@ def read_host(visit: Visit, tell: Callable[[str], None]) -> Host:
         software=read_software(),
     )
     tell("asking bootstrap and peers")
-    reach = _ask(visit, Asking(visit.credentials))
+    with closing(Asking(visit.credentials)) as asking:
+        reach = _ask(visit, asking)
     urls = [answer.url for answer in reach.peers]
     host = host.model_copy(
         update={"network": host.network.model_copy(update={"routes": tuple(read_routes(host, needs, urls))})}

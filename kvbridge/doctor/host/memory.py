@@ -103,7 +103,8 @@ def _nodes(root: Path) -> Iterable[NumaNode]:
         words = [line.split() for line in read_text(directory / "meminfo").splitlines()]
         facts = {line[2].rstrip(":"): int(line[3]) * 1024 for line in words if len(line) > 3 and line[3].isdecimal()}
         number = int(directory.name.removeprefix("node"))
-        yield NumaNode(number=number, total_bytes=facts.get("MemTotal", 0), free_bytes=facts.get("MemFree", 0))
+        free_bytes = sum(facts.get(name, 0) for name in ("MemFree", "Inactive(file)", "SReclaimable"))
+        yield NumaNode(number=number, total_bytes=facts.get("MemTotal", 0), free_bytes=free_bytes)
 
 
 def _is_locked(path: Path) -> bool:

@@ -52,6 +52,10 @@ class Asking:
     credentials: Credentials
     http: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, timeout=ANSWER_S))
 
+    def close(self) -> None:
+        """Close all connections."""
+        self.http.close()
+
     def ready(self, name: str, url: str) -> Answer:
         """Ask an endpoint whether it is ready."""
         url, begun_s = url.rstrip("/"), time.monotonic()

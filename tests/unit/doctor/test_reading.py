@@ -79,7 +79,8 @@ def test_memory_nodes_huge_pages_and_rights(tmp_path: Path) -> None:
             "proc/self/status": "Name:\tx\nCapEff:\t0000000000004000\nMems_allowed_list:\t0-1,3\n",
             "proc/meminfo": "MemAvailable: 1024 kB\nHugePages_Total: 8\nHugePages_Free: 6\nHugepagesize: 2048 kB\n",
             "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size advise [never] deny force\n",
-            "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal: 2048 kB\nNode 0 MemFree: 1024 kB\n",
+            "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal: 2048 kB\nNode 0 MemFree: 512 kB\n"
+            "Node 0 Inactive(file): 512 kB\n",
             "sys/devices/system/node/node1/meminfo": "Node 1 MemTotal: 4096 kB\nNode 1 MemFree: 4 kB\n",
         },
     )
@@ -250,7 +251,7 @@ def server() -> Iterator[str]:
 def asking() -> Iterator[Asking]:
     made = Asking(Credentials())
     yield made
-    made.http.close()
+    made.close()
 
 
 def test_a_daemon_that_is_not_ready_says_why(server: str, asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
