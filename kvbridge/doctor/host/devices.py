@@ -41,8 +41,8 @@ def read_devices(used: tuple[int, ...], root: Path = ROOT) -> Devices:
 def _gpu(ordinal: int, count: int, root: Path) -> Gpu:
     facts = runtime.device_facts(ordinal)
     address = runtime.call("cudaDeviceGetPCIBusId", PCI_ADDRESS_CHARACTERS, ordinal)
-    name = (address.decode() if isinstance(address, bytes) else str(address)).strip("\0").lower()
-    node = read_number(root / "sys/bus/pci/devices" / name / "numa_node")
+    place = (address.decode() if isinstance(address, bytes) else str(address)).partition("\0")[0].strip().lower()
+    node = read_number(root / "sys/bus/pci/devices" / place / "numa_node")
     return Gpu(
         ordinal=ordinal,
         name=facts.name,
@@ -64,6 +64,8 @@ def _try_sharing(ordinal: int) -> str:
             runtime.free(ordinal, address)
     except (BridgeError, subprocess.TimeoutExpired) as error:
         return str(error)
+    if found.returncode < 0:
+        return f"the process that opened it was ended by signal {-found.returncode}"
     return found.stdout.strip() or (found.stderr.strip()[-300:] if found.returncode else "")
 
 
