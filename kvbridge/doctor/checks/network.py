@@ -60,7 +60,7 @@ def addresses(host: Host, needs: Needs) -> Iterator[Finding]:
     for port in needs.ports:
         if port.host in host.network.foreign:
             yield breaks(
-                f"{port.key}: no interface of this host has the address {port.host}",
+                f"{port.key.replace('.port', '.host')}: no interface of this host has the address {port.host}",
                 "binding it fails: the daemon will not start",
                 f"ip -br addr shows this host's addresses ({own or 'none but loopback'})",
                 subject=port.key,

@@ -81,8 +81,8 @@ def keys(host: Host, needs: Needs) -> Iterator[Finding]:
 
 
 def _key_cure(text: str, needs: Needs) -> str:
-    command = text.partition("run: ")[2]
-    return (
-        command
-        or f"kvbridge keys check --role {needs.role} --config FILE, kvbridge keys generate|token to make new ones"
-    )
+    if command := text.partition("run: ")[2]:
+        return command
+    if "kvbridge keys token" in text:
+        return "kvbridge keys token NEW_FILE; name it in the configurations of all who show or take that token"
+    return f"kvbridge keys check --role {needs.role} --config FILE (and on the other side); kvbridge keys generate NEW_FILE"

@@ -246,7 +246,7 @@ CASES = [
     Broken(
         "network.addresses",
         B,
-        "http.port: no interface of this host has the address 10.9.9.9",
+        "http.host: no interface of this host has the address 10.9.9.9",
         "ip -br addr",
         {"network__foreign": ("10.9.9.9",)},
         {"ports": (NEEDS.ports[0].model_copy(update={"host": "10.9.9.9"}),)},
@@ -301,6 +301,24 @@ CASES = [
                 KeyFact(good=False, text="http.token_file: /k has mode 0644, others can read it; run: chmod 600 /k"),
             )
         },
+    ),
+    Broken(
+        "process.keys",
+        B,
+        "a token of 5 characters",
+        "kvbridge keys token NEW_FILE",
+        {
+            "process__keys": (
+                KeyFact(good=False, text="http: a token of 5 characters; `kvbridge keys token` draws one"),
+            )
+        },
+    ),
+    Broken(
+        "process.keys",
+        B,
+        "cannot be read",
+        "kvbridge keys check --role decode",
+        {"process__keys": (KeyFact(good=False, text="control.curve: secret key file /k cannot be read"),)},
     ),
     Broken("software.python", B, "Python 3.10.1", "python3.12 -m venv", {"software__python": (3, 10, 1)}),
     Broken("software.python", W, "built for the CPU", "torch", {"software__packages": {"torch": "2.13.0+cpu"}}),
