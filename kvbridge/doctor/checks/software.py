@@ -48,17 +48,19 @@ def python(host: Host, needs: Needs) -> Iterator[Finding]:
 def mooncake(host: Host, needs: Needs) -> Iterator[Finding]:
     """One build of Mooncake, recent enough, with what it is linked against."""
     packages = host.software.packages
+    if "mooncake" not in needs.transports:
+        yield not_here("mooncake was not looked at", "no transport needs it")
+        return
     found = [name for name in MOONCAKE_BUILDS if name in packages]
-    wanted = "mooncake" in needs.transports and bool(needs.role)
     if not found:
-        if wanted:
+        if needs.role:
             yield breaks(
                 "transports.order names mooncake, and it is not installed",
                 "rank workers start without it: peers that have nothing else in common are refused",
                 "pip install 'kvbridge[cpu]' (with CUDA: 'kvbridge[cuda]'), or take mooncake out of transports.order",
             )
         else:
-            yield not_here("mooncake is not installed", "no transport needs it")
+            yield not_here("mooncake is not installed", "no configuration was given that needs it")
         return
     shown = ", ".join(f"{name} {packages[name]}" for name in found)
     if len(found) > 1:
@@ -86,16 +88,19 @@ def mooncake(host: Host, needs: Needs) -> Iterator[Finding]:
 def nixl(host: Host, needs: Needs) -> Iterator[Finding]:
     """A build of NIXL that is recent enough."""
     packages = host.software.packages
+    if "nixl" not in needs.transports:
+        yield not_here("nixl was not looked at", "no transport needs it")
+        return
     found = [name for name in NIXL_BUILDS if name in packages]
     if not found:
-        if "nixl" in needs.transports and needs.role:
+        if needs.role:
             yield breaks(
                 "transports.order names nixl, and it is not installed",
                 "rank workers start without it: peers that have nothing else in common are refused",
                 "pip install 'kvbridge[cpu]' (with CUDA: 'kvbridge[cuda]'), or take nixl out of transports.order",
             )
         else:
-            yield not_here("nixl is not installed", "no transport needs it")
+            yield not_here("nixl is not installed", "no configuration was given that needs it")
         return
     shown = ", ".join(f"{name} {packages[name]}" for name in found)
     if numbers(packages[found[0]]) < OLDEST_NIXL:

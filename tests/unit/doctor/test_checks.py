@@ -482,3 +482,13 @@ def test_locking_matters_only_where_something_locks() -> None:
     over_tcp = changed(NEEDS, settings=TCP, transports=("local", "mooncake"))
     assert found_by("memory.locked", host, over_tcp)[0].level is Level.NOT_HERE
     assert found_by("memory.locked", changed(host, memory__may_lock_any=True), NEEDS)[0].level is Level.FINE
+
+
+def test_a_library_that_no_transport_needs_may_be_broken_or_absent() -> None:
+    host = changed(HEALTHY, software__packages={"mooncake-transfer-engine": "0.1"}, software__libraries=())
+    local = changed(NEEDS, transports=("local",))
+    for check in ("software.mooncake", "software.nixl"):
+        assert [each.level for each in found_by(check, host, local)] == [Level.NOT_HERE]
+        assert found_by(check, host, NEEDS)[0].level is B
+    bare = changed(HEALTHY, software__packages={})
+    assert found_by("software.nixl", bare, Needs())[0].level is Level.NOT_HERE
