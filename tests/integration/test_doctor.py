@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster
 
 LIMIT_S = 90.0
@@ -29,6 +31,8 @@ def refused(live: Cluster) -> str:
     return "\n".join(line for line in live.prefill.log().splitlines() if "frame_refused" in line)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_pair_that_runs_is_found_reached_and_not_disturbed() -> None:
     with cluster({"preset": "tiny-v4"}, bootstrap={"directory": {"expire_after_s": 300}}) as live:
         _, findings = doctor(live.decode)
