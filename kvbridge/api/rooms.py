@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Role, RoomId
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 
@@ -47,16 +47,51 @@ class RoomReport(FrozenModel):
     generation: Positive
     role: Role
     state: RoomState
+    client: str = ""
+    peers: tuple[str, ...] = ()
+    """The nodes at the other end, each as INSTANCE/NODE; where a prefill node listens before it has answered."""
     prompt_tokens: NonNegative
     prefix_tokens: NonNegative = 0
     """How much of the prompt the decode engine held already, by its own word."""
     reason_code: str = ""
     reason: str = ""
     """Why it failed or was aborted; the first cause."""
+    pages: dict[IndexSpace, NonNegative] = Field(default_factory=dict)
+    """The pages that it has here, by index space; none once they were given back."""
+    quarantine: str = ""
+    """Why nobody may use these pages yet, though the room is over or being stopped; empty when that is not so."""
     amounts: Amounts = Field(default_factory=dict)
+    """What was sent, or has arrived, of each component."""
     phases_s: dict[str, float] = Field(default_factory=dict)
+    """How long each step took, in seconds."""
     age_s: float = 0.0
+    """Seconds since it was admitted."""
+    waits_for: str = ""
+    """What has to happen next, in words; empty when nothing is waited for."""
     expires_in_s: float | None = None
-    """When the present wait ends the room, unless what it waits for happens; null when nothing limits it now."""
+    """Seconds until the present wait ends the room, unless what it waits for happens; null when nothing limits it now."""
     limit: str = ""
     """The configuration key of that limit, or the field of the request that set it."""
+
+
+class RoomQuery(FrozenModel):
+    """Which rooms to list."""
+
+    states: frozenset[RoomState] = frozenset()
+    """Empty: any."""
+    peer: str = ""
+    """A node at the other end, as INSTANCE/NODE, or any node of an INSTANCE; empty: any."""
+    client: str | None = None
+    """Null: any."""
+    after: NonNegative = 0
+    """Where to go on: `next` of the page before; 0: from the oldest."""
+    limit: Positive = 100
+
+
+class RoomPage(FrozenModel):
+    """Some rooms of a daemon, in the order of their admission: those under way, and the receipts that it still has."""
+
+    rooms: tuple[RoomReport, ...]
+    next: NonNegative | None
+    """To be sent as `after` for the next page, which may be empty; null when there is none. A page looks at a bounded number of
+    rooms, so it may be short although others follow."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, RoomPage, RoomQuery, RoomReport
 from kvbridge.api.status import NodeStatus, StatusPort
 from kvbridge.core.errors import ConflictError, InvalidInputError, StaleError
 from kvbridge.core.ids import MAX_ROOM, RoomId
@@ -19,6 +19,9 @@ from kvbridge.http.numbers import NUMBER, as_described
 from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.rooms import Rooms
+
+MAX_LISTED = 500
+"""Rooms on one page of a listing."""
 
 RoomPath = Annotated[RoomId, NUMBER, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
 ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everybody who asks why the room ended.")]
@@ -52,6 +55,22 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
             report = await admission.admit(request)
         response.headers["Location"] = f"/v1/requests/{report.room}"
         return report
+
+    @router.get("")
+    async def list_rooms(
+        state: Annotated[tuple[RoomState, ...], Query(description="Only rooms in one of these states.")] = (),
+        peer: Annotated[
+            str, Query(max_length=400, description="Only rooms with this node at the other end: INSTANCE/NODE or INSTANCE.")
+        ] = "",
+        client: Annotated[str | None, Query(max_length=200, description="Only rooms of this client.")] = None,
+        after: Annotated[
+            int, NUMBER, Query(ge=0, le=2**62, description="`next` of the page before; 0: from the oldest.")
+        ] = 0,
+        limit: Annotated[int, NUMBER, Query(ge=1, le=MAX_LISTED, description="Rooms on a page at most.")] = 100,
+    ) -> RoomPage:
+        """List rooms, the oldest first, a page at a time: those under way, and ended ones as long as they are remembered."""
+        query = RoomQuery(states=frozenset(state), peer=peer, client=client, after=after, limit=limit)
+        return rooms.page(query)
 
     @router.get("/{room}")
     async def report(

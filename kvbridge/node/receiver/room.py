@@ -15,7 +15,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.verification import Verification
-from kvbridge.node.room import Room
+from kvbridge.node.room import Room, named
 from kvbridge.node.rooms import RoomPorts
 
 
@@ -89,6 +89,30 @@ class ReceiverRoom(Room[ReceiverState]):
     def first_peer(self) -> str:
         """See Room."""
         return next(iter(self.writers), "")
+
+    @property
+    def waits_for(self) -> str:
+        """See Room."""
+        match self.state:
+            case ReceiverState.AWAITING_PAGES:
+                return "the decode engine to name its pages"
+            case ReceiverState.RESERVED:
+                return f"prefill nodes {named(self.peers)} to answer"
+            case ReceiverState.OFFERED:
+                missing = ((rank, writer) for writer in self.writers.values() for rank in writer.missing)
+                return f"prefill ranks {named(f'{rank} of {writer.node.name}' for rank, writer in missing)} to send everything"
+            case ReceiverState.VERIFYING:
+                return "the digests of what has arrived"
+            case ReceiverState.COMMITTED:
+                return "a decode engine to claim it"
+            case ReceiverState.CLAIMED | ReceiverState.ABORTING_CLAIMED | ReceiverState.FAILING_CLAIMED:
+                return f"engines {named(self.users or self.expected_by)} to release it"
+            case ReceiverState.ABORTING | ReceiverState.FAILING if self.active:
+                return f"prefill nodes {named(writer.node.name for writer in self.active)} to prove that they write nothing more"
+            case ReceiverState.ABORTING | ReceiverState.FAILING:
+                return "its writers to be shut out"
+            case _:
+                return ""
 
     @property
     def users(self) -> set[str]:
