@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, RoomId
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, RoomId, examples
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 
@@ -26,6 +26,17 @@ class PeerAddress(FrozenModel):
 class AdmissionRequest(FrozenModel):
     """Admit one request. On decode, `prefill` names the nodes that will write; on prefill it is left out."""
 
+    model_config = examples(
+        {"prompt_tokens": 4096, "client": "chat"},
+        {
+            "room": 77,
+            "prompt_tokens": 4096,
+            "max_new_tokens": 512,
+            "prefill": [{"endpoint": "tcp://10.0.0.7:7911"}],
+            "wait_s": 5.0,
+        },
+    )
+
     room: RoomId | None = None
     """None lets the daemon draw one."""
     generation: Positive = 1
@@ -40,8 +51,27 @@ class AdmissionRequest(FrozenModel):
     Null: `timeouts.begin_s` of the prefill daemon."""
 
 
+_REPORT = {
+    "room": 77,
+    "generation": 1,
+    "role": "decode",
+    "state": "offered",
+    "client": "chat",
+    "peers": ["prefill-0/node-0"],
+    "prompt_tokens": 4096,
+    "pages": {"full": 18, "swa": 2, "request": 1},
+    "phases_s": {"admit_to_offer": 0.004},
+    "age_s": 1.5,
+    "waits_for": "prefill ranks pp0.tp0 of prefill-0/node-0 to send everything",
+    "expires_in_s": 58.5,
+    "limit": "begin_within_s",
+}
+
+
 class RoomReport(FrozenModel):
     """One room, as its daemon sees it now. For a final room this is its receipt."""
+
+    model_config = examples(_REPORT)
 
     room: RoomId
     generation: Positive
@@ -90,6 +120,8 @@ class RoomQuery(FrozenModel):
 
 class RoomPage(FrozenModel):
     """Some rooms of a daemon, in the order of their admission: those under way, and the receipts that it still has."""
+
+    model_config = examples({"rooms": [_REPORT], "next": 1041})
 
     rooms: tuple[RoomReport, ...]
     next: NonNegative | None

@@ -12,16 +12,30 @@ from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
 from kvbridge.api.rooms import AdmissionRequest, RoomPage, RoomQuery, RoomReport
 from kvbridge.api.status import NodeStatus, StatusPort
-from kvbridge.core.errors import ConflictError, InvalidInputError, StaleError
+from kvbridge.core.errors import (
+    CapacityError,
+    ClientLimitError,
+    ConflictError,
+    InvalidInputError,
+    NotReadyError,
+    StaleError,
+    UnknownRoomError,
+)
 from kvbridge.core.ids import MAX_ROOM, RoomId
 from kvbridge.core.session.states import RoomState
+from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.numbers import NUMBER, as_described
-from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, assemble_app
+from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.rooms import Rooms
 
 MAX_LISTED = 500
 """Rooms on one page of a listing."""
+
+ADMISSION_ANSWERS = {
+    201: {"headers": LOCATION},
+    **problems(InvalidInputError, ConflictError, StaleError, ClientLimitError, CapacityError, NotReadyError, body=True),
+}
 
 RoomPath = Annotated[RoomId, NUMBER, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
 ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everybody who asks why the room ended.")]
@@ -36,14 +50,14 @@ def create_daemon_app(
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
     router = _rooms_router(admission, rooms, settings)
-    return assemble_app("kvbridge daemon", [router], status=status, kind=NodeStatus, settings=settings)
+    return assemble_app(f"kvbridge {rooms.role} daemon", [router], status=status, kind=NodeStatus, settings=settings)
 
 
 def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: AppSettings) -> APIRouter:
-    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=PROBLEM_RESPONSES)
+    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=problems(InvalidInputError))
 
-    @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)])
-    async def admit(request: AdmissionRequest, response: Response, connection: Request) -> RoomReport:
+    @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)], responses=ADMISSION_ANSWERS)
+    async def admit_room(request: AdmissionRequest, response: Response, connection: Request) -> RoomReport:
         """Reserve for a request, at once or within its `wait_s`.
 
         503 with Retry-After when it does not fit, 429 when its client has as much as it may; nothing is kept then, nor
@@ -60,7 +74,8 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
     async def list_rooms(
         state: Annotated[tuple[RoomState, ...], Query(description="Only rooms in one of these states.")] = (),
         peer: Annotated[
-            str, Query(max_length=400, description="Only rooms with this node at the other end: INSTANCE/NODE or INSTANCE.")
+            str,
+            Query(max_length=400, description="Only rooms with this node at the other end: INSTANCE/NODE or INSTANCE."),
         ] = "",
         client: Annotated[str | None, Query(max_length=200, description="Only rooms of this client.")] = None,
         after: Annotated[
@@ -72,8 +87,8 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
         query = RoomQuery(states=frozenset(state), peer=peer, client=client, after=after, limit=limit)
         return rooms.page(query)
 
-    @router.get("/{room}")
-    async def report(
+    @router.get("/{room}", responses=problems(UnknownRoomError))
+    async def get_room(
         room: RoomPath,
         wait: Annotated[
             float, NUMBER, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")
@@ -89,8 +104,8 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
             return rooms.report(room)
         return await rooms.wait(room, wait, frozenset(until))
 
-    @router.delete("/{room}")
-    async def cancel(
+    @router.delete("/{room}", responses=problems(UnknownRoomError, StaleError))
+    async def cancel_room(
         room: RoomPath,
         reason: ReasonQuery = "cancelled by its client",
         generation: Annotated[int | None, NUMBER, Query(ge=1, description="Cancel this generation only.")] = None,

@@ -53,6 +53,15 @@ class WriterNode:
         return self.quiet and not self.in_transit
 
 
+_WAITS_FOR = {
+    ReceiverState.AWAITING_PAGES: "the decode engine to name its pages",
+    ReceiverState.VERIFYING: "the digests of what has arrived",
+    ReceiverState.COMMITTED: "a decode engine to claim it",
+    ReceiverState.ABORTING: "its writers to be shut out",
+    ReceiverState.FAILING: "its writers to be shut out",
+}
+
+
 @dataclass(eq=False)
 class ReceiverRoom(Room[ReceiverState]):
     """A room on the decode side."""
@@ -94,25 +103,19 @@ class ReceiverRoom(Room[ReceiverState]):
     def waits_for(self) -> str:
         """See Room."""
         match self.state:
-            case ReceiverState.AWAITING_PAGES:
-                return "the decode engine to name its pages"
-            case ReceiverState.RESERVED:
-                return f"prefill nodes {named(self.peers)} to answer"
             case ReceiverState.OFFERED:
                 missing = ((rank, writer) for writer in self.writers.values() for rank in writer.missing)
-                return f"prefill ranks {named(f'{rank} of {writer.node.name}' for rank, writer in missing)} to send everything"
-            case ReceiverState.VERIFYING:
-                return "the digests of what has arrived"
-            case ReceiverState.COMMITTED:
-                return "a decode engine to claim it"
+                ranks = named(f"{rank} of {writer.node.name}" for rank, writer in missing)
+                return f"prefill ranks {ranks} to send everything"
             case ReceiverState.CLAIMED | ReceiverState.ABORTING_CLAIMED | ReceiverState.FAILING_CLAIMED:
                 return f"engines {named(self.users or self.expected_by)} to release it"
             case ReceiverState.ABORTING | ReceiverState.FAILING if self.active:
-                return f"prefill nodes {named(writer.node.name for writer in self.active)} to prove that they write nothing more"
-            case ReceiverState.ABORTING | ReceiverState.FAILING:
-                return "its writers to be shut out"
+                nodes = named(writer.node.name for writer in self.active)
+                return f"prefill nodes {nodes} to prove that they write nothing more"
+            case ReceiverState.RESERVED:
+                return f"prefill nodes {named(self.peers)} to answer"
             case _:
-                return ""
+                return _WAITS_FOR.get(self.state, "")
 
     @property
     def users(self) -> set[str]:
