@@ -58,8 +58,8 @@ def _problem(status: int, kinds: Iterable[type[BridgeError]]) -> dict[str, Any]:
     headers: dict[str, Any] = {}
     texts = []
     for kind in kinds:
-        meaning = inspect.cleandoc(kind.__doc__ or "").partition("\n")[0]
-        texts.append(f"`{kind.code}`: {_FIRST_WORDS.get(kind, meaning)}")
+        meaning = _MEANINGS.get(kind) or inspect.cleandoc(kind.__doc__ or "").partition("\n")[0]
+        texts.append(f"`{kind.code}`: {meaning}")
         retry_after_s = 1.5 if issubclass(kind, CapacityError) else None
         example = make_problem(kind.code, status, meaning, path="/v1/requests", retry_after_s=retry_after_s)
         examples[kind.code] = {"value": example.model_dump(exclude_none=True)}
@@ -71,7 +71,7 @@ def _problem(status: int, kinds: Iterable[type[BridgeError]]) -> dict[str, Any]:
     return answer | ({"headers": headers} if headers else {})
 
 
-_FIRST_WORDS: dict[type[BridgeError], str] = {
+_MEANINGS: dict[type[BridgeError], str] = {
     BridgeError: "Something in this process is wrong that it did not foresee; its log says more.",
     InvalidInputError: "What was sent can never work; the detail names each fault.",
 }
@@ -107,4 +107,5 @@ def describe(app: FastAPI, *, token: bool, open_paths: Iterable[str]) -> dict[st
     for path in open_paths:
         for operation in schema["paths"].get(path, {}).values():
             operation["security"] = []
+            operation["responses"].pop("401")
     return schema
