@@ -161,6 +161,8 @@ class PairRequest(FrozenModel):
     fingerprint: str = ""
     """Only instances of this fingerprint, when several models share a directory."""
     client: Annotated[str, Field(max_length=200)] = ""
+    wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Wait so long for pages when no pair has them free; 0: be told at once. At most `pairing.max_wait_s`."""
 
 
 class TicketEnd(FrozenModel):

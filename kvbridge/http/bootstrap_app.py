@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Path, Query, Response
+from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 from pydantic import BaseModel, BeforeValidator
 
 from kvbridge.api.directory import (
@@ -35,6 +35,7 @@ from kvbridge.core.errors import (
     StaleError,
     UnknownRoomError,
 )
+from kvbridge.http.callers import LEFT, while_connected
 from kvbridge.http.daemon_app import ReasonQuery, RoomPath
 from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.numbers import as_described
@@ -82,9 +83,18 @@ def _pairs_router(pairing: PairingService) -> APIRouter:
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=problems(InvalidInputError, NotReadyError))
 
     @router.post("", status_code=201, dependencies=[as_described(PairRequest)], responses=PAIRING_ANSWERS)
-    async def pair_request(request: PairRequest, response: Response) -> Ticket:
-        """Pair a request and reserve both ends. 503 with Retry-After when no pair can take it now."""
-        ticket = await pairing.pair(request)
+    async def pair_request(request: PairRequest, response: Response, connection: Request) -> Ticket:
+        """Pair a request and reserve both ends, at once or within its `wait_s`.
+
+        503 with Retry-After when no pair can take it; nothing is kept then, nor when the caller closes the connection while it
+        waits.
+        """
+        if request.wait_s:
+            ticket = await while_connected(
+                connection, pairing.pair(request), lambda late: pairing.cancel(late.room, LEFT)
+            )
+        else:
+            ticket = await pairing.pair(request)
         response.headers["Location"] = f"/v1/requests/{ticket.room}"
         return ticket
 

@@ -5,7 +5,6 @@ Owns: /v1/requests. Must not know: which role is behind it.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
@@ -23,6 +22,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import MAX_ROOM, RoomId
 from kvbridge.core.session.states import RoomState
+from kvbridge.http.callers import LEFT, while_connected
 from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.numbers import NUMBER, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
@@ -64,7 +64,9 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
         when the caller closes the connection while it waits.
         """
         if request.wait_s:
-            report = await _admit_while_connected(admission, rooms, request, connection)
+            report = await while_connected(
+                connection, admission.admit(request), lambda late: rooms.cancel(late.room, LEFT)
+            )
         else:
             report = await admission.admit(request)
         response.headers["Location"] = f"/v1/requests/{report.room}"
@@ -119,28 +121,3 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
         return await rooms.cancel(room, reason)
 
     return router
-
-
-async def _admit_while_connected(
-    admission: AdmissionController, rooms: Rooms[Any], request: AdmissionRequest, connection: Request
-) -> RoomReport:
-    """Admit, or give everything back when the caller closes the connection before it has its answer."""
-    admitted = asyncio.ensure_future(admission.admit(request))
-    closed = asyncio.ensure_future(_closed(connection))
-    try:
-        await asyncio.wait({admitted, closed}, return_when=asyncio.FIRST_COMPLETED)
-        left = closed.done()
-    finally:
-        closed.cancel()
-        admitted.cancel()
-        await asyncio.gather(admitted, closed, return_exceptions=True)
-    if left:
-        if not admitted.cancelled() and admitted.exception() is None:
-            await rooms.cancel(admitted.result().room, "its client left before it was told")
-        raise ConflictError("the caller closed the connection while it waited")
-    return admitted.result()
-
-
-async def _closed(connection: Request) -> None:
-    while (await connection.receive())["type"] != "http.disconnect":
-        pass
