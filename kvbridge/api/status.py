@@ -213,5 +213,5 @@ class StatusPort(Protocol[StatusT_co]):
     def status(self) -> StatusT_co:
         """Everything an operator wants to see."""
 
-    def render_metrics(self) -> tuple[bytes, str]:
-        """The metrics page and its content type."""
+    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
+        """The metrics page in the form that an Accept header asks for, and its content type."""

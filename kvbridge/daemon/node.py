@@ -141,6 +141,7 @@ class NodeDaemon:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._tasks.clear()
+        parts.lines.look(everything=True)
 
     @property
     def _closing_part_s(self) -> float:
@@ -172,6 +173,7 @@ class NodeDaemon:
             self.admission.tick()
             self.peers.tick()
             self.parts.worker_host.watch()
+            self.parts.lines.look()
             self._look_for_announcements()
             if time.monotonic() >= next_heartbeat_s:
                 next_heartbeat_s += heartbeat_s

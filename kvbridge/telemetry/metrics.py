@@ -15,7 +15,7 @@ from pathlib import Path
 from kvbridge.core.errors import CapacityError, DeadlineError, FingerprintMismatchError, NotReadyError
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.phases import LIMITS, PHASES
-from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, NODES, MetricKind, MetricSpec, Registration
+from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, NODES, MetricKind, MetricSpec
 
 MAX_LABEL_VALUES = 64
 """Distinct words that an open label of one metric may show; further ones count as "other"."""
@@ -34,7 +34,13 @@ _ENDINGS = (
     *((RoomState.FAILED.value, code) for code in ("deadline", "integrity", "peer_failed", "transport_failed")),
 )
 _METHODS = ("GET", "HEAD", "POST", "DELETE", "other")
-_PAIRING_OUTCOMES = ("paired", CapacityError.code, NotReadyError.code, DeadlineError.code, FingerprintMismatchError.code)
+_PAIRING_OUTCOMES = (
+    "paired",
+    CapacityError.code,
+    NotReadyError.code,
+    DeadlineError.code,
+    FingerprintMismatchError.code,
+)
 _PAGE_STATES = ("free", "held", "leased", "quarantined")
 
 METRICS: tuple[MetricSpec, ...] = (
@@ -51,9 +57,9 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_directory_registration",
         _GAUGE,
         ("state",),
-        "1 for where the node stands with the directory now: it announces itself to none, has had no answer yet, is registered, "
-        "refused, replaced by another process of its name, or the directory cannot be reached.",
-        values={"state": tuple(Registration)},
+        "1 for where the node stands with the directory now: it announces itself to none, is registered, is refused, is replaced by "
+        "another process of its name, or the directory cannot be reached.",
+        values={"state": ("none", "registered", "refused", "replaced", "unreachable")},
     ),
     # Bytes.
     TRANSFERRED := MetricSpec(
