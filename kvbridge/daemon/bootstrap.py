@@ -163,11 +163,10 @@ class BootstrapDaemon:
             log.info("store_answers", store=repr(self._store), instances=len(listing))
 
     def readiness(self) -> Readiness:
-        """Return ready whenever nodes can register, so that they come; the reasons say why no pair can be made yet."""
+        """Return ready while a pair can be made, by what is known; nodes can register meanwhile, whatever this says."""
         overview = self._overview
-        if overview.problem:
-            return Readiness(ready=False, reasons=(overview.problem,))
-        return Readiness(ready=True, reasons=absences(overview.listing))
+        reasons = (overview.problem,) if overview.problem else absences(overview.listing)
+        return Readiness(ready=not reasons, reasons=reasons)
 
     def status(self) -> BootstrapStatus:
         """Everything an operator wants to see."""

@@ -15,6 +15,7 @@ from kvbridge.api.status import (
     ModelStatus,
     NodeStatus,
     Readiness,
+    RegistrationState,
     StoreStatus,
 )
 from kvbridge.core.errors import UnknownRoomError
@@ -76,7 +77,7 @@ NODE_PAGE = NodeStatus(
     model=ModelStatus(name="tiny", fingerprint="f"),
     memory_bytes=0,
     ready=Readiness(ready=True),
-    bootstrap=BootstrapLinkStatus(url="", problem=""),
+    bootstrap=BootstrapLinkStatus(state=RegistrationState.NONE, url="", problem=""),
     control="",
     ranks=(),
     engines=(),
