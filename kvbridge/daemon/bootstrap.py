@@ -69,7 +69,7 @@ class BootstrapDaemon:
         self.config = config
         self.incarnation = secrets.token_hex(8)
         self.metrics = Metrics(role="bootstrap")
-        self.metrics.set(BUILD, 1, __version__, "bootstrap", "bootstrap", "", "", *library_versions())
+        self.metrics.assign(BUILD, 1, __version__, "bootstrap", "bootstrap", "", "", *library_versions())
         self._endpoint_dir = endpoint_dir
         self._started_s = time.monotonic()
         timeouts = config.timeouts
@@ -191,7 +191,7 @@ class BootstrapDaemon:
             (one.role.value, f"{one.instance}/{node.node}"): node.silent_s for one in listing for node in one.nodes
         }
         self.metrics.replace(HEARTBEAT_AGE, ages_s)
-        self.metrics.set(READY, self.readiness().ready)
+        self.metrics.assign(READY, self.readiness().ready)
         return self.metrics.render(accept)
 
     def _paired(self, outcome: str, seconds: float) -> None:

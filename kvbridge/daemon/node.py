@@ -95,8 +95,10 @@ class NodeDaemon:
         self._announce(self._http.url)
         self._background(self._ticks(), "ticks")
         await self._create_memory()
+        identity = parts.identity
+        names = {"role": identity.role.value, "instance": identity.instance, "node": identity.node}
         parts.worker_host.start(
-            lambda rank: parts.worker_setup(rank, self.peers.epoch), own_processes=not parts.adopted
+            lambda rank: parts.worker_setup(rank, self.peers.epoch), None if parts.adopted else names
         )
         self._background(parts.worker_host.failed(), "workers")
 

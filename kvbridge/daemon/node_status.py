@@ -177,11 +177,11 @@ class NodeOverview:
         metrics.replace(DIRECTORY_REGISTRATION, {(self._directory().state.value,): 1})
         self._render_pools()
         if self._parts.identity.role is Role.DECODE:
-            metrics.set(EPOCH, self._peers.epoch)
-        metrics.set(WAITING, self._admission.waiting)
-        metrics.set(OLDEST_WAIT, self._admission.oldest_wait_s())
-        metrics.set(STARVED, self._admission.starved_s())
-        metrics.set(READY, self.readiness().ready)
+            metrics.assign(EPOCH, self._peers.epoch)
+        metrics.assign(WAITING, self._admission.waiting)
+        metrics.assign(OLDEST_WAIT, self._admission.oldest_wait_s())
+        metrics.assign(STARVED, self._admission.starved_s())
+        metrics.assign(READY, self.readiness().ready)
         return metrics.render(accept)
 
     def _render_pools(self) -> None:

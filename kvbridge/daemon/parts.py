@@ -168,5 +168,5 @@ def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: No
     }
     metrics = Metrics(role=role.value, values=values)
     name = f"{config.instance}/{config.node}"
-    metrics.set(BUILD, 1, __version__, role.value, name, geometry.name, fingerprint(geometry), *library_versions())
+    metrics.assign(BUILD, 1, __version__, role.value, name, geometry.name, fingerprint(geometry), *library_versions())
     return metrics

@@ -168,7 +168,8 @@ def _bind(names: dict[str, str]) -> Processor:
     """Whose lines these are, and on whose behalf; a line that tells of a request that is over brings the ids of that one."""
 
     def add(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        return {**names, **bound_ids(), **{f"line_{key}" if key in names else key: event[key] for key in event}}
+        own = {f"line_{key}" if event[key] != names.get(key, event[key]) else key: event[key] for key in event}
+        return {**names, **bound_ids(), **own}
 
     return add
 

@@ -57,7 +57,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_directory_registration",
         _GAUGE,
         ("state",),
-        "1 for where the node stands with the directory now: it announces itself to none, is registered, is refused, is replaced by "
+        "1 for where the node stands with the directory now: it announces itself to none, is registered, refused, replaced by "
         "another process of its name, or the directory cannot be reached.",
         values={"state": ("none", "registered", "refused", "replaced", "unreachable")},
     ),

@@ -176,7 +176,7 @@ class MetricsReader:
     def _memory_registered(self, _now_s: float, fact: MemoryRegistered) -> None:
         """A node is as far as the slowest of its ranks."""
         self._registered[fact.rank] = fact.share
-        self._metrics.set(REGISTRATION, min(self._registered.values()))
+        self._metrics.assign(REGISTRATION, min(self._registered.values()))
 
     def _worker_lost(self, _now_s: float, fact: WorkerLost) -> None:
         if fact.cause:

@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, product
-
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -49,7 +48,6 @@ LIBRARIES = (
 )
 """Their packages, each of which has several names."""
 Labels = tuple[str, ...]
-_Words = set[str]
 LabelsT = TypeVar("LabelsT", bound=Labels)
 
 
@@ -92,7 +90,7 @@ class Metrics:
         self._busy: dict[tuple[MetricSpec, Labels], BusyTime] = {}
         self._values: dict[MetricSpec, dict[Labels, float]] = {}
         self._distributions: dict[MetricSpec, dict[Labels, _Distribution]] = {}
-        self._words: dict[tuple[MetricSpec, str], _Words] = {}
+        self._words: dict[tuple[MetricSpec, str], set[str]] = {}
         self._closed: dict[MetricSpec, tuple[Labels, ...]] = {}
         for spec in METRICS:
             if role in spec.roles:
@@ -119,7 +117,7 @@ class Metrics:
         key = labels if labels in series else self._bounded(metric, labels)
         series[key] = series.get(key, 0.0) + by
 
-    def set(self, metric: MetricSpec, value: float, *labels: str) -> None:
+    def assign(self, metric: MetricSpec, value: float, *labels: str) -> None:
         """Set one series of a gauge."""
         self._values[metric][self._bounded(metric, labels)] = float(value)
 
@@ -178,7 +176,7 @@ class Metrics:
         )
 
     @staticmethod
-    def _admits(words: _Words, word: str) -> bool:
+    def _admits(words: set[str], word: str) -> bool:
         if word not in words and len(words) >= MAX_LABEL_VALUES:
             return False
         words.add(word)
