@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -180,6 +181,14 @@ class BootstrapDaemon:
             instances=overview.listing,
             rooms=overview.rooms,
         )
+
+    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
+        """See StatusPort."""
+        self.metrics.serves(route, methods, code)
+
+    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
+        """See StatusPort."""
+        self.metrics.answered(route, method, code, seconds)
 
     def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
         """Set what is only known now, and return the metrics page in an accepted form, and its content type."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvbridge import __version__
@@ -162,6 +163,14 @@ class NodeOverview:
             )
             for peer, found in self._parts.recent.traffic().items()
         }
+
+    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
+        """See StatusPort."""
+        self._parts.metrics.serves(route, methods, code)
+
+    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
+        """See StatusPort."""
+        self._parts.metrics.answered(route, method, code, seconds)
 
     def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
         """Set what is only known now, and return the metrics page in an accepted form, and its content type."""

@@ -33,7 +33,7 @@ _ENDINGS = (
     (RoomState.ABORTED.value, "aborted"),
     *((RoomState.FAILED.value, code) for code in ("deadline", "integrity", "peer_failed", "transport_failed")),
 )
-_METHODS = ("GET", "HEAD", "POST", "DELETE", "other")
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
 _PAIRING_OUTCOMES = (
     "paired",
     CapacityError.code,
@@ -337,9 +337,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_http_requests_total",
         _COUNTER,
         ("route", "method", "code"),
-        "HTTP requests that were answered, by the route's template (`other`: no route) and status.",
+        "HTTP requests that were answered, by the route's template (`other`: no route) and status; 499: the caller left first.",
         EVERYBODY,
-        values={"method": _METHODS},
     ),
     HTTP_DURATION := MetricSpec(
         "kvbridge_http_request_duration_seconds",
@@ -347,7 +346,6 @@ METRICS: tuple[MetricSpec, ...] = (
         ("route", "method"),
         "How long they took, until the last byte of the answer; those that wait for something wait.",
         EVERYBODY,
-        values={"method": _METHODS},
         buckets=(*_PHASE_BUCKETS_S, 60.0),
     ),
     LINES_LEFT_OUT := MetricSpec(

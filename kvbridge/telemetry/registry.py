@@ -29,7 +29,10 @@ from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.context import TRACE_ID
 from kvbridge.telemetry.metrics import (
     BUSY,
+    HTTP_DURATION,
+    HTTP_REQUESTS,
     MAX_LABEL_VALUES,
+    METHODS,
     METRICS,
     OPERATION,
     PEER_BUSY,
@@ -159,6 +162,18 @@ class Metrics:
             self._busy.setdefault((metric, self._bounded(metric, labels)), BusyTime()) for metric, labels in keys
         )
         return for_all, for_peer
+
+    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
+        """Show the series of a route before its first request."""
+        for method in methods:
+            self.count(HTTP_REQUESTS, route, method, str(code), by=0)
+            self._distributions[HTTP_DURATION][route, method] = _Distribution(HTTP_DURATION.buckets)
+
+    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
+        """Count an HTTP request."""
+        method = method if method in METHODS else OTHER
+        self.count(HTTP_REQUESTS, route, method, str(code))
+        self.observe(HTTP_DURATION, seconds, route, method)
 
     def store_value_refused(self, reason: str) -> None:
         """See StoreObserver."""

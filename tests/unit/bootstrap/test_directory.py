@@ -311,4 +311,6 @@ async def test_two_halves_of_two_pairs_are_no_pair(world):
         node("e", Role.DECODE, model="tiny-gqa"),
     )
     (why,) = absences(await directory.listing())
-    assert why == "no ready prefill instance can be paired with a ready decode instance; 'd': node 'node-0' is not ready"
+    assert (
+        why == "no ready prefill instance can be paired with a ready decode instance; 'd': node 'node-0' is not ready"
+    )
