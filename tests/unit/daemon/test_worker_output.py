@@ -45,6 +45,7 @@ async def test_a_workers_own_lines_stay_what_they_are():
         (GLOG.replace("E", "W", 1) + "slow", "warning"),
         (GLOG.replace("E", "I", 1) + "listening", "info"),
         (GLOG + "Local segment descriptor not found", "debug"),
+        ("WARNING: Logging before InitGoogleLogging() is written to STDERR", "debug"),
         ("[1763806272.131415] [host:4711 :0]  ucp_context.c:12  UCX  ERROR no such device", "error"),
         ("[1763806272.131415] [host:4711 :0]  parser.c:1  UCX  WARN  unused variable", "warning"),
         ("Fatal Python error: Segmentation fault", "warning"),
