@@ -267,7 +267,7 @@ METRICS: tuple[MetricSpec, ...] = (
         _COUNTER,
         ("reason",),
         "Rank workers started again.",
-        values={"reason": ("exited", "killed", "silent", "start_failed")},
+        values={"reason": ("exited", "killed", "start_failed")},
     ),
     REGISTRATION := MetricSpec(
         "kvbridge_registration_progress_ratio", _GAUGE, (), "Pool memory registered with the transport: 1 when all is."

@@ -1,9 +1,10 @@
 """What metrics and logs cost: a room's share of them, and a scrape of a busy daemon.
 
-- `room_us`: processor time from the first fact of a small room to its last, through all readers of a node, less the facts themselves; at the log's
-  rate of writing (10 rooms a second are written, the others are counted), and as if each were written. `budget_us` is what 5 % of
-  the processor time of a room would be (both daemons together, README).
-- `scrape_ms`: processor time of rendering the page of a daemon with 1,000 rooms and 200 peers, in both forms; the loop does nothing else meanwhile.
+- `room_us`: processor time from the first fact of a small room to its last, through all readers of a node; at the log's rate of
+  writing (10 rooms a second are written, the others are counted), and as if each were written. `budget_us` is what 5 % of the
+  processor time of a room would be (both daemons together, README).
+- `scrape_ms`: processor time of rendering the page of a daemon with 1,000 rooms and 200 peers, in both forms; its loop does nothing
+  else meanwhile.
 """
 
 from __future__ import annotations
