@@ -80,9 +80,8 @@ class Directory:
                 if known is None or entry.epoch != known.entry.epoch:
                     log.info(
                         "node_registered",
-                        instance=registration.instance,
-                        node=registration.node,
-                        role=registration.role.value,
+                        peer_name=f"{registration.instance}/{registration.node}",
+                        peer_role=registration.role.value,
                         incarnation=registration.incarnation,
                         epoch=entry.epoch,
                         url=registration.http_url,
@@ -126,13 +125,13 @@ class Directory:
     async def deregister(self, instance: str, node: str, incarnation: str) -> None:
         """Take a node off at its own wish. Raises NotFoundError and StaleError as `heartbeat` does."""
         _owned(await self._store.remove((instance, node), incarnation), instance, node, incarnation)
-        log.info("node_left", instance=instance, node=node, incarnation=incarnation)
+        log.info("node_left", peer_name=f"{instance}/{node}", incarnation=incarnation)
 
     async def expire(self) -> tuple[NodeKey, ...]:
         """Forget silent nodes, say so in the log, and return their keys. Nobody sees them before that either."""
         gone = await self._store.expire()
         for instance, node in gone:
-            log.warning("node_lost", instance=instance, node=node, limit="directory.expire_after_s")
+            log.warning("node_lost", peer_name=f"{instance}/{node}", limit="directory.expire_after_s")
         return gone
 
     async def instances(self) -> tuple[Instance, ...]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import structlog
@@ -60,6 +60,8 @@ TRY_ANOTHER = (CapacityError, PeerError, DeadlineError)
 DRAWS = 8
 """Random room ids that may be in use, one after another, before something is wrong."""
 
+PAIRED, CANCELLED = "paired", "cancelled"
+"""How a request for a pair ended, when not by an error: its caller may have left."""
 RETRY_AFTER_S = 1.0
 """When a refused caller is told to come back, where no daemon says."""
 
@@ -125,6 +127,11 @@ class PairingService:
         self._under_way = 0
         self._waiting = 0
         """Of those, the ones that only wait for pages."""
+        self._ended: Callable[[str, float], None] = lambda _outcome, _seconds: None
+
+    def watch(self, ended: Callable[[str, float], None]) -> None:
+        """Let `ended(outcome, seconds)` hear of every request: `paired`, or the code of its error. Must not raise."""
+        self._ended = ended
 
     async def pair(self, request: PairRequest) -> Ticket:
         """Return a ticket for a request that is now reserved on both ends, or raise with nothing reserved.
@@ -134,6 +141,19 @@ class PairingService:
         `timeouts.pair_s` is over. CapacityError at once while `max_under_way` others are being paired: asked for more than this
         process can do, all of them would take longer and longer, and in the end none would be paired in time.
         """
+        begun_s, outcome = self._clock(), CANCELLED
+        try:
+            ticket = await self._pair_within_limits(request)
+            outcome = PAIRED
+        except BridgeError as error:
+            outcome = error.code
+            raise
+        else:
+            return ticket
+        finally:
+            self._ended(outcome, self._clock() - begun_s)
+
+    async def _pair_within_limits(self, request: PairRequest) -> Ticket:
         if request.wait_s > self._config.max_wait_s:
             raise InvalidInputError(
                 f"wait_s is {request.wait_s:g} s, at most {self._config.max_wait_s:g} s are served (pairing.max_wait_s)"
@@ -244,7 +264,9 @@ class PairingService:
             outcome = await self._reserve(attempt, candidate)
             if isinstance(outcome, Ticket):
                 return outcome
-            log.warning("reservation_refused", room=attempt.room, instance=outcome.instance, error=str(outcome.error))
+            log.warning(
+                "reservation_refused", room=attempt.room, peer_instance=outcome.instance, reason=str(outcome.error)
+            )
             refusals.append(outcome)
             looks_full = candidate.looks_full
         raise self._nobody(attempt.room, refusals)

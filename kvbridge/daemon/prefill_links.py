@@ -8,6 +8,7 @@ it knows, and no other.
 
 from __future__ import annotations
 
+from contextvars import Context
 from functools import partial
 from typing import Protocol
 
@@ -86,7 +87,8 @@ class PrefillLinks:
                 "closed after timeouts.control_delivery_s. Does a router name wrong addresses?"
             )
         self._allowed.check_server(address)
-        self._clients[address] = PeerClient(
+        client = partial(
+            PeerClient,
             self._identity,
             self._callbacks(address),
             address.endpoint,
@@ -94,6 +96,7 @@ class PrefillLinks:
             context=self._context,
             settings=self.settings,
         )
+        self._clients[address] = Context().run(client)  # what it hears later is not of the request that needed it first
 
     def _callbacks(self, address: PeerAddress) -> PeerCallbacks:
         return PeerCallbacks(
@@ -121,6 +124,11 @@ class PrefillLinks:
         client = self._clients.pop(address, None)
         if client is not None:
             client.close()
+
+    def silent_s(self, endpoint: str) -> float:
+        """Seconds since a prefill node was heard of, the longest when it has several addresses there; 0 for an unknown one."""
+        links = (client.link for address, client in self._clients.items() if address.endpoint == endpoint)
+        return max((link.silent_s for link in links if link.peer), default=0.0)
 
     def lost(self) -> list[tuple[PeerAddress, str]]:
         """The links that lead nowhere (any more), each with the reason."""

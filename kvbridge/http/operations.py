@@ -9,10 +9,11 @@ ask both of them by HEAD.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Header
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from kvbridge import __version__
@@ -20,7 +21,7 @@ from kvbridge.api.status import Readiness, StatusPort
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
 from kvbridge.http.description import describe, operation_id, problems
-from kvbridge.http.middleware import BearerToken, BodyLimit, UnhandledErrors
+from kvbridge.http.middleware import BearerToken, BodyLimit, Observed, UnhandledErrors
 from kvbridge.http.problems import install_problem_handlers
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -68,6 +69,9 @@ def assemble_app(
     )
     for router in [*routers, _operators_router(status, kind)]:
         app.include_router(router)
+        for route in router.routes:
+            if isinstance(route, APIRoute):
+                status.serves(route.path, sorted(route.methods or ()), route.status_code or 200)
     open_paths = OPEN_PATHS | ({"/metrics"} if settings.open_metrics else set())
     _serve_description(app, token=bool(settings.tokens), open_paths=open_paths)
     install_problem_handlers(app)
@@ -75,6 +79,7 @@ def assemble_app(
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(BearerToken, tokens=settings.tokens, open_paths=open_paths)
     app.add_middleware(UnhandledErrors)
+    app.add_middleware(Observed, answered=status.answered)
     return app
 
 
@@ -95,9 +100,9 @@ def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel]) -> A
         return JSONResponse(readiness.model_dump(mode="json"), status_code=200 if readiness.ready else 503)
 
     @router.get("/metrics", response_class=Response, responses={200: METRICS_PAGE})
-    async def get_metrics() -> Response:
-        """Return the metrics for Prometheus."""
-        body, content_type = status.render_metrics()
+    async def get_metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
+        """Return the metrics for Prometheus, with exemplars when OpenMetrics is asked for."""
+        body, content_type = status.render_metrics(accept)
         return Response(body, headers={"Content-Type": content_type})
 
     @router.get("/version")

@@ -1,68 +1,67 @@
 """Every metric of kvbridge, declared once.
 
-Owns: names, units, labels, help, the registry and its rendering. Must not know: what a daemon does with its day.
+Owns: names, units, labels and their closed sets of values, help, METRICS.md. Must not know: how values are kept
+(`telemetry/registry.py`), what a daemon does with its day.
 
-Names start with `kvbridge_` and end with a base unit; label values come from small closed sets. A room, a peer or an
-address is never a label: those belong in logs.
+Names start with `kvbridge_` and end with a base unit. Label values come from small closed sets, or are bounded: `peer` is the name
+of a node as `instance/node`, at most `MAX_LABEL_VALUES` of them. A room or an address is never a label: those belong in logs.
+`instance` and `job` are no labels of ours, since Prometheus sets them; a daemon's own name is `daemon`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from itertools import accumulate
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import HistogramMetricFamily
-from prometheus_client.process_collector import ProcessCollector
-
-from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.errors import CapacityError, DeadlineError, FingerprintMismatchError, NotReadyError
+from kvbridge.core.session.states import RoomState
+from kvbridge.telemetry.phases import LIMITS, PHASES
+from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, NODES, MetricKind, MetricSpec
 
 MAX_LABEL_VALUES = 64
 """Distinct words that an open label of one metric may show; further ones count as "other"."""
 TABLE_PATH = Path(__file__).with_name("METRICS.md")
 
-_OPERATION_BUCKETS_BYTES = tuple(float(1 << power) for power in range(10, 27, 2))
+_SIZE_BUCKETS_BYTES = tuple(float(1 << power) for power in range(10, 27, 2))
 _PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
-class Direction(StrEnum):
-    """Which way bytes went, seen from this daemon."""
-
-    SENT = "sent"
-    RECEIVED = "received"
-
-
-class MetricKind(StrEnum):
-    """The Prometheus types in use."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, slots=True)
-class MetricSpec:
-    """One metric. `name` is the name that is scraped."""
-
-    name: str
-    kind: MetricKind
-    labels: tuple[str, ...]
-    help: str
-    buckets: tuple[float, ...] = ()
-
-
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 
+_ENDINGS = (
+    (RoomState.COMPLETED.value, ""),
+    (RoomState.ABORTED.value, "aborted"),
+    *((RoomState.FAILED.value, code) for code in ("deadline", "integrity", "peer_failed", "transport_failed")),
+)
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
+_PAIRING_OUTCOMES = (
+    "paired",
+    CapacityError.code,
+    NotReadyError.code,
+    DeadlineError.code,
+    FingerprintMismatchError.code,
+)
+_PAGE_STATES = ("free", "held", "leased", "quarantined")
+
 METRICS: tuple[MetricSpec, ...] = (
-    BUILD := MetricSpec("kvbridge_build_info", _GAUGE, ("version", "role"), "Always 1; what is running."),
-    READY := MetricSpec("kvbridge_ready", _GAUGE, (), "1 while new rooms can be admitted."),
+    # What runs.
+    BUILD := MetricSpec(
+        "kvbridge_build_info",
+        _GAUGE,
+        ("version", "role", "daemon", "model", "fingerprint", "python", "torch", "mooncake", "nixl"),
+        "Always 1; what is running: its name, its model, the versions of what it is built on.",
+        EVERYBODY,
+    ),
+    READY := MetricSpec("kvbridge_ready", _GAUGE, (), "1 while new rooms can be admitted.", EVERYBODY),
+    DIRECTORY_REGISTRATION := MetricSpec(
+        "kvbridge_directory_registration",
+        _GAUGE,
+        ("state",),
+        "1 for where the node stands with the directory now: it announces itself to none, is registered, refused, replaced by "
+        "another process of its name, or the directory cannot be reached.",
+        values={"state": ("none", "registered", "refused", "replaced", "unreachable")},
+    ),
+    # Bytes.
     TRANSFERRED := MetricSpec(
         "kvbridge_transferred_bytes_total",
         _COUNTER,
@@ -73,37 +72,116 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_transfer_busy_seconds_total",
         _COUNTER,
         ("direction", "transport"),
-        "Wall time during which at least one transfer was under way; bytes over this is the honest rate.",
+        "Wall time during which at least one transfer was under way; bytes over this is the honest rate. On decode as its "
+        "prefill nodes report it, when a rank has sent its part of a room.",
     ),
     OPERATION := MetricSpec(
         "kvbridge_operation_bytes",
         _HISTOGRAM,
         ("component", "direction", "transport"),
         "Sizes of copies, each room's at their mean; small ones are bound by their count.",
-        _OPERATION_BUCKETS_BYTES,
-    ),
-    PHASE := MetricSpec(
-        "kvbridge_phase_duration_seconds",
-        _HISTOGRAM,
-        ("phase",),
-        "How long a room spent in each phase.",
-        _PHASE_BUCKETS_S,
-    ),
-    ROOMS := MetricSpec("kvbridge_rooms", _GAUGE, ("state",), "Rooms that are known now, by state."),
-    ROOMS_ENDED := MetricSpec(
-        "kvbridge_rooms_ended_total", _COUNTER, ("state", "code"), "Rooms that ended, with the code of the first cause."
+        buckets=_SIZE_BUCKETS_BYTES,
     ),
     DIGEST_MISMATCHES := MetricSpec(
         "kvbridge_digest_mismatches_total",
         _COUNTER,
         ("component",),
         "Pages that arrived with other bytes than were sent; each failed its room.",
+        (DECODE,),
     ),
+    # Peers.
+    PEERS := MetricSpec(
+        "kvbridge_peers",
+        _GAUGE,
+        ("state",),
+        "Nodes of the other role that are known: rooms can go to and from connected ones.",
+        values={"state": ("connected", "connecting")},
+    ),
+    PEER_TRANSFERRED := MetricSpec(
+        "kvbridge_peer_transferred_bytes_total",
+        _COUNTER,
+        ("peer", "direction", "transport"),
+        "KV cache moved to or from a peer, counted when it has arrived.",
+    ),
+    PEER_BUSY := MetricSpec(
+        "kvbridge_peer_busy_seconds_total",
+        _COUNTER,
+        ("peer", "direction", "transport"),
+        "Wall time during which at least one transfer with the peer was under way; bytes over this is its rate.",
+    ),
+    PEER_FAILURES := MetricSpec(
+        "kvbridge_peer_failures_total",
+        _COUNTER,
+        ("peer", "code"),
+        "What went wrong with a peer: its rooms that failed, by the code of the first cause; handshakes that were refused, by "
+        "their code; `lost`: it was gone, silent, or restarted.",
+    ),
+    PEER_SILENCE := MetricSpec(
+        "kvbridge_peer_silence_seconds",
+        _GAUGE,
+        ("peer",),
+        "Since a connected peer was last heard of; it is lost at timeouts.peer_silence_s. Of several, the longest.",
+    ),
+    # Rooms.
+    ROOMS := MetricSpec(
+        "kvbridge_rooms",
+        _GAUGE,
+        ("state",),
+        "Rooms that are known now, by state; on bootstrap those that it paired and remembers.",
+        EVERYBODY,
+    ),
+    ROOMS_ENDED := MetricSpec(
+        "kvbridge_rooms_ended_total",
+        _COUNTER,
+        ("state", "code"),
+        "Rooms that ended, with the code of the first cause.",
+        series=_ENDINGS,
+    ),
+    ENDED_BY_LIMIT := MetricSpec(
+        "kvbridge_rooms_ended_by_limit_total",
+        _COUNTER,
+        ("limit",),
+        "Rooms that this node ended because something did not happen in time, by the limit's key in the configuration, or "
+        "`begin_within_s` of the admission.",
+        values={"limit": LIMITS},
+    ),
+    PHASE := MetricSpec(
+        "kvbridge_phase_duration_seconds",
+        _HISTOGRAM,
+        ("phase",),
+        "How long a room spent in each phase, counted when the phase is over (below).",
+        buckets=_PHASE_BUCKETS_S,
+    ),
+    ADMISSION_TO_CLAIM := MetricSpec(
+        "kvbridge_admission_to_claim_seconds",
+        _HISTOGRAM,
+        (),
+        "The whole of a room: from its admission on decode until the first engine claims it.",
+        (DECODE,),
+        buckets=(*_PHASE_BUCKETS_S, 60.0, 120.0),
+    ),
+    # Pages.
     POOL := MetricSpec(
         "kvbridge_pool_pages",
         _GAUGE,
         ("space", "state"),
         "Pages of each index space; over all states they sum to the pool.",
+        values={"state": _PAGE_STATES},
+    ),
+    POOL_BYTES := MetricSpec(
+        "kvbridge_pool_bytes",
+        _GAUGE,
+        ("space", "state"),
+        "The same in bytes, over the ranks of this node: a page has its part in every layer and rank.",
+        values={"state": _PAGE_STATES},
+    ),
+    EXPECTED_FREE := MetricSpec(
+        "kvbridge_pages_expected_free",
+        _GAUGE,
+        ("space", "within"),
+        "Pages that are free now or will probably be within 1s, 10s and 60s: those of rooms that are ending, and the rest at the "
+        "rate of the last releases. The same estimate as Retry-After.",
+        values={"within": ("1s", "10s", "60s")},
     ),
     QUARANTINED := MetricSpec(
         "kvbridge_rooms_quarantined",
@@ -111,25 +189,53 @@ METRICS: tuple[MetricSpec, ...] = (
         ("reason",),
         "Rooms whose pages nobody may use yet, by what is not proved: a transport of ours is quiet, a writer is shut out, "
         "an engine has let go, the process of an engine that left without letting go has ended.",
+        values={
+            "reason": (
+                "transport_not_quiet",
+                "writer_being_shut_out",
+                "engine_not_released",
+                "engine_process_alive",
+            )
+        },
     ),
     EPOCH := MetricSpec(
         "kvbridge_endpoint_epoch",
         _GAUGE,
         (),
         "Epoch of the endpoints that rank workers give out; it rises each time that writers had to be shut out.",
+        (DECODE,),
     ),
+    # Admission.
     REFUSED := MetricSpec(
         "kvbridge_admissions_refused_total",
         _COUNTER,
         ("code",),
         "Requests that were not admitted, by stable error code; `wait_timeout` and `queue_full` are kinds of `capacity`.",
+        values={
+            "code": (
+                "capacity",
+                "client_limit",
+                "conflict",
+                "invalid_input",
+                "not_ready",
+                "queue_full",
+                "wait_timeout",
+            )
+        },
+    ),
+    MESSAGES_REFUSED := MetricSpec(
+        "kvbridge_room_messages_refused_total",
+        _COUNTER,
+        ("code",),
+        "Messages of peers about rooms that were refused: stale, foreign, duplicate and so on.",
     ),
     WAIT := MetricSpec(
         "kvbridge_admission_wait_seconds",
         _HISTOGRAM,
         ("outcome",),
         "How long requests waited for pages: until admitted, refused, their timeout, or their client left.",
-        _WAIT_BUCKETS_S,
+        values={"outcome": ("admitted", "refused", "timeout", "left")},
+        buckets=_WAIT_BUCKETS_S,
     ),
     WAITING := MetricSpec("kvbridge_admission_waiting_requests", _GAUGE, (), "Requests that wait for pages now."),
     OLDEST_WAIT := MetricSpec(
@@ -141,7 +247,32 @@ METRICS: tuple[MetricSpec, ...] = (
         (),
         "For how long not even the smallest request fits; 0 if one does.",
     ),
-    PEERS := MetricSpec("kvbridge_peers", _GAUGE, ("state",), "Peer daemons, by state."),
+    # Processes beside the node.
+    ENGINES := MetricSpec(
+        "kvbridge_engines",
+        _GAUGE,
+        ("state",),
+        "Engine processes: attached; gone, while pages wait for the end of their process.",
+        values={"state": ("attached", "gone")},
+    ),
+    WORKERS := MetricSpec(
+        "kvbridge_workers",
+        _GAUGE,
+        ("state",),
+        "Rank workers of this node.",
+        values={"state": ("absent", "starting", "ready")},
+    ),
+    WORKER_RESTARTS := MetricSpec(
+        "kvbridge_worker_restarts_total",
+        _COUNTER,
+        ("reason",),
+        "Rank workers started again.",
+        values={"reason": ("exited", "killed", "start_failed")},
+    ),
+    REGISTRATION := MetricSpec(
+        "kvbridge_registration_progress_ratio", _GAUGE, (), "Pool memory registered with the transport: 1 when all is."
+    ),
+    # Control messages.
     FRAMES_REFUSED := MetricSpec(
         "kvbridge_control_frames_refused_total",
         _COUNTER,
@@ -152,180 +283,90 @@ METRICS: tuple[MetricSpec, ...] = (
     UNDELIVERED := MetricSpec(
         "kvbridge_control_undelivered_total", _COUNTER, (), "Control messages that were given up unacknowledged."
     ),
-    WORKER_RESTARTS := MetricSpec(
-        "kvbridge_worker_restarts_total", _COUNTER, ("reason",), "Rank workers started again."
+    # The directory.
+    INSTANCES := MetricSpec(
+        "kvbridge_instances",
+        _GAUGE,
+        ("role", "state"),
+        "Registered instances: ready to be paired, complete and not ready, or with ranks missing.",
+        (BOOTSTRAP,),
+        values={"role": NODES, "state": ("ready", "not_ready", "incomplete")},
     ),
-    REGISTRATION := MetricSpec(
-        "kvbridge_registration_progress_ratio", _GAUGE, (), "Pool memory registered with the transport: 1 when all is."
+    HEARTBEAT_AGE := MetricSpec(
+        "kvbridge_heartbeat_age_seconds",
+        _GAUGE,
+        ("role", "daemon"),
+        "Since a registered node was last heard of; it is forgotten at directory.expire_after_s. Of several, the oldest.",
+        (BOOTSTRAP,),
+    ),
+    PAIRINGS := MetricSpec(
+        "kvbridge_pairings_total",
+        _COUNTER,
+        ("outcome",),
+        "Requests for a pair: `paired`, or the code of the error that the caller was answered.",
+        (BOOTSTRAP,),
+        values={"outcome": _PAIRING_OUTCOMES},
+    ),
+    PAIRING_DURATION := MetricSpec(
+        "kvbridge_pairing_duration_seconds",
+        _HISTOGRAM,
+        ("outcome",),
+        "How long they took, both reservations included.",
+        (BOOTSTRAP,),
+        values={"outcome": _PAIRING_OUTCOMES},
+        buckets=_PHASE_BUCKETS_S,
     ),
     STORE_REFUSED := MetricSpec(
         "kvbridge_store_values_refused_total",
         _COUNTER,
         ("reason",),
         "Values in the directory's store that were malformed and treated as absent: node or room.",
+        (BOOTSTRAP,),
+        values={"reason": ("node", "room")},
     ),
     STORE_FAILED := MetricSpec(
         "kvbridge_store_failures_total",
         _COUNTER,
         ("reason",),
         "Calls to the directory's store that failed: timeout, connection or refused.",
+        (BOOTSTRAP,),
+        values={"reason": ("connection", "refused", "timeout")},
+    ),
+    # HTTP.
+    HTTP_REQUESTS := MetricSpec(
+        "kvbridge_http_requests_total",
+        _COUNTER,
+        ("route", "method", "code"),
+        "HTTP requests that were answered, by the route's template (`other`: no route) and status; 499: the caller left first.",
+        EVERYBODY,
+    ),
+    HTTP_DURATION := MetricSpec(
+        "kvbridge_http_request_duration_seconds",
+        _HISTOGRAM,
+        ("route", "method"),
+        "How long they took, until the last byte of the answer; those that wait for something wait.",
+        EVERYBODY,
+        buckets=(*_PHASE_BUCKETS_S, 60.0),
+    ),
+    LINES_LEFT_OUT := MetricSpec(
+        "kvbridge_log_lines_left_out_total",
+        _COUNTER,
+        ("event",),
+        "Log lines that were not written because there were too many of their kind, which a line `lines_left_out` tells.",
+        EVERYBODY,
+        values={"event": ("frame_refused", "room_ended", "room_message_refused")},
     ),
 )
 
 
-class BusyTime:
-    """The union of overlapping intervals, as they happen: how long at least one thing was under way.
-
-    `begin` and `end` come in pairs; time is the caller's clock, in seconds.
-    """
-
-    def __init__(self) -> None:
-        self._under_way = 0
-        self._since_s = 0.0
-        self._total_s = 0.0
-
-    def begin(self, now_s: float) -> None:
-        """One more thing is under way."""
-        if self._under_way == 0:
-            self._since_s = now_s
-        self._under_way += 1
-
-    def end(self, now_s: float) -> None:
-        """One thing has ended."""
-        if self._under_way == 0:
-            raise ValueError("nothing is under way")
-        self._under_way -= 1
-        if self._under_way == 0:
-            self._total_s += now_s - self._since_s
-
-    def take_s(self, now_s: float) -> float:
-        """Return the busy seconds since the last call, what is still under way included."""
-        if self._under_way:
-            self._total_s += now_s - self._since_s
-            self._since_s = now_s
-        taken, self._total_s = self._total_s, 0.0
-        return taken
-
-
-class _SizeHistogram:
-    """A histogram that takes many observations of one size at once, which `prometheus_client.Histogram` does not."""
-
-    def __init__(self, spec: MetricSpec) -> None:
-        self._spec = spec
-        self._counts: dict[tuple[str, ...], list[int]] = {}
-        self._sums: dict[tuple[str, ...], float] = {}
-
-    def observe(self, labels: tuple[str, ...], size: float, count: int) -> None:
-        counts = self._counts.setdefault(labels, [0] * (len(self._spec.buckets) + 1))
-        counts[bisect_left(self._spec.buckets, size)] += count
-        self._sums[labels] = self._sums.get(labels, 0.0) + size * count
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._spec.name, self._spec.help, labels=self._spec.labels)
-        bounds = [*(f"{bound:.1f}" for bound in self._spec.buckets), "+Inf"]
-        for labels, counts in self._counts.items():
-            buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric(labels, buckets, self._sums[labels])
-        yield family
-
-
-class Metrics:
-    """The metrics of one daemon, in a registry of its own. Used by one thread: that of the daemon's loop."""
-
-    def __init__(self, *, role: str, version: str, clock: Clock = monotonic) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        self._clock = clock
-        self._counters = {
-            spec: Counter(spec.name, spec.help, spec.labels, registry=self.registry)
-            for spec in METRICS
-            if spec.kind is MetricKind.COUNTER
-        }
-        self._gauges = {
-            spec: Gauge(spec.name, spec.help, spec.labels, registry=self.registry)
-            for spec in METRICS
-            if spec.kind is MetricKind.GAUGE
-        }
-        self._histograms = {
-            spec: Histogram(spec.name, spec.help, spec.labels, buckets=spec.buckets, registry=self.registry)
-            for spec in (PHASE, WAIT)
-        }
-        self._operations = _SizeHistogram(OPERATION)
-        self.registry.register(self._operations)
-        self._busy: dict[tuple[str, ...], BusyTime] = {}
-        self._seen: dict[MetricSpec, set[str]] = {}
-        self._gauges[BUILD].labels(version, role).set(1)
-
-    def render(self) -> tuple[bytes, str]:
-        """Return the scrape's body and its content type."""
-        now_s = self._clock()
-        for labels, busy in self._busy.items():
-            self.count(BUSY, *labels, by=busy.take_s(now_s))
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
-
-    def transferred(self, amounts: Amounts, direction: Direction, transport: str) -> None:
-        """Count what has arrived: bytes by component, and its operations at their mean size."""
-        for kind, amount in amounts.items():
-            labels = self._bounded(TRANSFERRED, (kind.value, direction.value, transport))
-            self.count(TRANSFERRED, *labels, by=amount.bytes)
-            if amount.operations:
-                self._operations.observe(labels, amount.bytes / amount.operations, amount.operations)
-
-    def transfer_began(self, direction: Direction, transport: str) -> None:
-        """A transfer is under way; `transfer_ended` with the same words follows, whatever becomes of it."""
-        labels = self._bounded(BUSY, (direction.value, transport))
-        self._busy.setdefault(labels, BusyTime()).begin(self._clock())
-
-    def transfer_ended(self, direction: Direction, transport: str) -> None:
-        """A transfer is over."""
-        self._busy[self._bounded(BUSY, (direction.value, transport))].end(self._clock())
-
-    def count(self, metric: MetricSpec, *labels: str, by: float = 1) -> None:
-        """Add to a counter."""
-        counter = self._counters[metric]
-        (counter.labels(*self._bounded(metric, labels)) if labels else counter).inc(by)
-
-    def set(self, metric: MetricSpec, value: float) -> None:
-        """Set a gauge without labels."""
-        self._gauges[metric].set(value)
-
-    def replace(self, metric: MetricSpec, values: Mapping[str, float], *first_labels: str) -> None:
-        """Set a gauge for values of its last label; those that are left out become 0."""
-        known = {self._known(metric, label): value for label, value in values.items()}
-        for label in self._seen.get(metric, set()):
-            self._gauges[metric].labels(*first_labels, label).set(known.get(label, 0))
-
-    def observe(self, metric: MetricSpec, seconds: float, *labels: str) -> None:
-        """Add one observation to a histogram."""
-        self._histograms[metric].labels(*self._bounded(metric, labels)).observe(seconds)
-
-    def store_value_refused(self, reason: str) -> None:
-        """See StoreObserver."""
-        self.count(STORE_REFUSED, reason)
-
-    def store_failed(self, reason: str) -> None:
-        """See StoreObserver."""
-        self.count(STORE_FAILED, reason)
-
-    def _bounded(self, metric: MetricSpec, labels: tuple[str, ...]) -> tuple[str, ...]:
-        """The last label may be a word from outside."""
-        return *labels[:-1], self._known(metric, labels[-1])
-
-    def _known(self, spec: MetricSpec, value: str) -> str:
-        """Return a label value, or "other" once a metric has seen too many: some of these words come from peers."""
-        seen = self._seen.setdefault(spec, set())
-        if value not in seen and len(seen) >= MAX_LABEL_VALUES:
-            return "other"
-        seen.add(value)
-        return value
-
-
 def metrics_table() -> str:
-    """Return the text of METRICS.md: every metric in a table."""
-    rows = [
-        f"| `{spec.name}` | {spec.kind} | {', '.join(f'`{label}`' for label in spec.labels) or '-'} | {spec.help} |"
-        for spec in METRICS
-    ]
-    head = ["# Metrics", "", "| name | type | labels | meaning |", "|---|---|---|---|"]
-    tail = ["", "The usual `process_*` metrics are there as well.", ""]
-    return "\n".join(head + rows + tail)
+    """Return the text of METRICS.md: every metric in a table, and every phase."""
+    lines = ["# Metrics", "", "| name | type | labels | daemons | meaning |", "|---|---|---|---|---|"]
+    for spec in METRICS:
+        labels = ", ".join(f"`{label}`" for label in spec.labels) or "-"
+        roles = "all" if spec.roles == EVERYBODY else ", ".join(spec.roles)
+        lines.append(f"| `{spec.name}` | {spec.kind} | {labels} | {roles} | {spec.help} |")
+    lines += ["", "The usual `process_*` metrics are there as well.", "", "## Phases of a room", ""]
+    lines += ["| daemon | `phase` | meaning |", "|---|---|---|"]
+    lines += [f"| {role} | `{phase}` | {what} |" for role, phases in PHASES.items() for phase, what in phases.items()]
+    return "\n".join([*lines, ""])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,13 @@ from kvbridge.api.status import AdmissionStatus, ClientStatus
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
+from kvbridge.core.ids import IndexSpace
 from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import EventStream, RequestRefused, RequestWaited, WaitOutcome
 
 log = structlog.get_logger(__name__)
@@ -46,6 +49,8 @@ class _WaitingRequest(Waiting):
 
     request: AdmissionRequest
     outcome: asyncio.Future[RoomReport]
+    context: Context
+    """In which it was asked for: whoever frees the pages acts on behalf of somebody else."""
 
 
 class AdmissionController:
@@ -140,7 +145,7 @@ class AdmissionController:
             raise self._over_cap(request.client, f"{waiting} waiting requests", key, most)
         demand = self._rooms.demand(request)
         outcome: asyncio.Future[RoomReport] = asyncio.get_running_loop().create_future()
-        waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome)
+        waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome, copy_context())
         self._queue.join(waiter, self._book.free_pages())
         return waiter
 
@@ -169,7 +174,7 @@ class AdmissionController:
                 return
             self._queue.granted(waiter)
             try:
-                waiter.outcome.set_result(self._admitted(waiter.request))
+                waiter.outcome.set_result(waiter.context.run(self._admitted, waiter.request))
                 self._waited(waiter, WaitOutcome.ADMITTED)
             except BridgeError as error:  # such as its room id, which somebody else has used meanwhile
                 self._refused(waiter.client, error)
@@ -301,6 +306,22 @@ class AdmissionController:
     def starved_s(self) -> float:
         """For how long nothing could be admitted."""
         return self._starvation.seconds()
+
+    def expected_free(self, within_s: float) -> dict[IndexSpace, int]:
+        """Estimate how many pages of each space will be free in `within_s` seconds if nobody takes any, quarantined ones never."""
+        soon, not_begun = self._book.pages_being_released(), self._rooms.not_begun()
+        found = {}
+        for space, states in self._book.counts().items():
+            ending = soon.get(space, 0) + sum(
+                room.pages.get(space, 0) for room in not_begun if room.ends_in_s <= within_s
+            )
+            coming = max(
+                ending if within_s >= (self._rates.usual_release_s or 0.0) else 0,
+                int(self._rates.pages_per_s().get(space, 0.0) * within_s),
+            )
+            free, taken = states[PageState.FREE], states[PageState.HELD] + states[PageState.LEASED]
+            found[space] = free + min(coming, taken)
+        return found
 
     def status(self) -> AdmissionStatus:
         """For `/status`."""

@@ -70,6 +70,8 @@ class ReceiverRoom(Room[ReceiverState]):
     addresses: tuple[PeerAddress, ...] = ()
     writers: dict[str, WriterNode] = field(default_factory=dict)
     """By incarnation; empty before every node is known."""
+    former_peer: str = ""
+    """The first of them, when they are forgotten."""
     metadata: dict[str, bytes] = field(default_factory=dict)
     expected_by: set[str] = field(default_factory=set)
     """Engines that were attached when the room was first claimed and are expected to claim it too."""
@@ -82,6 +84,8 @@ class ReceiverRoom(Room[ReceiverState]):
     """From the offer on, when digests are wanted."""
     offered_s: float = 0.0
     committed_s: float = 0.0
+    claimed_s: float = 0.0
+    """By the first engine; 0 before."""
     reserved_tokens: int = 0
 
     @property
@@ -97,7 +101,7 @@ class ReceiverRoom(Room[ReceiverState]):
     @property
     def first_peer(self) -> str:
         """See Room."""
-        return next(iter(self.writers), "")
+        return next(iter(self.writers), self.former_peer)
 
     @property
     def waits_for(self) -> str:
@@ -151,6 +155,7 @@ class ReceiverRoom(Room[ReceiverState]):
 
     def forget_details(self) -> None:
         """Keep what a receipt needs."""
+        self.former_peer = self.first_peer
         self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
 
 

@@ -245,7 +245,7 @@ class SenderRooms(SenderDriver):
         room.peer, room.destination, room.offered_s = peer, offer.tables, self._clock()
         room.peers = (self._ports.nodes.name(peer),)
         room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
-        room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
+        room.phases_s["admit_to_offer_received"] = room.offered_s - room.created_s
         self.advance(room, SenderEvent.OFFER)
         self.settle(room)
 

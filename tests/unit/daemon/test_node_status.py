@@ -130,8 +130,13 @@ def test_what_is_only_known_when_somebody_scrapes(prefill: NodeDaemon) -> None:
     shown = page.decode()
     for line in (
         'kvbridge_pool_pages{space="full",state="free"} 8.0',
-        'kvbridge_peers{state="known"} 0.0',
-        "kvbridge_endpoint_epoch 0.0",
+        'kvbridge_pool_bytes{space="full",state="leased"} 0.0',
+        'kvbridge_pages_expected_free{space="full",within="60s"} 8.0',
+        'kvbridge_peers{state="connected"} 0.0',
+        'kvbridge_engines{state="attached"} 0.0',
+        'kvbridge_workers{state="absent"} 1.0',
+        'kvbridge_rooms{state="transferring"} 0.0',
+        'kvbridge_directory_registration{state="none"} 1.0',
         "kvbridge_admission_waiting_requests 0.0",
         "kvbridge_ready 0.0",
     ):

@@ -1,0 +1,238 @@
+"""The values of a daemon's metrics, and the page that Prometheus scrapes.
+
+Owns: the values, which series there are, how many an open label may make. Must not know: what the metrics are about, when they
+change.
+
+A series whose labels are all of closed sets is there from the start, so that a rate over it sees the first event. `Metrics` is used
+by the thread of the daemon's loop only.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate, product
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.samples import Exemplar
+
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.telemetry.busy import BusyTime
+from kvbridge.telemetry.context import TRACE_ID
+from kvbridge.telemetry.metrics import (
+    BUSY,
+    HTTP_DURATION,
+    HTTP_REQUESTS,
+    MAX_LABEL_VALUES,
+    METHODS,
+    METRICS,
+    OPERATION,
+    PEER_BUSY,
+    PEER_TRANSFERRED,
+    STORE_FAILED,
+    STORE_REFUSED,
+    TRANSFERRED,
+)
+from kvbridge.telemetry.specs import Direction, MetricKind, MetricSpec
+
+OTHER = "other"
+LIBRARIES = (
+    ("torch",),
+    ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"),
+    ("nixl", "nixl-cu12", "nixl-cu13"),
+)
+"""Their packages, each of which has several names."""
+Labels = tuple[str, ...]
+LabelsT = TypeVar("LabelsT", bound=Labels)
+
+
+class _Distribution:
+    """The counts of one series of a histogram."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        self._exemplars: dict[int, Exemplar] = {}
+
+    def observe(self, size: float, count: int, trace_id: str) -> None:
+        """Count `count` things of one size, one of which is traced, if `trace_id` says so."""
+        bucket = bisect_left(self._bounds, size)
+        self._counts[bucket] += count
+        self._sum += size * count
+        if trace_id:
+            self._exemplars[bucket] = Exemplar({"trace_id": trace_id}, size, time.time())
+
+    def add_to(self, family: HistogramMetricFamily, labels: Labels, names: Sequence[str]) -> None:
+        counts = accumulate(self._counts)
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = [
+            (name, count, self._exemplars[at]) if at in self._exemplars else (name, count)
+            for at, (name, count) in enumerate(zip(names, counts, strict=True))
+        ]
+        family.add_metric(labels, buckets, self._sum)
+
+
+class Metrics:
+    """The metrics of one daemon, in a registry of its own."""
+
+    def __init__(
+        self, *, role: str, values: Mapping[str, Sequence[str]] | None = None, clock: Clock = monotonic
+    ) -> None:
+        """`values`: by label, the closed sets that depend on the configuration and the model."""
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._clock = clock
+        self._busy: dict[tuple[MetricSpec, Labels], BusyTime] = {}
+        self._values: dict[MetricSpec, dict[Labels, float]] = {}
+        self._distributions: dict[MetricSpec, dict[Labels, _Distribution]] = {}
+        self._words: dict[tuple[MetricSpec, str], set[str]] = {}
+        self._closed: dict[MetricSpec, tuple[Labels, ...]] = {}
+        for spec in METRICS:
+            if role in spec.roles:
+                self._open(spec, {**(values or {}), **spec.values})
+        self.registry.register(self)
+
+    def _open(self, spec: MetricSpec, values: Mapping[str, Sequence[str]]) -> None:
+        closed = spec.series
+        if not closed and all(label in values for label in spec.labels):
+            closed = tuple(product(*(values[label] for label in spec.labels)))
+        self._closed[spec] = closed
+        if spec.kind is MetricKind.HISTOGRAM:
+            self._distributions[spec] = {labels: _Distribution(spec.buckets) for labels in closed}
+        else:
+            self._values[spec] = dict.fromkeys(closed, 0.0)
+        for place, label in enumerate(spec.labels):
+            self._words[spec, label] = {labels[place] for labels in closed}
+
+    # ------------------------------------------------------------------ what others tell
+
+    def count(self, metric: MetricSpec, *labels: str, by: float = 1) -> None:
+        """Add to a counter."""
+        series = self._values[metric]
+        key = labels if labels in series else self._bounded(metric, labels)
+        series[key] = series.get(key, 0.0) + by
+
+    def assign(self, metric: MetricSpec, value: float, *labels: str) -> None:
+        """Set one series of a gauge."""
+        self._values[metric][self._bounded(metric, labels)] = float(value)
+
+    def replace(self, metric: MetricSpec, values: Mapping[LabelsT, float]) -> None:
+        """Set a gauge for everything that it is about now, the larger value where two count as "other".
+
+        What is left out is 0 when its labels are of closed sets, else not shown any more.
+        """
+        series = self._values[metric] = dict.fromkeys(self._closed[metric], 0.0)
+        for place, label in enumerate(metric.labels):
+            self._words[metric, label] = {labels[place] for labels in series}
+        for labels, value in values.items():
+            key = self._bounded(metric, labels)
+            series[key] = max(series.get(key, 0.0), value)
+
+    def observe(self, metric: MetricSpec, size: float, *labels: str, count: int = 1, trace_id: str = "") -> None:
+        """Add `count` observations of one size to a histogram, with the trace that they belong to, if not the present one."""
+        series = self._distributions[metric]
+        key = labels if labels in series else self._bounded(metric, labels)
+        if key not in series:
+            series[key] = _Distribution(metric.buckets)
+        series[key].observe(size, count, trace_id or TRACE_ID.get())
+
+    def transferred(self, amounts: Amounts, direction: Direction, transport: str, peer: str) -> None:
+        """Count what has arrived: bytes by component and by peer, and its operations at their mean size."""
+        for kind, amount in amounts.items():
+            labels = (kind.value, direction.value, transport)
+            self.count(TRANSFERRED, *labels, by=amount.bytes)
+            if amount.operations:
+                self.observe(OPERATION, amount.bytes / amount.operations, *labels, count=amount.operations)
+        self.count(
+            PEER_TRANSFERRED, peer, direction.value, transport, by=sum(amount.bytes for amount in amounts.values())
+        )
+
+    def busy(self, direction: Direction, transport: str, peer: str) -> tuple[BusyTime, BusyTime]:
+        """Where the time of transfers is kept: that of a transport, and that of a peer."""
+        keys = ((BUSY, (direction.value, transport)), (PEER_BUSY, (peer, direction.value, transport)))
+        for_all, for_peer = (
+            self._busy.setdefault((metric, self._bounded(metric, labels)), BusyTime()) for metric, labels in keys
+        )
+        return for_all, for_peer
+
+    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
+        """Show the series of a route before its first request."""
+        for method in methods:
+            self.count(HTTP_REQUESTS, route, method, str(code), by=0)
+            self._distributions[HTTP_DURATION][route, method] = _Distribution(HTTP_DURATION.buckets)
+
+    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
+        """Count an HTTP request."""
+        method = method if method in METHODS else OTHER
+        self.count(HTTP_REQUESTS, route, method, str(code))
+        self.observe(HTTP_DURATION, seconds, route, method)
+
+    def store_value_refused(self, reason: str) -> None:
+        """See StoreObserver."""
+        self.count(STORE_REFUSED, reason)
+
+    def store_failed(self, reason: str) -> None:
+        """See StoreObserver."""
+        self.count(STORE_FAILED, reason)
+
+    def _bounded(self, metric: MetricSpec, labels: Labels) -> Labels:
+        """Words of labels may come from outside, peers even choose some: only so many of them are shown."""
+        return tuple(
+            word if self._admits(self._words[metric, label], word) else OTHER
+            for label, word in zip(metric.labels, labels, strict=True)
+        )
+
+    @staticmethod
+    def _admits(words: set[str], word: str) -> bool:
+        if word not in words and len(words) >= MAX_LABEL_VALUES:
+            return False
+        words.add(word)
+        return True
+
+    # ------------------------------------------------------------------ what Prometheus sees
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the scrape's body and its content type, in the form that the Accept header asks for.
+
+        Exemplars are in OpenMetrics only.
+        """
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client's Collector."""
+        now_s = self._clock()
+        for (metric, labels), busy in self._busy.items():
+            self._values[metric][labels] = busy.total_s(now_s)
+        for metric, series in self._values.items():
+            kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
+            family = kind(metric.name, metric.help, labels=metric.labels)
+            for labels, value in series.items():
+                family.add_metric(labels, value)
+            yield family
+        for metric, distributions in self._distributions.items():
+            histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+            names = [*map(str, metric.buckets), "+Inf"]
+            for labels, distribution in distributions.items():
+                distribution.add_to(histogram, labels, names)
+            yield histogram
+
+
+def library_versions() -> tuple[str, ...]:
+    """The versions that `kvbridge_build_info` tells: of Python, torch, Mooncake and NIXL; empty for what is not installed."""
+    return (platform.python_version(), *(next(filter(None, map(_version, names)), "") for names in LIBRARIES))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
