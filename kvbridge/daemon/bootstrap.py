@@ -31,8 +31,11 @@ from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.announce import DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
+from kvbridge.daemon.live_view import bootstrap_snapshot
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
+from kvbridge.http.feed import Feed
+from kvbridge.http.live import events_router
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
@@ -78,6 +81,7 @@ class BootstrapDaemon:
             self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
         )
         self._overview = _Overview()
+        self._feed = Feed(lambda: bootstrap_snapshot(self.status()))
         self._http: HttpServer | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -104,12 +108,14 @@ class BootstrapDaemon:
         log.info("daemon_ready", http=self._http.url, store=repr(self._store))
 
     def _app(self, settings: AppSettings) -> Application:
-        return create_bootstrap_app(
+        app = create_bootstrap_app(
             directory=self.directory,
             pairing=self.pairing,
             status=self,
             settings=settings,
         )
+        app.include_router(events_router(self._feed))
+        return app
 
     async def failed(self) -> None:
         """Raise what ended the endpoint or the sweeper."""
@@ -130,6 +136,7 @@ class BootstrapDaemon:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
+        self._feed.close()
         if self._http is not None:
             await self._http.stop()
         await self._daemons.close()

@@ -6,6 +6,7 @@ Owns: what is shown and under which names. Must not know: how any of it comes ab
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any, Protocol
 
 from kvbridge import __version__
@@ -13,6 +14,7 @@ from kvbridge.api.directory import Load, NodeRegistration
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import (
     BootstrapLinkStatus,
+    DecodeNodeStatus,
     FenceStatus,
     ModelStatus,
     NodeStatus,
@@ -31,6 +33,10 @@ from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.metrics import EPOCH, OLDEST_WAIT, PEERS, POOL, QUARANTINED, READY, ROOMS, STARVED, WAITING
+
+
+SHOWN_LINKS = 64
+"""Of one node: those that carried most."""
 
 
 class ShownPeers(Protocol):
@@ -163,8 +169,16 @@ class NodeOverview:
             features=DIRECTORY_FEATURES,
             ready=not reasons,
             reasons=tuple(reason[:REASON_CHARS] for reason in reasons),
-            load=self.load(),
+            load=self.load().model_copy(update={"sent_bytes": self._sent_bytes()}),
         )
+
+    def _sent_bytes(self) -> dict[str, int]:
+        """Bytes sent to each instance; not in `load`, which is asked for many times a second."""
+        traffic, found = self._parts.recent.traffic(), Counter[str]()
+        for peer in self._peers.status():
+            if isinstance(peer, DecodeNodeStatus) and peer.incarnation in traffic:
+                found[peer.instance] += traffic[peer.incarnation].sent_bytes
+        return dict(found.most_common(SHOWN_LINKS))
 
     def load(self) -> Load:
         """How full the node is."""

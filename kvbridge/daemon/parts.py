@@ -29,6 +29,7 @@ from kvbridge.pool.memory.layout import even_boundaries
 from kvbridge.telemetry.events import EventStream
 from kvbridge.telemetry.metrics import Metrics
 from kvbridge.telemetry.readers import LogReader, MetricsReader, StatusReader
+from kvbridge.telemetry.timelines import RoomTimelines
 
 NodeConfig = PrefillConfig | DecodeConfig
 
@@ -42,6 +43,7 @@ class NodeParts:
     geometry: ModelGeometry
     metrics: Metrics
     recent: StatusReader
+    timelines: RoomTimelines
     events: EventStream
     layout: NodeLayout
     book: PageBook
@@ -54,7 +56,8 @@ class NodeParts:
     def build(cls, config: NodeConfig, role: Role) -> NodeParts:
         """Decide everything that can be decided without opening anything. Raises ConfigError, InvalidInputError."""
         metrics, recent, events = Metrics(role=role.value, version=__version__), StatusReader(), EventStream()
-        for reader in (MetricsReader(metrics), LogReader(), recent):
+        timelines = RoomTimelines()
+        for reader in (MetricsReader(metrics), LogReader(), recent, timelines):
             events.add_reader(reader)
         geometry = load_geometry(config.model)
         layout = plan_memory(config, geometry)
@@ -66,6 +69,7 @@ class NodeParts:
             geometry=geometry,
             metrics=metrics,
             recent=recent,
+            timelines=timelines,
             events=events,
             layout=layout,
             book=layout.book(),

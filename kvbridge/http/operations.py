@@ -3,7 +3,8 @@
 Owns: /health, /ready, /metrics, /version, /status, /openapi.json; middleware; the description of problems.
 Must not know: rooms, instances.
 
-/health and /ready need no token, since probes have none and learn little; /metrics needs it unless opened.
+/health and /ready need no token, since probes have none and learn little, nor do the files of the status page, which hold no data;
+/metrics needs it unless opened.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvbridge.api.status import Readiness, StatusPort
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
 from kvbridge.http.middleware import BearerToken, BodyLimit, UnhandledErrors
+from kvbridge.http.page import PAGE_PATHS, page_router
 from kvbridge.http.problems import PROBLEM_TYPE, Problem, install_problem_handlers
 
 PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -59,11 +61,11 @@ def assemble_app(
 ) -> FastAPI:
     """Build an application from its own routers and the operators' routes; `kind` is what its status page is."""
     app = FastAPI(title=title, version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
-    for router in [*routers, _operators_router(status, kind)]:
+    for router in [*routers, _operators_router(status, kind), page_router(asks_token=bool(settings.tokens))]:
         app.include_router(router)
     _describe(app, settings)
     install_problem_handlers(app)
-    open_paths = {"/health", "/ready"} | ({"/metrics"} if settings.open_metrics else set())
+    open_paths = {"/health", "/ready", *PAGE_PATHS} | ({"/metrics"} if settings.open_metrics else set())
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(BearerToken, tokens=settings.tokens, open_paths=frozenset(open_paths))
