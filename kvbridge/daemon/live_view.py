@@ -47,6 +47,7 @@ class LiveNode:
                 f"{room}:{generation}": _line((room, generation), timeline).model_dump(mode="json")
                 for (room, generation), timeline in self._parts.timelines.shown(ROOMS_OF_STATE)
             },
+            "ended": {state.value: count for state, count in self._parts.timelines.ended.items()},
             "problems": [
                 {"at_s": round(found.at_s, 3), "what": found.what, "whom": found.whom, "reason": found.reason}
                 for found in self._parts.recent.problems()
@@ -124,7 +125,7 @@ def _line(key: RoomKey, timeline: Timeline) -> RoomLine:
         state=entered.state,
         admitted_since_s=round(timeline.admitted_s, 3),
         state_since_s=round(timeline.entered_s, 3),
-        peer=entered.peer,
+        peer=timeline.peer,
         code=entered.code,
         reason=entered.reason,
     )

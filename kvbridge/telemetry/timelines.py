@@ -8,6 +8,7 @@ A room that failed is kept longer than one that completed, which nobody asks abo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -32,6 +33,8 @@ class Timeline:
     entered: RoomEntered
     """How it came into its present state."""
     entered_s: float
+    peer: str = ""
+    """The incarnation of the last node at its other end, also when that is gone."""
     facts: list[tuple[float, RoomFact]] = field(default_factory=list)
 
 
@@ -42,6 +45,8 @@ class RoomTimelines:
         self._timelines: dict[RoomKey, Timeline] = {}
         self._of_state: dict[RoomState, dict[RoomKey, Timeline]] = {state: {} for state in RoomState}
         """In the order in which rooms came into the state."""
+        self.ended: Counter[RoomState] = Counter()
+        """Rooms that ended since the start, by how they did."""
 
     def __call__(self, now_s: float, fact: Fact) -> None:
         """Read one fact."""
@@ -59,6 +64,9 @@ class RoomTimelines:
     def _enter(self, key: RoomKey, timeline: Timeline, now_s: float, fact: RoomEntered) -> None:
         self._of_state[timeline.entered.state].pop(key, None)
         timeline.entered, timeline.entered_s = fact, now_s
+        timeline.peer = fact.peer or timeline.peer
+        if fact.state.final:
+            self.ended[fact.state] += 1
         rooms = self._of_state[fact.state]
         rooms[key] = timeline
         if len(rooms) > KEPT_ENDED.get(fact.state, len(rooms)):

@@ -12,7 +12,7 @@ function fullest(free, all) {
 }
 
 // One node: itself on its own side, its peers on the other.
-export function nodeModel({status, peers, rooms, now_s: nowS}, rates) {
+export function nodeModel({status, peers, rooms, ended, now_s: nowS}, rates) {
   const sends = status.role === "prefill";
   const own = `${status.instance}/${status.node}`;
   const ends = [], links = [];
@@ -30,8 +30,7 @@ export function nodeModel({status, peers, rooms, now_s: nowS}, rates) {
   const flow = links.length ? total(links.map((link) => link.rate)) : 0;
   const full = fullest(free, all);
   const me = {id: own, name: own, ok: status.ready.ready, note: status.ready.reasons[0], rate: flow, rooms: openCount, full, here: true};
-  const ended = Object.values(peers);
-  const completed = sum(ended.map((peer) => peer.rooms_completed)), failed = sum(ended.map((peer) => peer.rooms_failed));
+  const {completed = 0, failed = 0, aborted = 0} = ended, over = completed + failed + aborted;
   rates.add("completed", nowS, completed);
   const perSecond = rates.of("completed");
   const oldest = open.length ? nowS - Math.min(...open.map((room) => room.admitted_since_s)) : null;
@@ -41,10 +40,10 @@ export function nodeModel({status, peers, rooms, now_s: nowS}, rates) {
     left: sends ? [me] : ends, right: sends ? ends : [me], links, problems: [],
     note: ends.length ? `${count(ends.length)} ${sends ? "decode" : "prefill"} ${ends.length === 1 ? "node" : "nodes"}, rates of the last seconds` : "no peer yet: the first room brings one",
     tiles: [
-      {name: sends ? "Sending" : "Receiving", value: rate(flow), curve: flow, more: `${bytes(sum(ended.map((peer) => (sends ? peer.sent_bytes : peer.received_bytes))))} in all`},
+      {name: sends ? "Sending" : "Receiving", value: rate(flow), curve: flow, more: `${bytes(sum(Object.values(peers).map((peer) => (sends ? peer.sent_bytes : peer.received_bytes))))} in all`},
       {name: "Rooms completed", value: perSecond === undefined ? "–" : `${perSecond < 10 ? perSecond.toFixed(1) : Math.round(perSecond)} /s`, curve: perSecond, more: `${count(completed)} in all`},
       {name: "Rooms open", value: count(openCount), curve: openCount, more: oldest === null ? "none waits" : `oldest ${age(oldest)}`},
-      {name: "Rooms failed", value: count(failed), tone: failed ? "alarm" : "", more: failed + completed ? `${((100 * failed) / (failed + completed)).toFixed(1)} % of those that ended` : "none has ended"},
+      {name: "Rooms failed", value: count(failed), tone: failed ? "alarm" : "", more: over ? `${((100 * failed) / over).toFixed(failed ? 1 : 0)} % of ${count(over)} that ended` : "none has ended"},
       {name: "Waiting for pages", value: count(waiting), tone: waiting ? "warn" : "", more: waiting ? `longest ${age(waitS)}` : "nobody waits"},
       {name: "Fullest pool", value: full === null ? "–" : `${Math.round(100 * full)} %`, tone: full > 0.95 ? "warn" : "", more: `${count(engines)} ${engines === 1 ? "engine" : "engines"}, ${count(status.ranks.length)} ${status.ranks.length === 1 ? "rank" : "ranks"}`},
     ],
@@ -118,7 +117,7 @@ export function fleetPools({instances}) {
       }
     }
   }
-  return Object.fromEntries(Object.entries(pools).sort(([a], [b]) => b.localeCompare(a)));
+  return Object.fromEntries(Object.entries(pools).sort(([a], [b]) => b.split(":")[0].localeCompare(a.split(":")[0])));
 }
 
 // What is said of the end that somebody has selected.

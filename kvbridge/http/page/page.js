@@ -55,12 +55,12 @@ function drawTiles(tiles) {
   keyed($("tiles"), tiles, {
     key: (tile) => tile.name,
     make: (tile) => el("div", {class: "tile"}, el("p", {class: "quiet"}, tile.name), el("p", {class: "value"}), el("p", {class: "quiet more"}),
-      tile.curve !== undefined && svg("svg", {class: "spark", viewBox: "0 0 60 20", preserveAspectRatio: "none", "aria-hidden": "true"}, svg("path"), svg("path"))),
+      "curve" in tile && svg("svg", {class: "spark", viewBox: "0 0 60 20", preserveAspectRatio: "none", "aria-hidden": "true"}, svg("path"), svg("path"))),
     update: (box, tile) => {
       box.className = `tile ${tile.tone || ""}`;
       text(box.children[1], tile.value);
       text(box.children[2], tile.more || "");
-      if (tile.curve !== undefined) drawSpark(box.lastElementChild, tile);
+      if ("curve" in tile) drawSpark(box.lastElementChild, tile);
     },
   });
 }

@@ -140,7 +140,7 @@ export class PairRoomDialog extends RoomDialog {
     return {over: FINAL.has(pair.state), parts: [
       el("p", {}, el("span", {class: `state ${pair.state}`}, pair.state), ` from ${pair.ticket.prefill.instance} to ${pair.ticket.decode.instance}`),
       ...ends.flatMap((end) => [
-        el("h3", {}, el("a", {href: end.http_url}, end.http_url)),
+        el("h3", {}, el("a", {href: end.url}, end.url)),
         end.report ? summary(end.report, end.report.age_s) : el("p", {class: "notice"}, end.error || "it does not answer"),
       ]),
     ]};

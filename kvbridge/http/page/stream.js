@@ -77,7 +77,11 @@ export async function listen(token, onDocument, onState) {
       await follow(token, hidden.signal, (...given) => {
         pause = 500;
         onState("live", true);
-        onDocument(...given);
+        try {
+          onDocument(...given);
+        } catch (error) {
+          reportError(error); // a fault of the page is no reason to connect again
+        }
       });
     } catch (error) {
       if (error instanceof Unauthorized) throw error;

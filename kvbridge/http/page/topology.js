@@ -57,7 +57,7 @@ export class Topology {
     const gap = this.roomy ? 16 : 4, height = this.roomy ? 48 : 22;
     const narrow = width < 560;
     const columns = this.roomy || narrow ? 1 : Math.min(3, Math.ceil(most / 16));
-    const share = this.roomy ? 0.3 : narrow ? 0.36 : [0, 0.2, 0.28, 0.37][columns];
+    const share = this.roomy ? 0.3 : narrow ? 0.36 : [0, 0.2, 0.3, 0.42][columns];
     const end = Math.min(230, (width * share) / columns - gap);
     const rows = Math.ceil(most / columns);
     const total = rows * (height + gap) + gap;
@@ -85,11 +85,11 @@ export class Topology {
 
   #drawCurves(links, places) {
     const fastest = Math.max(...links.map((link) => link.rate || 0), 1);
-    const moving = links.length <= MAX_MOVING;
+    const moving = links.length <= MAX_MOVING, widest = moving ? 6 : 2.2;
     const drawn = links.filter((link) => places.has(link.from) && places.has(link.to)).map((link) => {
       const [a, b] = [places.get(link.from), places.get(link.to)];
-      const start = a.x + a.width, stop = b.x, bend = (b.edge - a.edge) * 0.5;
-      const path = `M${start} ${a.middle}H${a.edge}C${a.edge + bend} ${a.middle} ${b.edge - bend} ${b.middle} ${b.edge} ${b.middle}H${stop}`;
+      const bend = (b.edge - a.edge) * 0.5;
+      const path = `M${a.edge} ${a.middle}C${a.edge + bend} ${a.middle} ${b.edge - bend} ${b.middle} ${b.edge} ${b.middle}`;
       return {...link, path, a, b, weight: Math.sqrt((link.rate || 0) / fastest)};
     });
     const items = drawn.reverse(); // the fastest on top
@@ -98,9 +98,9 @@ export class Topology {
       make: () => svg("path", {fill: "none"}),
       update: (path, link) => {
         path.setAttribute("d", link.path);
-        path.setAttribute("stroke-width", (link.rate ? 1.2 + 6 * link.weight : 1).toFixed(2));
+        path.setAttribute("stroke-width", (link.rate ? 1 + widest * link.weight : 1).toFixed(2));
         path.setAttribute("class", link.rate ? (moving ? "flows moving" : "flows") : "idle");
-        path.setAttribute("opacity", link.rate ? (moving ? 0.9 : 0.12 + 0.6 * link.weight).toFixed(2) : 0.5);
+        path.setAttribute("opacity", link.rate ? (moving ? 0.9 : 0.08 + 0.5 * link.weight ** 2).toFixed(2) : 0.5);
       },
     });
     const told = this.roomy && links.length <= 16 && drawn.length ? drawn : [];
@@ -155,20 +155,20 @@ export class Topology {
     if (group.getAttribute("aria-label") !== spoken) { group.setAttribute("aria-label", spoken); text(title, spoken); }
     box.setAttribute("width", place.width);
     box.setAttribute("height", place.height);
-    const two = this.roomy, letter = two ? 7.6 : 6.6;
+    const two = this.roomy, letter = two ? 7.8 : 7.2;
     dot.setAttribute("cx", 11);
     dot.setAttribute("cy", two ? 17 : place.height / 2);
     name.setAttribute("x", 20);
     name.setAttribute("y", two ? 21 : place.height / 2 + 4);
     const speed = end.rate == null ? "" : rate(end.rate);
-    const fits = two || place.width > 26 + 6.6 * (end.name.length + speed.length + 1);
+    const fits = two || place.width > 30 + letter * end.name.length + 6.4 * speed.length;
     const most = Math.floor((place.width - 26) / letter);
-    text(name, end.name.length > most ? `${end.name.slice(0, most - 1)}…` : end.name);
+    text(name, cut(end.name, most));
     sub.setAttribute("x", two ? 20 : place.width - 6);
     sub.setAttribute("y", two ? 37 : place.height / 2 + 4);
     sub.setAttribute("text-anchor", two ? "start" : "end");
     const detail = end.rooms == null || place.width < 170 ? "" : ` · ${count(end.rooms)} rooms`;
-    text(sub, fits ? (two ? (end.ok ? `${speed || "measuring"}${detail}` : end.note || "not ready").slice(0, most + 2) : speed) : "");
+    text(sub, fits ? (two ? (end.ok ? `${speed || "measuring"}${detail}` : cut(end.note || "not ready", most + 3)) : speed) : "");
     full.setAttribute("x", two ? 8 : 2);
     full.setAttribute("y", place.height - (two ? 6 : 3));
     full.setAttribute("width", Math.max(0, (end.full || 0) * (place.width - (two ? 16 : 4))));
@@ -198,3 +198,5 @@ export class Topology {
     [...this.ends.children].find((end) => end.dataset.key === to.id).focus();
   }
 }
+
+const cut = (words, most) => (words.length > most ? `${words.slice(0, most - 1)}…` : words);
