@@ -138,7 +138,7 @@ def _entry(after_s: float, fact: RoomFact) -> TimelineEntry:
     """A fact in words: what it says beyond its room, by the names of its fields."""
     state = fact.state if isinstance(fact, RoomEntered) else None
     details = {
-        name: _text(value)
+        name.removesuffix("_s"): _text(value)
         for name in (field.name for field in fields(fact))
         if name not in _OF_EVERY_FACT and name != "state" and (value := getattr(fact, name)) not in ("", {}, ())
     }
@@ -150,7 +150,9 @@ def _entry(after_s: float, fact: RoomFact) -> TimelineEntry:
 
 def _text(value: Any) -> str:  # noqa: ANN401 - whatever a fact has
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_text(each)}" for key, each in value.items())
+        return ", ".join(f"{key} {_text(each)}".replace("_", " ") for key, each in value.items())
     if isinstance(value, Amount):
         return f"{value.bytes:,} bytes"
-    return f"{value:.6f} s" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.2f} ms"
+    return str(value)

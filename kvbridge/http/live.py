@@ -58,7 +58,7 @@ def events_router(feed: Feed) -> APIRouter:
     router = APIRouter(prefix="/v1/events", tags=["page"])
 
     @router.get("", include_in_schema=False)
-    async def events() -> Response:
+    async def get_events() -> Response:
         """Send a snapshot, then what changes, each second until the connection ends."""
         return EventStream(feed, feed.join())
 
@@ -70,7 +70,7 @@ def timeline_router(timeline_of: Callable[[int, int | None], RoomTimeline]) -> A
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=PROBLEM_RESPONSES)
 
     @router.get("/{room}/timeline")
-    async def timeline(
+    async def get_room_timeline(
         room: RoomPath,
         generation: Annotated[int | None, NUMBER, Query(ge=1, description="Of this attempt, not of the newest.")] = None,
     ) -> RoomTimeline:

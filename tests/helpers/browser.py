@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import axe_core_python
 import pytest
 
 LOAD_S = 20.0
+AXE = Path(axe_core_python.__file__).with_name("axe.min.js")
 
 
 class Browser:
@@ -27,7 +29,8 @@ class Browser:
         metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}  # many pages share the processor of a test machine
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature, still]})
 
     def open(self, url: str) -> None:
         self.driver.get(url)
@@ -72,6 +75,12 @@ class Browser:
     def errors(self) -> list[str]:
         """What the console has been told since the last call, but for advice."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in {"SEVERE", "WARNING"}]
+
+    def axe(self) -> list[str]:
+        """What axe-core finds wrong, for readers with and without a screen: each rule and the first element."""
+        self.js(AXE.read_text())
+        script = "const done = arguments[0]; axe.run(document).then(r => done(r.violations.map(v => `${v.id}: ${v.help}: ${v.nodes[0].html} (${v.nodes[0].failureSummary})`)))"
+        return list(self.driver.execute_async_script(script))
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
         """Write a picture of the page, not only of what fits the screen."""

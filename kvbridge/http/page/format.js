@@ -4,6 +4,8 @@ const NUMBER = new Intl.NumberFormat("en");
 
 export const count = (value) => NUMBER.format(value);
 
+export const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
+
 export function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
   let unit = 0;

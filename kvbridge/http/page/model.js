@@ -1,6 +1,6 @@
 // From what a daemon says to what is drawn: ends, links with their rates, tiles. Makes no elements.
 
-import {age, bytes, count, rate} from "./format.js";
+import {age, bytes, count, plural, rate} from "./format.js";
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const known = (values) => values.filter((value) => value !== undefined);
@@ -22,6 +22,8 @@ export function nodeModel({status, peers, rooms, ended, now_s: nowS}, rates) {
     ends.push({id: key, name: peer.name, ok: !peer.problem, note: peer.problem, rate: perSecond, rooms: null, full: null});
     links.push({from: sends ? own : key, to: sends ? key : own, rate: perSecond});
   }
+  const of = (name) => name.split("/")[0], alone = (name) => ends.filter((end) => of(end.name) === of(name)).length < 2;
+  for (const end of ends) if (alone(end.name)) end.brief = of(end.name);
   ends.sort((a, b) => a.name.localeCompare(b.name, "en", {numeric: true}));
   const free = {}, all = {};
   for (const [space, states] of Object.entries(status.pools)) { free[space] = states.free; all[space] = sum(Object.values(states)); }
@@ -29,7 +31,7 @@ export function nodeModel({status, peers, rooms, ended, now_s: nowS}, rates) {
   const openCount = sum(Object.entries(status.rooms).filter(([state]) => !["completed", "failed", "aborted"].includes(state)).map(([, n]) => n));
   const flow = links.length ? total(links.map((link) => link.rate)) : 0;
   const full = fullest(free, all);
-  const me = {id: own, name: own, ok: status.ready.ready, note: status.ready.reasons[0], rate: flow, rooms: openCount, full, here: true};
+  const me = {id: own, name: own, brief: status.instance, ok: status.ready.ready, note: status.ready.reasons[0], rate: flow, rooms: openCount, full, here: true};
   const {completed = 0, failed = 0, aborted = 0} = ended, over = completed + failed + aborted;
   rates.add("completed", nowS, completed);
   const perSecond = rates.of("completed");
@@ -38,14 +40,14 @@ export function nodeModel({status, peers, rooms, ended, now_s: nowS}, rates) {
   const engines = status.engines.filter((engine) => !engine.gone).length;
   return {
     left: sends ? [me] : ends, right: sends ? ends : [me], links, problems: [],
-    note: ends.length ? `${count(ends.length)} ${sends ? "decode" : "prefill"} ${ends.length === 1 ? "node" : "nodes"}, rates of the last seconds` : "no peer yet: the first room brings one",
+    note: ends.length ? `${plural(ends.length, `${sends ? "decode" : "prefill"} node`)}, rates of the last seconds` : "no peer yet: the first room brings one",
     tiles: [
       {name: sends ? "Sending" : "Receiving", value: rate(flow), curve: flow, more: `${bytes(sum(Object.values(peers).map((peer) => (sends ? peer.sent_bytes : peer.received_bytes))))} in all`},
       {name: "Rooms completed", value: perSecond === undefined ? "–" : `${perSecond < 10 ? perSecond.toFixed(1) : Math.round(perSecond)} /s`, curve: perSecond, more: `${count(completed)} in all`},
       {name: "Rooms open", value: count(openCount), curve: openCount, more: oldest === null ? "none waits" : `oldest ${age(oldest)}`},
       {name: "Rooms failed", value: count(failed), tone: failed ? "alarm" : "", more: over ? `${((100 * failed) / over).toFixed(failed ? 1 : 0)} % of ${count(over)} that ended` : "none has ended"},
       {name: "Waiting for pages", value: count(waiting), tone: waiting ? "warn" : "", more: waiting ? `longest ${age(waitS)}` : "nobody waits"},
-      {name: "Fullest pool", value: full === null ? "–" : `${Math.round(100 * full)} %`, tone: full > 0.95 ? "warn" : "", more: `${count(engines)} ${engines === 1 ? "engine" : "engines"}, ${count(status.ranks.length)} ${status.ranks.length === 1 ? "rank" : "ranks"}`},
+      {name: "Fullest pool", value: full === null ? "–" : `${Math.round(100 * full)} %`, tone: full > 0.95 ? "warn" : "", more: `${plural(engines, "engine")}, ${plural(status.ranks.length, "rank")}`},
     ],
   };
 }
@@ -93,7 +95,7 @@ export function bootstrapModel({status, instances, now_s: nowS}, rates) {
     problems: bad.flatMap((end) => instances[end.id].reasons.map((reason) => ({what: "not ready", whom: end.name, reason}))),
     roomCounts: {pairing: 0, paired: 0, cancelled: 0, ...status.rooms},
     tiles: [
-      {name: "Between instances", value: rate(flow), curve: flow, more: `${count(drawn.filter((link) => link.rate).length)} links carry something`},
+      {name: "Between instances", value: rate(flow), curve: flow, more: `over ${plural(drawn.filter((link) => link.rate).length, "link")}`},
       {name: "Prefill ready", value: `${count(ends.prefill.filter((end) => end.ok).length)} of ${count(ends.prefill.length)}`, tone: tone(ends.prefill), more: "instances"},
       {name: "Decode ready", value: `${count(ends.decode.filter((end) => end.ok).length)} of ${count(ends.decode.length)}`, tone: tone(ends.decode), more: "instances"},
       {name: "Rooms open", value: count(open), curve: open, more: "on decode instances"},

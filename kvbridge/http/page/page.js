@@ -22,7 +22,7 @@ function show(document_, fresh) {
   shown = document_;
   const fleet = Boolean(shown.instances);
   document.body.classList.toggle("fleet", fleet);
-  roomDialog ||= fleet ? new PairRoomDialog($("room"), token) : new NodeRoomDialog($("room"), token);
+  roomDialog ||= fleet ? new PairRoomDialog($("room"), token) : new NodeRoomDialog($("room"), token, (peer) => shown.peers[peer]?.name || peer);
   model = fleet ? bootstrapModel(shown, rates) : nodeModel(shown, rates);
   drawHead(fleet);
   drawTiles(model.tiles);
@@ -70,10 +70,10 @@ function drawSpark(picture, tile) {
   values.push(tile.curve || 0);
   if (values.length > 61) values.shift();
   history.set(tile.name, values);
-  const most = Math.max(...values, 1e-9);
-  const points = values.map((value, index) => `${60 - values.length + 1 + index} ${(19 - (17 * value) / most).toFixed(1)}`);
+  const most = Math.max(...values, 1e-9), step = 60 / (Math.max(values.length, 12) - 1);
+  const points = values.map((value, index) => `${(60 - (values.length - 1 - index) * step).toFixed(1)} ${(19 - (17 * value) / most).toFixed(1)}`);
   picture.children[0].setAttribute("class", "area");
-  picture.children[0].setAttribute("d", `M${60 - values.length + 1} 20L${points.join("L")}V20Z`);
+  picture.children[0].setAttribute("d", `M${points[0].split(" ")[0]} 20L${points.join("L")}V20Z`);
   picture.children[1].setAttribute("class", "line");
   picture.children[1].setAttribute("d", `M${points.join("L")}`);
 }

@@ -38,7 +38,7 @@ export class RoomList {
         button.setAttribute("aria-pressed", String(this.only === phase));
         text(amount, count(counts[phase] || 0));
         bar.firstElementChild.style.setProperty("width", `${(100 * (counts[phase] || 0)) / most}%`);
-        text(old, !FINAL.has(phase) && oldest[phase] ? `longest ${age(oldest[phase])}` : "");
+        text(old, !FINAL.has(phase) && oldest[phase] ? `max ${age(oldest[phase])}` : "");
       },
     });
     const shown = rooms.filter((room) => !this.only || room.state === this.only).sort(order(nowS));
@@ -83,7 +83,9 @@ function order(nowS) {
 
 // What one room has been through, in a dialog that follows it to its end.
 export class RoomDialog {
-  constructor(dialog, token) {
+  // `token()` is the present one; `name(incarnation)` is what a peer is called.
+  constructor(dialog, token, name) {
+    this.name = name;
     this.dialog = dialog;
     this.title = dialog.querySelector("h2");
     this.body = dialog.querySelector("#room-body");
@@ -127,7 +129,7 @@ export class NodeRoomDialog extends RoomDialog {
     const states = timeline.entries.filter((entry) => entry.state);
     const last = states[states.length - 1];
     return {over: FINAL.has(last.state), parts: [
-      current && summary(current, timeline.age_s), gantt(states, timeline.age_s), el("h3", {}, "What happened"), entries(timeline.entries),
+      current && summary(current, timeline.age_s), gantt(states, timeline.age_s), el("h3", {}, "What happened"), entries(timeline.entries, this.name),
     ].filter(Boolean)};
   }
 }
@@ -175,10 +177,17 @@ function gantt(states, wholeS) {
     el("figcaption", {}, el("ul", {class: "legend"}, ...bars.map((bar, index) => el("li", {class: bar.state}, el("span", {}, words[index]))))));
 }
 
-function entries(list) {
-  return el("ol", {class: "timeline"}, ...list.map((entry) => el("li", {class: entry.state || "fact"},
-    el("span", {class: "after"}, `+${age(entry.after_s)}`),
-    el("span", {class: "what"}, entry.what),
-    Object.keys(entry.details).length > 0 && el("span", {class: "details"},
-      Object.entries(entry.details).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(" · ")))));
+function entries(list, nameOf) {
+  let peer = "";
+  return el("ol", {class: "timeline"}, ...list.map((entry) => {
+    const {reason, peer: other, ...details} = entry.details;
+    const words = Object.entries(details).map(([name, value]) => `${name.replaceAll("_", " ")}: ${value}`);
+    if (other && other !== peer) words.push(`with ${nameOf(other)}`);
+    peer = other || peer;
+    return el("li", {class: entry.state || "fact"},
+      el("span", {class: "after"}, `+${age(entry.after_s)}`),
+      el("span", {class: "what"}, entry.what),
+      reason && el("span", {class: "details why"}, reason),
+      words.length > 0 && el("span", {class: "details"}, words.join(" · ")));
+  }));
 }

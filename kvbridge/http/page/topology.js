@@ -1,9 +1,9 @@
 // Who sends to whom and how fast: prefill on the left, decode on the right, a curve for each link.
 //
-// `draw(model)` takes {left, right, links}: ends {id, name, ok, note, rate, rooms, full, here} and links {from, to, rate}.
+// `draw(model)` takes {left, right, links}: ends {id, name, brief, ok, note, rate, rooms, full, here} and links {from, to, rate}.
 // The whole picture is one tab stop; arrow keys go from end to end, Enter or a click selects one and shows its links alone.
 
-import {count, keyed, rate, svg, text} from "./format.js";
+import {keyed, plural, rate, svg, text} from "./format.js";
 
 const MAX_CURVES = 240; // of a large fleet: the fastest; all of whoever is selected
 const MAX_MOVING = 24; // beyond that, curves stand still: motion costs, and tells nothing any more
@@ -57,7 +57,7 @@ export class Topology {
     const gap = this.roomy ? 16 : 4, height = this.roomy ? 48 : 22;
     const narrow = width < 560;
     const columns = this.roomy || narrow ? 1 : Math.min(3, Math.ceil(most / 16));
-    const share = this.roomy ? 0.3 : narrow ? 0.36 : [0, 0.2, 0.3, 0.42][columns];
+    const share = this.roomy ? (narrow ? 0.4 : 0.3) : narrow ? 0.36 : [0, 0.2, 0.3, 0.42][columns];
     const end = Math.min(230, (width * share) / columns - gap);
     const rows = Math.ceil(most / columns);
     const total = rows * (height + gap) + gap;
@@ -110,7 +110,7 @@ export class Topology {
       update: (label, link) => {
         const t = this.#labelAt(link), mid = 3 * t * t - 2 * t * t * t;
         label.setAttribute("x", link.a.edge + (link.b.edge - link.a.edge) * t);
-        label.setAttribute("y", link.a.middle + (link.b.middle - link.a.middle) * mid);
+        label.setAttribute("y", link.a.middle + (link.b.middle - link.a.middle) * mid - 12);
         text(label, rate(link.rate));
       },
     });
@@ -150,7 +150,7 @@ export class Topology {
     group.setAttribute("aria-pressed", String(end.id === this.selected));
     group.setAttribute("class", ["end", place.side, end.ok ? "ok" : "bad", end.here && "here", !linked.has(end.id) && "dim"].filter(Boolean).join(" "));
     const used = end.full == null ? "" : `, ${Math.round(end.full * 100)} % of its fullest pool in use`;
-    const rooms = end.rooms == null ? "" : `, ${count(end.rooms)} rooms`;
+    const rooms = end.rooms == null ? "" : `, ${plural(end.rooms, "room")}`;
     const spoken = `${end.name}: ${end.ok ? "ready" : end.note || "not ready"}, ${place.side === "left" ? "sends" : "receives"} ${rate(end.rate)}${rooms}${used}`;
     if (group.getAttribute("aria-label") !== spoken) { group.setAttribute("aria-label", spoken); text(title, spoken); }
     box.setAttribute("width", place.width);
@@ -161,13 +161,13 @@ export class Topology {
     name.setAttribute("x", 20);
     name.setAttribute("y", two ? 21 : place.height / 2 + 4);
     const speed = end.rate == null ? "" : rate(end.rate);
-    const fits = two || place.width > 30 + letter * end.name.length + 6.4 * speed.length;
+    const fits = two || place.width > 30 + letter * (end.brief || end.name).length + 6.4 * speed.length;
     const most = Math.floor((place.width - 26) / letter);
-    text(name, cut(end.name, most));
+    text(name, cut(end.brief || end.name, most));
     sub.setAttribute("x", two ? 20 : place.width - 6);
     sub.setAttribute("y", two ? 37 : place.height / 2 + 4);
     sub.setAttribute("text-anchor", two ? "start" : "end");
-    const detail = end.rooms == null || place.width < 170 ? "" : ` · ${count(end.rooms)} rooms`;
+    const detail = end.rooms == null || place.width < 170 ? "" : ` · ${plural(end.rooms, "room")}`;
     text(sub, fits ? (two ? (end.ok ? `${speed || "measuring"}${detail}` : cut(end.note || "not ready", most + 3)) : speed) : "");
     full.setAttribute("x", two ? 8 : 2);
     full.setAttribute("y", place.height - (two ? 6 : 3));
