@@ -59,7 +59,9 @@ class LiveNode:
         found = self._parts.timelines.of(room, generation)
         if found is None:
             which = f"room {room}" if generation is None else f"room {room} in generation {generation}"
-            raise UnknownRoomError(f"what happened to {which} is not kept here (never admitted, or ended and forgotten)")
+            raise UnknownRoomError(
+                f"what happened to {which} is not kept here (never admitted, or ended and forgotten)"
+            )
         generation, timeline = found
         return RoomTimeline(
             room=room,

@@ -34,7 +34,6 @@ from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.metrics import EPOCH, OLDEST_WAIT, PEERS, POOL, QUARANTINED, READY, ROOMS, STARVED, WAITING
 
-
 SHOWN_LINKS = 64
 """Of one node: those that carried most."""
 

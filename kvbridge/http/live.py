@@ -72,7 +72,9 @@ def timeline_router(timeline_of: Callable[[int, int | None], RoomTimeline]) -> A
     @router.get("/{room}/timeline")
     async def get_room_timeline(
         room: RoomPath,
-        generation: Annotated[int | None, NUMBER, Query(ge=1, description="Of this attempt, not of the newest.")] = None,
+        generation: Annotated[
+            int | None, NUMBER, Query(ge=1, description="Of this attempt, not of the newest.")
+        ] = None,
     ) -> RoomTimeline:
         """Return what happened to a room on this node, while it is open and for a while after its end."""
         return timeline_of(room, generation)

@@ -29,7 +29,10 @@ class Browser:
         metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        still = {"name": "prefers-reduced-motion", "value": "reduce"}  # many pages share the processor of a test machine
+        still = {
+            "name": "prefers-reduced-motion",
+            "value": "reduce",
+        }  # many pages share the processor of a test machine
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature, still]})
 
     def open(self, url: str) -> None:
@@ -40,7 +43,12 @@ class Browser:
 
     def text(self, selector: str) -> str:
         """What a reader sees of an element; empty when there is none."""
-        return str(self.js("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+        return str(
+            self.js(
+                "return document.querySelector(arguments[0])?.innerText ?? document.querySelector(arguments[0])?.textContent ?? ''",
+                selector,
+            )
+        )
 
     def texts(self, selector: str) -> list[str]:
         return list(self.js("return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector))
@@ -93,7 +101,7 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Start Debian's Chromium; skip where there is none (`make servers` installs it)."""
+    """Start Debian's Chromium; skip where there is none (`make browser` installs it)."""
     from selenium import webdriver
 
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")

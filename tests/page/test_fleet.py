@@ -56,7 +56,10 @@ def test_a_name_too_long_for_its_box_does_not_run_into_the_rate(large: Fleet, ta
 def test_who_is_not_ready_is_told_with_the_reason(large: Fleet, tab: Browser) -> None:
     tab.open(large.url)
     tab.live()
-    assert tab.js("return [...document.querySelectorAll('.end.bad')].map(e => e.dataset.key)") == ["prefill-7", "decode-7"]
+    assert tab.js("return [...document.querySelectorAll('.end.bad')].map(e => e.dataset.key)") == [
+        "prefill-7",
+        "decode-7",
+    ]
     assert "killed by SIGKILL" in tab.text("#problems")
     assert "99 of 100" in tab.text("#tiles")
 

@@ -44,7 +44,11 @@ def pair() -> Iterator[Pair]:
 
 def rooms_shown(tab: Browser) -> dict[str, str]:
     """The phase of each room in the list, in its order."""
-    return dict(tab.js("return [...document.querySelectorAll('.rooms tbody tr')].map(r => [r.querySelector('button').textContent, r.className])"))
+    return dict(
+        tab.js(
+            "return [...document.querySelectorAll('.rooms tbody tr')].map(r => [r.querySelector('button').textContent, r.className])"
+        )
+    )
 
 
 @pytest.mark.parametrize("daemon", ["decode", "prefill", "bootstrap"])
@@ -177,9 +181,14 @@ def test_it_is_accessible(pair: Pair, tab: Browser, daemon: str, *, dark: bool) 
     tab.size(1280, 900, dark=dark)
     tab.open(pair.url(daemon))
     tab.live()
-    assert tab.js("return getComputedStyle(document.body).backgroundColor") == ("rgb(15, 21, 28)" if dark else "rgb(244, 246, 249)")
+    assert tab.js("return getComputedStyle(document.body).backgroundColor") == (
+        "rgb(15, 21, 28)" if dark else "rgb(244, 246, 249)"
+    )
     assert tab.axe() == []
     if daemon == "decode":
-        tab.js("[...document.querySelectorAll('button.open')].find(e => e.textContent === arguments[0]).click()", str(pair.cancelled))
+        tab.js(
+            "[...document.querySelectorAll('button.open')].find(e => e.textContent === arguments[0]).click()",
+            str(pair.cancelled),
+        )
         tab.until("the timeline", lambda: tab.texts("#room .timeline .what"))
         assert tab.axe() == []
