@@ -2,9 +2,9 @@
 
 Owns: `GET /v1/events` and `GET /v1/requests/{room}/timeline`. Must not know: what a snapshot holds.
 
-`GET /v1/events` is a stream of server-sent events behind the same token as the rest: first `snapshot` with everything that the page
-shows, then a `change` a second, a JSON merge patch (RFC 7396) to it. It ends with the daemon, and for a listener that does not keep up.
-It is not in /openapi.json, which has no words for an answer without an end.
+`GET /v1/events` is a stream of server-sent events behind the same token as the rest: first `snapshot` with everything that the
+page shows, then a `change` a second, a JSON merge patch (RFC 7396) to it. It ends with the daemon, and for a listener that does
+not keep up. It is not in /openapi.json, which has no words for an answer without an end.
 """
 
 from __future__ import annotations

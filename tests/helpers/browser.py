@@ -87,7 +87,9 @@ class Browser:
     def axe(self) -> list[str]:
         """What axe-core finds wrong, for readers with and without a screen: each rule and the first element."""
         self.js(AXE.read_text())
-        script = "const done = arguments[0]; axe.run(document).then(r => done(r.violations.map(v => `${v.id}: ${v.help}: ${v.nodes[0].html} (${v.nodes[0].failureSummary})`)))"
+        script = """
+          const told = (v) => `${v.id}: ${v.help}: ${v.nodes[0].html} (${v.nodes[0].failureSummary})`;
+          axe.run(document).then((result) => arguments[0](result.violations.map(told)))"""
         return list(self.driver.execute_async_script(script))
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:

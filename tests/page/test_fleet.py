@@ -21,7 +21,9 @@ def large() -> Iterator[Fleet]:
 
 
 def boxes(tab: Browser) -> list[dict[str, float]]:
-    script = "return [...document.querySelectorAll('.end .box')].map(e => { const r = e.getBoundingClientRect(); return {l: r.left, r: r.right, t: r.top, b: r.bottom}; })"
+    script = """
+      return [...document.querySelectorAll('.end .box')].map((e) => e.getBoundingClientRect())
+        .map((r) => ({l: r.left, r: r.right, t: r.top, b: r.bottom}))"""
     return list(tab.js(script))
 
 
@@ -38,7 +40,8 @@ def test_200_instances_are_all_there_and_none_covers_another(large: Fleet, tab: 
         for other in found[:index]:
             apart = one["l"] >= other["r"] or other["l"] >= one["r"] or one["t"] >= other["b"] or other["t"] >= one["b"]
             assert apart, (one, other)
-    names = "return [...document.querySelectorAll('.end .name')].filter(e => e.getBoundingClientRect().height < 10 || e.textContent.includes('…')).length"
+    names = """return [...document.querySelectorAll('.end .name')]
+      .filter((e) => e.getBoundingClientRect().height < 10 || e.textContent.includes('…')).length"""
     assert tab.js(names) == 0
     assert tab.js("return document.documentElement.scrollWidth") <= width
     assert tab.errors() == []
@@ -48,8 +51,11 @@ def test_a_name_too_long_for_its_box_does_not_run_into_the_rate(large: Fleet, ta
     tab.open(large.url)
     tab.live()
     tab.until("rates", lambda: any(tab.texts(".end .sub")))
-    overlap = """return [...document.querySelectorAll('.end')].filter(e => { const [n, s] = ['.name', '.sub'].map(q => e.querySelector(q).getBoundingClientRect());
-      return s.width && s.left < n.right && s.top < n.bottom && n.top < s.bottom; }).map(e => e.ariaLabel)"""
+    overlap = """
+      return [...document.querySelectorAll('.end')].filter((e) => {
+        const [n, s] = ['.name', '.sub'].map((q) => e.querySelector(q).getBoundingClientRect());
+        return s.width && s.left < n.right && s.top < n.bottom && n.top < s.bottom;
+      }).map((e) => e.ariaLabel)"""
     assert tab.js(overlap) == []
 
 

@@ -44,11 +44,9 @@ def pair() -> Iterator[Pair]:
 
 def rooms_shown(tab: Browser) -> dict[str, str]:
     """The phase of each room in the list, in its order."""
-    return dict(
-        tab.js(
-            "return [...document.querySelectorAll('.rooms tbody tr')].map(r => [r.querySelector('button').textContent, r.className])"
-        )
-    )
+    script = """
+      return [...document.querySelectorAll('.rooms tbody tr')].map((r) => [r.querySelector('button').textContent, r.className])"""
+    return dict(tab.js(script))
 
 
 @pytest.mark.parametrize("daemon", ["decode", "prefill", "bootstrap"])
@@ -107,7 +105,9 @@ def test_the_bars_are_the_pages_of_the_pools(pair: Pair, tab: Browser) -> None:
     pools = http("GET", pair.live.decode, "/status").json()["pools"]
     for space, states in pools.items():
         label = tab.js("return [...document.querySelectorAll('.pool .bar')].map(b => b.ariaLabel)")
-        told = f"{space}: {states['leased']} leased, {states['held']} held, {states['quarantined']} quarantined, {states['free']} free"
+        told = f"{space}: " + ", ".join(
+            f"{states[state]} {state}" for state in ("leased", "held", "quarantined", "free")
+        )
         assert told in label
 
 
@@ -120,7 +120,9 @@ def test_a_room_opens_and_closes_by_keyboard_alone(pair: Pair, tab: Browser) -> 
     for _ in range(60):
         tab.press(Keys.TAB)
         passed.append(tab.focused())
-        outlined = "const s = getComputedStyle(document.activeElement); return s.outlineStyle !== 'none' || document.activeElement.closest('.end') !== null"
+        outlined = """
+          const e = document.activeElement;
+          return getComputedStyle(e).outlineStyle !== 'none' || e.closest('.end') !== null"""
         assert tab.js(outlined), f"no visible focus on {passed[-1]}"
         if passed[-1] == f"button {pair.claimed}":
             break
@@ -171,7 +173,9 @@ def test_on_a_phone_nothing_is_cut_off_at_the_side(pair: Pair, tab: Browser, dae
     tab.open(pair.url(daemon))
     tab.live()
     assert tab.js("return document.documentElement.scrollWidth") <= 390
-    beyond = "return [...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest('.unseen, thead')).map(e => e.outerHTML.slice(0, 99))"
+    beyond = """
+      return [...document.querySelectorAll('main *')].filter((e) => !e.closest('.unseen, thead'))
+        .filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 99))"""
     assert tab.js(beyond) == []
 
 
