@@ -89,9 +89,7 @@ def test_an_end_is_selected_by_arrow_keys_and_shows_its_links_alone(large: Fleet
     assert tab.js("return document.querySelector('#selected').hidden") is True
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_large_fleet_is_accessible(large: Fleet, tab: Browser, *, dark: bool) -> None:
-    tab.size(1280, dark=dark)
+def test_a_large_fleet_is_accessible(large: Fleet, tab: Browser) -> None:
     tab.open(large.url)
     tab.live()
     assert tab.axe() == []
