@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from kvbridge.core.ids import FrozenModel, Positive, RoomId
+from kvbridge.core.ids import FrozenModel, Positive, RoomId, examples
 from kvbridge.core.session.states import RoomState
 
 Document = dict[str, Any]
@@ -48,6 +48,18 @@ class TimelineEntry(FrozenModel):
 
 class RoomTimeline(FrozenModel):
     """What happened to one attempt at a room on one node, the first in front."""
+
+    model_config = examples(
+        {
+            "room": 77,
+            "generation": 1,
+            "age_s": 2.5,
+            "entries": [
+                {"after_s": 0.0, "what": "admitted", "state": "admitted"},
+                {"after_s": 0.004, "what": "offered", "state": "offered", "details": {"peer": "9f1c3a5e7b2d4860"}},
+            ],
+        }
+    )
 
     room: RoomId
     generation: Positive

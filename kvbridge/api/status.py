@@ -6,17 +6,22 @@ comes about. Field names here are the JSON names of the API.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 
 from kvbridge.api.directory import InstanceView
-from kvbridge.core.ids import FrozenModel, IndexSpace, Role
+from kvbridge.core.ids import FrozenModel, IndexSpace, Role, examples
 from kvbridge.pool.accounts.page_states import PageState
 
 
 class Readiness(FrozenModel):
-    """Whether new rooms can be admitted, and every reason why not."""
+    """Whether new rooms can be admitted here, or paired by bootstrap, and every reason why not."""
+
+    model_config = examples(
+        {"ready": True, "reasons": []}, {"ready": False, "reasons": ["rank worker pp0.tp0 is starting"]}
+    )
 
     ready: bool
     reasons: tuple[str, ...] = ()
@@ -29,9 +34,24 @@ class ModelStatus(FrozenModel):
     fingerprint: str
 
 
+class RegistrationState(StrEnum):
+    """Where a node stands with the directory, by what it was last told."""
+
+    NONE = "none"
+    """It announces itself to no directory (`bootstrap.url` is empty): whoever sends requests picks it himself."""
+    REGISTERED = "registered"
+    UNREACHABLE = "unreachable"
+    """Bootstrap has not answered yet, or not lately."""
+    REFUSED = "refused"
+    """Bootstrap would not have it; `problem` says why."""
+    REPLACED = "replaced"
+    """Another process has its name now."""
+
+
 class BootstrapLinkStatus(FrozenModel):
     """A node's entry in the directory."""
 
+    state: RegistrationState
     url: str
     """Empty: the node announces itself to no directory."""
     problem: str

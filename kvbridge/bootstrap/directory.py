@@ -155,12 +155,22 @@ class Directory:
 
 def absences(listing: Iterable[InstanceView]) -> tuple[str, ...]:
     """Return why no pair can be made, judged by who is there; empty when one can."""
+    listing = tuple(listing)
+    ready = [instance for instance in listing if instance.ready]
     reasons = []
     for role in Role:
         of_role = [instance for instance in listing if instance.role is role]
-        if not any(instance.ready for instance in of_role):
+        if not any(instance.role is role for instance in ready):
             first = "".join(f"; '{each.instance}': {', '.join(each.reasons)}" for each in of_role[:1])
             reasons.append(f"no {role} instance is ready ({len(of_role)} known{first})")
+    if not reasons:
+        ways = [
+            {(one.fingerprint, mode) for one in ready if one.role is role for mode in one.meets_by} for role in Role
+        ]
+        if not set.intersection(*ways):
+            waiting = [one for one in listing if not one.ready]
+            first = "".join(f"; '{each.instance}': {', '.join(each.reasons)}" for each in waiting[:1])
+            reasons.append(f"no ready prefill instance can be paired with a ready decode instance{first}")
     return tuple(reasons)
 
 

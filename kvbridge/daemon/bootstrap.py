@@ -166,11 +166,10 @@ class BootstrapDaemon:
             log.info("store_answers", store=repr(self._store), instances=len(listing))
 
     def readiness(self) -> Readiness:
-        """Return ready whenever nodes can register, so that they come; the reasons say why no pair can be made yet."""
+        """Return ready while a pair can be made, by what is known; nodes can register meanwhile, whatever this says."""
         overview = self._overview
-        if overview.problem:
-            return Readiness(ready=False, reasons=(overview.problem,))
-        return Readiness(ready=True, reasons=absences(overview.listing))
+        reasons = (overview.problem,) if overview.problem else absences(overview.listing)
+        return Readiness(ready=not reasons, reasons=reasons)
 
     def status(self) -> BootstrapStatus:
         """Everything an operator wants to see."""
@@ -197,7 +196,7 @@ def open_store(config: BootstrapConfig, observer: StoreObserver) -> Store:
     directory, timeouts = config.directory, config.timeouts
     rooms = RoomTimes(
         # All that a pairing may wait for, one after another: a claim that is older belongs to nobody.
-        claim_s=timeouts.pair_s + timeouts.cancel_s + 2 * timeouts.store_s,
+        claim_s=2 * timeouts.pair_s + config.pairing.max_wait_s + timeouts.cancel_s + 2 * timeouts.store_s,
         keep_s=timeouts.room_keep_s,
         max_rooms=config.pairing.max_rooms,
     )

@@ -21,6 +21,7 @@ from kvbridge.api.status import (
     PeerStatuses,
     ProblemStatus,
     Readiness,
+    RegistrationState,
     TrafficStatus,
 )
 from kvbridge.core.geometry.manifest import fingerprint
@@ -76,10 +77,23 @@ class NodeOverview:
     # ------------------------------------------------------------------ StatusPort
 
     def readiness(self) -> Readiness:
-        """Whether new rooms can be admitted, and every reason why not."""
-        refusal = self.announcer.refusal if self.announcer else ""
-        reasons = [*self.obstacles(), self._admission.problem(), refusal and f"bootstrap refuses this node: {refusal}"]
-        return Readiness(ready=not any(reasons), reasons=tuple(filter(None, reasons)))
+        """Whether new rooms can be admitted, and every reason why not.
+
+        A bootstrap that is away ends new pairings only: a node that it knew is ready, and gives that as a reason all the same.
+        """
+        announcer = self.announcer
+        reasons = [*self.obstacles(), self._admission.problem(), announcer.obstacle if announcer else ""]
+        ready = not any(reasons)
+        if announcer is not None and not announcer.obstacle and announcer.problem:
+            reasons.append(f"bootstrap does not answer: {announcer.problem}")
+        return Readiness(ready=ready, reasons=tuple(filter(None, reasons)))
+
+    def _directory(self) -> BootstrapLinkStatus:
+        announcer, url = self.announcer, self._parts.config.bootstrap.url
+        if announcer is None:
+            state = RegistrationState.UNREACHABLE if url else RegistrationState.NONE
+            return BootstrapLinkStatus(state=state, url=url, problem="HTTP is not open yet" if url else "")
+        return BootstrapLinkStatus(state=announcer.state, url=url, problem=announcer.problem)
 
     def status(self) -> NodeStatus:
         """Everything an operator wants to see."""
@@ -94,9 +108,7 @@ class NodeOverview:
             model=ModelStatus(name=parts.geometry.name, fingerprint=fingerprint(parts.geometry)),
             memory_bytes=parts.layout.total_bytes,
             ready=self.readiness(),
-            bootstrap=BootstrapLinkStatus(
-                url=parts.config.bootstrap.url, problem=self.announcer.problem if self.announcer else ""
-            ),
+            bootstrap=self._directory(),
             control=self.control.endpoint if self.control else "",
             ranks=parts.workers.status(),
             engines=parts.engines.status(),

@@ -18,10 +18,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvbridge.api.live import RoomTimeline
+from kvbridge.core.errors import InvalidInputError, UnknownRoomError
 from kvbridge.http.daemon_app import RoomPath
+from kvbridge.http.description import problems
 from kvbridge.http.feed import Feed, Listener
 from kvbridge.http.numbers import NUMBER
-from kvbridge.http.operations import PROBLEM_RESPONSES
 
 
 class EventStream(Response):
@@ -67,9 +68,9 @@ def events_router(feed: Feed) -> APIRouter:
 
 def timeline_router(timeline_of: Callable[[int, int | None], RoomTimeline]) -> APIRouter:
     """Return the route of timelines; `timeline_of` is given a room and a generation, and raises UnknownRoomError."""
-    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=PROBLEM_RESPONSES)
+    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=problems(InvalidInputError))
 
-    @router.get("/{room}/timeline")
+    @router.get("/{room}/timeline", responses=problems(UnknownRoomError))
     async def get_room_timeline(
         room: RoomPath,
         generation: Annotated[
