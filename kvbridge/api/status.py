@@ -38,7 +38,7 @@ class RegistrationState(StrEnum):
     """Where a node stands with the directory, by what it was last told."""
 
     NONE = "none"
-    """It announces itself to no directory (`bootstrap.url` is empty): whoever sends requests picks it himself."""
+    """It announces itself to no directory, since `bootstrap.url` is empty or it is shutting down."""
     REGISTERED = "registered"
     UNREACHABLE = "unreachable"
     """Bootstrap has not answered yet, or not lately."""

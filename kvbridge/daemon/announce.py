@@ -126,6 +126,8 @@ class Announcer:
     @property
     def state(self) -> RegistrationState:
         """Where this node stands with the directory, as far as it knows."""
+        if self._left:
+            return RegistrationState.NONE
         if self.refusal:
             return RegistrationState.REPLACED if self._replaced else RegistrationState.REFUSED
         return RegistrationState.UNREACHABLE if self.problem else RegistrationState.REGISTERED
@@ -135,7 +137,7 @@ class Announcer:
         """Why bootstrap sends no request here; empty while it may, also when it has not answered lately."""
         if self.refusal:
             return f"bootstrap refuses this node: {self.refusal}"
-        return "" if self._registered else f"bootstrap does not know this node: {self.problem}"
+        return "" if self._registered or self._left else f"bootstrap does not know this node: {self.problem}"
 
     async def run(self) -> None:
         """Register and send heartbeats until cancelled, or until `leave`."""
@@ -216,6 +218,7 @@ class Announcer:
         """Take the entry off, for good: no heartbeat follows."""
         self._left = True
         async with self._calling:
+            self.problem = self.refusal = ""  # whatever they were, nobody waits for an entry any more
             if not self._registered:
                 return
             entry = self._registration()

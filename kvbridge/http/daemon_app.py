@@ -29,7 +29,7 @@ from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.rooms import Rooms
 
-MAX_LISTED = 500
+MAX_LISTED = 200
 """Rooms on one page of a listing."""
 
 ADMISSION_ANSWERS = {

@@ -27,7 +27,7 @@ from kvbridge.node.room import Quarantine, Room
 
 RoomT = TypeVar("RoomT", bound=Room[Any])
 
-LOOKED_AT = 2_000
+LOOKED_AT = 1_000
 """Rooms that are looked at for one page of a listing, whatever it asks for: the loop has other work."""
 
 

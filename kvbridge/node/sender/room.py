@@ -142,12 +142,12 @@ class SenderRoom(Room[SenderState]):
         self.tables, self.ranks, self.destination = {}, {}, ()
 
 
-_OTHER_WORDS = {SenderState.SENDING: RoomState.OFFERED, SenderState.FAILING: RoomState.FAILED}
+_OTHER_WORDS = {SenderState.SENDING: RoomState.TRANSFERRING, SenderState.FAILING: RoomState.FAILED}
 _USER_STATE = {state: _OTHER_WORDS.get(state) or RoomState(state.value) for state in SenderState}
 
 
 def user_state(room: SenderRoom) -> RoomState:
     """What users see: a room that is failing has failed for them, whatever is still to be cleaned up."""
-    if room.begun and room.state is SenderState.SENDING:
-        return RoomState.TRANSFERRING
+    if room.state is SenderState.SENDING and not room.begun:
+        return RoomState.OFFERED
     return _USER_STATE[room.state]

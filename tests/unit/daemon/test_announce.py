@@ -183,6 +183,9 @@ async def test_where_a_node_stands_with_the_directory() -> None:
     assert await after(None) == ("registered", "")
     state, obstacle = await after(StaleError("another has it"))
     assert (state, "another process has taken this node's name" in obstacle) == ("replaced", True)
+    directory.problem = PeerError("away")
+    await announced.leave()
+    assert (announced.state.value, announced.obstacle, announced.problem) == ("none", "", ""), "it left for good"
 
 
 @pytest.mark.parametrize(
