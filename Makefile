@@ -15,13 +15,15 @@ CLIENT_GENERATOR := openapi-python-client==0.29.1 ruamel.yaml==0.19.1
 SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
 # The tests of the shared directory run against a real server.
 TEST_SERVERS := redis-server
+# The tests of the status page run in a real browser.
+TEST_BROWSER := chromium chromium-driver fonts-dejavu-core
 
 # An interpreter that has everything already, for the GPU targets: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
-.PHONY: help setup system servers demo unit test test-all test-faults test-gpu check format bench bench-gpu soak fuzz fuzz-http clean
+.PHONY: help setup system servers browser demo unit test test-all test-faults test-gpu check format bench bench-gpu soak fuzz fuzz-http clean
 
 help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine; then with sparse decode"
@@ -59,6 +61,9 @@ system:
 servers:
 	@bash docker/system-libraries.sh $(TEST_SERVERS)
 
+browser:
+	@bash docker/system-libraries.sh $(TEST_BROWSER)
+
 demo: $(READY)
 	$(BIN)/kvbridge demo
 	$(BIN)/kvbridge demo --sparse
@@ -66,10 +71,10 @@ demo: $(READY)
 unit: $(READY) | servers
 	$(TESTS) --only unit
 
-test: $(READY) | servers
+test: $(READY) | servers browser
 	$(TESTS)
 
-test-all: $(READY) | servers
+test-all: $(READY) | servers browser
 	$(TESTS) --all
 
 test-faults: $(READY)

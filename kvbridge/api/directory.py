@@ -29,6 +29,8 @@ class Load(FrozenModel):
     free_pages: dict[str, NonNegative] = Field(default_factory=dict)
     """Free pages by index space."""
     total_pages: dict[str, NonNegative] = Field(default_factory=dict)
+    sent_bytes: Annotated[dict[Name, NonNegative], Field(max_length=256)] = Field(default_factory=dict)
+    """What this process has sent to each instance since it knows it: the sender's word for a link, which it counts in any case."""
 
 
 class ControlMode(StrEnum):

@@ -34,8 +34,11 @@ from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.announce import DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
+from kvbridge.daemon.live_view import bootstrap_snapshot
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
+from kvbridge.http.feed import Feed
+from kvbridge.http.live import events_router
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
@@ -85,6 +88,7 @@ class BootstrapDaemon:
         self.pairing.watch(self._paired)
         self._overview = _Overview()
         self._told = ToldReadiness()
+        self._feed = Feed(lambda: bootstrap_snapshot(self.status()))
         self._http: HttpServer | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -111,12 +115,14 @@ class BootstrapDaemon:
         log.info("daemon_listens", http=self._http.url, store=repr(self._store))
 
     def _app(self, settings: AppSettings) -> Application:
-        return create_bootstrap_app(
+        app = create_bootstrap_app(
             directory=self.directory,
             pairing=self.pairing,
             status=self,
             settings=settings,
         )
+        app.include_router(events_router(self._feed))
+        return app
 
     async def failed(self) -> None:
         """Raise what ended the endpoint or the sweeper."""
@@ -137,6 +143,7 @@ class BootstrapDaemon:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
+        self._feed.close()
         if self._http is not None:
             await self._http.stop()
         await self._daemons.close()

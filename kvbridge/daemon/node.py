@@ -25,12 +25,15 @@ from kvbridge.control.runtime_directory import prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
+from kvbridge.daemon.live_view import LiveNode
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
 from kvbridge.daemon.node_status import NodeOverview, ShownPeers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
 from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
+from kvbridge.http.feed import Feed
+from kvbridge.http.live import events_router, timeline_router
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.node.admission.controller import AdmissionController
@@ -74,6 +77,8 @@ class NodeDaemon:
         self.rooms = rooms
         self.admission = admission
         self.overview = NodeOverview(parts, peers, rooms, admission)
+        self._live = LiveNode(parts, self.overview)
+        self._feed = Feed(self._live.snapshot)
         self._api = api
         self._broken: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -141,6 +146,7 @@ class NodeDaemon:
                 last_first.push_async_callback(self.overview.announcer.close)
             if self._http is not None:
                 last_first.push_async_callback(self._http.stop)
+            last_first.callback(self._feed.close)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -194,12 +200,15 @@ class NodeDaemon:
         self.overview.control = self.peers.open(identity)
 
     def _app(self, settings: AppSettings) -> Application:
-        return create_daemon_app(
+        app = create_daemon_app(
             admission=self.admission,
             rooms=self.rooms,
             status=self.overview,
             settings=settings,
         )
+        app.include_router(events_router(self._feed))
+        app.include_router(timeline_router(self._live.timeline))
+        return app
 
     async def _create_memory(self) -> None:
         config, begun_s = self.parts.config, time.monotonic()

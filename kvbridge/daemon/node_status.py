@@ -15,6 +15,7 @@ from kvbridge.api.directory import Load, NodeRegistration
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import (
     BootstrapLinkStatus,
+    DecodeNodeStatus,
     FenceStatus,
     ModelStatus,
     NodeStatus,
@@ -52,6 +53,9 @@ from kvbridge.telemetry.metrics import (
     WAITING,
     WORKERS,
 )
+
+SHOWN_LINKS = 64
+"""Of one node: those that carried most."""
 
 
 class ShownPeers(Protocol):
@@ -239,8 +243,16 @@ class NodeOverview:
             features=DIRECTORY_FEATURES,
             ready=not reasons,
             reasons=tuple(reason[:REASON_CHARS] for reason in reasons),
-            load=self.load(),
+            load=self.load().model_copy(update={"sent_bytes": self._sent_bytes()}),
         )
+
+    def _sent_bytes(self) -> dict[str, int]:
+        """Bytes sent to each instance; not in `load`, which is asked for many times a second."""
+        traffic, found = self._parts.recent.traffic(), Counter[str]()
+        for peer in self._peers.status():
+            if isinstance(peer, DecodeNodeStatus) and peer.incarnation in traffic:
+                found[peer.instance] += traffic[peer.incarnation].sent_bytes
+        return dict(found.most_common(SHOWN_LINKS))
 
     def load(self) -> Load:
         """How full the node is."""

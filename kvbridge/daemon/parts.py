@@ -33,6 +33,7 @@ from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames, StatusReader
 from kvbridge.telemetry.registry import Metrics, library_versions
 from kvbridge.telemetry.specs import Direction
+from kvbridge.telemetry.timelines import RoomTimelines
 
 NodeConfig = PrefillConfig | DecodeConfig
 
@@ -47,6 +48,7 @@ class NodeParts:
     metrics: Metrics
     lines: LogReader
     recent: StatusReader
+    timelines: RoomTimelines
     events: EventStream
     layout: NodeLayout
     book: PageBook
@@ -58,6 +60,7 @@ class NodeParts:
     @classmethod
     def build(cls, config: NodeConfig, role: Role) -> NodeParts:
         """Decide everything that can be decided without opening anything. Raises ConfigError, InvalidInputError."""
+        timelines = RoomTimelines()
         geometry = load_geometry(config.model)
         layout = plan_memory(config, geometry)
         metrics, names, recent, events = (
@@ -67,7 +70,7 @@ class NodeParts:
             EventStream(),
         )
         lines = LogReader(names, metrics)
-        for reader in (names, MetricsReader(metrics, names), lines, recent):
+        for reader in (names, MetricsReader(metrics, names), lines, recent, timelines):
             events.add_reader(reader)
         layers = {rank: part.layers for rank, part in layout.parts.items()}
         socket = EngineSocket(config.timeouts.engine_settle_s, events)
@@ -78,6 +81,7 @@ class NodeParts:
             metrics=metrics,
             lines=lines,
             recent=recent,
+            timelines=timelines,
             events=events,
             layout=layout,
             book=layout.book(),

@@ -3,8 +3,8 @@
 Owns: /health, /ready, /metrics, /version, /status, /openapi.json; the order of middleware.
 Must not know: rooms, instances, how an operation is described.
 
-/health and /ready need no token, since probes have none and learn little; /metrics needs it unless opened. Load balancers may
-ask both of them by HEAD.
+/health and /ready need no token, since probes have none and learn little, nor do the files of the status page, which hold no
+data; /metrics needs it unless opened. Load balancers may ask /health and /ready by HEAD.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
 from kvbridge.http.description import describe, operation_id, problems
 from kvbridge.http.middleware import BearerToken, BodyLimit, Observed, UnhandledErrors
+from kvbridge.http.page import PAGE_PATHS, page_router
 from kvbridge.http.problems import install_problem_handlers
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = PAGE_PATHS | {"/health", "/ready"}
 METRICS_PAGE = {
     "description": "The metrics, as Prometheus reads them",
     "content": {"text/plain": {"schema": {"type": "string"}}},
@@ -67,7 +68,7 @@ def assemble_app(
         redoc_url=None,
         generate_unique_id_function=operation_id,
     )
-    for router in [*routers, _operators_router(status, kind)]:
+    for router in [*routers, _operators_router(status, kind), page_router(asks_token=bool(settings.tokens))]:
         app.include_router(router)
         for route in router.routes:
             if isinstance(route, APIRoute):

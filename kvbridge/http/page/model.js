@@ -1,0 +1,149 @@
+// From what a daemon says to what is drawn: ends, links with their rates, tiles. Makes no elements.
+
+import {age, bytes, count, plural, rate} from "./format.js";
+
+const sum = (values) => values.reduce((total, value) => total + value, 0);
+const known = (values) => values.filter((value) => value !== undefined);
+const total = (values) => (known(values).length ? sum(known(values)) : undefined);
+
+function fullest(free, all) {
+  const shares = Object.keys(all).filter((space) => all[space]).map((space) => 1 - (free[space] || 0) / all[space]);
+  return shares.length ? Math.max(...shares) : null;
+}
+
+// One node: itself on its own side, its peers on the other.
+export function nodeModel({status, peers, rooms, ended, now_s: nowS}, rates) {
+  const sends = status.role === "prefill";
+  const own = `${status.instance}/${status.node}`;
+  const ends = [], links = [];
+  for (const [key, peer] of Object.entries(peers)) {
+    rates.add(key, nowS, sends ? peer.sent_bytes : peer.received_bytes);
+    const perSecond = rates.of(key);
+    ends.push({id: key, name: peer.name, ok: !peer.problem, note: peer.problem, rate: perSecond, rooms: null, full: null});
+    links.push({from: sends ? own : key, to: sends ? key : own, rate: perSecond});
+  }
+  const of = (name) => name.split("/")[0], alone = (name) => ends.filter((end) => of(end.name) === of(name)).length < 2;
+  for (const end of ends) if (alone(end.name)) end.brief = of(end.name);
+  ends.sort((a, b) => a.name.localeCompare(b.name, "en", {numeric: true}));
+  const free = {}, all = {};
+  for (const [space, states] of Object.entries(status.pools)) { free[space] = states.free; all[space] = sum(Object.values(states)); }
+  const open = Object.values(rooms).filter((room) => !["completed", "failed", "aborted"].includes(room.state));
+  const openCount = sum(Object.entries(status.rooms).filter(([state]) => !["completed", "failed", "aborted"].includes(state)).map(([, n]) => n));
+  const flow = links.length ? total(links.map((link) => link.rate)) : 0;
+  const full = fullest(free, all);
+  const me = {id: own, name: own, brief: status.instance, ok: status.ready.ready, note: status.ready.reasons[0], rate: flow, rooms: openCount, full, here: true};
+  const {completed = 0, failed = 0, aborted = 0} = ended, over = completed + failed + aborted;
+  rates.add("completed", nowS, completed);
+  const perSecond = rates.of("completed");
+  const oldest = open.length ? nowS - Math.min(...open.map((room) => room.admitted_since_s)) : null;
+  const {waiting, oldest_wait_s: waitS} = status.admission;
+  const engines = status.engines.filter((engine) => !engine.gone).length;
+  return {
+    left: sends ? [me] : ends, right: sends ? ends : [me], links, problems: [],
+    note: ends.length ? `${plural(ends.length, `${sends ? "decode" : "prefill"} node`)}, rates of the last seconds` : "no peer yet: the first room brings one",
+    tiles: [
+      {name: sends ? "Sending" : "Receiving", value: rate(flow), curve: flow, more: `${bytes(sum(Object.values(peers).map((peer) => (sends ? peer.sent_bytes : peer.received_bytes))))} in all`},
+      {name: "Rooms completed", value: perSecond === undefined ? "–" : `${perSecond < 10 ? perSecond.toFixed(1) : Math.round(perSecond)} /s`, curve: perSecond, more: `${count(completed)} in all`},
+      {name: "Rooms open", value: count(openCount), curve: openCount, more: oldest === null ? "none waits" : `oldest ${age(oldest)}`},
+      {name: "Rooms failed", value: count(failed), tone: failed ? "alarm" : "", more: over ? `${((100 * failed) / over).toFixed(failed ? 1 : 0)} % of ${count(over)} that ended` : "none has ended"},
+      {name: "Waiting for pages", value: count(waiting), tone: waiting ? "warn" : "", more: waiting ? `longest ${age(waitS)}` : "nobody waits"},
+      {name: "Fullest pool", value: full === null ? "–" : `${Math.round(100 * full)} %`, tone: full > 0.95 ? "warn" : "", more: `${plural(engines, "engine")}, ${plural(status.ranks.length, "rank")}`},
+    ],
+  };
+}
+
+// Bootstrap: every instance. Only senders tell what went over a link, so it is counted once.
+export function bootstrapModel({status, instances, now_s: nowS}, rates) {
+  const links = new Map(), ends = {prefill: [], decode: []};
+  const inward = new Map(), outward = new Map();
+  const list = Object.entries(instances).sort(([a], [b]) => a.localeCompare(b, "en", {numeric: true}));
+  for (const [name, instance] of list) {
+    for (const [nodeName, node] of Object.entries(instance.nodes)) {
+      for (const [to, sent] of Object.entries(node.load.sent_bytes || {})) {
+        const key = `${name}/${nodeName} ${to}`;
+        rates.add(key, node.heard_s, sent);
+        const speed = rates.of(key), link = `${name} ${to}`;
+        const former = links.get(link) || {from: name, to, rate: undefined};
+        if (speed !== undefined) former.rate = (former.rate || 0) + speed;
+        links.set(link, former);
+      }
+    }
+  }
+  for (const link of links.values()) {
+    if (link.rate === undefined) continue;
+    outward.set(link.from, (outward.get(link.from) || 0) + link.rate);
+    inward.set(link.to, (inward.get(link.to) || 0) + link.rate);
+  }
+  for (const [name, instance] of list) {
+    const nodes = Object.values(instance.nodes);
+    const shares = nodes.map((node) => fullest(node.load.free_pages, node.load.total_pages)).filter((share) => share !== null);
+    ends[instance.role].push({
+      id: name, name, ok: instance.ready, note: instance.reasons[0], rooms: Math.max(...nodes.map((node) => node.load.rooms)),
+      rate: (instance.role === "prefill" ? outward : inward).get(name) ?? 0, full: shares.length ? Math.max(...shares) : null,
+    });
+  }
+  const all = [...ends.prefill, ...ends.decode], bad = all.filter((end) => !end.ok);
+  const drawn = [...links.values()].filter((link) => instances[link.to]);
+  const flow = total(drawn.map((link) => link.rate)) ?? 0;
+  const fullestEnd = all.filter((end) => end.full !== null).sort((a, b) => b.full - a.full)[0];
+  const open = sum(ends.decode.map((end) => end.rooms));
+  const silent = Object.values(instances).flatMap((instance) => Object.values(instance.nodes)).map((node) => nowS - node.heard_s);
+  const oldest = silent.length ? Math.max(...silent, 0) : null;
+  return {
+    left: ends.prefill, right: ends.decode, links: drawn,
+    note: all.length ? "as the sending nodes say; rates of the last heartbeats" : "no instance has registered yet",
+    problems: bad.flatMap((end) => instances[end.id].reasons.map((reason) => ({what: "not ready", whom: end.name, reason}))),
+    roomCounts: {pairing: 0, paired: 0, cancelled: 0, ...status.rooms},
+    tiles: [
+      {name: "Between instances", value: rate(flow), curve: flow, more: `over ${plural(drawn.filter((link) => link.rate).length, "link")}`},
+      {name: "Prefill ready", value: `${count(ends.prefill.filter((end) => end.ok).length)} of ${count(ends.prefill.length)}`, tone: tone(ends.prefill), more: "instances"},
+      {name: "Decode ready", value: `${count(ends.decode.filter((end) => end.ok).length)} of ${count(ends.decode.length)}`, tone: tone(ends.decode), more: "instances"},
+      {name: "Rooms open", value: count(open), curve: open, more: "on decode instances"},
+      {name: "Fullest pool", value: fullestEnd ? `${Math.round(100 * fullestEnd.full)} %` : "–", tone: fullestEnd && fullestEnd.full > 0.95 ? "warn" : "", more: fullestEnd ? fullestEnd.name : ""},
+      {name: "Longest silence", value: oldest === null ? "–" : age(oldest), more: "since a heartbeat"},
+    ],
+  };
+}
+
+const tone = (ends) => (ends.every((end) => end.ok) ? (ends.length ? "" : "alarm") : ends.some((end) => end.ok) ? "warn" : "alarm");
+
+// Pages of all instances of each role together; only free ones are told apart there.
+export function fleetPools({instances}) {
+  const pools = {};
+  for (const instance of Object.values(instances)) {
+    for (const {load} of Object.values(instance.nodes)) {
+      for (const [space, pages] of Object.entries(load.total_pages)) {
+        const pool = (pools[`${instance.role}: ${space}`] ||= {used: 0, free: 0});
+        pool.free += load.free_pages[space] || 0;
+        pool.used += pages - (load.free_pages[space] || 0);
+      }
+    }
+  }
+  return Object.fromEntries(Object.entries(pools).sort(([a], [b]) => b.split(":")[0].localeCompare(a.split(":")[0])));
+}
+
+// What is said of the end that somebody has selected.
+export function selectedEnd(shown, model, id) {
+  const end = [...model.left, ...model.right].find((one) => one.id === id);
+  if (!end) return null;
+  const names = new Map([...model.left, ...model.right].map((one) => [one.id, one.name]));
+  const links = model.links.filter((link) => link.from === id || link.to === id)
+    .sort((a, b) => (b.rate || 0) - (a.rate || 0))
+    .map((link) => ({name: link.from === id ? `to ${names.get(link.to)}` : `from ${names.get(link.from)}`, rate: rate(link.rate)}));
+  const instance = shown.instances && shown.instances[id];
+  const peer = shown.peers && shown.peers[id];
+  const facts = [["Rate", rate(end.rate)]];
+  const pages = [];
+  if (instance) {
+    const nodes = Object.entries(instance.nodes);
+    facts.push(["Model", instance.model], ["Ranks", `${count(sum(nodes.map(([, node]) => node.ranks)))} of ${count(instance.pp_size * instance.tp_size)} (${instance.pp_size} stages × ${instance.tp_size})`],
+      ["Rooms", count(end.rooms)]);
+    for (const [name, node] of nodes) {
+      const free = Object.entries(node.load.total_pages).map(([space, pool]) => `${count(node.load.free_pages[space] || 0)} of ${count(pool)} ${space}`);
+      facts.push([name, `free pages: ${free.join(", ") || "none"}`]);
+      pages.push([name, node.http_url]);
+    }
+  }
+  if (peer) facts.push(["Sent", bytes(peer.sent_bytes)], ["Received", bytes(peer.received_bytes)], ["Rooms", `${count(peer.rooms_completed)} completed, ${count(peer.rooms_failed)} failed`]);
+  return {name: end.name, problem: end.ok ? "" : end.note || "not ready", facts, links, pages};
+}

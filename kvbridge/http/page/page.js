@@ -1,0 +1,169 @@
+// The page: listens to the daemon and draws what it says. Everything that is shown comes in by `show(document)`.
+
+import {age, bytes, count, el, keyed, Rates, rate, svg, text} from "./format.js";
+import {drawPools} from "./pools.js";
+import {NodeRoomDialog, PairRoomDialog, RoomList} from "./rooms.js";
+import {listen, Unauthorized} from "./stream.js";
+import {bootstrapModel, fleetPools, nodeModel, selectedEnd} from "./model.js";
+import {Topology} from "./topology.js";
+
+const $ = (id) => document.getElementById(id);
+const TOKEN = "kvbridge.token";
+const rates = new Rates();
+const history = new Map(); // of each tile that has a curve: its values of the last minute
+const token = () => sessionStorage.getItem(TOKEN) || "";
+
+let shown = null, model = null, roomDialog = null;
+const topology = new Topology($("topology"), () => drawSelected());
+const roomList = new RoomList($("phases"), $("rooms"), (room, generation) => roomDialog.open(room, generation));
+
+function show(document_, fresh) {
+  if (fresh) rates.samples.clear();
+  shown = document_;
+  const fleet = Boolean(shown.instances);
+  document.body.classList.toggle("fleet", fleet);
+  roomDialog ||= fleet ? new PairRoomDialog($("room"), token) : new NodeRoomDialog($("room"), token, (peer) => shown.peers[peer]?.name || peer);
+  model = fleet ? bootstrapModel(shown, rates) : nodeModel(shown, rates);
+  drawHead(fleet);
+  drawTiles(model.tiles);
+  topology.draw(model);
+  text($("topology-note"), model.note);
+  drawSelected();
+  drawPools($("pools"), fleet ? fleetPools(shown) : shown.status.pools);
+  drawQuarantine(shown.status.quarantine || {});
+  drawRooms(fleet);
+  drawProblems(fleet ? model.problems : shown.problems);
+}
+
+function drawHead(fleet) {
+  const {status} = shown;
+  const name = fleet ? "Bootstrap" : `${status.instance} / ${status.node}`;
+  text($("name"), name);
+  const title = `${name}${status.ready.ready ? "" : " (not ready)"} · kvbridge`;
+  if (document.title !== title) document.title = title;
+  const facts = [fleet ? `directory in ${status.store.kind}` : `${status.role} · ${status.model.name}`, `kvbridge ${status.version}`, `up ${age(shown.now_s - shown.started_s)}`];
+  text($("about"), facts.join(" · "));
+  const pill = $("readiness"), {ready, reasons} = status.ready;
+  pill.hidden = false;
+  pill.className = `pill ${ready ? (reasons.length ? "warn" : "good") : "bad"}`;
+  text(pill, ready ? (reasons.length ? "Ready, with remarks" : "Ready") : "Not ready");
+  $("notice").hidden = reasons.length === 0;
+  text($("notice"), reasons.join(" · "));
+}
+
+function drawTiles(tiles) {
+  keyed($("tiles"), tiles, {
+    key: (tile) => tile.name,
+    make: (tile) => el("div", {class: "tile"}, el("p", {class: "quiet"}, tile.name), el("p", {class: "value"}), el("p", {class: "quiet more"}),
+      "curve" in tile && svg("svg", {class: "spark", viewBox: "0 0 60 20", preserveAspectRatio: "none", "aria-hidden": "true"}, svg("path"), svg("path"))),
+    update: (box, tile) => {
+      box.className = `tile ${tile.tone || ""}`;
+      text(box.children[1], tile.value);
+      text(box.children[2], tile.more || "");
+      if ("curve" in tile) drawSpark(box.lastElementChild, tile);
+    },
+  });
+}
+
+function drawSpark(picture, tile) {
+  const values = history.get(tile.name) || [];
+  values.push(tile.curve || 0);
+  if (values.length > 61) values.shift();
+  history.set(tile.name, values);
+  const most = Math.max(...values, 1e-9), step = 60 / (Math.max(values.length, 12) - 1);
+  const points = values.map((value, index) => `${(60 - (values.length - 1 - index) * step).toFixed(1)} ${(19 - (17 * value) / most).toFixed(1)}`);
+  picture.children[0].setAttribute("class", "area");
+  picture.children[0].setAttribute("d", `M${points[0].split(" ")[0]} 20L${points.join("L")}V20Z`);
+  picture.children[1].setAttribute("class", "line");
+  picture.children[1].setAttribute("d", `M${points.join("L")}`);
+}
+
+function drawSelected() {
+  const box = $("selected");
+  const found = topology.selected && selectedEnd(shown, model, topology.selected);
+  box.hidden = !found;
+  if (!found) return;
+  const key = JSON.stringify(found);
+  if (box.dataset.shown === key) return;
+  box.dataset.shown = key;
+  box.replaceChildren(
+    el("h3", {}, found.name),
+    found.problem && el("p", {class: "notice"}, found.problem) || "",
+    el("dl", {class: "facts"}, ...found.facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+    found.pages.length ? el("p", {}, "Its own page: ", ...found.pages.flatMap(([name, url]) => [el("a", {href: url}, name), " "])) : "",
+    found.links.length ? el("ul", {class: "links"}, ...found.links.map((link) => el("li", {}, el("span", {}, link.name), el("b", {}, link.rate)))) : "");
+}
+
+function drawQuarantine(reasons) {
+  const found = Object.entries(reasons);
+  text($("pools-note"), found.length ? `${found.length} quarantined: ${found[0][0]}` : "");
+}
+
+function drawRooms(fleet) {
+  if (!fleet) {
+    const peers = Object.fromEntries(Object.entries(shown.peers).map(([key, peer]) => [key, peer.name]));
+    roomList.draw({counts: shown.status.rooms, rooms: Object.values(shown.rooms), nowS: shown.now_s, peers});
+    return;
+  }
+  keyed($("phases"), Object.entries(model.roomCounts), {
+    key: ([name]) => name,
+    make: ([name]) => el("p", {class: `phase ${name}`}, el("span", {class: "amount"}), el("span", {class: "word"}, name)),
+    update: (box, [, value]) => text(box.firstElementChild, count(value)),
+  });
+  if (!$("rooms").firstElementChild.matches(".hint")) {
+    $("rooms").replaceChildren(el("p", {class: "hint quiet"}, "Each room lives on its two nodes: open one by its id, or a node's own page by its instance."));
+  }
+}
+
+function drawProblems(problems) {
+  const items = problems.map((problem, index) => ({...problem, key: `${problem.at_s} ${problem.what} ${problem.whom} ${index}`})).reverse();
+  text($("problems-note"), items.length ? "" : "none lately");
+  keyed($("problems"), items, {
+    key: (item) => item.key,
+    make: (item) => el("li", {}, el("p", {}, el("b", {}, item.what), " ", item.whom && el("code", {}, item.whom), el("span", {class: "when quiet"})), el("p", {class: "reason"}, item.reason)),
+    update: (row, item) => text(row.querySelector(".when"), item.at_s == null ? "now" : `${age(shown.now_s - item.at_s)} ago`),
+  });
+}
+
+function connected(words, live, why) {
+  const place = $("connection");
+  place.className = `live ${live ? "on" : "off"}`;
+  text(place, words);
+  place.title = why || "";
+  document.body.classList.toggle("stale", !live);
+}
+
+function askToken(again) {
+  if (again) text($("token-why"), "The daemon does not take that token. It is one of http.token or http.token_file in its configuration.");
+  const dialog = $("token");
+  dialog.showModal();
+  return new Promise((given) => dialog.addEventListener("close", () => given($("token-value").value.trim()), {once: true}));
+}
+
+async function run() {
+  let refused = false;
+  for (;;) {
+    while (document.documentElement.dataset.token === "required" && !token()) {
+      connected("waiting for a token", false);
+      sessionStorage.setItem(TOKEN, await askToken(refused));
+      $("token-value").value = "";
+    }
+    try {
+      await listen(token(), show, connected);
+    } catch (error) {
+      if (!(error instanceof Unauthorized)) throw error;
+      sessionStorage.removeItem(TOKEN);
+      document.documentElement.dataset.token = "required";
+      refused = true;
+    }
+  }
+}
+
+$("find").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const id = $("find-room").value.trim();
+  if (/^\d{1,16}$/.test(id) && roomDialog) roomDialog.open(Number(id));
+  else $("find-room").focus();
+});
+
+run();

@@ -1,0 +1,201 @@
+"""The status page of a real pair of daemons and their bootstrap, in a real browser, while rooms go through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.helpers.browser import Browser
+from tests.helpers.live_rooms import LiveCluster, ends, http, live_cluster
+
+HOSTILE = "<img src=x onerror=alert(1)><b>gone</b>"
+"""A reason that its client chose."""
+
+
+@dataclass
+class Pair:
+    """A cluster with a room in each situation that the page has to show."""
+
+    live: LiveCluster
+    cancelled: int
+    waiting: int
+    """Offered, and nobody begins it."""
+    claimed: int
+
+    def url(self, daemon: str) -> str:
+        return (self.live.cluster.bootstrap if daemon == "bootstrap" else getattr(self.live, daemon)).url + "/"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with live_cluster() as live:
+        live.cross(1000)
+        cancelled = live.pair(900)
+        http("DELETE", live.decode, f"/v1/requests/{cancelled}", params={"reason": HOSTILE})
+        ends(live.decode, cancelled, "aborted", "aborted")
+        waiting, claimed = live.pair(700), live.pair(700)
+        live.write(claimed, 700)
+        live.sender.finish(claimed, metadata=b"x")
+        live.read(claimed, 700)
+        yield Pair(live, cancelled, waiting, claimed)
+        live.reader.release(claimed)
+        http("DELETE", live.decode, f"/v1/requests/{waiting}")
+
+
+def rooms_shown(tab: Browser) -> dict[str, str]:
+    """The phase of each room in the list, in its order."""
+    script = """
+      return [...document.querySelectorAll('.rooms tbody tr')].map((r) => [r.querySelector('button').textContent, r.className])"""
+    return dict(tab.js(script))
+
+
+@pytest.mark.parametrize("daemon", ["decode", "prefill", "bootstrap"])
+def test_it_shows_its_daemon_and_what_goes_between_the_instances(pair: Pair, tab: Browser, daemon: str) -> None:
+    tab.open(pair.url(daemon))
+    tab.live()
+    name = "Bootstrap" if daemon == "bootstrap" else f"{daemon}-0 / node-0"
+    assert tab.text("#name") == name
+    assert tab.js("return document.title") == f"{name} · kvbridge"
+    assert tab.text("#readiness") == "Ready"
+    assert tab.texts(".end .name") == ["prefill-0", "decode-0"]
+
+    def moves() -> bool:
+        pair.live.cross(1000)
+        return tab.js("return document.querySelector('.curves .flows') !== null")
+
+    tab.until("a rate on the link", moves)
+    assert any(unit in tab.text(".labels text") for unit in ("kB/s", "MB/s", "GB/s"))
+    assert tab.errors() == []
+
+
+def test_rooms_that_failed_come_first_then_the_slowest(pair: Pair, tab: Browser) -> None:
+    tab.open(pair.url("decode"))
+    tab.live()
+    shown = rooms_shown(tab)
+    order = list(shown)
+    assert shown[str(pair.waiting)] == "offered"
+    assert shown[str(pair.claimed)] == "claimed"
+    assert shown[str(pair.cancelled)] == "aborted"
+    assert order.index(str(pair.waiting)) < order.index(str(pair.claimed)) < order.index(str(pair.cancelled))
+    assert order.index(str(pair.cancelled)) < list(shown.values()).index("completed")
+    counts = dict(zip(tab.texts(".phase .word"), tab.texts(".phase .amount"), strict=True))
+    known = http("GET", pair.live.decode, "/status").json()["rooms"]
+    assert {phase: int(amount) for phase, amount in counts.items() if amount != "0"} == known
+
+
+def test_a_phase_is_a_filter(pair: Pair, tab: Browser) -> None:
+    tab.open(pair.url("decode"))
+    tab.live()
+    tab.js("document.querySelector('button.phase.claimed').click()")
+    assert rooms_shown(tab) == {str(pair.claimed): "claimed"}
+    tab.js("document.querySelector('button.phase.claimed').click()")
+    assert str(pair.waiting) in rooms_shown(tab)
+
+
+def test_what_a_stranger_wrote_is_text(pair: Pair, tab: Browser) -> None:
+    tab.open(pair.url("decode"))
+    tab.live()
+    assert HOSTILE in tab.text("#problems")
+    assert tab.js("return document.querySelectorAll('#problems img, #rooms img').length") == 0
+    assert tab.errors() == []
+
+
+def test_the_bars_are_the_pages_of_the_pools(pair: Pair, tab: Browser) -> None:
+    tab.open(pair.url("decode"))
+    tab.live()
+    pools = http("GET", pair.live.decode, "/status").json()["pools"]
+    for space, states in pools.items():
+        label = tab.js("return [...document.querySelectorAll('.pool .bar')].map(b => b.ariaLabel)")
+        told = f"{space}: " + ", ".join(
+            f"{states[state]} {state}" for state in ("leased", "held", "quarantined", "free")
+        )
+        assert told in label
+
+
+def test_a_room_opens_and_closes_by_keyboard_alone(pair: Pair, tab: Browser) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    tab.open(pair.url("decode"))
+    tab.live()
+    passed = []
+    for _ in range(60):
+        tab.press(Keys.TAB)
+        passed.append(tab.focused())
+        outlined = """
+          const e = document.activeElement;
+          return getComputedStyle(e).outlineStyle !== 'none' || e.closest('.end') !== null"""
+        assert tab.js(outlined), f"no visible focus on {passed[-1]}"
+        if passed[-1] == f"button {pair.claimed}":
+            break
+    else:
+        raise AssertionError(f"Tab never reaches the room: {passed}")
+    assert passed[0] == "a Skip to the figures"
+    assert any(step.startswith("g ") and "prefill-0" in step for step in passed), passed
+    tab.press(Keys.ENTER)
+    timeline = tab.until("the timeline", lambda: tab.texts("#room .timeline .what"))
+    assert timeline[:2] == ["admitted", "offered"]
+    assert timeline[-1] == "claimed"
+    assert tab.js("return document.querySelector('.gantt svg').ariaLabel").startswith("Time in each phase: admitted")
+    tab.press(Keys.ESCAPE)
+    assert tab.js("return document.querySelector('#room').open") is False
+    assert tab.focused() == f"button {pair.claimed}"
+    assert tab.errors() == []
+
+
+def test_an_open_timeline_follows_its_room(pair: Pair, tab: Browser) -> None:
+    room = pair.live.pair(300)
+    tab.open(pair.url("decode"))
+    tab.live()
+    tab.js("const i = document.querySelector('#find-room'); i.value = arguments[0]; i.form.requestSubmit()", str(room))
+    tab.until("the timeline", lambda: "offered" in tab.texts("#room .timeline .what"))
+    http("DELETE", pair.live.decode, f"/v1/requests/{room}", params={"reason": "enough of it"})
+    tab.until("its end", lambda: "aborted" in tab.texts("#room .timeline .what"))
+    assert "enough of it" in tab.text("#room")
+
+
+def test_bootstrap_asks_both_ends_of_a_room(pair: Pair, tab: Browser) -> None:
+    ticket = pair.live.ticket(200)
+    tab.open(pair.url("bootstrap"))
+    tab.live()
+    find = "const i = document.querySelector('#find-room'); i.value = arguments[0]; i.form.requestSubmit()"
+    tab.js(find, str(ticket["room"]))
+    tab.until("both ends", lambda: len(tab.texts("#room h3")) == 2)
+    assert "from prefill-0 to decode-0" in tab.text("#room")
+    http("DELETE", pair.live.cluster.bootstrap, f"/v1/requests/{ticket['room']}")
+    tab.js("document.querySelector('#room').close()")
+    tab.errors()
+    tab.js(find, "5")
+    tab.until("what bootstrap said", lambda: "room 5" in tab.text("#room .notice"))
+
+
+@pytest.mark.parametrize("daemon", ["decode", "prefill", "bootstrap"])
+def test_on_a_phone_nothing_is_cut_off_at_the_side(pair: Pair, tab: Browser, daemon: str) -> None:
+    tab.size(390, 844)
+    tab.open(pair.url(daemon))
+    tab.live()
+    assert tab.js("return document.documentElement.scrollWidth") <= 390
+    beyond = """
+      return [...document.querySelectorAll('main *')].filter((e) => !e.closest('.unseen, thead'))
+        .filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 99))"""
+    assert tab.js(beyond) == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("daemon", ["decode", "bootstrap"])
+def test_it_is_accessible(pair: Pair, tab: Browser, daemon: str, *, dark: bool) -> None:
+    tab.size(1280, 900, dark=dark)
+    tab.open(pair.url(daemon))
+    tab.live()
+    assert tab.js("return getComputedStyle(document.body).backgroundColor") == (
+        "rgb(15, 21, 28)" if dark else "rgb(244, 246, 249)"
+    )
+    assert tab.axe() == []
+    if daemon == "decode":
+        tab.js(
+            "[...document.querySelectorAll('button.open')].find(e => e.textContent === arguments[0]).click()",
+            str(pair.cancelled),
+        )
+        tab.until("the timeline", lambda: tab.texts("#room .timeline .what"))
+        assert tab.axe() == []
