@@ -11,8 +11,8 @@ WORKERS ?=
 SEED ?=
 TESTS := $(BIN)/python -m tests.run $(if $(WORKERS),--workers $(WORKERS)) $(if $(SEED),--seed $(SEED))
 SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
-# The tests of the shared directory run against a real server.
-TEST_SERVERS := redis-server
+# A real server for the tests of the shared directory; systemd-analyze, unshare and setpriv for those of deploying.
+TEST_SERVERS := redis-server systemd util-linux
 
 # An interpreter that has everything already, for the GPU targets: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?=
