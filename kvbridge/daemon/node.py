@@ -21,7 +21,7 @@ import structlog
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.loading import read_secret
 from kvbridge.control.peers import PeerIdentity
-from kvbridge.control.runtime_directory import prepare_runtime_directory
+from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
@@ -86,7 +86,8 @@ class NodeDaemon:
         parts, config = self.parts, self.parts.config
         self._broken = asyncio.get_running_loop().create_future()
         require_memory_directory(config, parts.layout)
-        prepare_runtime_directory(config.runtime_dir)
+        group = None if config.runtime_group is None else group_number(config.runtime_group)
+        prepare_runtime_directory(config.runtime_dir, group)
         parts.worker_host.open(parts.identity.incarnation)
         parts.engine_socket.open(parts.identity.incarnation, config.runtime_dir, self._api)
         self._open_peers()
@@ -94,7 +95,7 @@ class NodeDaemon:
         self._background(self._http.wait_ended(), "http")
         self._announce(self._http.url)
         self._background(self._ticks(), "ticks")
-        await self._create_memory()
+        await self._create_memory(group)
         parts.worker_host.start(
             lambda rank: parts.worker_setup(rank, self.peers.epoch), own_processes=not parts.adopted
         )
@@ -193,14 +194,16 @@ class NodeDaemon:
             settings=settings,
         )
 
-    async def _create_memory(self) -> None:
+    async def _create_memory(self, group: int | None) -> None:
         config, begun_s = self.parts.config, time.monotonic()
         directory = memory_directory(config)
         proofs = Path(config.transports.local.proof_directory)
         await asyncio.to_thread(remove_leftovers, (directory, DEFAULT_DIRECTORY, proofs))
         identity = self.parts.identity
         prefix = file_prefix(identity.instance, f"{identity.role}-{identity.node}") + identity.incarnation
-        await self.parts.memory.create(directory, prefix, cancel_s=config.timeouts.shutdown_close_s / 2)
+        memory = self.parts.memory
+        memory.group = group
+        await memory.create(directory, prefix, cancel_s=config.timeouts.shutdown_close_s / 2)
         seconds = round(time.monotonic() - begun_s, 3)
         log.info("memory_created", bytes=self.parts.layout.node_bytes, seconds=seconds)
 

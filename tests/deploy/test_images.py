@@ -162,7 +162,7 @@ class Contained(ChildProcess):
                 "control.curve.secret_key_file": str(image / f"work/keys/{name}.key"),
                 "transports.nixl.ucx_net_devices": "lo",
             }
-        self.environment = {key: value for key, value in environment.items()}
+        self.environment = dict(environment)
         self.command = [*as_user(USER), str(image / "kvbridge/bin/kvbridge"), *arguments]
         for key, value in overrides.items():
             self.command += ["--set", f"{key}={value}"]
