@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvbridge.control.addresses import ENGINE_SOCKET, WORKER_SOCKET
+from kvbridge.control.keys import generate_keys, write_keys
 from kvbridge.daemon.announce import DaemonEndpoint
 from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
 from kvbridge.testbed.cluster import LOG_JSON, DaemonProcess, calls, daemon_config
@@ -226,3 +227,24 @@ def test_a_daemon_that_is_no_member_of_the_group_says_so(tmp_path: Path):
     finally:
         shutil.rmtree(folder)
     assert f"user {DAEMON} of this daemon must be a member of it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "good"), [(0, 0o440, True), (0, 0o444, False), (STRANGER, 0o440, False), (DAEMON, 0o440, False)]
+)
+def test_a_secret_of_root_may_be_read_by_the_group_that_it_is_given_to(owner: int, mode: int, good: bool):
+    program = "import sys; from pathlib import Path; from kvbridge.control.keys import load_keys; print(load_keys(Path(sys.argv[1])).public)"
+    folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
+    try:
+        folder.chmod(0o755)
+        public = write_keys(generate_keys(), folder / "node.key").read_text().strip()
+        os.chown(folder / "node.key", owner, SHARED)
+        (folder / "node.key").chmod(mode)
+        command = [*as_user(DAEMON, (DAEMON, SHARED)), sys.executable, "-c", program, str(folder / "node.key")]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, cwd="/", env={**os.environ, **SOURCES}, check=False
+        )
+    finally:
+        shutil.rmtree(folder)
+    assert (done.stdout.strip() == public) is good, done.stderr
+    assert good or f"has mode {mode & 0o777:04o}" in done.stderr or "run: chmod 600" in done.stderr
