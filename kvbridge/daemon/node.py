@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory
 from kvbridge.daemon.node_status import NodeOverview, ShownPeers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
+from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
@@ -78,6 +80,7 @@ class NodeDaemon:
         self._tasks: list[asyncio.Task[None]] = []
         self._http: HttpServer | None = None
         self._obstacles_told: list[str] = []
+        self._secrets = SecretFiles()
 
     # ------------------------------------------------------------------ from start to end
 
@@ -91,10 +94,11 @@ class NodeDaemon:
         parts.worker_host.open(parts.identity.incarnation)
         parts.engine_socket.open(parts.identity.incarnation, config.runtime_dir, self._api)
         self._open_peers()
-        self._http = await open_http(config.http, self._app, shutdown_s=self._closing_part_s)
+        self._http = await open_http(config.http, self._app, self._secrets, shutdown_s=self._closing_part_s)
         self._background(self._http.wait_ended(), "http")
         self._announce(self._http.url)
         self._background(self._ticks(), "ticks")
+        self._background(self._secrets.run(), "secrets")
         await self._create_memory(group)
         parts.worker_host.start(
             lambda rank: parts.worker_setup(rank, self.peers.epoch), own_processes=not parts.adopted
@@ -224,13 +228,18 @@ class NodeDaemon:
         log.info("daemon_ready", http=url, control=control.endpoint if control else "")
         if not config.bootstrap.url:
             return
-        token = read_secret(config.bootstrap.token, config.bootstrap.token_file, key="bootstrap.token_file")
+        given, file = config.bootstrap.token, config.bootstrap.token_file
+        token = self._secrets.add(
+            "bootstrap.token_file", (file,), lambda: read_secret(given, file, key="bootstrap.token_file")
+        )
         self.overview.http_url = url
+        replicas = [
+            DirectoryClient(url, token=token.current, timeout_s=config.timeouts.bootstrap_call_s)
+            for url in (config.bootstrap.url, *config.bootstrap.other_urls)
+        ]
+        token.on_change = partial(_show, replicas)
         self.overview.announcer = announcer = Announcer(
-            [
-                DirectoryClient(url, token=token, timeout_s=config.timeouts.bootstrap_call_s)
-                for url in (config.bootstrap.url, *config.bootstrap.other_urls)
-            ],
+            replicas,
             registration=self.overview.registration,
             load=self.overview.load,
             interval_s=config.bootstrap.heartbeat_interval_s,
@@ -247,3 +256,8 @@ class NodeDaemon:
             self._obstacles_told = obstacles
             announcer.changed()
         announcer.look()
+
+
+def _show(replicas: Sequence[DirectoryClient], token: str) -> None:
+    for replica in replicas:
+        replica.use_token(token)

@@ -8,6 +8,7 @@ Must not know: rooms, instances.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -35,6 +36,8 @@ class AppSettings(FrozenModel):
 
     tokens: tuple[str, ...] = ()
     """Bearer tokens, one as good as the other; none: no token is asked for."""
+    tokens_now: Callable[[], tuple[str, ...]] | None = None
+    """The tokens at the moment, where they change while the daemon runs."""
     open_metrics: bool = False
     max_body_bytes: Positive = 1 << 20
     max_wait_s: float = 60.0
@@ -66,7 +69,9 @@ def assemble_app(
     open_paths = {"/health", "/ready"} | ({"/metrics"} if settings.open_metrics else set())
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(BearerToken, tokens=settings.tokens, open_paths=frozenset(open_paths))
+    app.add_middleware(
+        BearerToken, tokens=settings.tokens_now or (lambda: settings.tokens), open_paths=frozenset(open_paths)
+    )
     app.add_middleware(UnhandledErrors)
     return app
 
