@@ -23,7 +23,7 @@ def write(file: Path, *lines: str) -> None:
     draft.rename(file)
 
 
-def test_tokens_are_changed_while_daemons_work():  # noqa: C901 - one course of events
+def test_tokens_are_changed_while_daemons_work():
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     nodes_taken, nodes_shown = folder / "nodes.taken", folder / "nodes.shown"
     bootstrap_taken, bootstrap_shown = folder / "bootstrap.taken", folder / "bootstrap.shown"
