@@ -233,7 +233,11 @@ def test_a_daemon_that_is_no_member_of_the_group_says_so(tmp_path: Path):
     ("owner", "mode", "good"), [(0, 0o440, True), (0, 0o444, False), (STRANGER, 0o440, False), (DAEMON, 0o440, False)]
 )
 def test_a_secret_of_root_may_be_read_by_the_group_that_it_is_given_to(owner: int, mode: int, good: bool):
-    program = "import sys; from pathlib import Path; from kvbridge.control.keys import load_keys; print(load_keys(Path(sys.argv[1])).public)"
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from kvbridge.control.keys import load_keys\n"
+        "print(load_keys(Path(sys.argv[1])).public)\n"
+    )
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     try:
         folder.chmod(0o755)

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -39,7 +39,7 @@ class Load:
         self._engines: dict[str, Any] = {}
         self._threads = [threading.Thread(target=self._route), threading.Thread(target=self._serve)]
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self
@@ -112,21 +112,14 @@ def test_a_pair_is_replaced_under_load_and_no_request_is_lost():
             eventually("requests are served", lambda: load.served_by("decode-0") >= 5 or load.lost, 60)
             for joining in made.others:
                 joining.start()
-            eventually(
-                "the new pair takes requests",
-                lambda: (load.served_by("prefill-1") and load.served_by("decode-1")) or load.lost,
-                60,
-            )
+            joined = ("prefill-1", "decode-1")
+            eventually("the new pair takes requests", lambda: all(map(load.served_by, joined)) or load.lost, 60)
             leaving = [made.prefill, made.decode]
             for daemon in leaving:
                 daemon.kill(signal.SIGTERM)
             eventually("the old pair has ended", lambda: not any(daemon.running for daemon in leaving), 60)
-            after = load.done.get(("prefill-1", "decode-1"), 0)
-            eventually(
-                "the new pair serves alone",
-                lambda: load.done.get(("prefill-1", "decode-1"), 0) >= after + 5 or load.lost,
-                60,
-            )
+            enough = load.done.get(joined, 0) + 5
+            eventually("the new pair serves alone", lambda: load.done.get(joined, 0) >= enough or load.lost, 60)
         assert not load.lost
         assert sum(load.done.values()) == load.issued
         assert [daemon.process.returncode for daemon in leaving] == [0, 0]
