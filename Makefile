@@ -11,8 +11,8 @@ WORKERS ?=
 SEED ?=
 TESTS := $(BIN)/python -m tests.run $(if $(WORKERS),--workers $(WORKERS)) $(if $(SEED),--seed $(SEED))
 SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
-# A real server for the tests of the shared directory; systemd-analyze, unshare and setpriv for those of deploying.
-TEST_SERVERS := redis-server systemd util-linux
+# A real server for the tests of the shared directory; systemd-analyze, unshare, setpriv, promtool and openssl for those of deploying.
+TEST_SERVERS := redis-server systemd util-linux prometheus openssl
 
 # An interpreter that has everything already, for the GPU targets: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?=
