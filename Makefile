@@ -13,8 +13,8 @@ TESTS := $(BIN)/python -m tests.run $(if $(WORKERS),--workers $(WORKERS)) $(if $
 # Makes a client from what the HTTP APIs say of themselves, which a test then uses.
 CLIENT_GENERATOR := openapi-python-client==0.29.1 ruamel.yaml==0.19.1
 SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
-# The tests of the shared directory run against a real server.
-TEST_SERVERS := redis-server
+# Real servers for the tests of the shared directory and of metrics; systemd-analyze, unshare, setpriv and openssl for those of deploying.
+TEST_SERVERS := redis-server systemd util-linux prometheus openssl
 # The tests of the status page run in a real browser.
 TEST_BROWSER := chromium chromium-driver fonts-dejavu-core
 

@@ -20,7 +20,15 @@ from kvbridge.cli.config import EXIT_CONFIG, FileOption, RoleOption, SetOption, 
 from kvbridge.config.endpoints import CurveConfig, HttpConfig
 from kvbridge.config.loading import read_secrets
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
-from kvbridge.control.keys import generate_keys, load_keys, public_key_beside, read_allowed, write_keys, write_secret
+from kvbridge.control.keys import (
+    generate_keys,
+    load_keys,
+    public_key_beside,
+    read_allowed,
+    readable_by_design,
+    write_keys,
+    write_secret,
+)
 from kvbridge.core.errors import BridgeError
 
 TOKEN_BYTES = 32
@@ -167,7 +175,8 @@ def _token(section: str, inline: SecretStr | None, file: Path | None) -> Iterato
 
 def _private(key: str, file: Path) -> Iterator[Finding]:
     try:
-        mode = stat.S_IMODE(file.stat().st_mode)
+        facts = file.stat()
+        mode = stat.S_IMODE(facts.st_mode & ~readable_by_design(facts))
     except OSError as error:
         yield Finding(False, f"{key}: cannot read {file}: {error.strerror}")
         return

@@ -21,6 +21,8 @@ HttpUrl = Annotated[str, Field(pattern=r"^(|https?://[^/\s]+/?)$", max_length=50
 _CURVE_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 CurveKey = Annotated[str, Field(pattern=f"^{_CURVE_KEY.pattern}$")]
 """A CURVE key in Z85: 40 characters."""
+_PLAIN_PATH = re.compile(r"(/[\w.-]+){2,}", re.ASCII)
+"""A path that may be as long as a key: of those characters alone, one key in millions is made."""
 AllowedKey = Annotated[str, Field(pattern=f"^{_CURVE_KEY.pattern}( +[A-Za-z0-9][A-Za-z0-9._-]{{0,99}})?$")]
 """A CURVE public key and, where it is good for one instance only, that instance's name."""
 
@@ -49,7 +51,8 @@ class CurveConfig(FrozenModel):
     def _check(self) -> Self:
         if self.secret_key_file is None and (self.public_key or self.allowed_public_keys or self.allowed_keys_file):
             raise ValueError("public keys are of no use without secret_key_file")
-        if self.secret_key_file is not None and _CURVE_KEY.fullmatch(str(self.secret_key_file)):
+        named = str(self.secret_key_file)
+        if _CURVE_KEY.fullmatch(named) and not _PLAIN_PATH.fullmatch(named):
             raise ValueError("secret_key_file holds a key itself, expected the path of the file that the key is in")
         return self
 

@@ -72,6 +72,9 @@ class DaemonConfig(FrozenModel):
     """Directory of the sockets between this daemon, its workers and its engines, which attach to it; made with mode 0700.
     Default: kvbridge-ROLE-INSTANCE-NODE in $XDG_RUNTIME_DIR; without that, kvbridge-UID-ROLE-INSTANCE-NODE in the directory for
     temporary files."""
+    runtime_group: Annotated[int, Field(ge=0)] | str | None = None
+    """Group, by number or name, whose members may attach engines, though they are other users: the directory and the pools are
+    opened to it. This daemon's user must be a member, too. Null: engines of this daemon's user only."""
     insecure: bool = False
     """Allow endpoints that the network can reach without keys and without a token."""
 

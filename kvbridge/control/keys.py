@@ -211,12 +211,18 @@ class AllowedKeys:
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
 
 
+def readable_by_design(facts: os.stat_result) -> int:
+    """The mode bits of a secret's file that may be there: root gives daemons of a group their secrets so (Kubernetes does)."""
+    return stat.S_IRGRP if facts.st_uid == 0 != os.geteuid() else 0
+
+
 def _read(path: Path, what: str, most_bytes: int, *, forbidden: int, otherwise: str) -> str:
     """Return a regular file's text, unless its mode has `forbidden` bits. The ConfigErrors never repeat what is in it."""
     try:
         # Not to wait for ever where the path is a pipe that nobody writes to.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            facts = os.fstat(file.fileno())
+            mode = facts.st_mode & ~readable_by_design(facts)
             if not stat.S_ISREG(mode):
                 raise ConfigError(f"{what} is no regular file")
             content = file.read(most_bytes + 1)

@@ -5,8 +5,8 @@ means.
 
 Within one connection nothing is lost or reordered, so there are no resends here: messages are numbered, and a client
 whose numbers do not add up is dropped. A client joins with its first message and is gone when its connection is;
-there is no second chance on either side, because memory was handed over on that connection. Whoever can enter the
-runtime directory (mode 0700) is trusted to be who it says, and a client believes nobody in one that is not its user's own.
+there is no second chance on either side, because memory was handed over on that connection. Whoever can connect is trusted to
+be who it says, and a client believes nobody in a runtime directory that is not its user's own, or that of the user it was told.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvbridge.control.envelopes import EnvelopeSocket
 from kvbridge.control.link import Refusal
 from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, read_event
 from kvbridge.control.processes import PeerProcess
-from kvbridge.control.runtime_directory import prepare_runtime_directory, require_private_directory, require_unserved
+from kvbridge.control.runtime_directory import open_socket, require_private_directory, require_unserved
 from kvbridge.control.sockets import SocketContext, frames_wait
 from kvbridge.core.addresses import check_ipc_path
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, NotFoundError, NotReadyError, PeerError
@@ -77,10 +77,13 @@ class LocalServer(Generic[InboundT, OutboundT]):
         inbound: MessageCodec[InboundT],
         outbound: MessageCodec[OutboundT],
         callbacks: LocalCallbacks[InboundT],
+        *,
+        to_group: bool = False,
     ) -> None:
-        """Listen on `path`, whose directory must be a private one (`prepare_runtime_directory`).
+        """Listen on `path`, whose directory must have been prepared (`prepare_runtime_directory`).
 
-        Raises ConfigError when the path is unfit, ConflictError when another process serves it.
+        `to_group`: whoever may enter the directory may connect, too, instead of this user alone. Raises ConfigError when the path
+        is unfit, ConflictError when another process serves it.
         """
         self._name = name
         self._outbound = outbound
@@ -89,7 +92,6 @@ class LocalServer(Generic[InboundT, OutboundT]):
         self._by_route: dict[bytes, _Client] = {}
         self._connections: set[int] = set()
         check_ipc_path(str(path))
-        prepare_runtime_directory(path.parent)
         require_unserved(path)
         with ExitStack() as opened:
             context = SocketContext()
@@ -103,7 +105,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
                 events=ACCEPTED | DISCONNECTED,
             )
             opened.callback(self._socket.close)
-            self._socket.bind(f"ipc://{path}")
+            open_socket(path, lambda: self._socket.bind(f"ipc://{path}"), to_group=to_group)
             self._closing = opened.pop_all()
 
     def __repr__(self) -> str:
@@ -238,17 +240,19 @@ class LocalClient(Generic[InboundT, OutboundT]):
         outbound: MessageCodec[OutboundT],
         *,
         on_refused: Callable[[str, str], None] = _ignore,
+        daemon_user: int | None = None,
     ) -> None:
         """Begin to connect; returns at once, the first `send` waits.
 
-        Raises ConfigError on an unfit path, and for a runtime directory of another user or one that others can enter (when it
-        is not there yet, the first `send` does).
+        `daemon_user`: whose daemon it is, by number (default: this process's user). Raises ConfigError on an unfit path, and for
+        a runtime directory of another user or one that others can write (when it is not there yet, the first `send` does).
         """
         self._name = name
         self._inbound = inbound
         self._outbound = outbound
         self._on_refused = on_refused
         self._path = path
+        self._daemon_user = daemon_user
         self._sent = 0
         self._received = 0
         self._gone = ""
@@ -325,7 +329,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
     def _reach(self, deadline_s: float) -> None:
         """Connect once the runtime directory is there, and only if nobody else can have put a socket into it."""
         while not self._reaches:
-            if require_private_directory(self._path.parent):
+            if require_private_directory(self._path.parent, self._daemon_user):
                 self._socket.connect(f"ipc://{self._path}")
                 self._reaches = True
             elif time.monotonic() >= deadline_s:

@@ -1,13 +1,15 @@
-"""The directory of a daemon's sockets: only its user may enter it, and one process serves a socket in it.
+"""The directory of a daemon's sockets: only its user and a group that it names may enter it, and one process serves a socket in it.
 
 Owns: those two rules. Must not know: who talks.
 """
 
 from __future__ import annotations
 
+import grp
 import os
 import socket as unix
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from kvbridge.core.errors import ConfigError, ConflictError
@@ -15,31 +17,80 @@ from kvbridge.core.errors import ConfigError, ConflictError
 _PROBE_S = 1.0
 
 
-def prepare_runtime_directory(path: Path) -> Path:
-    """Make `path` (mode 0700) if needed and return it. Raises ConfigError when others own it or can enter it."""
+def prepare_runtime_directory(path: Path, group: int | None = None) -> Path:
+    """Make `path` if needed and return it: mode 0700, or 0750 for a group.
+
+    Raises ConfigError when others own it or can enter it.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"runtime directory {path} cannot be made: {error.strerror}") from error
-    require_private_directory(path)
+    require_private_directory(path, forbidden=0o077 if group is None else 0o007)
+    if group is not None:
+        _open_to_group(path, group)
     return path
 
 
-def require_private_directory(path: Path) -> bool:
+def group_number(group: int | str) -> int:
+    """Return the number of a group. Raises ConfigError for a name that this system does not know."""
+    if isinstance(group, int) or group.isdecimal():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(f"runtime_group: there is no group '{group}' here; give its number") from None
+
+
+def open_socket(path: Path, bind: Callable[[], object], *, to_group: bool) -> None:
+    """Call `bind`, which makes the socket `path`, so that only this user can connect, or the group of its directory, too."""
+    before = os.umask(0o177)  # of the whole process: meanwhile other threads' files are more private than they would be
+    try:
+        bind()
+    finally:
+        os.umask(before)
+    facts = path.parent.stat()
+    if to_group and facts.st_mode & 0o010:
+        os.chown(path, -1, facts.st_gid)
+        path.chmod(0o660)
+
+
+def _open_to_group(path: Path, group: int) -> None:
+    try:
+        os.chown(path, -1, group)
+        path.chmod(0o750)
+    except OSError as error:
+        raise ConfigError(
+            f"runtime_group: runtime directory {path} cannot be given to group {group}: {error.strerror}; user {os.geteuid()} of "
+            "this daemon must be a member of it (supplementary groups)"
+        ) from error
+
+
+def require_private_directory(path: Path, user: int | None = None, *, forbidden: int = 0o027) -> bool:
     """Return whether `path` is there; what lies in it is believed.
 
-    Raises ConfigError unless it is a directory of this user that nobody else can enter.
+    Raises ConfigError unless it is a directory of that user (default: this one) without any of the rights `forbidden`. A client
+    only minds those by which somebody else could put a socket there; who may connect is up to the daemon.
     """
+    expected = os.geteuid() if user is None else user
     try:
         facts = path.lstat()
     except FileNotFoundError:
         return False
     except OSError as error:
         raise ConfigError(f"runtime directory {path} cannot be looked at: {error.strerror}") from error
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
-        raise ConfigError(f"runtime directory {path} is not a directory of this user; choose another")
-    if stat.S_IMODE(facts.st_mode) & 0o077:
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != expected:
+        whose = "this user" if user is None else f"user {user}"
+        raise ConfigError(
+            f"runtime directory {path} is not a directory of {whose}; choose another, or say whose it is (daemon_user)"
+        )
+    if stat.S_IMODE(facts.st_mode) & forbidden:
         raise ConfigError(f"runtime directory {path} can be entered by others; run: chmod 700 {path}")
+    if not os.access(path, os.X_OK):
+        raise ConfigError(
+            f"runtime directory {path} may not be entered by user {os.geteuid()} of this process, who is not in its group "
+            f"{facts.st_gid}; make it a member (containers: supplementalGroups), or set the daemon's runtime_group"
+        )
     return True
 
 

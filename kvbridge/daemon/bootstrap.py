@@ -35,6 +35,7 @@ from kvbridge.daemon.announce import DaemonEndpoint, remove_endpoint, write_endp
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.live_view import bootstrap_snapshot
+from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.feed import Feed
@@ -78,8 +79,13 @@ class BootstrapDaemon:
         self._endpoint_dir = endpoint_dir
         self._started_s = time.monotonic()
         timeouts = config.timeouts
-        token = read_secret(config.daemons.token, config.daemons.token_file, key="daemons.token_file")
-        self._daemons = DaemonClient(token=token, timeout_s=timeouts.reserve_s)
+        self._secrets = SecretFiles()
+        given, file = config.daemons.token, config.daemons.token_file
+        token = self._secrets.add(
+            "daemons.token_file", (file,), lambda: read_secret(given, file, key="daemons.token_file")
+        )
+        self._daemons = DaemonClient(token=token.current, timeout_s=timeouts.reserve_s)
+        token.on_change = self._daemons.use_token
         self._store = open_store(config, self.metrics)
         self.directory = Directory(self._store, self._daemons, probe_s=timeouts.probe_s)
         self.pairing = PairingService(
@@ -91,6 +97,7 @@ class BootstrapDaemon:
         self._feed = Feed(lambda: bootstrap_snapshot(self.status()))
         self._http: HttpServer | None = None
         self._sweeper: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -100,8 +107,11 @@ class BootstrapDaemon:
     async def start(self) -> None:
         """Open the endpoint. A store that is away does not keep it shut: `/ready` gives the reason."""
         await self._look()
-        self._http = await open_http(self.config.http, self._app, shutdown_s=self.config.timeouts.shutdown_s / 2)
+        self._http = await open_http(
+            self.config.http, self._app, self._secrets, shutdown_s=self.config.timeouts.shutdown_s / 2
+        )
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
+        self._following = asyncio.create_task(self._secrets.run(), name="secrets")
         if self._endpoint_dir is not None:
             try:
                 self._endpoint_dir.mkdir(parents=True, exist_ok=True)
@@ -140,9 +150,10 @@ class BootstrapDaemon:
 
     async def close(self) -> None:
         """Close the endpoint, then what is behind it."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+        tasks = [task for task in (self._sweeper, self._following) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._feed.close()
         if self._http is not None:
             await self._http.stop()

@@ -39,7 +39,8 @@ class EngineSocket:
         """Listen for engines, whose calls `api` answers. Raises ConflictError when another daemon uses the directory."""
         self._api = api
         callbacks = LocalCallbacks(api.handle, on_gone=self._on_gone, on_refused=self._events.frame_refused)
-        self._server = LocalServer(incarnation, runtime_dir / ENGINE_SOCKET, ENGINE_TO_NODE, NODE_TO_ENGINE, callbacks)
+        path = runtime_dir / ENGINE_SOCKET
+        self._server = LocalServer(incarnation, path, ENGINE_TO_NODE, NODE_TO_ENGINE, callbacks, to_group=True)
 
     def send(self, engine: str, message: NodeToEngine) -> None:
         """Send to an attached engine; one that does not read is reported."""

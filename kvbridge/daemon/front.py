@@ -7,15 +7,24 @@ from collections.abc import Callable
 from kvbridge.config.endpoints import HttpConfig
 from kvbridge.config.loading import read_secrets
 from kvbridge.daemon.descriptors import affordable
+from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.connections import ConnectionLimits
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer, TlsFiles
 
 
-async def open_http(http: HttpConfig, build: Callable[[AppSettings], Application], *, shutdown_s: float) -> HttpServer:
+async def open_http(
+    http: HttpConfig, build: Callable[[AppSettings], Application], secrets: SecretFiles, *, shutdown_s: float
+) -> HttpServer:
     """Build the application and serve it. Raises ConfigError for a taken address or an unreadable secret."""
+    tokens = secrets.add(
+        "http.token_file",
+        (http.token_file,),
+        lambda: read_secrets(http.token, http.token_file, key="http.token_file"),
+    )
     settings = AppSettings(
-        tokens=read_secrets(http.token, http.token_file, key="http.token_file"),
+        tokens=tokens.current,
+        tokens_now=lambda: tokens.current,
         open_metrics=http.open_metrics,
         max_body_bytes=http.max_body_bytes,
         max_wait_s=http.max_wait_s,
@@ -24,6 +33,10 @@ async def open_http(http: HttpConfig, build: Callable[[AppSettings], Application
     tls = TlsFiles(certificate, key) if certificate is not None and key is not None else None
     connections = affordable(http.max_connections, "http.max_connections")
     limits = ConnectionLimits(request_s=http.max_request_s, connections=connections)
-    return await HttpServer.start(
+    server = await HttpServer.start(
         build(settings), host=http.host, port=http.port, shutdown_s=shutdown_s, tls=tls, limits=limits
     )
+    if tls is not None:
+        pair = secrets.add("http.tls_certificate_file", (tls.certificate, tls.key), tls.read)
+        pair.on_change = lambda _: server.use_certificate(tls)
+    return server

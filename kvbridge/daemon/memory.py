@@ -199,6 +199,8 @@ class NodeMemory:
     """Why it is not there yet; empty when it is."""
     device: dict[Rank, tuple[SharedRegion, ...]] = field(default_factory=dict)
     host: tuple[SharedRegion, ...] = ()
+    group: int | None = None
+    """Whose members may map the pools besides this user."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -242,15 +244,22 @@ class NodeMemory:
             for rank, placement in self.layout.shared_device().items():
                 pool = MappedPool.create(placement, directory, f"{prefix}.{rank}", on_progress=report)
                 self._stack.callback(pool.close)
+                self._share(pool)
                 self.device[rank] = pool.shared_regions()
                 done += placement.total_bytes
             if self.layout.host is not None:
                 host = MappedPool.create(self.layout.host, directory, f"{prefix}.host", on_progress=report)
                 self._stack.callback(host.close)
+                self._share(host)
                 self.host = host.shared_regions()
         except BaseException:
             self.close()
             raise
+
+    def _share(self, pool: MappedPool) -> None:
+        if self.group is not None:
+            for mapping in pool.mappings:
+                mapping.share(self.group)
 
     def close(self) -> None:
         """Remove every pool. Nothing writes to them any more."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ import structlog
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.loading import read_secret
 from kvbridge.control.peers import PeerIdentity
-from kvbridge.control.runtime_directory import prepare_runtime_directory
+from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
@@ -30,6 +31,7 @@ from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory
 from kvbridge.daemon.node_status import NodeOverview, ShownPeers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
+from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.feed import Feed
@@ -85,6 +87,7 @@ class NodeDaemon:
         self._http: HttpServer | None = None
         self._obstacles_told: list[str] = []
         self._told = ToldReadiness()
+        self._secrets = SecretFiles()
 
     # ------------------------------------------------------------------ from start to end
 
@@ -93,15 +96,17 @@ class NodeDaemon:
         parts, config = self.parts, self.parts.config
         self._broken = asyncio.get_running_loop().create_future()
         require_memory_directory(config, parts.layout)
-        prepare_runtime_directory(config.runtime_dir)
+        group = None if config.runtime_group is None else group_number(config.runtime_group)
+        prepare_runtime_directory(config.runtime_dir, group)
         parts.worker_host.open(parts.identity.incarnation)
         parts.engine_socket.open(parts.identity.incarnation, config.runtime_dir, self._api)
         self._open_peers()
-        self._http = await open_http(config.http, self._app, shutdown_s=self._closing_part_s)
+        self._http = await open_http(config.http, self._app, self._secrets, shutdown_s=self._closing_part_s)
         self._background(self._http.wait_ended(), "http")
         self._announce(self._http.url)
         self._background(self._ticks(), "ticks")
-        await self._create_memory()
+        self._background(self._secrets.run(), "secrets")
+        await self._create_memory(group)
         identity = parts.identity
         names = {"role": identity.role.value, "instance": identity.instance, "node": identity.node}
         parts.worker_host.start(
@@ -210,14 +215,16 @@ class NodeDaemon:
         app.include_router(timeline_router(self._live.timeline))
         return app
 
-    async def _create_memory(self) -> None:
+    async def _create_memory(self, group: int | None) -> None:
         config, begun_s = self.parts.config, time.monotonic()
         directory = memory_directory(config)
         proofs = Path(config.transports.local.proof_directory)
         await asyncio.to_thread(remove_leftovers, (directory, DEFAULT_DIRECTORY, proofs))
         identity = self.parts.identity
         prefix = file_prefix(identity.instance, f"{identity.role}-{identity.node}") + identity.incarnation
-        await self.parts.memory.create(directory, prefix, cancel_s=config.timeouts.shutdown_close_s / 2)
+        memory = self.parts.memory
+        memory.group = group
+        await memory.create(directory, prefix, cancel_s=config.timeouts.shutdown_close_s / 2)
         seconds = round(time.monotonic() - begun_s, 3)
         log.info("memory_created", bytes=self.parts.layout.node_bytes, seconds=seconds)
 
@@ -238,13 +245,18 @@ class NodeDaemon:
         log.info("daemon_listens", http=url, control=control.endpoint if control else "")
         if not config.bootstrap.url:
             return
-        token = read_secret(config.bootstrap.token, config.bootstrap.token_file, key="bootstrap.token_file")
+        given, file = config.bootstrap.token, config.bootstrap.token_file
+        token = self._secrets.add(
+            "bootstrap.token_file", (file,), lambda: read_secret(given, file, key="bootstrap.token_file")
+        )
         self.overview.http_url = url
+        replicas = [
+            DirectoryClient(url, token=token.current, timeout_s=config.timeouts.bootstrap_call_s)
+            for url in (config.bootstrap.url, *config.bootstrap.other_urls)
+        ]
+        token.on_change = partial(_show, replicas)
         self.overview.announcer = announcer = Announcer(
-            [
-                DirectoryClient(url, token=token, timeout_s=config.timeouts.bootstrap_call_s)
-                for url in (config.bootstrap.url, *config.bootstrap.other_urls)
-            ],
+            replicas,
             registration=self.overview.registration,
             load=self.overview.load,
             interval_s=config.bootstrap.heartbeat_interval_s,
@@ -261,3 +273,8 @@ class NodeDaemon:
             self._obstacles_told = obstacles
             announcer.changed()
         announcer.look()
+
+
+def _show(replicas: Sequence[DirectoryClient], token: str) -> None:
+    for replica in replicas:
+        replica.use_token(token)

@@ -23,6 +23,7 @@ from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import MemoryKind, Rank, Role
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
+from kvbridge.engine.link import EngineLink
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.telemetry.logs import leave_standard_output
 from kvbridge.worker.lifecycle import serve_rank
@@ -111,14 +112,8 @@ def adopt(
         closers = [AdoptedWorker(Path(runtime_dir), rank, ours).close for rank, ours in regions.items()]
         for close in closers:
             stack.callback(close)
-        attachment = attach(
-            runtime_dir,
-            role,
-            ranks=tuple(regions),
-            call_timeout_s=call_timeout_s,
-            adopted=regions,
-            on_progress=on_progress,
-        )
+        link = EngineLink.of_this_process(runtime_dir, timeout_s=call_timeout_s)
+        attachment = attach(link, role, ranks=tuple(regions), adopted=regions, on_progress=on_progress)
         attachment.closers.extend(closers)
         stack.pop_all()
     return attachment

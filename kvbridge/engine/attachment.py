@@ -5,14 +5,11 @@ Owns: the link, the mappings and the views of one engine process, and their orde
 
 from __future__ import annotations
 
-import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 
 import structlog
 import torch
@@ -80,24 +77,25 @@ class Attachment:
 
 
 def attach(
-    runtime_dir: Path | str,
+    link: EngineLink,
     role: Role,
     *,
     ranks: Iterable[Rank] = (),
-    call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
     adopted: Mapping[Rank, Sequence[Region]] | None = None,
     on_progress: Progress | None = ignore_progress,
 ) -> Attachment:
-    """Attach as `Engine.attach` says; `adopted` is the device memory that this process brings for its ranks."""
+    """Attach as `Engine.attach` says; `adopted` is the device memory that this process brings for its ranks.
+
+    Closes the link if it fails.
+    """
     leave_standard_output()
-    link = EngineLink(Path(runtime_dir), name=f"engine-{os.getpid()}-{secrets.token_hex(4)}", timeout_s=call_timeout_s)
     with ExitStack() as stack:
         stack.callback(link.close)
-        answer = _call_attach(link, role, tuple(ranks), timeout_s=call_timeout_s)
+        answer = _call_attach(link, role, tuple(ranks))
         brought = {rank: _adopted_regions(answer, rank, given) for rank, given in (adopted or {}).items()}
         devices = [region for rank in answer.ranks for region in answer.device.get(str(rank), ())]
         with _present_gpu_kept():
-            mapped = stack.enter_context(MappedRegions((*answer.host, *devices)))
+            mapped = stack.enter_context(MappedRegions((*answer.host, *devices), link.daemon_user))
             views = _views(answer, mapped, brought)
             order = StreamOrder(views)
             attachment = Attachment(link, answer, mapped, views, order)
@@ -134,9 +132,9 @@ def _present_gpu_kept() -> Iterator[None]:
             torch.cuda.set_device(before)
 
 
-def _call_attach(link: EngineLink, role: Role, ranks: tuple[Rank, ...], *, timeout_s: float) -> Attached:
+def _call_attach(link: EngineLink, role: Role, ranks: tuple[Rank, ...]) -> Attached:
     """Ask until the node has its memory: it cannot become ready before engines that bring theirs have attached."""
-    until_s = time.monotonic() + timeout_s
+    until_s = time.monotonic() + link.timeout_s
     while True:
         try:
             call = Attach(call=link.number(), role=role, ranks=ranks, features=ENGINE_FEATURES)

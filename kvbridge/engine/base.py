@@ -18,7 +18,7 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Release, RoomEvent
 from kvbridge.engine.adopted import adopt
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
-from kvbridge.engine.link import AnswerT
+from kvbridge.engine.link import AnswerT, EngineLink
 from kvbridge.engine.stream_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
@@ -46,18 +46,21 @@ class Engine(Closing):
         ranks: Iterable[Rank] = (),
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         on_progress: Progress | None = ignore_progress,
+        daemon_user: int | None = None,
     ) -> Self:
         """Attach to the daemon whose runtime directory this is, for `ranks` (none named: every rank of the node).
 
         The daemon's pools are mapped into this process; `views` shows them. `on_progress` is called while the node's host pool is
         page-locked for this process's GPUs, which takes a while in a large pool; None leaves it pageable, so that kernels cannot
-        reach it. `call_timeout_s` bounds every later call, too.
+        reach it. `call_timeout_s` bounds every later call, too. `daemon_user` is the number of the user that the daemon runs as,
+        where it is not this process's own, which must then be a member of the daemon's `runtime_group`: that user is believed.
 
         Raises DeadlineError when no daemon answers, NotReadyError when the node's memory is not there within `call_timeout_s`,
         InvalidInputError for ranks of other nodes or the wrong role, RegistrationError when its memory cannot be opened or
         page-locked, UnsupportedError when its GPU cannot be used here.
         """
-        attachment = attach(runtime_dir, cls.role, ranks=ranks, call_timeout_s=call_timeout_s, on_progress=on_progress)
+        link = EngineLink.of_this_process(runtime_dir, timeout_s=call_timeout_s, daemon_user=daemon_user)
+        attachment = attach(link, cls.role, ranks=ranks, on_progress=on_progress)
         return cls(attachment, close_timeout_s=call_timeout_s)
 
     @classmethod

@@ -8,10 +8,12 @@ Synchronous, for one thread: engine loops are. No call blocks longer than its ti
 from __future__ import annotations
 
 import itertools
+import os
+import secrets
 import time
 from collections import deque
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import structlog
 
@@ -31,16 +33,28 @@ EVENTS_KEPT = 4_096
 class EngineLink:
     """One attached engine process. Used by one thread; close it when done."""
 
-    def __init__(self, runtime_dir: Path, *, name: str, timeout_s: float) -> None:
-        """Connect to the node whose runtime directory this is. `timeout_s` bounds every call."""
+    def __init__(self, runtime_dir: Path, *, name: str, timeout_s: float, daemon_user: int | None = None) -> None:
+        """Connect to the node whose runtime directory this is, and whose daemon is that user's (default: this process's).
+
+        `timeout_s` bounds every call.
+        """
         path = runtime_dir / ENGINE_SOCKET
-        self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(name, path, NODE_TO_ENGINE, ENGINE_TO_NODE)
-        self._timeout_s = timeout_s
+        self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(
+            name, path, NODE_TO_ENGINE, ENGINE_TO_NODE, daemon_user=daemon_user
+        )
+        self.timeout_s = timeout_s
+        self.daemon_user = daemon_user
         self._numbers = itertools.count(1)
         self._events: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
         self._overflowed = False
         self.lost = ""
         """Why the device memory behind this attachment is gone; empty while it is there."""
+
+    @classmethod
+    def of_this_process(cls, runtime_dir: Path | str, *, timeout_s: float, daemon_user: int | None = None) -> Self:
+        """Connect as an engine of its own name."""
+        name = f"engine-{os.getpid()}-{secrets.token_hex(4)}"
+        return cls(Path(runtime_dir), name=name, timeout_s=timeout_s, daemon_user=daemon_user)
 
     def number(self) -> int:
         """Return the number for the next call."""
@@ -48,14 +62,14 @@ class EngineLink:
 
     def call(self, message: Call, answer: type[AnswerT]) -> AnswerT:
         """Send a call and return its answer. Raises the BridgeError that the node answered, or DeadlineError."""
-        self._client.send(message, self._timeout_s)  # type: ignore[arg-type]
-        deadline_s = time.monotonic() + self._timeout_s
+        self._client.send(message, self.timeout_s)  # type: ignore[arg-type]
+        deadline_s = time.monotonic() + self.timeout_s
         while True:
             left_s = deadline_s - time.monotonic()
             received = self._client.receive(max(0.0, left_s)) if left_s > 0 else None
             if received is None:
                 raise DeadlineError(
-                    f"the daemon did not answer '{type(message).__name__}' within {self._timeout_s} s "
+                    f"the daemon did not answer '{type(message).__name__}' within {self.timeout_s} s "
                     "(call_timeout_s); is it running, and is this its runtime directory?"
                 )
             if isinstance(received, RoomEvent | Detached):

@@ -63,6 +63,10 @@ class _Caller:
     def __init__(self, *, token: str, timeout_s: float, timeout_key: str) -> None:
         self._timeout_s = timeout_s
         self._timeout_key = timeout_key
+        self.use_token(token)
+
+    def use_token(self, token: str) -> None:
+        """Show another token from now on; empty: none."""
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     @contextmanager

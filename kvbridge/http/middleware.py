@@ -68,14 +68,15 @@ class Observed:
 class BearerToken:
     """Refuse requests without one of the tokens, except to open paths. Without tokens everybody is let in."""
 
-    def __init__(self, app: ASGIApp, *, tokens: tuple[str, ...], open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, *, tokens: Callable[[], tuple[str, ...]], open_paths: frozenset[str]) -> None:
+        """`tokens` is asked at each request."""
         self._app = app
-        self._expected = tuple(token.encode() for token in tokens if token)
+        self._tokens = tokens
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or not self._expected or scope["path"] in self._open_paths:
+        if scope["type"] != "http" or not any(self._tokens()) or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -86,8 +87,11 @@ class BearerToken:
         response = problem_response(problem_of(error, scope["path"]), {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 
+    def _expected(self) -> list[bytes]:
+        return [token.encode() for token in self._tokens() if token]
+
     def _accepts(self, given: bytes) -> bool:
-        return any([secrets.compare_digest(given, expected) for expected in self._expected])  # noqa: C419 - all of them
+        return any([secrets.compare_digest(given, expected) for expected in self._expected()])  # noqa: C419 - all of them
 
 
 class BodyLimit:

@@ -9,6 +9,7 @@ data; /metrics needs it unless opened. Load balancers may ask /health and /ready
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header
@@ -37,6 +38,8 @@ class AppSettings(FrozenModel):
 
     tokens: tuple[str, ...] = ()
     """Bearer tokens, one as good as the other; none: no token is asked for."""
+    tokens_now: Callable[[], tuple[str, ...]] | None = None
+    """The tokens at the moment, where they change while the daemon runs."""
     open_metrics: bool = False
     max_body_bytes: Positive = 1 << 20
     max_wait_s: float = 60.0
@@ -78,7 +81,7 @@ def assemble_app(
     install_problem_handlers(app)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(BearerToken, tokens=settings.tokens, open_paths=open_paths)
+    app.add_middleware(BearerToken, tokens=settings.tokens_now or (lambda: settings.tokens), open_paths=open_paths)
     app.add_middleware(UnhandledErrors)
     app.add_middleware(Observed, answered=status.answered)
     return app

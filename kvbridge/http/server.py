@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,18 @@ class TlsFiles:
 
     certificate: Path
     key: Path
+
+    def read(self) -> tuple[bytes, bytes]:
+        """Return both files' content. Raises ConfigError when they cannot be used, alone or together."""
+        try:
+            self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            return self.certificate.read_bytes(), self.key.read_bytes()
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(f"http.tls_certificate_file, http.tls_key_file: cannot be used: {error}") from error
+
+    def load(self, context: ssl.SSLContext) -> None:
+        """Have a context show this certificate. Raises OSError, and the context is then of no use any more."""
+        context.load_cert_chain(self.certificate, self.key)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -113,6 +126,12 @@ class HttpServer:
             raise ConfigError(f"the HTTP server on {host}:{port} ended before it had started")
         scheme = "https" if tls else "http"
         return cls(server, task, url=f"{scheme}://{_printed(listener)}", shutdown_s=shutdown_s)
+
+    def use_certificate(self, tls: TlsFiles) -> None:
+        """Show the certificate that is in the files now to whoever connects from now on."""
+        context = self._server.config.ssl
+        if context is not None:
+            tls.load(context)
 
     async def wait_ended(self) -> None:
         """Return when the server has ended, by `stop` or by a failure, which is raised."""

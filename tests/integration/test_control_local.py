@@ -333,6 +333,12 @@ async def test_the_runtime_directory_is_private(tmp_path):
     made.chmod(0o750)
     with pytest.raises(ConfigError, match=f"run: chmod 700 {made}"):
         prepare_runtime_directory(made)
+    made.chmod(0o705)
+    with pytest.raises(ConfigError, match=f"run: chmod 700 {made}"):
+        prepare_runtime_directory(made, os.getgid())
+    made.chmod(0o700)
+    prepare_runtime_directory(made, os.getgid())
+    assert made.stat().st_mode & 0o777 == 0o750
     (tmp_path / "link").symlink_to(made)
     with pytest.raises(ConfigError, match="not a directory of this user"):
         prepare_runtime_directory(tmp_path / "link")

@@ -30,7 +30,6 @@ from kvbridge.core.wire.engine_messages import (
     Release,
 )
 from kvbridge.core.wire.messages import MAX_METADATA_BYTES, WireTable
-from kvbridge.engine.attachment import attach
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.link import ENGINE_SOCKET, EngineLink
 from kvbridge.engine.prefill import PrefillEngine
@@ -209,11 +208,11 @@ def test_who_cannot_attach(live: LiveCluster) -> None:
     assert "this is a decode daemon; a prefill engine cannot attach to it" in text
     raises_code("invalid_input", lambda: DecodeEngine.attach(live.prefill.runtime_dir))
     unknown = [Rank(pp=3, tp=1)]
-    text = raises_code("invalid_input", lambda: attach(live.prefill.runtime_dir, Role.PREFILL, ranks=unknown))
+    text = raises_code("invalid_input", lambda: PrefillEngine.attach(live.prefill.runtime_dir, ranks=unknown))
     assert "['pp3.tp1'] do not live on this node (it has ['pp0.tp0'])" in text
     nobody = live.cluster.folder / "nobody"
     nobody.mkdir(mode=0o700)
-    raises_code("not_ready", lambda: attach(nobody, Role.PREFILL, call_timeout_s=0.2))
+    raises_code("not_ready", lambda: PrefillEngine.attach(nobody, call_timeout_s=0.2))
     eventually("nobody left behind", lambda: not status(live.prefill)["engines"] and not status(live.decode)["engines"])
     live.serves()
 

@@ -91,11 +91,22 @@ class SharedMapping(Closing):
             mapping._linked = True
             return mapping
 
+    def share(self, group: int) -> None:
+        """Let members of a group map the file, too. Raises RegistrationError when this user may not give it to that group."""
+        try:
+            os.chown(self.path, -1, group, follow_symlinks=False)
+            self.path.chmod(0o660)
+        except OSError as error:
+            raise RegistrationError(
+                f"shared memory {self.path} cannot be given to group {group}: {error.strerror}"
+            ) from error
+
     @classmethod
-    def open(cls, path: Path | str) -> Self:
+    def open(cls, path: Path | str, owner: int | None = None) -> Self:
         """Map a file that another process has created, for reading and writing.
 
-        Raises RegistrationError when it is not there, is empty, or is not ours to open.
+        `owner`: whose it must be (default: this user's). Raises RegistrationError when it is not there, is empty, or is not ours
+        to open.
         """
         path = Path(path)
         try:
@@ -103,14 +114,16 @@ class SharedMapping(Closing):
         except OSError as error:
             raise RegistrationError(
                 f"cannot open shared memory {path}: {error.strerror}; the process that owns it must be running "
-                f"on this host, as the same user and with the same {path.parent} (containers: share it)"
+                f"on this host, as the same user or in its runtime_group, and with the same {path.parent} (containers: share it)"
             ) from error
         try:
             facts = os.fstat(descriptor)
-            if facts.st_uid != os.geteuid():
+            expected = os.geteuid() if owner is None else owner
+            if facts.st_uid != expected:
+                whose = "of this process" if owner is None else "of the daemon"
                 raise RegistrationError(
-                    f"shared memory {path} belongs to user {facts.st_uid}, not to user {os.geteuid()} of this process, which "
-                    "would write into it"
+                    f"shared memory {path} belongs to user {facts.st_uid}, not to user {expected} {whose}: this process would "
+                    "write into it"
                 )
             found = facts.st_size
             if found < 1:

@@ -26,11 +26,14 @@ class MappedRegions(Closing):
     process's ordinal.
     """
 
-    def __init__(self, shared: Iterable[SharedRegion]) -> None:
-        """Raises RegistrationError for memory that is gone or not ours, InvalidInputError for a region beyond it.
+    def __init__(self, shared: Iterable[SharedRegion], owner: int | None = None) -> None:
+        """`owner`: the user whose files they are (default: this process's).
+
+        Raises RegistrationError for memory that is gone or not ours, InvalidInputError for a region beyond it.
 
         UnsupportedError for VRAM in a process without CUDA, or that does not see its device.
         """
+        self._owner = owner
         self._opened: dict[Origin, tuple[SharedMapping | OpenedAllocation, Extent]] = {}
         try:
             self.regions: tuple[Region, ...] = tuple(self._place(region) for region in shared)
@@ -53,7 +56,7 @@ class MappedRegions(Closing):
     def _open(self, origin: Origin) -> Extent:
         if origin not in self._opened:
             if origin.kind == "file":
-                mapping = SharedMapping.open(origin.path)
+                mapping = SharedMapping.open(origin.path, self._owner)
                 self._opened[origin] = mapping, mapping.extent
             else:
                 found = OpenedAllocation(origin.handle, device_uuid=origin.device_uuid)

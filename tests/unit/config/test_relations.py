@@ -115,6 +115,8 @@ def test_bootstrap_is_refused(flags, expected):
         {"control.bind": "tcp://10.0.0.1:0", "insecure": True},
         {"control.bind": "ipc:///run/x"},
         {"control.bind": "tcp://10.0.0.1:0", "control.curve": {"secret_key_file": "/k"}},
+        # A path that is as long as a key, and of its alphabet.
+        {"control.curve": {"secret_key_file": "/etc/kvbridge/keys/of-the/prefill-00.key"}},
         {"pools.memory": "adopted", "pools.device.full": 0},
     ],
     ids=str,

@@ -1,0 +1,77 @@
+"""The units of deploy/systemd, as systemd itself reads them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
+
+UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
+NAMES = ("kvbridge-bootstrap.service", "kvbridge-prefill@prefill-0.service", "kvbridge-decode@decode-0.service")
+MOST_EXPOSURE = 2.5
+"""Of 10, as `systemd-analyze security` counts. What is left: network, GPUs and network devices, their compilers, other users'
+processes and files in shared memory."""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A host with the units installed, and something to start where they look for it."""
+    shutil.copytree("/usr/lib/systemd/system", tmp_path / "usr/lib/systemd/system", symlinks=True)
+    shutil.copytree(UNITS, tmp_path / "etc" / "systemd" / "system")
+    program = tmp_path / "opt" / "kvbridge" / "bin" / "kvbridge"
+    program.parent.mkdir(parents=True)
+    shutil.copy("/bin/true", program)
+    return tmp_path
+
+
+def analyze(*arguments: str) -> str:
+    """What systemd-analyze has to say; an error when it fails."""
+    done = subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout + done.stderr
+
+
+def setting(name: str, unit: str) -> str:
+    """The value of a setting in a unit file."""
+    found = re.findall(rf"^{name}=(.*)$", (UNITS / unit).read_text(), re.MULTILINE)
+    assert len(found) == 1, (name, unit, found)
+    return found[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_systemd_understands_every_line(root: Path, name: str):
+    assert analyze("verify", f"--root={root}", "--man=no", name) == ""
+
+
+def test_systemd_would_say_what_it_does_not_understand(root: Path):
+    common = root / "etc/systemd/system/kvbridge-.service.d/10-common.conf"
+    common.write_text(common.read_text() + "NoSuchSetting=1\n")
+    assert "NoSuchSetting" in analyze("verify", f"--root={root}", "--man=no", NAMES[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_units_are_hardened(root: Path, name: str):
+    said = analyze("security", "--offline=yes", f"--root={root}", "--no-pager", name)
+    exposure = float(re.search(r"Overall exposure level for .*: ([\d.]+)", said)[1])
+    assert exposure <= MOST_EXPOSURE, said
+
+
+def test_systemd_kills_nothing_that_would_still_have_ended():
+    daemon, bootstrap = DaemonTimeouts(), BootstrapTimeouts()
+    for role in ("prefill", "decode"):
+        limit_s = float(setting("TimeoutStopSec", f"kvbridge-{role}@.service"))
+        assert limit_s > daemon.shutdown_rooms_s + daemon.shutdown_close_s
+    assert float(setting("TimeoutStopSec", "kvbridge-bootstrap.service")) > bootstrap.shutdown_s
+
+
+def test_each_unit_starts_its_role():
+    for role, unit in (
+        ("bootstrap", "kvbridge-bootstrap.service"),
+        ("prefill", "kvbridge-prefill@.service"),
+        ("decode", "kvbridge-decode@.service"),
+    ):
+        assert setting("ExecStart", unit).split()[:2] == ["/opt/kvbridge/bin/kvbridge", role]

@@ -1,0 +1,72 @@
+"""Processes of other users, where the interpreter and the sources lie in folders that only root may enter.
+
+The process gets a mount namespace in which those folders can be entered, and nothing else of them is there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_SCRIPT = """
+set -eu
+closed=$1; shift
+hidden=$(mktemp -d)
+mount -t tmpfs tmpfs "$hidden"
+number=0
+paths=()
+while [ "$1" != -- ]; do
+  paths+=("$1"); mkdir "$hidden/$number"; mount --bind "$1" "$hidden/$number"; number=$((number + 1)); shift
+done
+shift
+IFS=:
+for folder in $closed; do mount -t tmpfs -o mode=755 tmpfs "$folder"; done
+for index in "${!paths[@]}"; do mkdir -p "${paths[$index]}"; mount --bind "$hidden/$index" "${paths[$index]}"; done
+umount -l "$hidden"; rmdir "$hidden"
+exec "$@"
+"""
+
+
+def as_user(user: int, groups: Iterable[int] = (), *, namespaces: Iterable[str] = ()) -> list[str]:
+    """What to put before a command (this interpreter, or one of `sources`) to run it as another user without any right.
+
+    `groups`: the first is its primary one (default: the user's number). `namespaces`: further ones, as unshare(1) calls them.
+    """
+    own, *others = (*groups,) or (user,)
+    needed = {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), ROOT}
+    closed = sorted({folder for path in needed if (folder := _first_closed(path)) is not None})
+    hidden = [str(path) for path in sorted(needed) if any(path.is_relative_to(folder) for folder in closed)]
+    mounted = [
+        "unshare",
+        "--mount",
+        *namespaces,
+        "--",
+        "bash",
+        "-c",
+        _SCRIPT,
+        "bash",
+        ":".join(map(str, closed)),
+        *hidden,
+        "--",
+    ]
+    groups_flag = f"--groups={','.join(map(str, others))}" if others else "--clear-groups"
+    dropped = [
+        "setpriv",
+        f"--reuid={user}",
+        f"--regid={own}",
+        groups_flag,
+        "--no-new-privs",
+        "--bounding-set=-all",
+        "--inh-caps=-all",
+    ]
+    return [*(mounted if closed or namespaces else ()), *dropped, "--"]
+
+
+def _first_closed(path: Path) -> Path | None:
+    for folder in reversed([path, *path.parents]):
+        if not folder.stat().st_mode & 0o001:
+            return folder
+    return None
