@@ -6,6 +6,8 @@ comes about. Field names here are the JSON names of the API.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
@@ -16,7 +18,7 @@ from kvbridge.pool.accounts.page_states import PageState
 
 
 class Readiness(FrozenModel):
-    """Whether new rooms can be admitted, and every reason why not."""
+    """Whether new rooms can be admitted here, or paired by bootstrap, and every reason why not."""
 
     ready: bool
     reasons: tuple[str, ...] = ()
@@ -29,9 +31,24 @@ class ModelStatus(FrozenModel):
     fingerprint: str
 
 
+class RegistrationState(StrEnum):
+    """Where a node stands with the directory, by what it was last told."""
+
+    NONE = "none"
+    """It announces itself to no directory (`bootstrap.url` is empty): whoever sends requests picks it himself."""
+    REGISTERED = "registered"
+    UNREACHABLE = "unreachable"
+    """Bootstrap has not answered yet, or not lately."""
+    REFUSED = "refused"
+    """Bootstrap would not have it; `problem` says why."""
+    REPLACED = "replaced"
+    """Another process has its name now."""
+
+
 class BootstrapLinkStatus(FrozenModel):
     """A node's entry in the directory."""
 
+    state: RegistrationState
     url: str
     """Empty: the node announces itself to no directory."""
     problem: str
@@ -213,5 +230,11 @@ class StatusPort(Protocol[StatusT_co]):
     def status(self) -> StatusT_co:
         """Everything an operator wants to see."""
 
-    def render_metrics(self) -> tuple[bytes, str]:
-        """The metrics page and its content type."""
+    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
+        """The metrics page in the form that an Accept header asks for, and its content type."""
+
+    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
+        """Requests for a route can come, whose answer is usually `code`."""
+
+    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
+        """A request was answered, or its caller left before."""

@@ -80,9 +80,8 @@ class Directory:
                 if known is None or entry.epoch != known.entry.epoch:
                     log.info(
                         "node_registered",
-                        instance=registration.instance,
-                        node=registration.node,
-                        role=registration.role.value,
+                        peer_name=f"{registration.instance}/{registration.node}",
+                        peer_role=registration.role.value,
                         incarnation=registration.incarnation,
                         epoch=entry.epoch,
                         url=registration.http_url,
@@ -126,13 +125,13 @@ class Directory:
     async def deregister(self, instance: str, node: str, incarnation: str) -> None:
         """Take a node off at its own wish. Raises NotFoundError and StaleError as `heartbeat` does."""
         _owned(await self._store.remove((instance, node), incarnation), instance, node, incarnation)
-        log.info("node_left", instance=instance, node=node, incarnation=incarnation)
+        log.info("node_left", peer_name=f"{instance}/{node}", incarnation=incarnation)
 
     async def expire(self) -> tuple[NodeKey, ...]:
         """Forget silent nodes, say so in the log, and return their keys. Nobody sees them before that either."""
         gone = await self._store.expire()
         for instance, node in gone:
-            log.warning("node_lost", instance=instance, node=node, limit="directory.expire_after_s")
+            log.warning("node_lost", peer_name=f"{instance}/{node}", limit="directory.expire_after_s")
         return gone
 
     async def instances(self) -> tuple[Instance, ...]:
@@ -155,12 +154,22 @@ class Directory:
 
 def absences(listing: Iterable[InstanceView]) -> tuple[str, ...]:
     """Return why no pair can be made, judged by who is there; empty when one can."""
+    listing = tuple(listing)
+    ready = [instance for instance in listing if instance.ready]
     reasons = []
     for role in Role:
         of_role = [instance for instance in listing if instance.role is role]
-        if not any(instance.ready for instance in of_role):
+        if not any(instance.role is role for instance in ready):
             first = "".join(f"; '{each.instance}': {', '.join(each.reasons)}" for each in of_role[:1])
             reasons.append(f"no {role} instance is ready ({len(of_role)} known{first})")
+    if not reasons:
+        ways = [
+            {(one.fingerprint, mode) for one in ready if one.role is role for mode in one.meets_by} for role in Role
+        ]
+        if not set.intersection(*ways):
+            waiting = [one for one in listing if not one.ready]
+            first = "".join(f"; '{each.instance}': {', '.join(each.reasons)}" for each in waiting[:1])
+            reasons.append(f"no ready prefill instance can be paired with a ready decode instance{first}")
     return tuple(reasons)
 
 

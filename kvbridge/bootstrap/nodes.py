@@ -182,21 +182,38 @@ def modes_text(of: Instance | NodeRegistration) -> str:
 
 
 def incompatible(instances: Iterable[Instance]) -> dict[str, str]:
-    """Return the instances that can meet none of the other role, though some hold the same model; and why, by name."""
+    """Return the instances that can be paired with none of the other role, though there are some; and why, by name.
+
+    Either nobody of the other role holds their model, or whoever does meets others in other ways.
+    """
+    instances = tuple(instances)
     sides: dict[tuple[str, Role], list[Instance]] = {}
     for instance in instances:
         sides.setdefault((instance.fingerprint, instance.role), []).append(instance)
     found = {}
     for (model, role), ours in sides.items():
         others = [one for side in Role if side is not role for one in sides.get((model, side), [])]
+        if not others:
+            stranger = next((one for one in instances if one.role is not role), None)
+            if stranger is not None:
+                found |= dict.fromkeys((instance.name for instance in ours), _other_model(ours[0], stranger))
+            continue
         modes = {mode for one in others for mode in one.meets_by}
         for instance in ours:
-            if others and not instance.meets_by & modes:
+            if not instance.meets_by & modes:
                 found[instance.name] = (
                     f"it meets others by {modes_text(instance)}, {others[0].role} instances of its model by "
                     f"{' or '.join(sorted(modes))}: {MODES_REMEDY}"
                 )
     return found
+
+
+def _other_model(ours: Instance, stranger: Instance) -> str:
+    difference = first_difference(ours.first.geometry, stranger.first.geometry)
+    return (
+        f"no {stranger.role} instance holds its model '{ours.first.geometry.name}'; between it (here) and '{stranger.name}' (peer) "
+        f"the first difference is: {difference}; give both the same model and encoding"
+    )
 
 
 def by_instance(records: Iterable[NodeRecord]) -> tuple[Instance, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import structlog
@@ -56,6 +56,8 @@ TRY_ANOTHER = (CapacityError, PeerError, DeadlineError)
 DRAWS = 8
 """Random room ids that may be in use, one after another, before something is wrong."""
 
+PAIRED, CANCELLED = "paired", "cancelled"
+"""How a request for a pair ended, when not by an error: its caller may have left."""
 RETRY_AFTER_S = 1.0
 """When a refused caller is told to come back, where no daemon says."""
 
@@ -117,6 +119,11 @@ class PairingService:
         self._config = config
         self._timeouts = timeouts
         self._under_way = 0
+        self._ended: Callable[[str, float], None] = lambda _outcome, _seconds: None
+
+    def watch(self, ended: Callable[[str, float], None]) -> None:
+        """Let `ended(outcome, seconds)` hear of every request: `paired`, or the code of its error. Must not raise."""
+        self._ended = ended
 
     async def pair(self, request: PairRequest) -> Ticket:
         """Return a ticket for a request that is now reserved on both ends, or raise with nothing reserved.
@@ -126,13 +133,21 @@ class PairingService:
         is over. CapacityError at once while `max_under_way` others are being paired: asked for more than this process can do,
         all of them would take longer and longer, and in the end none would be paired in time.
         """
-        if self._under_way >= self._config.max_under_way:
-            raise CapacityError(f"{self._under_way} requests are being paired already (pairing.max_under_way)")
+        begun_s, outcome = self._clock(), CANCELLED
         self._under_way += 1
         try:
-            return await self._pair(request)
+            if self._under_way > self._config.max_under_way:
+                raise CapacityError(f"{self._under_way - 1} requests are being paired already (pairing.max_under_way)")
+            ticket = await self._pair(request)
+            outcome = PAIRED
+        except BridgeError as error:
+            outcome = error.code
+            raise
+        else:
+            return ticket
         finally:
             self._under_way -= 1
+            self._ended(outcome, self._clock() - begun_s)
 
     async def _pair(self, request: PairRequest) -> Ticket:
         claim = await self._claim(request.room)
@@ -211,7 +226,9 @@ class PairingService:
             outcome = await self._reserve(attempt, candidate)
             if isinstance(outcome, Ticket):
                 return outcome
-            log.warning("reservation_refused", room=attempt.room, instance=outcome.instance, error=str(outcome.error))
+            log.warning(
+                "reservation_refused", room=attempt.room, peer_instance=outcome.instance, reason=str(outcome.error)
+            )
             refusals.append(outcome)
             looks_full = candidate.looks_full
         raise self._nobody(attempt.room, refusals)

@@ -59,7 +59,7 @@ def bootstrap(
 
 def _logs(role: str, telemetry: TelemetryConfig, *, instance: str = "", node: str = "") -> None:
     level, form = telemetry.log_level.value, telemetry.log_format.value
-    configure_logs(role=role, instance=instance, node=node, level=level, form=form)
+    configure_logs(names={"role": role, "instance": instance, "node": node}, level=level, form=form)
 
 
 def _run(build: Callable[[], Daemon]) -> None:

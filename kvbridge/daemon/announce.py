@@ -15,6 +15,7 @@ import structlog
 
 from kvbridge.api.directory import Load, NodeRegistration
 from kvbridge.api.rooms import PeerAddress
+from kvbridge.api.status import RegistrationState
 from kvbridge.core.errors import (
     BridgeError,
     ConfigError,
@@ -119,6 +120,22 @@ class Announcer:
         """Why the entry is not fresh; empty when it is."""
         self.refusal = ""
         """Why the directory would not have this node when it was heard last; empty when it has it."""
+        self._replaced = False
+        """Whether that is because another process has the name now."""
+
+    @property
+    def state(self) -> RegistrationState:
+        """Where this node stands with the directory, as far as it knows."""
+        if self.refusal:
+            return RegistrationState.REPLACED if self._replaced else RegistrationState.REFUSED
+        return RegistrationState.UNREACHABLE if self.problem else RegistrationState.REGISTERED
+
+    @property
+    def obstacle(self) -> str:
+        """Why bootstrap sends no request here; empty while it may, also when it has not answered lately."""
+        if self.refusal:
+            return f"bootstrap refuses this node: {self.refusal}"
+        return "" if self._registered else f"bootstrap does not know this node: {self.problem}"
 
     async def run(self) -> None:
         """Register and send heartbeats until cancelled, or until `leave`."""
@@ -159,16 +176,19 @@ class Announcer:
             self._told = entry.load
             self.problem = self.refusal = ""
             self._failures = 0
-        except NotFoundError:
+        except NotFoundError as error:
             self._registered = False  # the directory is new, or forgot us
+            self._report(str(error), error.code)
             self._changed.set()
         except StaleError as error:
             # Registering again would take the name back, and the two would go on taking it from each other.
+            self._replaced = True
             self._refused(f"another process has taken this node's name: {error}", error.code)
         except (PeerError, DeadlineError, NotReadyError) as error:
             self._report(str(error), error.code)
             self._ask_another()
         except BridgeError as error:
+            self._replaced = False
             self._refused(str(error), error.code)
 
     def _ask_another(self) -> None:

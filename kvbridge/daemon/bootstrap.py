@@ -12,6 +12,8 @@ import asyncio
 import os
 import secrets
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +25,7 @@ from kvbridge.api.directory import InstanceView
 from kvbridge.api.status import BootstrapStatus, Readiness, StoreStatus
 from kvbridge.bootstrap.directory import Directory, absences
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.base import NodeStore, RoomStore, RoomTimes, StoreObserver
+from kvbridge.bootstrap.stores.base import NodeStore, PairingState, RoomStore, RoomTimes, StoreObserver
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.config.directory import StoreKind
 from kvbridge.config.loading import read_secret
@@ -37,7 +39,8 @@ from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.telemetry.metrics import READY, ROOMS, Metrics
+from kvbridge.telemetry.metrics import BUILD, HEARTBEAT_AGE, INSTANCES, PAIRING_DURATION, PAIRINGS, READY, ROOMS
+from kvbridge.telemetry.registry import Metrics, library_versions
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +69,8 @@ class BootstrapDaemon:
         """`endpoint_dir`: where to write the endpoint file, for tools that let the system choose the port."""
         self.config = config
         self.incarnation = secrets.token_hex(8)
-        self.metrics = Metrics(role="bootstrap", version=__version__)
+        self.metrics = Metrics(role="bootstrap")
+        self.metrics.assign(BUILD, 1, __version__, "bootstrap", "bootstrap", "", "", *library_versions())
         self._endpoint_dir = endpoint_dir
         self._started_s = time.monotonic()
         timeouts = config.timeouts
@@ -77,6 +81,7 @@ class BootstrapDaemon:
         self.pairing = PairingService(
             self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
         )
+        self.pairing.watch(self._paired)
         self._overview = _Overview()
         self._http: HttpServer | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -159,11 +164,10 @@ class BootstrapDaemon:
             log.info("store_answers", store=repr(self._store), instances=len(listing))
 
     def readiness(self) -> Readiness:
-        """Return ready whenever nodes can register, so that they come; the reasons say why no pair can be made yet."""
+        """Return ready while a pair can be made, by what is known; nodes can register meanwhile, whatever this says."""
         overview = self._overview
-        if overview.problem:
-            return Readiness(ready=False, reasons=(overview.problem,))
-        return Readiness(ready=True, reasons=absences(overview.listing))
+        reasons = (overview.problem,) if overview.problem else absences(overview.listing)
+        return Readiness(ready=not reasons, reasons=reasons)
 
     def status(self) -> BootstrapStatus:
         """Everything an operator wants to see."""
@@ -178,11 +182,36 @@ class BootstrapDaemon:
             rooms=overview.rooms,
         )
 
-    def render_metrics(self) -> tuple[bytes, str]:
-        """Set what is only known now, and return the metrics page and its content type."""
-        self.metrics.replace(ROOMS, self._overview.rooms)
-        self.metrics.set(READY, self.readiness().ready)
-        return self.metrics.render()
+    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
+        """See StatusPort."""
+        self.metrics.serves(route, methods, code)
+
+    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
+        """See StatusPort."""
+        self.metrics.answered(route, method, code, seconds)
+
+    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
+        """Set what is only known now, and return the metrics page in an accepted form, and its content type."""
+        rooms, listing = self._overview.rooms, self._overview.listing
+        self.metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in PairingState})
+        states = Counter((one.role.value, _state_of(one)) for one in listing)
+        self.metrics.replace(INSTANCES, states)
+        ages_s = {
+            (one.role.value, f"{one.instance}/{node.node}"): node.silent_s for one in listing for node in one.nodes
+        }
+        self.metrics.replace(HEARTBEAT_AGE, ages_s)
+        self.metrics.assign(READY, self.readiness().ready)
+        return self.metrics.render(accept)
+
+    def _paired(self, outcome: str, seconds: float) -> None:
+        self.metrics.count(PAIRINGS, outcome)
+        self.metrics.observe(PAIRING_DURATION, seconds, outcome)
+
+
+def _state_of(instance: InstanceView) -> str:
+    if not instance.complete:
+        return "incomplete"
+    return "ready" if instance.ready else "not_ready"
 
 
 def open_store(config: BootstrapConfig, observer: StoreObserver) -> Store:

@@ -122,6 +122,14 @@ class PrefillPeers:
         """See ShownPeers."""
         return self._nodes.peers()
 
+    def silences_s(self) -> dict[str, float]:
+        """See ShownPeers."""
+        return {node.node: self._links.silent_s(node.endpoint) for node in self.status() if node.node}
+
+    def connecting(self) -> int:
+        """See ShownPeers."""
+        return sum(not node.incarnation for node in self.status())
+
     def fence(self) -> FenceStatus:
         """See ShownPeers."""
         return self._fence.status()

@@ -98,6 +98,11 @@ class DecodeLinks:
             else:
                 self.send(peer, Heartbeat())
 
+    def silent_s(self, peer: str) -> float:
+        """Seconds since a decode node was heard of; 0 for one that is not connected."""
+        known = self._server is not None and peer in self._server.peers
+        return self._server.link(peer).silent_s if self._server is not None and known else 0.0
+
     async def close(self, timeout_s: float) -> None:
         """Let the last messages out and stop listening. Harmless when closed."""
         server, self._server = self._server, None

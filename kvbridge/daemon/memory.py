@@ -63,6 +63,18 @@ class NodeLayout:
         """Bytes of the pools that the node makes itself, all of them in shared memory."""
         return sum(placement.total_bytes for placement in (*self.shared_device().values(), *self._hosts()))
 
+    def page_bytes(self, geometry: ModelGeometry) -> dict[IndexSpace, int]:
+        """Bytes of a page of each space: of all components in it, over the layers and ranks of this node."""
+        found: dict[IndexSpace, int] = {}
+        for part in self.parts.values():
+            for component, layers in part.components(geometry, self.host_kinds):
+                start, stop = part.lanes(component)
+                each = len(layers) * component.page_bytes(stop - start)
+                found[component.space] = found.get(component.space, 0) + each
+        for region in self.host.regions if self.host else ():
+            found[region.space] = found.get(region.space, 0) + region.page_bytes
+        return found
+
     def shared_device(self) -> dict[Rank, Placement]:
         """The device pools that the node makes (device: cpu)."""
         return {rank: placement for rank, placement in self.device.items() if rank not in self.orders}

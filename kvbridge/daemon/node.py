@@ -95,8 +95,10 @@ class NodeDaemon:
         self._announce(self._http.url)
         self._background(self._ticks(), "ticks")
         await self._create_memory()
+        identity = parts.identity
+        names = {"role": identity.role.value, "instance": identity.instance, "node": identity.node}
         parts.worker_host.start(
-            lambda rank: parts.worker_setup(rank, self.peers.epoch), own_processes=not parts.adopted
+            lambda rank: parts.worker_setup(rank, self.peers.epoch), None if parts.adopted else names
         )
         self._background(parts.worker_host.failed(), "workers")
 
@@ -141,6 +143,7 @@ class NodeDaemon:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._tasks.clear()
+        parts.lines.look(everything=True)
 
     @property
     def _closing_part_s(self) -> float:
@@ -172,6 +175,7 @@ class NodeDaemon:
             self.admission.tick()
             self.peers.tick()
             self.parts.worker_host.watch()
+            self.parts.lines.look()
             self._look_for_announcements()
             if time.monotonic() >= next_heartbeat_s:
                 next_heartbeat_s += heartbeat_s

@@ -6,6 +6,8 @@ Owns: what is shown and under which names. Must not know: how any of it comes ab
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvbridge import __version__
@@ -19,9 +21,12 @@ from kvbridge.api.status import (
     PeerStatuses,
     ProblemStatus,
     Readiness,
+    RegistrationState,
     TrafficStatus,
 )
 from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import DIRECTORY_FEATURES
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.daemon.announce import Announcer
@@ -30,7 +35,23 @@ from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.metrics import EPOCH, OLDEST_WAIT, PEERS, POOL, QUARANTINED, READY, ROOMS, STARVED, WAITING
+from kvbridge.telemetry.metrics import (
+    DIRECTORY_REGISTRATION,
+    ENGINES,
+    EPOCH,
+    EXPECTED_FREE,
+    OLDEST_WAIT,
+    PEER_SILENCE,
+    PEERS,
+    POOL,
+    POOL_BYTES,
+    QUARANTINED,
+    READY,
+    ROOMS,
+    STARVED,
+    WAITING,
+    WORKERS,
+)
 
 
 class ShownPeers(Protocol):
@@ -42,6 +63,12 @@ class ShownPeers(Protocol):
 
     def status(self) -> PeerStatuses:
         """The known peers."""
+
+    def silences_s(self) -> dict[str, float]:
+        """For how long nothing was heard of each peer that has introduced itself, by its name."""
+
+    def connecting(self) -> int:
+        """How many of the known peers no room can go to or from yet."""
 
     def fence(self) -> FenceStatus | None:
         """How far writers that gave no proof are shut out; None for a role that nobody writes to."""
@@ -56,6 +83,7 @@ class NodeOverview:
         self._rooms = rooms
         self._admission = admission
         self._started_s = time.monotonic()
+        self._page_bytes = parts.layout.page_bytes(parts.geometry)
         self.http_url = ""
         """Where HTTP is served."""
         self.control: PeerAddress | None = None
@@ -71,10 +99,23 @@ class NodeOverview:
     # ------------------------------------------------------------------ StatusPort
 
     def readiness(self) -> Readiness:
-        """Whether new rooms can be admitted, and every reason why not."""
-        refusal = self.announcer.refusal if self.announcer else ""
-        reasons = [*self.obstacles(), self._admission.problem(), refusal and f"bootstrap refuses this node: {refusal}"]
-        return Readiness(ready=not any(reasons), reasons=tuple(filter(None, reasons)))
+        """Whether new rooms can be admitted, and every reason why not.
+
+        A bootstrap that is away ends new pairings only: a node that it knew is ready, and gives that as a reason all the same.
+        """
+        announcer = self.announcer
+        reasons = [*self.obstacles(), self._admission.problem(), announcer.obstacle if announcer else ""]
+        ready = not any(reasons)
+        if announcer is not None and not announcer.obstacle and announcer.problem:
+            reasons.append(f"bootstrap does not answer: {announcer.problem}")
+        return Readiness(ready=ready, reasons=tuple(filter(None, reasons)))
+
+    def _directory(self) -> BootstrapLinkStatus:
+        announcer, url = self.announcer, self._parts.config.bootstrap.url
+        if announcer is None:
+            state = RegistrationState.UNREACHABLE if url else RegistrationState.NONE
+            return BootstrapLinkStatus(state=state, url=url, problem="HTTP is not open yet" if url else "")
+        return BootstrapLinkStatus(state=announcer.state, url=url, problem=announcer.problem)
 
     def status(self) -> NodeStatus:
         """Everything an operator wants to see."""
@@ -89,9 +130,7 @@ class NodeOverview:
             model=ModelStatus(name=parts.geometry.name, fingerprint=fingerprint(parts.geometry)),
             memory_bytes=parts.layout.total_bytes,
             ready=self.readiness(),
-            bootstrap=BootstrapLinkStatus(
-                url=parts.config.bootstrap.url, problem=self.announcer.problem if self.announcer else ""
-            ),
+            bootstrap=self._directory(),
             control=self.control.endpoint if self.control else "",
             ranks=parts.workers.status(),
             engines=parts.engines.status(),
@@ -125,20 +164,57 @@ class NodeOverview:
             for peer, found in self._parts.recent.traffic().items()
         }
 
-    def render_metrics(self) -> tuple[bytes, str]:
-        """Set what is only known now, and return the metrics page and its content type."""
-        metrics = self._parts.metrics
-        metrics.replace(ROOMS, self._rooms.states())
-        metrics.replace(QUARANTINED, self._rooms.quarantined())
-        for space, states in self._parts.book.counts().items():
-            metrics.replace(POOL, {state.value: pages for state, pages in states.items()}, space.value)
-        metrics.replace(PEERS, {"known": len(self._peers.status())})
-        metrics.set(EPOCH, self._peers.epoch)
-        metrics.set(WAITING, self._admission.waiting)
-        metrics.set(OLDEST_WAIT, self._admission.oldest_wait_s())
-        metrics.set(STARVED, self._admission.starved_s())
-        metrics.set(READY, self.readiness().ready)
-        return metrics.render()
+    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
+        """See StatusPort."""
+        self._parts.metrics.serves(route, methods, code)
+
+    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
+        """See StatusPort."""
+        self._parts.metrics.answered(route, method, code, seconds)
+
+    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
+        """Set what is only known now, and return the metrics page in an accepted form, and its content type."""
+        metrics, rooms, peers = self._parts.metrics, self._rooms.states(), len(self._peers.status())
+        metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in RoomState})
+        metrics.replace(QUARANTINED, {(reason,): count for reason, count in self._rooms.quarantined().items()})
+        connecting = self._peers.connecting()
+        metrics.replace(PEERS, {("connected",): peers - connecting, ("connecting",): connecting})
+        metrics.replace(PEER_SILENCE, {(name,): seconds for name, seconds in self._peers.silences_s().items()})
+        metrics.replace(ENGINES, {(state,): count for state, count in self._parts.engines.states().items()})
+        workers = Counter(state.value for state in self._parts.workers.states().values())
+        metrics.replace(WORKERS, {(state,): count for state, count in workers.items()})
+        metrics.replace(DIRECTORY_REGISTRATION, {(self._directory().state.value,): 1})
+        self._render_pools()
+        if self._parts.identity.role is Role.DECODE:
+            metrics.assign(EPOCH, self._peers.epoch)
+        metrics.assign(WAITING, self._admission.waiting)
+        metrics.assign(OLDEST_WAIT, self._admission.oldest_wait_s())
+        metrics.assign(STARVED, self._admission.starved_s())
+        metrics.assign(READY, self.readiness().ready)
+        return metrics.render(accept)
+
+    def _render_pools(self) -> None:
+        metrics, counts = self._parts.metrics, self._parts.book.counts()
+        pages = {
+            (space.value, state.value): count for space, states in counts.items() for state, count in states.items()
+        }
+        metrics.replace(POOL, pages)
+        metrics.replace(
+            POOL_BYTES,
+            {
+                (space, state): count * self._page_bytes[IndexSpace(space)]
+                for (space, state), count in pages.items()
+                if IndexSpace(space) in self._page_bytes
+            },
+        )
+        metrics.replace(
+            EXPECTED_FREE,
+            {
+                (space.value, f"{within_s}s"): count
+                for within_s in (1, 10, 60)
+                for space, count in self._admission.expected_free(within_s).items()
+            },
+        )
 
     # ------------------------------------------------------------------ the directory
 

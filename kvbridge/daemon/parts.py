@@ -13,6 +13,7 @@ from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import NodeIdentity, Rank, Role
 from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.core.wire.features import ENGINE_FEATURES
@@ -27,8 +28,11 @@ from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.layout import even_boundaries
 from kvbridge.telemetry.events import EventStream
-from kvbridge.telemetry.metrics import Metrics
-from kvbridge.telemetry.readers import LogReader, MetricsReader, StatusReader
+from kvbridge.telemetry.metrics import BUILD
+from kvbridge.telemetry.phases import PHASES
+from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames, StatusReader
+from kvbridge.telemetry.registry import Metrics, library_versions
+from kvbridge.telemetry.specs import Direction
 
 NodeConfig = PrefillConfig | DecodeConfig
 
@@ -41,6 +45,7 @@ class NodeParts:
     identity: NodeIdentity
     geometry: ModelGeometry
     metrics: Metrics
+    lines: LogReader
     recent: StatusReader
     events: EventStream
     layout: NodeLayout
@@ -53,11 +58,17 @@ class NodeParts:
     @classmethod
     def build(cls, config: NodeConfig, role: Role) -> NodeParts:
         """Decide everything that can be decided without opening anything. Raises ConfigError, InvalidInputError."""
-        metrics, recent, events = Metrics(role=role.value, version=__version__), StatusReader(), EventStream()
-        for reader in (MetricsReader(metrics), LogReader(), recent):
-            events.add_reader(reader)
         geometry = load_geometry(config.model)
         layout = plan_memory(config, geometry)
+        metrics, names, recent, events = (
+            _metrics(config, role, geometry, layout),
+            PeerNames(),
+            StatusReader(),
+            EventStream(),
+        )
+        lines = LogReader(names, metrics)
+        for reader in (names, MetricsReader(metrics, names), lines, recent):
+            events.add_reader(reader)
         layers = {rank: part.layers for rank, part in layout.parts.items()}
         socket = EngineSocket(config.timeouts.engine_settle_s, events)
         return cls(
@@ -65,6 +76,7 @@ class NodeParts:
             identity=NodeIdentity(role, config.instance, config.node, secrets.token_hex(8)),
             geometry=geometry,
             metrics=metrics,
+            lines=lines,
             recent=recent,
             events=events,
             layout=layout,
@@ -143,3 +155,18 @@ class NodeParts:
         """A rank worker is gone, and its rooms know: engines let go of the device memory that it had made, if any."""
         if rank in self.layout.orders:
             self.engines.memory_lost(rank, f"rank worker {rank} is gone: {reason}")
+
+
+def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: NodeLayout) -> Metrics:
+    """Metrics with every series that the configuration and the model lead to."""
+    values = {
+        "component": [component.kind.value for component in geometry.components],
+        "direction": [(Direction.SENT if role is Role.PREFILL else Direction.RECEIVED).value],
+        "transport": [name.value for name in config.transports.order],
+        "space": [space.value for space in (*layout.owned, *layout.adopted)],
+        "phase": list(PHASES[role]),
+    }
+    metrics = Metrics(role=role.value, values=values)
+    name = f"{config.instance}/{config.node}"
+    metrics.assign(BUILD, 1, __version__, role.value, name, geometry.name, fingerprint(geometry), *library_versions())
+    return metrics

@@ -125,6 +125,14 @@ class DecodePeers:
         """See ShownPeers."""
         return self._nodes.peers()
 
+    def silences_s(self) -> dict[str, float]:
+        """See ShownPeers."""
+        return {f"{node.instance}/{node.node}": self._links.silent_s(node.incarnation) for node in self.status()}
+
+    def connecting(self) -> int:
+        """See ShownPeers."""
+        return sum(bool(node.connecting) for node in self.status())
+
     def fence(self) -> None:
         """See ShownPeers: nobody writes to a prefill node."""
 

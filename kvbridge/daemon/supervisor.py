@@ -10,13 +10,14 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import structlog
 
 from kvbridge.core.ids import Rank
 from kvbridge.daemon.children import clean_environment, how_it_ended
+from kvbridge.daemon.worker_output import WorkerOutput
 
 log = structlog.get_logger(__name__)
 
@@ -36,14 +37,18 @@ class Supervisor:
         socket: Path,
         worker_start_s: float,
         log_level: str,
-        log_format: str,
+        names: Mapping[str, str],
         on_gone: Callable[[Rank, str], None],
     ) -> None:
-        """`on_gone(rank, reason)` is called from the event loop when a worker's process has ended."""
+        """`names`: role, instance and node, for the workers' lines in the log.
+
+        `on_gone(rank, reason)` is called from the event loop when a worker's process has ended.
+        """
         self._ranks = tuple(ranks)
         self._arguments = (
             *("--socket", str(socket), "--parent", str(os.getpid()), "--setup-timeout-s", str(worker_start_s)),
-            *("--log-level", log_level, "--log-format", log_format),
+            *("--log-level", log_level),
+            *(word for key, value in names.items() for word in (f"--{key}", value)),
         )
         self._on_gone = on_gone
         self._processes: dict[Rank, asyncio.subprocess.Process] = {}
@@ -78,18 +83,21 @@ class Supervisor:
     async def _run(self, rank: Rank) -> str:
         """Start a process and wait for its end. Returns why it ended, or did not even begin."""
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvbridge.worker.process", "--pp", str(rank.pp), "--tp", str(rank.tp)),
-                *self._arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the node's, also before the worker can say that it ignores it
-                env=clean_environment(),  # a worker is told all that it is to know: no token travels further than it must
-            )
+            with WorkerOutput(rank) as output:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "kvbridge.worker.process", "--pp", str(rank.pp), "--tp", str(rank.tp)),
+                    *self._arguments,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stderr=output.writing_end,
+                    start_new_session=True,  # Ctrl-C is the node's, also before the worker can say that it ignores it
+                    env=clean_environment(),  # it is told all that it is to know: no token travels further than it must
+                )
+                output.started()
+                self._processes[rank] = process
+                code = await process.wait()
         except OSError as error:  # descriptors, processes or memory are short, perhaps for a moment only
             log.error("worker_start_failed", rank=str(rank), reason=str(error))
             return f"start failed: {error}"
-        self._processes[rank] = process
-        code = await process.wait()
         reason = _reason(code, self._killed.pop(process.pid, ""))
         if not self._stopping:
             log.error("worker_gone", rank=str(rank), pid=process.pid, reason=reason)

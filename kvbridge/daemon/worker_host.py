@@ -99,20 +99,20 @@ class WorkerHost:
         self._server = LocalServer(incarnation, path, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
         self.workers.connect(self._server.send)
 
-    def start(self, setup: Callable[[Rank], WorkerSetup], *, own_processes: bool) -> None:
+    def start(self, setup: Callable[[Rank], WorkerSetup], names: Mapping[str, str] | None) -> None:
         """The memory is there: start a process for each rank (or wait for the engines' workers), welcome the early ones.
 
-        `setup(rank)` says what a worker is to serve.
+        `setup(rank)` says what a worker is to serve; `names` are those of the node in the log, None when engines bring the workers.
         """
         self._setup = setup
-        if own_processes:
-            telemetry = self._config.telemetry
+        if names is not None:
+            config = self._config
             self._supervisor = Supervisor(
                 self.workers.layers,
-                socket=self._config.runtime_dir / WORKER_SOCKET,
-                worker_start_s=self._config.timeouts.worker_start_s,
-                log_level=telemetry.log_level.value,
-                log_format=telemetry.log_format.value,
+                socket=config.runtime_dir / WORKER_SOCKET,
+                worker_start_s=config.timeouts.worker_start_s,
+                log_level=config.telemetry.log_level.value,
+                names=names,
                 on_gone=self._on_process_gone,
             )
             self._supervisor.start()

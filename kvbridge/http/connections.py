@@ -137,7 +137,7 @@ class Acceptor:
 
     def _admit(self, connection: socket.socket) -> None:
         if len(self._connections) >= self._limits.connections:
-            if self._refusals.admits("connections"):
+            if self._refusals.admits("connection_refused"):
                 log.warning("connection_refused", open=len(self._connections), limit="http.max_connections")
             connection.close()
             return

@@ -1,6 +1,7 @@
 """What happens to a request before and after its route.
 
-Owns: bearer token, body limit, the answer to errors that nobody foresaw. Must not know: routes, services.
+Owns: request ids, what is counted of requests, bearer token, body limit, the answer to errors that nobody foresaw. Must not know:
+services.
 
 Plain ASGI: a caller without the token is refused before a byte of its body is read.
 """
@@ -8,16 +9,60 @@ Plain ASGI: a caller without the token is refused before a byte of its body is r
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 import structlog
 from fastapi import HTTPException
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import BridgeError, UnauthorizedError
 from kvbridge.http.problems import make_problem, problem_of, problem_response
+from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER, is_request_id
 
 log = structlog.get_logger(__name__)
+
+OTHER = "other"
+"""What stands for the route of a request that met none."""
+CLIENT_LEFT = 499
+"""Counted as the status of a request that got no answer."""
+
+Answered = Callable[[str, str, int, float], None]
+"""(the route's template, method, status, seconds). Must not raise."""
+
+
+class Observed:
+    """Give every request an id, take over the caller's, tell it in the answer; and say how it was answered."""
+
+    def __init__(self, app: ASGIApp, *, answered: Answered) -> None:
+        self._app = app
+        self._answered = answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun_s = monotonic()
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        request_id = given if is_request_id(given) else secrets.token_hex(8)
+        status = CLIENT_LEFT
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        bound = REQUEST_ID.set(request_id)
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            REQUEST_ID.reset(bound)
+            template = getattr(scope.get("route"), "path", OTHER)
+            self._answered(template, scope["method"], status, monotonic() - begun_s)
 
 
 class BearerToken:

@@ -8,18 +8,19 @@ Must not know: rooms, instances.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Header
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from kvbridge import __version__
 from kvbridge.api.status import Readiness, StatusPort
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
-from kvbridge.http.middleware import BearerToken, BodyLimit, UnhandledErrors
+from kvbridge.http.middleware import BearerToken, BodyLimit, Observed, UnhandledErrors
 from kvbridge.http.problems import PROBLEM_TYPE, Problem, install_problem_handlers
 
 PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -61,6 +62,9 @@ def assemble_app(
     app = FastAPI(title=title, version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     for router in [*routers, _operators_router(status, kind)]:
         app.include_router(router)
+        for route in router.routes:
+            if isinstance(route, APIRoute):
+                status.serves(route.path, sorted(route.methods or ()), route.status_code or 200)
     _describe(app, settings)
     install_problem_handlers(app)
     open_paths = {"/health", "/ready"} | ({"/metrics"} if settings.open_metrics else set())
@@ -68,6 +72,7 @@ def assemble_app(
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(BearerToken, tokens=settings.tokens, open_paths=frozenset(open_paths))
     app.add_middleware(UnhandledErrors)
+    app.add_middleware(Observed, answered=status.answered)
     return app
 
 
@@ -86,9 +91,9 @@ def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel]) -> A
         return JSONResponse(readiness.model_dump(mode="json"), status_code=200 if readiness.ready else 503)
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def metrics() -> Response:
-        """Return the metrics for Prometheus."""
-        body, content_type = status.render_metrics()
+    async def metrics(accept: Annotated[str, Header()] = "") -> Response:
+        """Return the metrics for Prometheus, with exemplars when OpenMetrics is asked for."""
+        body, content_type = status.render_metrics(accept)
         return Response(body, headers={"Content-Type": content_type})
 
     @router.get("/version")

@@ -54,6 +54,10 @@ class AttachedEngines:
         """Names of the engines attached now."""
         return frozenset(self._attached)
 
+    def states(self) -> dict[str, int]:
+        """Count engines: attached, and gone while pages wait for the end of their process."""
+        return {"attached": len(self._attached), "gone": len(self._departed)}
+
     def status(self) -> tuple[EngineStatus, ...]:
         """Everything attached, and what is gone and not ended, for `/status`."""
         return tuple(

@@ -6,6 +6,7 @@ on, messages, what a fact leads to.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
@@ -68,6 +69,10 @@ class Room(Generic[StateT]):
     """Until then a prefill engine has to begin the room, on the service's clock; None once that does not matter any more."""
     begin_limit: str = ""
     """Who set that limit: a configuration key, or a field of the admission."""
+    missed: str = ""
+    """The limit that has ended the room, if one has."""
+    ids: Mapping[str, str] = field(default_factory=dict)
+    """The request id and the trace id of its admission, those that there were."""
     shown: RoomState | None = None
     """The state that users were told of last."""
     quarantine: Quarantine | None = None
@@ -148,6 +153,12 @@ class Room(Generic[StateT]):
         if limit == self.begin_limit:
             what = "no prefill engine has begun it in time"
         return f"{what} (limit: {limit})"
+
+
+def slowest(phases_s: dict[str, float], of_rank_s: Mapping[str, float]) -> None:
+    """Add the phases of a rank to those of its room, which is as slow as the slowest of its ranks."""
+    for phase, seconds in of_rank_s.items():
+        phases_s[phase] = max(phases_s.get(phase, 0.0), seconds)
 
 
 def quarantine(book: PageBook, room: Room[StateT], cause: Quarantine, why: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import NotReadyError, PeerError
+from kvbridge.core.errors import DeadlineError, NotReadyError, PeerError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.geometry.tables import check_demand, request_tables
@@ -34,6 +34,7 @@ from kvbridge.node.room_book import RoomBook
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.telemetry.context import bound_ids
 from kvbridge.telemetry.events import EventStream, RoomEntered, RoomMessageRefused, RoomQuarantined
 
 ABORTED = "aborted"
@@ -105,6 +106,11 @@ class Rooms(ABC, Generic[RoomT]):
         """The room cannot be completed. Harmless on one that is over."""
         self.advance(room, self.FAULT, code, reason)
 
+    def miss(self, room: RoomT, limit: str) -> None:
+        """The room cannot be completed, because nothing happened within `limit`."""
+        room.missed = room.missed or limit
+        self.fail(room, DeadlineError.code, room.why_late(limit))
+
     def advance(self, room: RoomT, event: StrEnum | None = None, code: str = "", reason: str = "") -> None:
         """Do what an event leads to, if any, and then what the room's facts do, until nothing more follows from them.
 
@@ -154,7 +160,17 @@ class Rooms(ABC, Generic[RoomT]):
         state = self.rooms.changed(room)
         if state is not None:
             self._ports.events.emit(
-                RoomEntered(**room.identity, state=state, code=room.reason_code, reason=room.reason)
+                RoomEntered(
+                    **room.identity,
+                    state=state,
+                    code=room.reason_code,
+                    reason=room.reason,
+                    limit=room.missed,
+                    age_s=self._clock() - room.created_s,
+                    prompt_tokens=room.prompt_tokens,
+                    bytes=sum(amount.bytes for amount in room.amounts.values()),
+                    ids=room.ids,
+                )
             )
 
     def tell_engine(self, room: RoomT) -> None:
@@ -248,6 +264,7 @@ class Rooms(ABC, Generic[RoomT]):
             client=request.client,
             state=self.table.start,
             created_s=self._clock(),
+            ids=bound_ids(),
         )
         ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
         room.tables = request_tables(self._geometry, ids, prompt_tokens=room.prompt_tokens)

@@ -5,10 +5,11 @@ Owns: the arithmetic, as things happen and afterwards. Must not know: what the t
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 
 KEPT_INTERVALS = 1_024
-"""Of what was reported afterwards; what lies before the oldest of them counts as reported."""
+"""Of intervals that were added, the latest are kept apart; what is added of the time before them is not counted."""
 
 
 class BusyTime:
@@ -24,6 +25,7 @@ class BusyTime:
         self._begins_s: list[float] = []
         self._ends_s: list[float] = []
         """Of the intervals that were added, disjoint and in order."""
+        self._horizon_s = -math.inf
 
     def begin(self, now_s: float) -> None:
         """One more thing is under way."""
@@ -42,13 +44,19 @@ class BusyTime:
     def add(self, begin_s: float, end_s: float) -> None:
         """Something was under way from `begin_s` to `end_s`."""
         begins_s, ends_s = self._begins_s, self._ends_s
-        if len(begins_s) > KEPT_INTERVALS:
-            del begins_s[: KEPT_INTERVALS // 2], ends_s[: KEPT_INTERVALS // 2]
+        begin_s = max(begin_s, self._horizon_s)
         first, last = bisect_left(ends_s, begin_s), bisect_right(begins_s, end_s)  # those that it touches
-        covered_s = sum(ends_s[first:last]) - sum(begins_s[first:last])
-        begin_s, end_s = min(begin_s, *begins_s[first : first + 1]), max(end_s, *ends_s[last - 1 : last])
-        begins_s[first:last], ends_s[first:last] = [begin_s], [end_s]
-        self._total_s += end_s - begin_s - covered_s
+        touched_s = 0.0
+        if first < last:
+            touched_s = sum(ends_s[first:last]) - sum(begins_s[first:last])
+            begin_s, end_s = min(begin_s, begins_s[first]), max(end_s, ends_s[last - 1])
+        if begin_s < end_s:
+            begins_s[first:last], ends_s[first:last] = [begin_s], [end_s]
+            self._total_s += end_s - begin_s - touched_s
+        if len(begins_s) > KEPT_INTERVALS:
+            half = KEPT_INTERVALS // 2
+            self._horizon_s = ends_s[half - 1]
+            del begins_s[:half], ends_s[:half]
 
     def total_s(self, now_s: float) -> float:
         """Busy seconds so far, what is still under way included."""

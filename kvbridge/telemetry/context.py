@@ -13,6 +13,7 @@ REQUEST_ID: ContextVar[str] = ContextVar("kvbridge_request_id", default="")
 TRACE_ID: ContextVar[str] = ContextVar("kvbridge_trace_id", default="")
 """The trace that is being recorded, as 32 hexadecimal digits; empty while there is none."""
 
+REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 

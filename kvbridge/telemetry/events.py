@@ -10,7 +10,7 @@ called at once, in the order in which readers were added, must not raise, and mu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -42,6 +42,14 @@ class RoomEntered(RoomFact):
     state: RoomState
     code: str = ""
     reason: str = ""
+    limit: str = ""
+    """What has ended it, if it was that nothing happened in time."""
+    age_s: float = 0.0
+    prompt_tokens: int = 0
+    bytes: int = 0
+    """What has arrived, as far as is known."""
+    ids: Mapping[str, str] = field(default_factory=dict)
+    """On whose behalf: the request id and the trace id of its admission, those that there were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,20 +89,21 @@ class OrderEnded(RoomFact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankSent(RoomFact):
-    """A rank has sent everything of a room that was its to send."""
+class PhasesEnded(RoomFact):
+    """Phases of a room are over (`telemetry/phases.py`), and took so long on this node."""
 
-    rank: Rank
-    amounts: Amounts
-    phases_s: dict[str, float]
+    phases_s: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoomReceived(RoomFact):
-    """Everything of a room has arrived; `peer` is the first of its writers, `amounts` are those of all of them."""
+class RankReceived(RoomFact):
+    """A rank of `peer` has sent everything of a room that was its to send, and it has arrived."""
 
+    rank: Rank
     amounts: Amounts
-    phases_s: dict[str, float]
+    transport: str
+    under_way_ago_s: tuple[tuple[float, float], ...] = ()
+    """When it was sending: from so many seconds ago until so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

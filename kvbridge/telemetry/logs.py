@@ -8,16 +8,17 @@ Events are short words; facts are keys. A room is always `room`, a peer's incarn
 from __future__ import annotations
 
 import logging
-import math
 import re
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
 import structlog
 from structlog.typing import Processor
 
 from kvbridge.core.clock import Clock, monotonic
+from kvbridge.telemetry.context import bound_ids
 
 MASK = "***"
 _SECRET = re.compile(r"secret|passw|credential|authori[sz]ation|bearer|private|api_?key|key_material", re.IGNORECASE)
@@ -51,25 +52,22 @@ def leave_standard_output() -> None:
 
 def configure_logs(
     *,
-    role: str,
-    instance: str = "",
-    node: str = "",
+    names: Mapping[str, str],
     level: str = "info",
     form: str = "auto",
     stream: TextIO | None = None,
 ) -> None:
     """Set logging up for this process, the standard library's loggers included.
 
-    `role`, `instance` and `node` are on every line. `stream` defaults to standard error. `form` is `console`, `json`, or `auto`:
-    `console` on a terminal, `json` otherwise. Raises ValueError on an unknown level.
+    `names` (`role`, `instance`, `node` and, of a rank worker, `rank`) are on every line, and no line can have others: a key of that
+    name becomes `line_...`. `stream` defaults to standard error. `form` is `console`, `json`, or `auto`: `console` on a terminal,
+    `json` otherwise. Raises ValueError on an unknown level.
     """
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise ValueError(f"unknown log level '{level}'; known are debug, info, warning, error, critical")
     target = stream if stream is not None else sys.stderr
-    names = {"role": role, "instance": instance, "node": node}
     shared: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
         _bind({key: value for key, value in names.items() if value}),
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -99,26 +97,55 @@ def configure_logs(
     )
 
 
+MAX_KINDS = 256
+"""Kinds that are counted apart: peers choose some of their words."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    since_s: float
+    """When the present stretch of time began."""
+    lines: int = 0
+    left_out: int = 0
+    """Not told yet."""
+    left_out_since_s: float = 0.0
+
+
 class Seldom:
-    """Lets a few lines of each kind through at a time: what strangers can cause must not fill the disk.
+    """Lets a few lines of each kind through at a time, and counts the others. Events and kinds are few words of our own."""
 
-    Kinds are few words of our own. What is kept back is to be counted elsewhere.
-    """
-
-    def __init__(self, *, lines: int = 10, every_s: float = 10.0, clock: Clock = monotonic) -> None:
+    def __init__(self, *, lines: int = 10, every_s: float = 1.0, clock: Clock = monotonic) -> None:
         self._lines = lines
         self._every_s = every_s
         self._clock = clock
-        self._begun_s: dict[str, float] = {}
-        self._seen: dict[str, int] = {}
+        self._seen: dict[tuple[str, str], _Seen] = {}
 
-    def admits(self, kind: str) -> bool:
+    def admits(self, event: str, kind: str = "") -> bool:
         """Whether a line of this kind may be written now."""
         now_s = self._clock()
-        if now_s - self._begun_s.get(kind, -math.inf) >= self._every_s:
-            self._begun_s[kind], self._seen[kind] = now_s, 0
-        self._seen[kind] += 1
-        return self._seen[kind] <= self._lines
+        if len(self._seen) >= MAX_KINDS and (event, kind) not in self._seen:
+            kind = "other"
+        seen = self._seen.setdefault((event, kind), _Seen(now_s))
+        if now_s - seen.since_s >= self._every_s:
+            seen.since_s, seen.lines = now_s, 0
+        if seen.lines < self._lines:
+            seen.lines += 1
+            return True
+        if not seen.left_out:
+            seen.left_out_since_s = now_s
+        seen.left_out += 1
+        return False
+
+    def left_out(self, *, everything: bool = False) -> list[tuple[str, str, int, float]]:
+        """Return (event, kind, lines, seconds) of what was not let through since the last call, or since `every_s` at least."""
+        now_s = self._clock()
+        found = []
+        for (event, kind), seen in self._seen.items():
+            seconds = now_s - seen.left_out_since_s
+            if seen.left_out and (everything or seconds >= self._every_s):
+                found.append((event, kind, seen.left_out, seconds))
+                seen.left_out = 0
+        return found
 
 
 def mask_secrets(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -138,8 +165,11 @@ def _masked(key: object, value: object) -> object:
 
 
 def _bind(names: dict[str, str]) -> Processor:
+    """Whose lines these are, and on whose behalf; a line that tells of a request that is over brings the ids of that one."""
+
     def add(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        return {**names, **event}
+        own = {f"line_{key}" if event[key] != names.get(key, event[key]) else key: event[key] for key in event}
+        return {**names, **bound_ids(), **own}
 
     return add
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvbridge.core.errors import CapacityError, DeadlineError, FingerprintMismatchError, NotReadyError
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.phases import LIMITS, PHASES
-from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, NODES, MetricKind, MetricSpec, Registration
+from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, NODES, MetricKind, MetricSpec
 
 MAX_LABEL_VALUES = 64
 """Distinct words that an open label of one metric may show; further ones count as "other"."""
@@ -33,8 +33,14 @@ _ENDINGS = (
     (RoomState.ABORTED.value, "aborted"),
     *((RoomState.FAILED.value, code) for code in ("deadline", "integrity", "peer_failed", "transport_failed")),
 )
-_METHODS = ("GET", "HEAD", "POST", "DELETE", "other")
-_PAIRING_OUTCOMES = ("paired", CapacityError.code, NotReadyError.code, DeadlineError.code, FingerprintMismatchError.code)
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
+_PAIRING_OUTCOMES = (
+    "paired",
+    CapacityError.code,
+    NotReadyError.code,
+    DeadlineError.code,
+    FingerprintMismatchError.code,
+)
 _PAGE_STATES = ("free", "held", "leased", "quarantined")
 
 METRICS: tuple[MetricSpec, ...] = (
@@ -51,9 +57,9 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_directory_registration",
         _GAUGE,
         ("state",),
-        "1 for where the node stands with the directory now: it announces itself to none, has had no answer yet, is registered, "
-        "refused, replaced by another process of its name, or the directory cannot be reached.",
-        values={"state": tuple(Registration)},
+        "1 for where the node stands with the directory now: it announces itself to none, is registered, refused, replaced by "
+        "another process of its name, or the directory cannot be reached.",
+        values={"state": ("none", "registered", "refused", "replaced", "unreachable")},
     ),
     # Bytes.
     TRANSFERRED := MetricSpec(
@@ -331,9 +337,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_http_requests_total",
         _COUNTER,
         ("route", "method", "code"),
-        "HTTP requests that were answered, by the route's template (`other`: no route) and status.",
+        "HTTP requests that were answered, by the route's template (`other`: no route) and status; 499: the caller left first.",
         EVERYBODY,
-        values={"method": _METHODS},
     ),
     HTTP_DURATION := MetricSpec(
         "kvbridge_http_request_duration_seconds",
@@ -341,7 +346,6 @@ METRICS: tuple[MetricSpec, ...] = (
         ("route", "method"),
         "How long they took, until the last byte of the answer; those that wait for something wait.",
         EVERYBODY,
-        values={"method": _METHODS},
         buckets=(*_PHASE_BUCKETS_S, 60.0),
     ),
     LINES_LEFT_OUT := MetricSpec(

@@ -7,6 +7,7 @@ Each reader is a table from a fact's type to what it does with it; a fact that a
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ import structlog
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.session.states import RoomState
+from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.events import (
     EngineAttached,
     EngineEnded,
@@ -34,14 +37,14 @@ from kvbridge.telemetry.events import (
     PeerAccepted,
     PeerLost,
     PeerRejected,
-    RankSent,
+    PhasesEnded,
+    RankReceived,
     RequestRefused,
     RequestWaited,
     RoomEntered,
     RoomFact,
     RoomMessageRefused,
     RoomQuarantined,
-    RoomReceived,
     RoomRejected,
     WorkerLost,
     WorkerStarted,
@@ -49,8 +52,13 @@ from kvbridge.telemetry.events import (
 )
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import (
+    ADMISSION_TO_CLAIM,
     DIGEST_MISMATCHES,
+    ENDED_BY_LIMIT,
     FRAMES_REFUSED,
+    LINES_LEFT_OUT,
+    MESSAGES_REFUSED,
+    PEER_FAILURES,
     PHASE,
     REFUSED,
     REGISTRATION,
@@ -59,91 +67,149 @@ from kvbridge.telemetry.metrics import (
     UNDELIVERED,
     WAIT,
     WORKER_RESTARTS,
-    Direction,
-    Metrics,
 )
+from kvbridge.telemetry.registry import Metrics
+from kvbridge.telemetry.specs import Direction
 
 log = structlog.get_logger(__name__)
 
 RECENT_PROBLEMS = 50
 RECENT_PEERS = 256
-UNKNOWN_TRANSPORT = "any"
-"""Of received bytes: the receiving side sees memory change, not what changes it."""
+KNOWN_NAMES = 1_024
+UNKNOWN = "unknown"
+"""A peer that has never been accepted, or an older one's transport."""
+LOST = "lost"
+WHOLE = "admit_to_claim"
+"""The phase that has a metric of its own."""
+LINES, EVERY_S = 10, 1.0
+"""Lines of one kind that are written within so long: a room that ends costs little, and a stranger cannot fill the disk."""
+
+
+class PeerNames:
+    """How the incarnations of peers are called, as their handshakes said. A reader of facts, to be added before its users."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def __call__(self, _now_s: float, fact: Fact) -> None:
+        """Read one fact."""
+        if isinstance(fact, PeerAccepted):
+            self._names.pop(fact.peer, None)
+            self._names[fact.peer] = fact.name
+            if len(self._names) > KNOWN_NAMES:
+                del self._names[next(iter(self._names))]
+
+    def get(self, peer: str) -> str:
+        """Return instance and node of an incarnation; `unknown` for one that was never accepted, or long ago."""
+        return self._names.get(peer, UNKNOWN)
 
 
 class MetricsReader:
     """Counts facts in the metrics of a node."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, names: PeerNames) -> None:
         self._metrics = metrics
+        self._names = names
         self._registered: dict[Rank, float] = {}
-        self._table: dict[type[Any], Callable[[Any], None]] = {
+        self._under_way: dict[int, tuple[BusyTime, ...]] = {}
+        """Orders, and where their time is counted."""
+        self._table: dict[type[Any], Callable[[float, Any], None]] = {
             RoomEntered: self._room,
-            OrderBegan: lambda fact: metrics.transfer_began(Direction.SENT, fact.transport),
+            OrderBegan: self._order_began,
             OrderEnded: self._order_ended,
-            RankSent: lambda fact: self._phases(fact.phases_s),
-            RoomReceived: self._received,
-            PagesDiffer: lambda fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
-            RequestRefused: lambda fact: metrics.count(REFUSED, fact.code),
-            RoomMessageRefused: lambda fact: metrics.count(REFUSED, fact.code),
-            RequestWaited: lambda fact: metrics.observe(WAIT, fact.seconds, fact.outcome),
-            FrameRefused: lambda fact: metrics.count(FRAMES_REFUSED, fact.kind),
-            MessagesResent: lambda fact: metrics.count(RESENT, by=fact.count),
-            MessageUndelivered: lambda _fact: metrics.count(UNDELIVERED),
+            RankReceived: self._received,
+            PhasesEnded: self._phases_ended,
+            PagesDiffer: lambda _, fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
+            RequestRefused: lambda _, fact: metrics.count(REFUSED, fact.code),
+            RoomMessageRefused: lambda _, fact: metrics.count(MESSAGES_REFUSED, fact.code),
+            RequestWaited: lambda _, fact: metrics.observe(WAIT, fact.seconds, fact.outcome.value),
+            PeerRejected: lambda _, fact: metrics.count(PEER_FAILURES, names.get(fact.peer), fact.code),
+            PeerLost: lambda _, fact: metrics.count(PEER_FAILURES, names.get(fact.peer), LOST),
+            FrameRefused: lambda _, fact: metrics.count(FRAMES_REFUSED, fact.kind),
+            MessagesResent: lambda _, fact: metrics.count(RESENT, by=fact.count),
+            MessageUndelivered: lambda _, __: metrics.count(UNDELIVERED),
             MemoryRegistered: self._memory_registered,
             WorkerLost: self._worker_lost,
         }
 
-    def __call__(self, _now_s: float, fact: Fact) -> None:
+    def __call__(self, now_s: float, fact: Fact) -> None:
         """Read one fact."""
         count = self._table.get(type(fact))
         if count is not None:
-            count(fact)
+            count(now_s, fact)
 
-    def _room(self, fact: RoomEntered) -> None:
-        if fact.state.final:
-            self._metrics.count(ROOMS_ENDED, fact.state.value, fact.code)
+    def _room(self, _now_s: float, fact: RoomEntered) -> None:
+        if not fact.state.final:
+            return
+        self._metrics.count(ROOMS_ENDED, fact.state.value, fact.code)
+        if fact.limit:
+            self._metrics.count(ENDED_BY_LIMIT, fact.limit)
+        if fact.state is RoomState.FAILED and fact.peer:
+            self._metrics.count(PEER_FAILURES, self._names.get(fact.peer), fact.code)
 
-    def _order_ended(self, fact: OrderEnded) -> None:
-        self._metrics.transfer_ended(Direction.SENT, fact.transport)
-        self._metrics.transferred(fact.amounts, Direction.SENT, fact.transport)
+    def _order_began(self, now_s: float, fact: OrderBegan) -> None:
+        times = self._metrics.busy(Direction.SENT, fact.transport, self._names.get(fact.peer))
+        self._under_way[fact.order] = times
+        for time in times:
+            time.begin(now_s)
 
-    def _received(self, fact: RoomReceived) -> None:
-        self._metrics.transferred(fact.amounts, Direction.RECEIVED, UNKNOWN_TRANSPORT)
-        self._phases(fact.phases_s)
+    def _order_ended(self, now_s: float, fact: OrderEnded) -> None:
+        for time in self._under_way.pop(fact.order):
+            time.end(now_s)
+        if fact.amounts:
+            self._metrics.transferred(fact.amounts, Direction.SENT, fact.transport, self._names.get(fact.peer))
 
-    def _phases(self, phases_s: Mapping[str, float]) -> None:
-        for phase, seconds in phases_s.items():
-            self._metrics.observe(PHASE, seconds, phase)
+    def _received(self, now_s: float, fact: RankReceived) -> None:
+        way = Direction.RECEIVED, fact.transport or UNKNOWN, self._names.get(fact.peer)
+        self._metrics.transferred(fact.amounts, *way)
+        for time in self._metrics.busy(*way):
+            for began_ago_s, ended_ago_s in fact.under_way_ago_s:
+                time.add(now_s - began_ago_s, now_s - ended_ago_s)
 
-    def _memory_registered(self, fact: MemoryRegistered) -> None:
+    def _phases_ended(self, _now_s: float, fact: PhasesEnded) -> None:
+        for phase, seconds in fact.phases_s.items():
+            if phase == WHOLE:
+                self._metrics.observe(ADMISSION_TO_CLAIM, seconds)
+            else:
+                self._metrics.observe(PHASE, seconds, phase)
+
+    def _memory_registered(self, _now_s: float, fact: MemoryRegistered) -> None:
         """A node is as far as the slowest of its ranks."""
         self._registered[fact.rank] = fact.share
-        self._metrics.set(REGISTRATION, min(self._registered.values()))
+        self._metrics.assign(REGISTRATION, min(self._registered.values()))
 
-    def _worker_lost(self, fact: WorkerLost) -> None:
+    def _worker_lost(self, _now_s: float, fact: WorkerLost) -> None:
         if fact.cause:
             self._metrics.count(WORKER_RESTARTS, fact.cause)
 
 
 class LogReader:
-    """Writes a line for each fact that an operator should find again. What strangers can cause is written seldom."""
+    """Writes a line for each fact that an operator should find again.
 
-    def __init__(self, clock: Clock = monotonic) -> None:
-        self._refusals = Seldom(clock=clock)
+    Of rooms that ended, and of what strangers can cause, only so many lines a kind and second; `look` says how many were left out.
+    """
+
+    def __init__(self, names: PeerNames, metrics: Metrics, clock: Clock = monotonic) -> None:
+        self._names = names
+        self._metrics = metrics
+        self._seldom = Seldom(lines=LINES, every_s=EVERY_S, clock=clock)
         # A module's logger is made anew for each line, also for one that is not written; a room has many.
         self._rooms = log.bind()
         self._table: dict[type[Any], Callable[[Any], None]] = {
             RoomEntered: self._room,
-            RoomRejected: lambda fact: log.warning("room_rejected", **_room(fact), code=fact.code, reason=fact.reason),
+            RoomRejected: lambda fact: log.warning(
+                "room_rejected", **self._whose(fact), code=fact.code, reason=fact.reason
+            ),
             RoomQuarantined: lambda fact: log.error(
-                "room_quarantined", **_room(fact), cause=fact.cause, reason=fact.reason
+                "room_quarantined", **self._whose(fact), cause=fact.cause, reason=fact.reason
             ),
             PeerAccepted: lambda fact: log.info(
-                "peer_accepted", peer=fact.peer, name=fact.name, features=fact.features
+                "peer_accepted", peer=fact.peer, peer_name=fact.name, features=fact.features
             ),
-            PeerRejected: lambda fact: log.warning("peer_rejected", peer=fact.peer, code=fact.code, reason=fact.reason),
-            PeerLost: lambda fact: log.warning("peer_lost", peer=fact.peer, reason=fact.reason),
+            PeerRejected: lambda fact: log.warning(
+                "peer_rejected", **self._peer(fact.peer), code=fact.code, reason=fact.reason
+            ),
+            PeerLost: lambda fact: log.warning("peer_lost", **self._peer(fact.peer), reason=fact.reason),
             FrameRefused: self._frame_refused,
             RoomMessageRefused: self._message_refused,
             WorkerStarted: lambda fact: log.info("worker_ready", rank=str(fact.rank), pid=fact.pid),
@@ -165,25 +231,46 @@ class LogReader:
         if write is not None:
             write(fact)
 
+    def look(self, *, everything: bool = False) -> None:
+        """Say what was left out, once its time is over. To be called now and then, and at the end, for everything."""
+        for event, kind, lines, seconds in self._seldom.left_out(everything=everything):
+            self._metrics.count(LINES_LEFT_OUT, event, by=lines)
+            log.warning("lines_left_out", of=event, kind=kind, lines=lines, seconds=round(seconds, 1))
+
     def _room(self, fact: RoomEntered) -> None:
         if not fact.state.final:
-            self._rooms.debug("room_entered", **_room(fact), state=fact.state.value)
-        elif not fact.code:
-            self._rooms.info("room_ended", **_room(fact), state=fact.state.value)
+            if self._rooms.is_enabled_for(logging.DEBUG):
+                self._rooms.debug("room_entered", **self._whose(fact), state=fact.state.value)
+            return
+        if not self._seldom.admits("room_ended", fact.code or fact.state.value):
+            return
+        facts = {
+            **self._whose(fact),
+            "state": fact.state.value,
+            "age_s": round(fact.age_s, 4),
+            "prompt_tokens": fact.prompt_tokens,
+            "bytes": fact.bytes,
+            **fact.ids,
+        }
+        if not fact.code:
+            self._rooms.info("room_ended", **facts)
         else:
-            self._rooms.warning("room_ended", **_room(fact), state=fact.state.value, code=fact.code, reason=fact.reason)
+            limit = {"limit": fact.limit} if fact.limit else {}
+            self._rooms.warning("room_ended", **facts, code=fact.code, reason=fact.reason, **limit)
 
     def _frame_refused(self, fact: FrameRefused) -> None:
-        if self._refusals.admits(fact.kind):
+        if self._seldom.admits("frame_refused", fact.kind):
             log.warning("frame_refused", kind=fact.kind, detail=fact.detail)
 
     def _message_refused(self, fact: RoomMessageRefused) -> None:
-        if self._refusals.admits(fact.code):
-            log.warning("room_message_refused", **_room(fact), code=fact.code)
+        if self._seldom.admits("room_message_refused", fact.code):
+            log.warning("room_message_refused", **self._whose(fact), code=fact.code)
 
+    def _whose(self, fact: RoomFact) -> dict[str, object]:
+        return {"room": fact.room, "generation": fact.generation, **(self._peer(fact.peer) if fact.peer else {})}
 
-def _room(fact: RoomFact) -> dict[str, object]:
-    return {"room": fact.room, "generation": fact.generation, "peer": fact.peer}
+    def _peer(self, peer: str) -> dict[str, object]:
+        return {"peer": peer, "peer_name": self._names.get(peer)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +311,7 @@ class StatusReader:
                 self._room(now_s, fact)
             case OrderEnded() if fact.amounts:
                 self._peer(now_s, fact.peer).sent_bytes += _bytes(fact.amounts)
-            case RoomReceived():
+            case RankReceived():
                 self._peer(now_s, fact.peer).received_bytes += _bytes(fact.amounts)
             case PeerRejected():
                 self._note(now_s, "peer rejected", fact.peer, fact.reason)

@@ -1,6 +1,7 @@
 """The values of a daemon's metrics, and the page that Prometheus scrapes.
 
-Owns: the values, which series there are, how many an open label may make. Must not know: what the metrics are about, when they change.
+Owns: the values, which series there are, how many an open label may make. Must not know: what the metrics are about, when they
+change.
 
 A series whose labels are all of closed sets is there from the start, so that a rate over it sees the first event. `Metrics` is used
 by the thread of the daemon's loop only.
@@ -8,10 +9,13 @@ by the thread of the daemon's loop only.
 
 from __future__ import annotations
 
+import platform
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, product
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -25,7 +29,10 @@ from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.context import TRACE_ID
 from kvbridge.telemetry.metrics import (
     BUSY,
+    HTTP_DURATION,
+    HTTP_REQUESTS,
     MAX_LABEL_VALUES,
+    METHODS,
     METRICS,
     OPERATION,
     PEER_BUSY,
@@ -37,7 +44,14 @@ from kvbridge.telemetry.metrics import (
 from kvbridge.telemetry.specs import Direction, MetricKind, MetricSpec
 
 OTHER = "other"
+LIBRARIES = (
+    ("torch",),
+    ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"),
+    ("nixl", "nixl-cu12", "nixl-cu13"),
+)
+"""Their packages, each of which has several names."""
 Labels = tuple[str, ...]
+LabelsT = TypeVar("LabelsT", bound=Labels)
 
 
 class _Distribution:
@@ -59,7 +73,10 @@ class _Distribution:
 
     def add_to(self, family: HistogramMetricFamily, labels: Labels, names: Sequence[str]) -> None:
         counts = accumulate(self._counts)
-        buckets = [(name, count, self._exemplars.get(at)) for at, (name, count) in enumerate(zip(names, counts))]
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = [
+            (name, count, self._exemplars[at]) if at in self._exemplars else (name, count)
+            for at, (name, count) in enumerate(zip(names, counts, strict=True))
+        ]
         family.add_metric(labels, buckets, self._sum)
 
 
@@ -103,11 +120,11 @@ class Metrics:
         key = labels if labels in series else self._bounded(metric, labels)
         series[key] = series.get(key, 0.0) + by
 
-    def set(self, metric: MetricSpec, value: float, *labels: str) -> None:
+    def assign(self, metric: MetricSpec, value: float, *labels: str) -> None:
         """Set one series of a gauge."""
         self._values[metric][self._bounded(metric, labels)] = float(value)
 
-    def replace(self, metric: MetricSpec, values: Mapping[Labels, float]) -> None:
+    def replace(self, metric: MetricSpec, values: Mapping[LabelsT, float]) -> None:
         """Set a gauge for everything that it is about now, the larger value where two count as "other".
 
         What is left out is 0 when its labels are of closed sets, else not shown any more.
@@ -145,6 +162,18 @@ class Metrics:
             self._busy.setdefault((metric, self._bounded(metric, labels)), BusyTime()) for metric, labels in keys
         )
         return for_all, for_peer
+
+    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
+        """Show the series of a route before its first request."""
+        for method in methods:
+            self.count(HTTP_REQUESTS, route, method, str(code), by=0)
+            self._distributions[HTTP_DURATION][route, method] = _Distribution(HTTP_DURATION.buckets)
+
+    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
+        """Count an HTTP request."""
+        method = method if method in METHODS else OTHER
+        self.count(HTTP_REQUESTS, route, method, str(code))
+        self.observe(HTTP_DURATION, seconds, route, method)
 
     def store_value_refused(self, reason: str) -> None:
         """See StoreObserver."""
@@ -195,3 +224,15 @@ class Metrics:
             for labels, distribution in distributions.items():
                 distribution.add_to(histogram, labels, names)
             yield histogram
+
+
+def library_versions() -> tuple[str, ...]:
+    """The versions that `kvbridge_build_info` tells: of Python, torch, Mooncake and NIXL; empty for what is not installed."""
+    return (platform.python_version(), *(next(filter(None, map(_version, names)), "") for names in LIBRARIES))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

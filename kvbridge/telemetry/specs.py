@@ -19,20 +19,6 @@ class Direction(StrEnum):
     RECEIVED = "received"
 
 
-class Registration(StrEnum):
-    """Where a node stands with the directory."""
-
-    NONE = "none"
-    """It announces itself to none, or has left."""
-    PENDING = "pending"
-    """No directory has answered yet."""
-    REGISTERED = "registered"
-    REFUSED = "refused"
-    REPLACED = "replaced"
-    """Another process has taken its name."""
-    UNREACHABLE = "unreachable"
-
-
 class MetricKind(StrEnum):
     """The Prometheus types in use."""
 

@@ -95,7 +95,7 @@ class DaemonProcess(ChildProcess):
             self.last_answer = str(error)
             return False
         self.last_answer = found.model_dump_json()
-        # Bootstrap always lets nodes come; it has something to pair once it gives no reason why not.
+        # A node that does not reach bootstrap any more is ready, and says so.
         return found.ready and not found.reasons
 
 

@@ -25,13 +25,14 @@ log = structlog.get_logger(__name__)
 
 def serve(given: argparse.Namespace) -> int:
     """Serve one rank until the node says Shutdown or is gone. Returns the exit code."""
-    configure_logs(role=f"worker pp{given.pp}.tp{given.tp}", level=given.log_level, form=given.log_format)
     rank = Rank(pp=given.pp, tp=given.tp)
+    names = {"role": given.role, "instance": given.instance, "node": given.node, "rank": str(rank)}
+    configure_logs(names=names, level=given.log_level, form="json")
     link = open_node_link(Path(given.socket), rank)
     try:
         serve_rank(link, rank, setup_timeout_s=given.setup_timeout_s)
     except BridgeError as error:
-        log.error("worker_ends", rank=str(rank), code=error.code, reason=str(error))
+        log.error("worker_ends", code=error.code, reason=str(error))
         return EXIT_FAILED
     finally:
         link.close()

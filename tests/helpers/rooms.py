@@ -33,11 +33,11 @@ from kvbridge.telemetry.events import (
     EventStream,
     Fact,
     PagesDiffer,
+    RankReceived,
     RequestRefused,
     RequestWaited,
     RoomEntered,
     RoomMessageRefused,
-    RoomReceived,
 )
 from tests.helpers.manual_clock import ManualClock
 
@@ -135,7 +135,7 @@ class RecordedEvents(EventStream):
 
     @property
     def received_amounts(self) -> list[Amounts]:
-        return [fact.amounts for fact in self.of(RoomReceived)]
+        return [fact.amounts for fact in self.of(RankReceived)]
 
     @property
     def mismatches(self) -> dict[ComponentKind, int]:

@@ -39,6 +39,9 @@ MAX_STAGES = 256
 """Pipeline stages of one instance."""
 MAX_ENDPOINTS = 16
 MAX_PHASES = 64
+MAX_INTERVALS = 32
+"""Stretches of time that a writer tells of apart."""
+MAX_AGO_S = 86_400.0
 MAX_DIGESTS = 1_024
 """Components, lanes and groups of layers that one message carries digests of."""
 MAX_AMOUNT = 2**50
@@ -51,6 +54,9 @@ Phases = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[float, Field(allow_inf_nan=False)]],
     Field(max_length=MAX_PHASES),
 ]
+
+Ago = Annotated[float, Field(ge=0, le=MAX_AGO_S, allow_inf_nan=False)]
+"""Seconds."""
 
 
 def _check_amounts(amounts: Amounts) -> Amounts:
@@ -188,6 +194,10 @@ class Done(RoomMessage):
     metadata: Metadata = b""
     digest_parts: NonNegative = 0
     """How many Digests of this writer there were."""
+    transport: Annotated[str, Field(max_length=200)] = ""
+    """What the writer has sent it over; several are joined by '+'."""
+    under_way_ago_s: Annotated[tuple[tuple[Ago, Ago], ...], Field(max_length=MAX_INTERVALS)] = ()
+    """When it was sending: from so many seconds ago until so many, at the time of this message."""
 
 
 class Failed(RoomMessage):

@@ -26,11 +26,13 @@ from kvbridge.api.status import AdmissionStatus, ClientStatus
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
+from kvbridge.core.ids import IndexSpace
 from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import EventStream, RequestRefused, RequestWaited, WaitOutcome
 
 log = structlog.get_logger(__name__)
@@ -301,6 +303,22 @@ class AdmissionController:
     def starved_s(self) -> float:
         """For how long nothing could be admitted."""
         return self._starvation.seconds()
+
+    def expected_free(self, within_s: float) -> dict[IndexSpace, int]:
+        """Estimate how many pages of each space will be free in `within_s` seconds if nobody takes any, quarantined ones never."""
+        soon, not_begun = self._book.pages_being_released(), self._rooms.not_begun()
+        found = {}
+        for space, states in self._book.counts().items():
+            ending = soon.get(space, 0) + sum(
+                room.pages.get(space, 0) for room in not_begun if room.ends_in_s <= within_s
+            )
+            coming = max(
+                ending if within_s >= (self._rates.usual_release_s or 0.0) else 0,
+                int(self._rates.pages_per_s().get(space, 0.0) * within_s),
+            )
+            free, taken = states[PageState.FREE], states[PageState.HELD] + states[PageState.LEASED]
+            found[space] = free + min(coming, taken)
+        return found
 
     def status(self) -> AdmissionStatus:
         """For `/status`."""

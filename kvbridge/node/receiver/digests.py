@@ -12,6 +12,7 @@ from kvbridge.core.wire.worker_messages import Digested, Verified
 from kvbridge.node.receiver.driver import ReceiverDriver
 from kvbridge.node.receiver.room import ReceiverRoom
 from kvbridge.node.receiver.verification import Verification
+from kvbridge.node.room import slowest
 from kvbridge.telemetry.events import EventStream, PagesDiffer
 
 
@@ -70,8 +71,7 @@ class ReceiverDigests:
             why = f"rank worker {message.rank} could not verify what has arrived: {message.error}"
             self._driver.fail(room, message.error_code, why)
             return
-        for phase, seconds in message.seconds.items():
-            room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
+        slowest(room.phases_s, message.seconds)
         if not verification.answered(message.rank):
             return
         differing, why = verification.differences(room.tables)

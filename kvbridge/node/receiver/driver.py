@@ -13,7 +13,7 @@ from typing import ClassVar
 import structlog
 
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import BridgeError, DeadlineError, IntegrityError
+from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.ids import Role
 from kvbridge.core.plan.accounting import shortfall
 from kvbridge.core.plan.digests import DigestKind
@@ -25,7 +25,8 @@ from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import Quarantine, give_back
 from kvbridge.node.rooms import Rooms, RoomSettings
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import RoomReceived
+from kvbridge.telemetry.events import PhasesEnded
+from kvbridge.telemetry.phases import PHASES
 
 log = structlog.get_logger(__name__)
 
@@ -83,6 +84,8 @@ class ReceiverDriver(Rooms[ReceiverRoom]):
                     self._ports.book.expect_free(room.owner)
             case _:
                 room.wait_until(None)
+        if room.over and room.claimed_s:
+            self._ports.events.emit(PhasesEnded(**room.identity, phases_s={"claim_to_release": now_s - room.claimed_s}))
 
     def _act(self, room: ReceiverRoom, action: StrEnum) -> None:
         match action:
@@ -178,7 +181,8 @@ class ReceiverDriver(Rooms[ReceiverRoom]):
         room.committed_s = self._clock()
         room.phases_s["offer_to_commit"] = room.committed_s - room.offered_s
         room.phases_s["admit_to_commit"] = room.committed_s - room.created_s
-        self._ports.events.emit(RoomReceived(**room.identity, amounts=room.amounts, phases_s=room.phases_s))
+        own_s = {phase: seconds for phase, seconds in room.phases_s.items() if phase in PHASES[self.role]}
+        self._ports.events.emit(PhasesEnded(**room.identity, phases_s=own_s))
         self.advance(room, event)
 
     def _at_rest(self, room: ReceiverRoom) -> None:
@@ -208,7 +212,7 @@ class ReceiverDriver(Rooms[ReceiverRoom]):
         elif limit == room.begin_limit and room.state is ReceiverState.OFFERED:
             pass  # The prefill nodes know whether an engine has begun, and say Failed if none has.
         else:
-            self.fail(room, DeadlineError.code, room.why_late(limit))
+            self.miss(room, limit)
 
     def _stop_expecting(self, room: ReceiverRoom, limit: str) -> None:
         """Engines that never claimed a room do not read it: it need not wait for them."""

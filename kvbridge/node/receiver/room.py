@@ -73,6 +73,8 @@ class ReceiverRoom(Room[ReceiverState]):
     """From the offer on, when digests are wanted."""
     offered_s: float = 0.0
     committed_s: float = 0.0
+    claimed_s: float = 0.0
+    """By the first engine; 0 before."""
     reserved_tokens: int = 0
 
     @property

@@ -27,8 +27,10 @@ from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Done, Drained, 
 from kvbridge.node.receiver.digests import ReceiverDigests
 from kvbridge.node.receiver.driver import ReceiverDriver
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, user_state
+from kvbridge.node.room import slowest
 from kvbridge.node.rooms import WORKER_GONE, RoomSettings
 from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.telemetry.events import PhasesEnded, RankReceived
 
 _BEFORE_COMMIT = frozenset(
     {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}
@@ -119,7 +121,13 @@ class ReceiverRooms(ReceiverDriver):
             raise ConflictError(f"room {room_id} was already claimed by this engine")
         if room.state is ReceiverState.COMMITTED:
             room.expected_by = set(self._ports.engines.serving())
-            room.phases_s["commit_to_claim"] = self._clock() - room.committed_s
+            room.claimed_s = self._clock()
+            room.phases_s["commit_to_claim"] = room.claimed_s - room.committed_s
+            ended_s = {
+                "commit_to_claim": room.claimed_s - room.committed_s,
+                "admit_to_claim": room.claimed_s - room.created_s,
+            }
+            self._ports.events.emit(PhasesEnded(**room.identity, phases_s=ended_s))
         room.claimed_by.add(engine)
         self.advance(room, ReceiverEvent.CLAIM)
         if room.expected_by <= room.claimed_by:
@@ -211,8 +219,18 @@ class ReceiverRooms(ReceiverDriver):
             )
             self.fail(room, InvalidInputError.code, why)
             return
-        for phase, seconds in message.phases_s.items():
-            room.phases_s[phase] = max(room.phases_s.get(phase, 0.0), seconds)
+        slowest(room.phases_s, message.phases_s)
+        self._ports.events.emit(
+            RankReceived(
+                room=room.room,
+                generation=room.generation,
+                peer=peer,
+                rank=message.writer,
+                amounts=message.amounts,
+                transport=message.transport,
+                under_way_ago_s=message.under_way_ago_s,
+            )
+        )
         self.show(room)
         if self.digests.complete(room, message):
             self.account(room, writer, message)

@@ -14,17 +14,16 @@ from enum import StrEnum
 from typing import ClassVar
 
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import DeadlineError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PeerMessage, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
-from kvbridge.node.room import Quarantine, give_back
+from kvbridge.node.room import Quarantine, give_back, slowest
 from kvbridge.node.rooms import Rooms, RoomSettings
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, user_state
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import OrderBegan, OrderEnded, RankSent, RoomRejected
+from kvbridge.telemetry.events import OrderBegan, OrderEnded, PhasesEnded, RoomRejected
 
 
 class SenderDriver(Rooms[SenderRoom]):
@@ -69,6 +68,7 @@ class SenderDriver(Rooms[SenderRoom]):
             case SenderState.COMPLETED:
                 room.wait_until(None)
                 room.phases_s["offer_to_sent"] = now_s - room.offered_s
+                self._ports.events.emit(PhasesEnded(**room.identity, phases_s=room.phases_s))
                 if not any(work.after for work in room.ranks.values()):
                     room.writing.clear()  # every point that was published has been reached, or nothing would have been sent
             case _:
@@ -131,7 +131,8 @@ class SenderDriver(Rooms[SenderRoom]):
                 work.after.clear()
             for section in sections:
                 self._orders += 1
-                transport = work.outstanding[self._orders] = self._ports.nodes.transport(room.peer, rank)
+                transport = self._ports.nodes.transport(room.peer, rank)
+                work.order_began(self._orders, transport, self._clock())
                 work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
                 order = Send(
                     room=room.room, generation=room.generation, order=self._orders, section=section, after=after
@@ -141,7 +142,7 @@ class SenderDriver(Rooms[SenderRoom]):
 
     def order_ended(self, room: SenderRoom, rank: Rank, order: int, amounts: Amounts) -> bool:
         """A worker has ended an order, in which it has sent `amounts`; whether it was under way."""
-        transport = room.ranks[rank].outstanding.pop(order, None)
+        transport = room.ranks[rank].order_ended(order, self._clock())
         if transport is None:
             return False
         self._ports.events.emit(
@@ -165,7 +166,7 @@ class SenderDriver(Rooms[SenderRoom]):
                 continue
             work.done = True
             room.amounts = add_amounts(room.amounts, work.amounts)
-            self._ports.events.emit(RankSent(**room.identity, rank=rank, amounts=work.amounts, phases_s=work.phases_s))
+            slowest(room.phases_s, work.phases_s)
             done = Done(
                 room=room.room,
                 generation=room.generation,
@@ -174,6 +175,8 @@ class SenderDriver(Rooms[SenderRoom]):
                 phases_s=work.phases_s,
                 metadata=work.metadata,
                 digest_parts=self._tell_digests(room, rank, work),
+                transport=work.transport,
+                under_way_ago_s=work.under_way_ago_s(self._clock()),
             )
             self._tell(room, done)
         self.advance(room)
@@ -211,7 +214,7 @@ class SenderDriver(Rooms[SenderRoom]):
             self.quarantine_used(room, limit)
             return
         if not room.stopping:
-            self.fail(room, DeadlineError.code, room.why_late(limit))
+            self.miss(room, limit)
             return
         active = ", ".join(map(str, room.open_ranks))
         why = f"rank workers {active} have not said that they are quiet (limit: {limit})"

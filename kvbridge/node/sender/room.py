@@ -14,7 +14,7 @@ from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SENDER_TABLE, SenderState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import WireTable
+from kvbridge.core.wire.messages import MAX_INTERVALS, WireTable
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import MAX_POINTS
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
@@ -42,6 +42,10 @@ class RankWork:
     """Where in the work of the engine's GPU all that is published and not ordered yet is final; a set in order."""
     outstanding: dict[int, str] = field(default_factory=dict)
     """Orders that the worker has not ended, and over which transport each of them goes."""
+    transport: str = ""
+    """That of the last order."""
+    under_way_s: list[tuple[float, float]] = field(default_factory=list)
+    """From when until when orders were outstanding, on the service's clock; the last has not ended while one is."""
     amounts: Amounts = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
     digests: DigestSums | None = None
@@ -49,6 +53,25 @@ class RankWork:
     done: bool = False
     open: bool = False
     """The worker has the room, and has not yet proved that it let it go."""
+
+    def order_began(self, order: int, transport: str, now_s: float) -> None:
+        """The worker is told to send something over `transport`."""
+        if not self.outstanding:
+            if len(self.under_way_s) == MAX_INTERVALS:  # the first ones are taken as one
+                self.under_way_s[:2] = [(self.under_way_s[0][0], self.under_way_s[1][1])]
+            self.under_way_s.append((now_s, now_s))
+        self.outstanding[order] = self.transport = transport
+
+    def order_ended(self, order: int, now_s: float) -> str | None:
+        """The worker sends nothing of an order any more. Returns over which transport it went, None if it was not outstanding."""
+        transport = self.outstanding.pop(order, None)
+        if transport is not None and not self.outstanding:
+            self.under_way_s[-1] = (self.under_way_s[-1][0], now_s)
+        return transport
+
+    def under_way_ago_s(self, now_s: float) -> tuple[tuple[float, float], ...]:
+        """How long ago orders were outstanding, when none is any more."""
+        return tuple((now_s - began_s, now_s - ended_s) for began_s, ended_s in self.under_way_s)
 
     def own_layers(self, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Return the layers of a publication that the rank holds; None stays all of them."""

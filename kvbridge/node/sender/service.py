@@ -243,7 +243,7 @@ class SenderRooms(SenderDriver):
             return
         room.peer, room.destination, room.offered_s = peer, offer.tables, self._clock()
         room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
-        room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
+        room.phases_s["admit_to_offer_received"] = room.offered_s - room.created_s
         self.advance(room, SenderEvent.OFFER)
         self.settle(room)
 

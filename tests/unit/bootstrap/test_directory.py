@@ -289,3 +289,28 @@ async def test_who_is_absent_is_told(world):
     )
     await directory.heartbeat("d", "node-0", beat("d-incarnation-1"))
     assert absences(await directory.listing()) == ()
+
+
+async def test_two_models_that_do_not_match_are_no_pair_and_say_so(world):
+    directory = await world.directory(node("p", Role.PREFILL), node("d", Role.DECODE, model="tiny-gqa"))
+    decode, prefill = await directory.listing()
+    assert (decode.ready, prefill.ready) == (False, False)
+    assert "no decode instance holds its model 'tiny-v4'; between it (here) and 'd' (peer)" in prefill.reasons[0]
+    assert "no prefill instance holds its model 'tiny-gqa'" in decode.reasons[0]
+    assert len(absences((decode, prefill))) == 2
+    await directory.register(node("e", Role.DECODE))
+    assert {view.instance: view.ready for view in await directory.listing()} == {"p": True, "d": False, "e": True}
+    assert absences(await directory.listing()) == ()
+
+
+async def test_two_halves_of_two_pairs_are_no_pair(world):
+    directory = await world.directory(
+        node("p", Role.PREFILL),
+        node("d", Role.DECODE, ready=False),
+        node("q", Role.PREFILL, model="tiny-gqa", ready=False),
+        node("e", Role.DECODE, model="tiny-gqa"),
+    )
+    (why,) = absences(await directory.listing())
+    assert (
+        why == "no ready prefill instance can be paired with a ready decode instance; 'd': node 'node-0' is not ready"
+    )

@@ -164,6 +164,27 @@ async def test_a_name_that_is_lost_stays_lost_while_bootstrap_is_away() -> None:
     assert "another has your name" in announced.refusal
 
 
+@pytest.mark.asyncio
+async def test_where_a_node_stands_with_the_directory() -> None:
+    directory = FakeDirectory()
+    announced = announcer(directory)
+
+    async def after(problem: BridgeError | None) -> tuple[str, str]:
+        directory.problem = problem
+        await announced.beat()
+        return announced.state.value, announced.obstacle
+
+    assert (announced.state.value, "does not know this node" in announced.obstacle) == ("unreachable", True)
+    assert await after(PeerError("away")) == ("unreachable", "bootstrap does not know this node: away")
+    assert await after(ConflictError("no")) == ("refused", "bootstrap refuses this node: no")
+    assert await after(None) == ("registered", "")
+    assert await after(PeerError("away")) == ("unreachable", ""), "it was known, and rooms cross without bootstrap"
+    assert await after(NotFoundError("who?")) == ("unreachable", "bootstrap does not know this node: who?")
+    assert await after(None) == ("registered", "")
+    state, obstacle = await after(StaleError("another has it"))
+    assert (state, "another process has taken this node's name" in obstacle) == ("replaced", True)
+
+
 @pytest.mark.parametrize(
     ("keys", "insecure", "listening", "expected"),
     [

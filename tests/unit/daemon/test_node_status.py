@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from kvbridge.api.status import BootstrapStatus, NodeStatus
+from kvbridge.api.status import BootstrapStatus, NodeStatus, Readiness, RegistrationState
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import Rank
+from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
+from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.http.operations import AppSettings
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, PeerLost, RoomEntered
+from tests.unit.bootstrap.fleet import node as fleet_node
 
 NODE = {"instance": "i", "model": {"preset": "tiny-gqa"}, "pools": {"device": {"full": 8}}}
 
@@ -52,6 +54,22 @@ async def test_the_description_says_what_the_page_of_bootstrap_is() -> None:
         await daemon.close()
 
 
+@pytest.mark.asyncio
+async def test_bootstrap_is_not_ready_while_no_pair_can_be_made() -> None:
+    daemon = BootstrapDaemon(BootstrapConfig())
+    try:
+        await daemon._look()
+        nobody = daemon.readiness()
+        assert (nobody.ready, len(nobody.reasons)) == (False, 2)
+        assert nobody.reasons[0] == "no prefill instance is ready (0 known)"
+        for role in Role:
+            await daemon.directory.register(fleet_node(role.value, role))
+        await daemon._look()
+        assert daemon.readiness() == Readiness(ready=True)
+    finally:
+        await daemon.close()
+
+
 def test_the_page_of_a_node_shows_what_its_parts_are_in(prefill: NodeDaemon) -> None:
     page = json.loads(prefill.overview.status().model_dump_json())
     assert (page["role"], page["instance"], page["fence"]) == ("prefill", "i", None)
@@ -67,6 +85,21 @@ def test_the_page_of_a_node_shows_what_its_parts_are_in(prefill: NodeDaemon) -> 
         "transports": [],
     }
     assert page["ready"]["reasons"][0] == "memory is being created"
+
+
+def test_a_node_says_where_it_stands_with_the_directory(prefill: NodeDaemon) -> None:
+    page = prefill.overview.status()
+    assert (page.bootstrap.state, page.bootstrap.url) == (RegistrationState.NONE, "")
+    assert not any("bootstrap" in reason for reason in page.ready.reasons)
+    known = prefill_daemon(PrefillConfig.model_validate(NODE | {"bootstrap": {"url": "http://127.0.0.1:1"}}))
+    known.overview.announcer = announced = Announcer(
+        [], registration=known.overview.registration, load=known.overview.load, interval_s=1.0
+    )
+    page = known.overview.status()
+    assert (page.bootstrap.state, page.bootstrap.problem) == ("unreachable", "not registered at bootstrap yet")
+    assert "bootstrap does not know this node: not registered at bootstrap yet" in page.ready.reasons
+    announced._registered = True
+    assert known.overview.readiness().reasons[-1] == "bootstrap does not answer: not registered at bootstrap yet"
 
 
 def test_a_decode_node_shows_its_fence() -> None:
@@ -97,8 +130,13 @@ def test_what_is_only_known_when_somebody_scrapes(prefill: NodeDaemon) -> None:
     shown = page.decode()
     for line in (
         'kvbridge_pool_pages{space="full",state="free"} 8.0',
-        'kvbridge_peers{state="known"} 0.0',
-        "kvbridge_endpoint_epoch 0.0",
+        'kvbridge_pool_bytes{space="full",state="leased"} 0.0',
+        'kvbridge_pages_expected_free{space="full",within="60s"} 8.0',
+        'kvbridge_peers{state="connected"} 0.0',
+        'kvbridge_engines{state="attached"} 0.0',
+        'kvbridge_workers{state="absent"} 1.0',
+        'kvbridge_rooms{state="transferring"} 0.0',
+        'kvbridge_directory_registration{state="none"} 1.0',
         "kvbridge_admission_waiting_requests 0.0",
         "kvbridge_ready 0.0",
     ):

@@ -27,7 +27,7 @@ def supervise(tmp_path: Path, on_gone) -> Supervisor:
         socket=tmp_path / "nobody-listens.sock",
         worker_start_s=5.0,
         log_level="info",
-        log_format="json",
+        names={"role": "prefill", "instance": "i", "node": "n"},
         on_gone=on_gone,
     )
 

@@ -79,7 +79,7 @@ def host():
     made.serve(listener, {EndpointsRevoked: listener.said.append})
     made._server = Server()
     made.workers.connect(made._server.send)
-    made.start(lambda rank: "setup", own_processes=False)
+    made.start(lambda rank: "setup", None)
     made.listener = listener
     return made
 

@@ -58,7 +58,7 @@ def host(listener: Listener, tmp_path: Path) -> WorkerHost:
     made = WorkerHost(config, {R0: (0, 1), R1: (0, 1)}, events)
     made.serve(listener, {RoomClosed: listener.said.append})
     made.workers.connect(lambda _link, _message: None)
-    made.start(setup, own_processes=False)
+    made.start(setup, None)
     for link, rank in (("a", R0), ("b", R1)):
         made._on_message(link, WorkerHello(rank=rank, pid=11))
     return made

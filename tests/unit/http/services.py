@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,6 +16,7 @@ from kvbridge.api.status import (
     ModelStatus,
     NodeStatus,
     Readiness,
+    RegistrationState,
     StoreStatus,
 )
 from kvbridge.core.errors import UnknownRoomError
@@ -76,7 +78,7 @@ NODE_PAGE = NodeStatus(
     model=ModelStatus(name="tiny", fingerprint="f"),
     memory_bytes=0,
     ready=Readiness(ready=True),
-    bootstrap=BootstrapLinkStatus(url="", problem=""),
+    bootstrap=BootstrapLinkStatus(state=RegistrationState.NONE, url="", problem=""),
     control="",
     ranks=(),
     engines=(),
@@ -108,6 +110,8 @@ class FakeStatus:
     def __init__(self, page: BaseModel = NODE_PAGE) -> None:
         self.ready = Readiness(ready=True)
         self._page = page
+        self.served: list[tuple[object, ...]] = []
+        self.answers: list[tuple[str, str, int]] = []
 
     def readiness(self) -> Readiness:
         return self.ready
@@ -115,8 +119,15 @@ class FakeStatus:
     def status(self) -> Any:
         return self._page
 
-    def render_metrics(self) -> tuple[bytes, str]:
-        return b"kvbridge_rooms 1\n", "text/plain; version=0.0.4"
+    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
+        return f"kvbridge_rooms 1 # {accept}\n".encode(), "text/plain; version=0.0.4"
+
+    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
+        self.served.append((route, *methods, code))
+
+    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.answers.append((route, method, code))
 
 
 def settings(**changes: Any) -> AppSettings:

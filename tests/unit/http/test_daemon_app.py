@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import httpx
 import pytest
@@ -185,10 +186,32 @@ async def test_health_and_readiness(http, status):
 
 
 async def test_operators_routes(http):
-    response = await http.get("/metrics")
-    assert (response.content, response.headers["content-type"]) == FakeStatus().render_metrics()
+    response = await http.get("/metrics", headers={"Accept": "application/openmetrics-text"})
+    expected = FakeStatus().render_metrics("application/openmetrics-text")
+    assert (response.content, response.headers["content-type"]) == expected
     assert (await http.get("/version")).json() == {"name": "kvbridge", "version": __version__, "protocol_version": 1}
     assert (await http.get("/status")).json()["rooms"] == {"admitted": 1}
+
+
+async def test_requests_are_counted_by_the_template_of_their_route(http, status):
+    assert ("/v1/requests", "POST", 201) in status.served
+    assert ("/v1/requests/{room}", "GET", 200) in status.served
+    await http.post("/v1/requests", json={"room": 3, "generation": 2, "prompt_tokens": 5})
+    for path in ("/v1/requests/3", "/v1/requests/4", "/nowhere"):
+        await http.get(path)
+    assert status.answers == [
+        ("/v1/requests", "POST", 201),
+        ("/v1/requests/{room}", "GET", 200),
+        ("/v1/requests/{room}", "GET", 404),
+        ("other", "GET", 404),
+    ]
+
+
+@pytest.mark.parametrize("given", ["", "router-7/a.b:c", "x" * 129, "two words", "caf\u00e9"])
+async def test_a_request_has_an_id_that_is_the_callers_when_it_gives_one(http, given):
+    answer = await http.get("/health", headers={"X-Request-Id": given.encode()})
+    told = answer.headers["x-request-id"]
+    assert told == given if given == "router-7/a.b:c" else re.fullmatch("[0-9a-f]{16}", told)
 
 
 async def test_unknown_routes_and_methods(http):

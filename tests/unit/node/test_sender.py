@@ -121,7 +121,7 @@ def test_a_room_is_sent_while_it_is_computed():
     assert bench.free == 16
     report = bench.service.report(1)
     assert report.state is RoomState.COMPLETED
-    assert report.phases_s["admit_to_offer"] == 2.0
+    assert report.phases_s["admit_to_offer_received"] == 2.0
     assert bench.events.states == [RoomState.ADMITTED, RoomState.TRANSFERRING, RoomState.COMPLETED]
     close(bench)
     assert pick(bench.peers.messages, Drained) == []
