@@ -26,7 +26,7 @@ def schema(name: str, definition: str) -> jsonschema_rs.Draft7Validator:
 
 
 DASHBOARD, ROW, PANEL = (schema("dashboard", name) for name in ("Dashboard", "RowPanel", "Panel"))
-TARGET = schema("prometheus", "Dataquery")
+TARGET = schema("prometheus", "dataquery")
 OPTIONS = {kind: schema(kind, "Options") for kind in ("timeseries", "stat", "heatmap", "table", "text")}
 FIELDS = {kind: schema(kind, "FieldConfig") for kind in ("timeseries", "heatmap", "table")}
 UNITS = {
