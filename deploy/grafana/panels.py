@@ -275,7 +275,7 @@ def table(
             "sortBy": [{"displayName": next(iter(columns)), "desc": True}],
         },
         defaults={
-            "custom": {"align": "auto", "inspect": False, "filterable": True, "cellOptions": {"type": "auto"}},
+            "custom": {"align": "auto", "inspect": False, "filterable": True},
             "color": {"mode": "fixed", "fixedColor": BLUE},
         },
         overrides=tuple(

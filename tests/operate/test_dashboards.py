@@ -21,8 +21,14 @@ OF_PROMETHEUS = {"process_", "ALERTS", "scrape_"}
 
 
 def schema(name: str, definition: str) -> jsonschema_rs.Draft7Validator:
-    content = json.loads((SCHEMAS / f"{name}.jsonschema.json").read_text())
-    return jsonschema_rs.Draft7Validator({"$ref": f"#/definitions/{definition}", "definitions": content["definitions"]})
+    definitions = json.loads((SCHEMAS / f"{name}.jsonschema.json").read_text())["definitions"]
+    if name == "dashboard":
+        # Three types in it are narrower than Grafana's own: what a matcher looks for and what an override sets can be anything
+        # (a name, a unit), and the first threshold has no value, as its description says.
+        definitions["MatcherConfig"]["properties"]["options"] = {}
+        definitions["DynamicConfigValue"]["properties"]["value"] = {}
+        definitions["Threshold"]["properties"]["value"]["type"] = ["number", "null"]
+    return jsonschema_rs.Draft7Validator({"$ref": f"#/definitions/{definition}", "definitions": definitions})
 
 
 DASHBOARD, ROW, PANEL = (schema("dashboard", name) for name in ("Dashboard", "RowPanel", "Panel"))
@@ -48,7 +54,6 @@ def test_files_are_what_the_descriptions_say() -> None:
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
 def test_grafana_can_read_it(board: Board) -> None:
     content = dashboard(board)
-    DASHBOARD.validate(content)
     for panel in content["panels"]:
         kind = panel["type"]
         (ROW if kind == "row" else PANEL).validate(panel)
@@ -61,6 +66,7 @@ def test_grafana_can_read_it(board: Board) -> None:
             TARGET.validate(target)
         if "fieldConfig" in panel:
             assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+    DASHBOARD.validate(content)
 
 
 @pytest.mark.parametrize("change", ["unknown key", "wrong type", "wrong word"])
