@@ -382,7 +382,7 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
     if panel.transformations:
         made["transformations"] = list(panel.transformations)
     if panel.repeat:
-        made |= {"repeat": panel.repeat, "repeatDirection": "h", "maxPerRow": _COLUMNS // panel.width}
+        made |= {"repeat": panel.repeat, "repeatDirection": "h", "maxPerRow": 4}
     return made
 
 

@@ -20,7 +20,7 @@ BOARD = Board(
                     "Quarantined: nobody may use them until something is proved.",
                     Query(now("pool_pages", "state", where='space="$space"'), "{{state}}"),
                     stacked=True,
-                    width=6,
+                    width=24,
                     repeat="space",
                 ),
                 lines(
