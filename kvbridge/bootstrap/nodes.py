@@ -190,7 +190,7 @@ def incompatible(instances: Iterable[Instance]) -> dict[str, str]:
     sides: dict[tuple[str, Role], list[Instance]] = {}
     for instance in instances:
         sides.setdefault((instance.fingerprint, instance.role), []).append(instance)
-    found = {}
+    found: dict[str, str] = {}
     for (model, role), ours in sides.items():
         others = [one for side in Role if side is not role for one in sides.get((model, side), [])]
         if not others:

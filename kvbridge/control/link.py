@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -235,7 +236,7 @@ class Link:
             self._transmit(0, b"")
         elif self._ack_timer is None:
             delay_s = min(_ACK_DELAY_S, delivery.resend_first_s / 2)
-            self._ack_timer = self._shared.loop.call_later(delay_s, self._acknowledge)
+            self._ack_timer = self._shared.loop.call_later(delay_s, self._acknowledge, context=Context())
 
     def _acknowledge(self) -> None:
         self._ack_timer = None
@@ -246,7 +247,7 @@ class Link:
         wake_at_s = self._outbox.wake_at_s
         if self._timer is None and wake_at_s < math.inf and not self.closed:
             delay_s = max(0.0, wake_at_s - monotonic()) + _TIMER_SLACK_S
-            self._timer = self._shared.loop.call_later(delay_s, self._on_timer)
+            self._timer = self._shared.loop.call_later(delay_s, self._on_timer, context=Context())  # on nobody's behalf
 
     def _on_timer(self) -> None:
         self._timer = None

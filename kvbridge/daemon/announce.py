@@ -170,7 +170,7 @@ class Announcer:
             if not self._registered:
                 await self._client.register(entry)
                 self._registered = True
-                log.info("registered", instance=entry.instance, node=entry.node)
+                log.info("registered", url=self._client.base_url)
             else:
                 await self._client.heartbeat(entry.instance, entry.node, entry.heartbeat)
             self._told = entry.load

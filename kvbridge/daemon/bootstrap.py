@@ -33,6 +33,7 @@ from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.announce import DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
+from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.operations import AppSettings
@@ -83,6 +84,7 @@ class BootstrapDaemon:
         )
         self.pairing.watch(self._paired)
         self._overview = _Overview()
+        self._told = ToldReadiness()
         self._http: HttpServer | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -106,7 +108,7 @@ class BootstrapDaemon:
             )
             write_endpoint(self._endpoint_dir, endpoint)
         await asyncio.to_thread(remove_leftovers, (DEFAULT_DIRECTORY,))
-        log.info("daemon_ready", http=self._http.url, store=repr(self._store))
+        log.info("daemon_listens", http=self._http.url, store=repr(self._store))
 
     def _app(self, settings: AppSettings) -> Application:
         return create_bootstrap_app(
@@ -146,6 +148,7 @@ class BootstrapDaemon:
         while True:
             await asyncio.sleep(OVERVIEW_S)
             await self._look()
+            self._told.look(self.readiness())
 
     async def _look(self) -> None:
         """Forget what has expired and take the overview; a store that cannot be asked is part of it."""

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from typing import Protocol
 
 import structlog
+
+from kvbridge.api.status import Readiness
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +33,21 @@ class Daemon(Protocol):
         """Close everything that `start` has opened. Harmless when nothing was."""
 
 
+class ToldReadiness:
+    """Says in the log when a daemon becomes ready, and when it stops being it, with the reasons."""
+
+    def __init__(self) -> None:
+        self._ready = False
+
+    def look(self, readiness: Readiness) -> None:
+        """Say what has changed. To be called often."""
+        told, self._ready = self._ready, readiness.ready
+        if self._ready and not told:
+            log.info("daemon_ready")
+        elif told and not self._ready:
+            log.warning("daemon_not_ready", reasons=readiness.reasons)
+
+
 async def run_daemon(daemon: Daemon) -> None:
     """Run a daemon until SIGTERM, SIGINT or SIGHUP; a second signal skips the rest of the drain."""
     loop = asyncio.get_running_loop()
@@ -37,6 +55,7 @@ async def run_daemon(daemon: Daemon) -> None:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has it ignored
         ending.append(signal.SIGHUP)
     stop, force = asyncio.Event(), asyncio.Event()
+    begun_s = time.monotonic()
 
     def on_signal(number: signal.Signals) -> None:
         log.info(
@@ -52,9 +71,12 @@ async def run_daemon(daemon: Daemon) -> None:
             await _first(stop.wait(), daemon.failed())
         await _first(daemon.drain(), force.wait())
     finally:
-        await daemon.close()
-        for number in ending:
-            loop.remove_signal_handler(number)
+        try:
+            await daemon.close()
+        finally:
+            log.info("daemon_stopped", uptime_s=round(time.monotonic() - begun_s, 1))
+            for number in ending:
+                loop.remove_signal_handler(number)
 
 
 async def _first(*waits: object) -> None:

@@ -24,6 +24,7 @@ from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
+from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
 from kvbridge.daemon.node_status import NodeOverview, ShownPeers
 from kvbridge.daemon.parts import NodeParts
@@ -78,6 +79,7 @@ class NodeDaemon:
         self._tasks: list[asyncio.Task[None]] = []
         self._http: HttpServer | None = None
         self._obstacles_told: list[str] = []
+        self._told = ToldReadiness()
 
     # ------------------------------------------------------------------ from start to end
 
@@ -176,6 +178,8 @@ class NodeDaemon:
             self.peers.tick()
             self.parts.worker_host.watch()
             self.parts.lines.look()
+            if not self.admission.closed:
+                self._told.look(self.overview.readiness())
             self._look_for_announcements()
             if time.monotonic() >= next_heartbeat_s:
                 next_heartbeat_s += heartbeat_s
@@ -222,7 +226,7 @@ class NodeDaemon:
             control=control,
         )
         write_endpoint(config.runtime_dir, endpoint)
-        log.info("daemon_ready", http=url, control=control.endpoint if control else "")
+        log.info("daemon_listens", http=url, control=control.endpoint if control else "")
         if not config.bootstrap.url:
             return
         token = read_secret(config.bootstrap.token, config.bootstrap.token_file, key="bootstrap.token_file")

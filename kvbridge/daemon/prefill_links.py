@@ -8,6 +8,7 @@ it knows, and no other.
 
 from __future__ import annotations
 
+from contextvars import Context
 from functools import partial
 from typing import Protocol
 
@@ -86,7 +87,8 @@ class PrefillLinks:
                 "closed after timeouts.control_delivery_s. Does a router name wrong addresses?"
             )
         self._allowed.check_server(address)
-        self._clients[address] = PeerClient(
+        client = partial(
+            PeerClient,
             self._identity,
             self._callbacks(address),
             address.endpoint,
@@ -94,6 +96,7 @@ class PrefillLinks:
             context=self._context,
             settings=self.settings,
         )
+        self._clients[address] = Context().run(client)  # what it hears later is not of the request that needed it first
 
     def _callbacks(self, address: PeerAddress) -> PeerCallbacks:
         return PeerCallbacks(

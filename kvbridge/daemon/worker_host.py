@@ -43,6 +43,9 @@ from kvbridge.telemetry.events import EventStream, WorkerLost, WorkerStarted
 
 log = structlog.get_logger(__name__)
 
+CAUSES = {"killed": "killed", "exit": "exited", "start": "start_failed"}
+"""From the first word of why a process has ended to what is counted."""
+
 ABSENT_AFTER_S = 0.5
 """A node that has not looked for so long was itself stopped or starved: what its workers said meanwhile is still unread."""
 
@@ -242,7 +245,7 @@ class WorkerHost:
             self._report(rank, self._revoked.pop(rank))
 
     def _on_process_gone(self, rank: Rank, reason: str) -> None:
-        self._lost(rank, reason, cause=reason.split(" ", maxsplit=1)[0])
+        self._lost(rank, reason, cause=CAUSES[reason.split(" ", maxsplit=1)[0]])
 
     def _lost(self, rank: Rank, reason: str, *, cause: str = "") -> None:
         self._events.emit(WorkerLost(rank=rank, cause=cause, reason=reason))

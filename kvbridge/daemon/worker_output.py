@@ -27,8 +27,8 @@ LONGEST_LINE_BYTES = 1 << 14
 LINES, EVERY_S = 50, 1.0
 """Lines of libraries that are written within so long."""
 
-_HARMLESS = re.compile(r"Local segment descriptor not found")
-"""What Mooncake reports as an error at every good start."""
+_HARMLESS = re.compile(r"Local segment descriptor not found|Logging before InitGoogleLogging")
+"""What Mooncake reports at every good start."""
 _LEVELS: tuple[tuple[re.Pattern[str], dict[str, int]], ...] = (
     # glog, which Mooncake uses: E1122 10:11:12.131415  4711 file.cpp:12] text
     (

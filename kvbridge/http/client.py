@@ -133,7 +133,8 @@ class BlockingClient(_Caller):
     def __init__(self, *, timeout_s: float, timeout_key: str, token: str = "") -> None:
         """`timeout_key` is what errors call the limit."""
         super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key)
-        self._http = httpx.Client(trust_env=False)
+        # A connection for each call: whoever calls now and then has nothing to close in between.
+        self._http = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     def close(self) -> None:
         """Close all connections."""

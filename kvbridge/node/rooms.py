@@ -35,7 +35,7 @@ from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.context import bound_ids
-from kvbridge.telemetry.events import EventStream, RoomEntered, RoomMessageRefused, RoomQuarantined
+from kvbridge.telemetry.events import EventStream, PhasesEnded, RoomEntered, RoomMessageRefused, RoomQuarantined
 
 ABORTED = "aborted"
 """Code of rooms that somebody wanted stopped."""
@@ -172,6 +172,11 @@ class Rooms(ABC, Generic[RoomT]):
                     ids=room.ids,
                 )
             )
+
+    def phases_ended(self, room: RoomT, phases_s: Mapping[str, float]) -> None:
+        """Say how long phases of a room took that are over."""
+        trace_id = room.ids.get("trace_id", "")
+        self._ports.events.emit(PhasesEnded(**room.identity, phases_s=phases_s, trace_id=trace_id))
 
     def tell_engine(self, room: RoomT) -> None:
         """Tell every engine where the room stands."""

@@ -93,6 +93,7 @@ class PhasesEnded(RoomFact):
     """Phases of a room are over (`telemetry/phases.py`), and took so long on this node."""
 
     phases_s: Mapping[str, float]
+    trace_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -267,7 +267,7 @@ METRICS: tuple[MetricSpec, ...] = (
         _COUNTER,
         ("reason",),
         "Rank workers started again.",
-        values={"reason": ("exited", "killed", "silent", "start_failed")},
+        values={"reason": ("exited", "killed", "start_failed")},
     ),
     REGISTRATION := MetricSpec(
         "kvbridge_registration_progress_ratio", _GAUGE, (), "Pool memory registered with the transport: 1 when all is."
@@ -352,7 +352,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_log_lines_left_out_total",
         _COUNTER,
         ("event",),
-        "Log lines that were not written because there were too many of their kind; the next line of the kind says how many.",
+        "Log lines that were not written because there were too many of their kind, which a line `lines_left_out` tells.",
         EVERYBODY,
         values={"event": ("frame_refused", "room_ended", "room_message_refused")},
     ),

@@ -169,9 +169,9 @@ class MetricsReader:
     def _phases_ended(self, _now_s: float, fact: PhasesEnded) -> None:
         for phase, seconds in fact.phases_s.items():
             if phase == WHOLE:
-                self._metrics.observe(ADMISSION_TO_CLAIM, seconds)
+                self._metrics.observe(ADMISSION_TO_CLAIM, seconds, trace_id=fact.trace_id)
             else:
-                self._metrics.observe(PHASE, seconds, phase)
+                self._metrics.observe(PHASE, seconds, phase, trace_id=fact.trace_id)
 
     def _memory_registered(self, _now_s: float, fact: MemoryRegistered) -> None:
         """A node is as far as the slowest of its ranks."""

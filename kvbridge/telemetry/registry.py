@@ -63,12 +63,12 @@ class _Distribution:
         self._sum = 0.0
         self._exemplars: dict[int, Exemplar] = {}
 
-    def observe(self, size: float, count: int) -> None:
-        """Count `count` things of one size."""
+    def observe(self, size: float, count: int, trace_id: str) -> None:
+        """Count `count` things of one size, one of which is traced, if `trace_id` says so."""
         bucket = bisect_left(self._bounds, size)
         self._counts[bucket] += count
         self._sum += size * count
-        if trace_id := TRACE_ID.get():
+        if trace_id:
             self._exemplars[bucket] = Exemplar({"trace_id": trace_id}, size, time.time())
 
     def add_to(self, family: HistogramMetricFamily, labels: Labels, names: Sequence[str]) -> None:
@@ -136,13 +136,13 @@ class Metrics:
             key = self._bounded(metric, labels)
             series[key] = max(series.get(key, 0.0), value)
 
-    def observe(self, metric: MetricSpec, size: float, *labels: str, count: int = 1) -> None:
-        """Add `count` observations of one size to a histogram."""
+    def observe(self, metric: MetricSpec, size: float, *labels: str, count: int = 1, trace_id: str = "") -> None:
+        """Add `count` observations of one size to a histogram, with the trace that they belong to, if not the present one."""
         series = self._distributions[metric]
         key = labels if labels in series else self._bounded(metric, labels)
         if key not in series:
             series[key] = _Distribution(metric.buckets)
-        series[key].observe(size, count)
+        series[key].observe(size, count, trace_id or TRACE_ID.get())
 
     def transferred(self, amounts: Amounts, direction: Direction, transport: str, peer: str) -> None:
         """Count what has arrived: bytes by component and by peer, and its operations at their mean size."""

@@ -18,7 +18,15 @@ from typing import Any
 import structlog
 from rich.console import Console
 
-from tests.bench import bench_digest, bench_directory, bench_load, bench_overhead, bench_plan, bench_transport
+from tests.bench import (
+    bench_digest,
+    bench_directory,
+    bench_load,
+    bench_overhead,
+    bench_plan,
+    bench_telemetry,
+    bench_transport,
+)
 
 BENCHMARKS: dict[str, Any] = {
     "plan": bench_plan,
@@ -26,6 +34,7 @@ BENCHMARKS: dict[str, Any] = {
     "overhead": bench_overhead,
     "directory": bench_directory,
     "digest": bench_digest,
+    "telemetry": bench_telemetry,
     "load": bench_load,
 }
 LIBRARIES = ("numpy", "torch", "pyzmq", "mooncake-transfer-engine-non-cuda", "nixl-cu12")

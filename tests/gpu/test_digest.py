@@ -70,6 +70,9 @@ def test_nothing_has_no_checksum(device: int):
     assert (nothing.dtype, len(nothing)) == (np.uint32, 0)
 
 
+@pytest.mark.skipif(
+    SMALL, reason="compute-sanitizer can block for ever between a free in one thread and a wait in another"
+)
 def test_several_threads_get_their_own_answers(device: int):
     content = random_bytes(1 << 20, 6)
 

@@ -597,4 +597,5 @@ async def test_what_a_later_release_adds_is_ignored_on_both_ends(stage):
         client.send(message)
     await at_client.until(lambda: len(at_client.messages) == len(sent))
     assert [message for _, message in at_client.messages] == sent
-    assert at_server.refused == at_client.refused == []
+    # On a busy machine a message is sent again before it is acknowledged.
+    assert {*at_server.refused, *at_client.refused} <= {"duplicate"}

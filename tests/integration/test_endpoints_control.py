@@ -222,14 +222,14 @@ def test_an_offer_that_cannot_be_right_fails_the_room_on_both_sides(
     live: LiveCluster, met: RawDecode, changed: dict[str, Any], text: str
 ) -> None:
     room = admitted(live)
-    refused = metric(live.prefill, "kvbridge_admissions_refused_total", code="invalid_input")
+    refused = metric(live.prefill, "kvbridge_room_messages_refused_total", code="invalid_input")
     met.send(offer(room, **changed))
     failed = met.take(Failed)
     assert failed.code == "invalid_input"
     assert text in failed.message
     met.take(Drained, room)
     assert text in ends(live.prefill, room, "failed", "invalid_input")
-    assert metric(live.prefill, "kvbridge_admissions_refused_total", code="invalid_input") == refused + 1
+    assert metric(live.prefill, "kvbridge_room_messages_refused_total", code="invalid_input") == refused + 1
     live.serves()
 
 
@@ -470,7 +470,7 @@ def test_decode_ignores_strangers_and_garbage_and_fails_a_room_that_was_given_up
         peer.send(Failed(room=room, generation=9, code="x", message="another attempt"))
         eventually(
             "a Done of nobody counted",
-            lambda: metric(live.decode, "kvbridge_admissions_refused_total", code="stale_done") >= 2,
+            lambda: metric(live.decode, "kvbridge_room_messages_refused_total", code="stale_done") >= 2,
         )
         assert report(live.decode, room)["state"] == "offered"
         peer.send(Drained(room=room, generation=1))

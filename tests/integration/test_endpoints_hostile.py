@@ -189,13 +189,13 @@ def test_a_prefill_node_ends_no_room_that_it_does_not_write(live: LiveCluster) -
     with raw_prefill() as writer, raw_prefill() as other:
         others = welcomed(live, other)
         room = welcomed(live, writer)
-        strange = metric(live.decode, "kvbridge_admissions_refused_total", code="foreign_done")
+        strange = metric(live.decode, "kvbridge_room_messages_refused_total", code="foreign_done")
         other.send(Failed(room=room, generation=1, code="x", message="not yours"))
         other.send(Drained(room=room, generation=1))
         other.send(Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={}))
         eventually(
             "the Done of another refused",
-            lambda: metric(live.decode, "kvbridge_admissions_refused_total", code="foreign_done") > strange,
+            lambda: metric(live.decode, "kvbridge_room_messages_refused_total", code="foreign_done") > strange,
         )
         assert report(live.decode, room)["state"] == "offered"
         for peer, mine in ((writer, room), (other, others)):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,8 @@ class _WaitingRequest(Waiting):
 
     request: AdmissionRequest
     outcome: asyncio.Future[RoomReport]
+    context: Context
+    """In which it was asked for: whoever frees the pages acts on behalf of somebody else."""
 
 
 class AdmissionController:
@@ -142,7 +145,7 @@ class AdmissionController:
             raise self._over_cap(request.client, f"{waiting} waiting requests", key, most)
         demand = self._rooms.demand(request)
         outcome: asyncio.Future[RoomReport] = asyncio.get_running_loop().create_future()
-        waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome)
+        waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome, copy_context())
         self._queue.join(waiter, self._book.free_pages())
         return waiter
 
@@ -171,7 +174,7 @@ class AdmissionController:
                 return
             self._queue.granted(waiter)
             try:
-                waiter.outcome.set_result(self._admitted(waiter.request))
+                waiter.outcome.set_result(waiter.context.run(self._admitted, waiter.request))
                 self._waited(waiter, WaitOutcome.ADMITTED)
             except BridgeError as error:  # such as its room id, which somebody else has used meanwhile
                 self._refused(waiter.client, error)

@@ -25,7 +25,6 @@ from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import Quarantine, give_back
 from kvbridge.node.rooms import Rooms, RoomSettings
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import PhasesEnded
 from kvbridge.telemetry.phases import PHASES
 
 log = structlog.get_logger(__name__)
@@ -85,7 +84,7 @@ class ReceiverDriver(Rooms[ReceiverRoom]):
             case _:
                 room.wait_until(None)
         if room.over and room.claimed_s:
-            self._ports.events.emit(PhasesEnded(**room.identity, phases_s={"claim_to_release": now_s - room.claimed_s}))
+            self.phases_ended(room, {"claim_to_release": now_s - room.claimed_s})
 
     def _act(self, room: ReceiverRoom, action: StrEnum) -> None:
         match action:
@@ -182,7 +181,7 @@ class ReceiverDriver(Rooms[ReceiverRoom]):
         room.phases_s["offer_to_commit"] = room.committed_s - room.offered_s
         room.phases_s["admit_to_commit"] = room.committed_s - room.created_s
         own_s = {phase: seconds for phase, seconds in room.phases_s.items() if phase in PHASES[self.role]}
-        self._ports.events.emit(PhasesEnded(**room.identity, phases_s=own_s))
+        self.phases_ended(room, own_s)
         self.advance(room, event)
 
     def _at_rest(self, room: ReceiverRoom) -> None:

@@ -61,6 +61,8 @@ class ReceiverRoom(Room[ReceiverState]):
     addresses: tuple[PeerAddress, ...] = ()
     writers: dict[str, WriterNode] = field(default_factory=dict)
     """By incarnation; empty before every node is known."""
+    former_peer: str = ""
+    """The first of them, when they are forgotten."""
     metadata: dict[str, bytes] = field(default_factory=dict)
     expected_by: set[str] = field(default_factory=set)
     """Engines that were attached when the room was first claimed and are expected to claim it too."""
@@ -90,7 +92,7 @@ class ReceiverRoom(Room[ReceiverState]):
     @property
     def first_peer(self) -> str:
         """See Room."""
-        return next(iter(self.writers), "")
+        return next(iter(self.writers), self.former_peer)
 
     @property
     def users(self) -> set[str]:
@@ -126,6 +128,7 @@ class ReceiverRoom(Room[ReceiverState]):
 
     def forget_details(self) -> None:
         """Keep what a receipt needs."""
+        self.former_peer = self.first_peer
         self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
 
 

@@ -30,7 +30,7 @@ from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, user_state
 from kvbridge.node.room import slowest
 from kvbridge.node.rooms import WORKER_GONE, RoomSettings
 from kvbridge.pool.accounts.page_states import Owner
-from kvbridge.telemetry.events import PhasesEnded, RankReceived
+from kvbridge.telemetry.events import RankReceived
 
 _BEFORE_COMMIT = frozenset(
     {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}
@@ -127,7 +127,7 @@ class ReceiverRooms(ReceiverDriver):
                 "commit_to_claim": room.claimed_s - room.committed_s,
                 "admit_to_claim": room.claimed_s - room.created_s,
             }
-            self._ports.events.emit(PhasesEnded(**room.identity, phases_s=ended_s))
+            self.phases_ended(room, ended_s)
         room.claimed_by.add(engine)
         self.advance(room, ReceiverEvent.CLAIM)
         if room.expected_by <= room.claimed_by:

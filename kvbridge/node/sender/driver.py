@@ -23,7 +23,7 @@ from kvbridge.node.room import Quarantine, give_back, slowest
 from kvbridge.node.rooms import Rooms, RoomSettings
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, user_state
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import OrderBegan, OrderEnded, PhasesEnded, RoomRejected
+from kvbridge.telemetry.events import OrderBegan, OrderEnded, RoomRejected
 
 
 class SenderDriver(Rooms[SenderRoom]):
@@ -68,7 +68,7 @@ class SenderDriver(Rooms[SenderRoom]):
             case SenderState.COMPLETED:
                 room.wait_until(None)
                 room.phases_s["offer_to_sent"] = now_s - room.offered_s
-                self._ports.events.emit(PhasesEnded(**room.identity, phases_s=room.phases_s))
+                self.phases_ended(room, room.phases_s)
                 if not any(work.after for work in room.ranks.values()):
                     room.writing.clear()  # every point that was published has been reached, or nothing would have been sent
             case _:

@@ -33,6 +33,8 @@ WAIT_S = 10.0
 class FakeDirectory:
     """Answers with what `problem` says."""
 
+    base_url = "http://bootstrap.test"
+
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.problem: BridgeError | None = None

@@ -25,6 +25,7 @@ from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.admission.pressure import Reservation
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.telemetry.context import REQUEST_ID
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 
@@ -542,3 +543,38 @@ async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours():
             await admission.admit(AdmissionRequest(room=3, prompt_tokens=1, wait_s=wait_s))
     rooms.end(1)
     assert (await admission.admit(AdmissionRequest(room=3, prompt_tokens=1))).room == 3
+
+
+async def test_what_will_be_free_is_what_is_ending_and_what_was_released_lately(made):
+    bench = made()
+    for room in range(1, 7):
+        bench.now(room)
+    assert bench.admission.expected_free(60.0) == {FULL: 2}, "nothing is known of the others"
+    bench.rooms.reserved = [Reservation(5.0, {FULL: 1}, "")]
+    assert [bench.admission.expected_free(within_s) for within_s in (1.0, 10.0)] == [{FULL: 2}, {FULL: 3}]
+    bench.book.expect_free(Owner(1, 1))
+    assert bench.admission.expected_free(1.0) == {FULL: 3}
+    for room in (2, 3):
+        bench.rooms.end(room)
+        bench.clock.advance(1.0)
+    assert bench.admission.expected_free(60.0) == {FULL: PAGES}, (
+        "two in two seconds: the others follow, and no more than that"
+    )
+    bench.book.quarantine(Owner(4, 1), "worker pp0.tp0 is silent")
+    assert bench.admission.expected_free(60.0) == {FULL: PAGES - 1}, "nobody knows when"
+
+
+async def test_a_room_that_waited_is_its_own_callers_when_somebody_elses_pages_come(made):
+    bench = made()
+    bench.now(1, pages=PAGES)
+    seen: list[str] = []
+    admit = bench.rooms.admit
+    bench.rooms.admit = lambda request: (seen.append(REQUEST_ID.get()), admit(request))[1]
+    bound = REQUEST_ID.set("of-the-one-that-waits")
+    waiting = await bench.waits(2)
+    REQUEST_ID.reset(bound)
+    bound = REQUEST_ID.set("of-the-one-that-leaves")
+    bench.rooms.end(1)
+    await waiting
+    REQUEST_ID.reset(bound)
+    assert seen == 2 * ["of-the-one-that-waits"], "when it came, and when there was room"

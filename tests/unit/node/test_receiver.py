@@ -38,7 +38,7 @@ from kvbridge.core.wire.messages import (
     to_wire,
 )
 from kvbridge.pool.accounts.page_states import Owner, PageState
-from kvbridge.telemetry.events import RoomEntered
+from kvbridge.telemetry.events import PhasesEnded, RoomEntered
 from tests.helpers.rooms import (
     ADDRESS,
     GEOMETRY,
@@ -154,6 +154,11 @@ def test_a_room_is_offered_committed_claimed_and_released():
         RoomState.COMPLETED,
     ]
     assert bench.events.received_amounts == [full_amounts(TOKENS)]
+    assert {fact.peer for fact in bench.events.of(RoomEntered)[1:]} == {PREFILL}, "to the end, when it has no writers"
+    arrived, taken, let_go = (fact.phases_s for fact in bench.events.of(PhasesEnded))
+    assert set(arrived) == {"admit_to_offer", "offer_to_commit", "admit_to_commit"}, "a writer's own are counted there"
+    assert taken == {"commit_to_claim": 2.0, "admit_to_claim": 5.0}
+    assert let_go == {"claim_to_release": 0.0}
 
 
 def halves():

@@ -12,15 +12,18 @@ from kvbridge.core.errors import (
     StaleError,
     UnknownRoomError,
 )
-from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.ids import IndexSpace, PageTable, Role
+from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, WireTable, to_wire
+from kvbridge.core.wire.messages import MAX_INTERVALS, Abort, Done, Drained, Failed, Offer, WireTable, to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, RoomClosed, Send, Sent
 from kvbridge.node.sender import room as sender
+from kvbridge.node.sender.room import RankWork
 from kvbridge.pool.accounts.page_states import Owner, PageState
-from kvbridge.telemetry.events import OrderBegan, OrderEnded
+from kvbridge.telemetry.events import OrderBegan, OrderEnded, PhasesEnded
+from kvbridge.telemetry.phases import PHASES
 from tests.helpers.rooms import DECODE, PAGE, R0, R1, SenderBench, full_amounts, pick
 
 TOKENS = 2 * PAGE
@@ -109,13 +112,16 @@ def test_a_room_is_sent_while_it_is_computed():
     first, second = orders(bench)
     assert (first.section.start_token, first.section.stop_token) == (0, PAGE)
     assert (second.section.start_token, second.section.stop_token) == (PAGE, TOKENS)
+    bench.clock.advance(3)
     answer(bench, order=first, amounts={})
     assert not bench.peers.messages
+    bench.clock.advance(1)
     answer(bench, order=second)
     [done] = pick(bench.peers.messages, Done, DECODE)
     assert done.amounts == full_amounts(TOKENS)
     assert done.metadata == b"meta"
     assert done.phases_s["move"] == 2.0
+    assert (done.transport, done.under_way_ago_s) == ("local", ((4.0, 0.0),))
     assert pick(bench.workers.messages, CloseRoom)
     assert bench.engines.kinds == ["completed"]
     assert bench.free == 16
@@ -123,8 +129,23 @@ def test_a_room_is_sent_while_it_is_computed():
     assert report.state is RoomState.COMPLETED
     assert report.phases_s["admit_to_offer_received"] == 2.0
     assert bench.events.states == [RoomState.ADMITTED, RoomState.TRANSFERRING, RoomState.COMPLETED]
+    [ended] = bench.events.of(PhasesEnded)
+    assert ended.phases_s["offer_to_sent"] == 4.0
+    assert set(ended.phases_s) <= set(PHASES[Role.PREFILL])
     close(bench)
     assert pick(bench.peers.messages, Drained) == []
+
+
+def test_a_rank_tells_when_it_was_sending_in_a_bounded_number_of_stretches():
+    work = RankWork(RankProgress((0,), prompt_tokens=1))
+    for order in range(MAX_INTERVALS + 2):
+        work.order_began(order, "local", 10.0 * order)
+        assert work.order_ended(order, 10.0 * order + 1) == "local"
+    assert work.order_ended(0, 999.0) is None
+    told = work.under_way_ago_s(1_000.0)
+    assert len(told) == MAX_INTERVALS
+    assert told[:2] == ((1_000.0, 979.0), (970.0, 969.0)), "the first three as one"
+    assert told[-1] == (1_000.0 - 10 * (MAX_INTERVALS + 1), 1_000.0 - 10 * (MAX_INTERVALS + 1) - 1)
 
 
 def test_everything_published_and_finished_before_the_offer_is_sent_at_once():

@@ -45,3 +45,15 @@ def test_every_logger_of_a_module_is_called_log() -> None:
             match node:
                 case ast.Assign(targets=targets, value=ast.Call(func=called)) if "get_logger" in ast.unparse(called):
                     assert [ast.unparse(target) for target in targets] == ["log"], f"{path}:{node.lineno}"
+
+
+def test_no_line_gives_itself_the_name_of_another_daemon() -> None:
+    """`role`, `instance` and `node` are those of the daemon that writes; others are `peer_name`, `peer_role` and so on."""
+    for path, module in modules():
+        for call in calls(module):
+            match call:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="log"), attr=level), keywords=keys) if (
+                    level in LEVELS
+                ):
+                    wrong = {key.arg for key in keys} & {"role", "instance", "node"}
+                    assert not wrong, f"{path.name}:{call.lineno}: {wrong}"

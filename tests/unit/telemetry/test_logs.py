@@ -7,7 +7,8 @@ import logging
 import pytest
 import structlog
 
-from kvbridge.telemetry.logs import Seldom, configure_logs, leave_standard_output
+from kvbridge.telemetry.context import REQUEST_ID, TRACE_ID
+from kvbridge.telemetry.logs import MAX_KINDS, Seldom, configure_logs, leave_standard_output
 from tests.helpers.manual_clock import ManualClock
 
 
@@ -24,7 +25,7 @@ def _restore():
 @pytest.fixture
 def lines():
     stream = io.StringIO()
-    configure_logs(role="prefill", instance="i1", level="info", form="json", stream=stream)
+    configure_logs(names={"role": "prefill", "instance": "i1", "rank": ""}, level="info", form="json", stream=stream)
     return lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
@@ -79,7 +80,7 @@ def test_exceptions_are_told_in_full(lines):
 
 def test_the_console_is_for_people():
     stream = io.StringIO()
-    configure_logs(role="decode", form="console", stream=stream)
+    configure_logs(names={"role": "decode"}, form="console", stream=stream)
     structlog.get_logger("x").info("room committed", room=7)
     text = stream.getvalue()
     assert "room committed" in text
@@ -89,13 +90,13 @@ def test_the_console_is_for_people():
 
 def test_an_unknown_level_is_refused():
     with pytest.raises(ValueError, match="unknown log level 'loud'"):
-        configure_logs(role="decode", level="loud")
+        configure_logs(names={"role": "decode"}, level="loud")
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_a_traceback_shows_no_local_variables(form):
     stream = io.StringIO()
-    configure_logs(role="prefill", form=form, stream=stream)
+    configure_logs(names={"role": "prefill"}, form=form, stream=stream)
 
     secret = "hunter" + str(1 + 1)  # not in the source, whose lines a traceback shows
 
@@ -111,13 +112,44 @@ def test_a_traceback_shows_no_local_variables(form):
     assert secret not in stream.getvalue()
 
 
-def test_lines_that_strangers_cause_are_few():
+def test_no_line_has_another_name_than_its_daemons(lines):
+    structlog.get_logger("x").info("peer_met", role="decode", instance="i1", node="n7")
+    (line,) = lines()
+    assert (line["role"], line["line_role"]) == ("prefill", "decode")
+    assert line["instance"] == "i1"
+    assert "line_instance" not in line, "it says the same"
+    assert line["node"] == "n7", "a name that this process does not have"
+
+
+def test_lines_carry_the_ids_of_the_request_that_they_are_written_for(lines):
+    request, trace = REQUEST_ID.set("r-1"), TRACE_ID.set("4bf9")
+    structlog.get_logger("x").info("admitted")
+    structlog.get_logger("x").info("room_ended", request_id="r-0")
+    REQUEST_ID.reset(request)
+    TRACE_ID.reset(trace)
+    structlog.get_logger("x").info("idle")
+    first, second, third = lines()
+    assert (first["request_id"], first["trace_id"]) == ("r-1", "4bf9")
+    assert second["request_id"] == "r-0", "of an earlier request that the line is about"
+    assert not {"request_id", "trace_id"} & third.keys()
+
+
+def test_lines_that_strangers_cause_are_few_and_the_others_are_counted():
     clock = ManualClock()
     seldom = Seldom(lines=3, every_s=10, clock=clock)
-    assert sum(seldom.admits("malformed") for _ in range(100)) == 3
-    assert seldom.admits("stale"), "each kind by itself"
+    assert sum(seldom.admits("frame_refused", "malformed") for _ in range(100)) == 3
+    assert seldom.admits("frame_refused", "stale"), "each kind by itself"
+    assert seldom.left_out() == []
     clock.advance(10)
-    assert sum(seldom.admits("malformed") for _ in range(100)) == 3
+    assert sum(seldom.admits("frame_refused", "malformed") for _ in range(100)) == 3
+    assert seldom.left_out() == [("frame_refused", "malformed", 97 + 97, 10.0)]
+    assert seldom.left_out(everything=True) == []
+
+
+def test_kinds_that_peers_make_up_cannot_fill_the_memory():
+    seldom = Seldom(lines=1, clock=ManualClock())
+    assert sum(seldom.admits("peer_rejected", f"code-{number}") for number in range(1_000)) == MAX_KINDS + 1
+    assert [lines for *_, lines, _ in seldom.left_out(everything=True)] == [1_000 - MAX_KINDS - 1]
 
 
 def test_an_engines_standard_output_is_its_own(capsys):
@@ -137,10 +169,10 @@ def test_logging_that_was_set_up_stays(lines):
 
 def test_lines_are_for_machines_unless_somebody_watches():
     stream = io.StringIO()
-    configure_logs(role="decode", stream=stream)
+    configure_logs(names={"role": "decode"}, stream=stream)
     structlog.get_logger("x").info("daemon_ready")
     assert json.loads(stream.getvalue())["event"] == "daemon_ready"
     stream.isatty = lambda: True
-    configure_logs(role="decode", stream=stream)
+    configure_logs(names={"role": "decode"}, stream=stream)
     structlog.get_logger("x").info("draining")
     assert not stream.getvalue().splitlines()[1].startswith("{")

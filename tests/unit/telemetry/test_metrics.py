@@ -1,33 +1,47 @@
 """The metrics: their table, their names, and what a scrape shows."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.plan.operations import Amount
+from kvbridge.telemetry.context import TRACE_ID
 from kvbridge.telemetry.metrics import (
+    ADMISSION_TO_CLAIM,
+    BUILD,
+    HEARTBEAT_AGE,
     MAX_LABEL_VALUES,
     METRICS,
+    PEER_FAILURES,
+    PEER_SILENCE,
     PEERS,
     PHASE,
     POOL,
     READY,
     REGISTRATION,
     RESENT,
-    ROOMS,
     ROOMS_ENDED,
     TABLE_PATH,
     UNDELIVERED,
     WAIT,
-    BusyTime,
-    Direction,
-    MetricKind,
-    Metrics,
     metrics_table,
 )
+from kvbridge.telemetry.phases import PHASES
+from kvbridge.telemetry.registry import Metrics, library_versions
+from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, PREFILL, Direction, MetricKind
 from tests.helpers.manual_clock import ManualClock
+
+VALUES = {
+    "component": ["c4_kv", "swa_kv"],
+    "direction": ["received"],
+    "transport": ["local", "mooncake"],
+    "space": ["full", "swa"],
+    "phase": list(PHASES[DECODE]),
+}
 
 
 @pytest.fixture
@@ -37,7 +51,7 @@ def clock():
 
 @pytest.fixture
 def metrics(clock):
-    return Metrics(role="decode", version="1.2.3", clock=clock)
+    return Metrics(role=DECODE, values=VALUES, clock=clock)
 
 
 def samples(metrics):
@@ -55,30 +69,81 @@ def test_the_table_is_up_to_date():
 
 
 def test_names_have_base_units_and_labels_are_few():
-    labels = {"role", "version", "component", "direction", "transport", "space", "state", "phase", "reason", "code"}
-    labels |= {"outcome"}
+    labels = {"component", "direction", "transport", "space", "state", "phase", "reason", "code", "outcome", "limit"}
+    labels |= {"peer", "within", "role", "daemon", "route", "method", "event"}
+    labels |= {"version", "model", "fingerprint", "python", "torch", "mooncake", "nixl"}
     assert len({spec.name for spec in METRICS}) == len(METRICS)
     for spec in METRICS:
         assert re.fullmatch(r"kvbridge_[a-z_]+", spec.name)
         assert spec.name.endswith("_total") == (spec.kind is MetricKind.COUNTER)
-        assert set(spec.labels) <= labels
+        assert (spec.kind is MetricKind.HISTOGRAM) == bool(spec.buckets)
+        assert set(spec.labels) <= labels, "`job` and `instance` are Prometheus's own"
+        assert set(spec.values) <= set(spec.labels)
+        assert all(len(series) == len(spec.labels) for series in spec.series)
+        assert set(spec.roles) <= set(EVERYBODY)
         assert spec.help.endswith(".")
 
 
-def test_every_declared_metric_is_registered(metrics):
-    shown = {family.name for family in metrics.registry.collect()}
-    assert {spec.name.removesuffix("_total").removesuffix("_info") for spec in METRICS} <= {
-        name.removesuffix("_info") for name in shown
+@pytest.mark.parametrize("role", EVERYBODY)
+def test_a_daemon_has_the_metrics_that_concern_its_role_and_no_others(role):
+    shown = {family.name for family in Metrics(role=role, values=VALUES).registry.collect()}
+    expected = {spec.name.removesuffix("_total") for spec in METRICS if role in spec.roles}
+    assert {name for name in shown if name.startswith("kvbridge_")} == expected
+
+
+def test_what_can_be_known_is_there_before_its_first_event(metrics):
+    """So that a rate over it sees the first one."""
+    found = samples(metrics)
+    assert found["kvbridge_transferred_bytes_total", "local", "received", "swa_kv"] == 0
+    assert found["kvbridge_phase_duration_seconds_count", "claim_to_release"] == 0
+    assert found["kvbridge_rooms_ended_by_limit_total", "timeouts.room_s"] == 0
+    assert found["kvbridge_rooms_ended_total", "", "completed"] == 0
+    assert found["kvbridge_rooms_ended_total", "deadline", "failed"] == 0
+    assert found["kvbridge_admission_to_claim_seconds_count",] == 0
+    assert found["kvbridge_control_resends_total",] == 0
+    bootstrap = samples(Metrics(role=BOOTSTRAP))
+    assert bootstrap["kvbridge_pairings_total", "paired"] == 0
+    assert bootstrap["kvbridge_instances", "decode", "ready"] == 0
+
+
+def test_no_series_says_when_it_was_created(metrics):
+    metrics.count(RESENT)
+    metrics.observe(WAIT, 1.0, "admitted")
+    for accept in ("", "application/openmetrics-text; version=1.0.0"):
+        body, _ = metrics.render(accept)
+        assert b"_created" not in body
+
+
+def test_a_histogram_has_an_example_when_open_metrics_is_asked_for_and_a_trace_is_recorded(metrics):
+    metrics.observe(ADMISSION_TO_CLAIM, 0.2)
+    bound = TRACE_ID.set("4bf92f3577b34da6a3ce929d0e0e4736")
+    metrics.observe(ADMISSION_TO_CLAIM, 0.02)
+    TRACE_ID.reset(bound)
+    body, content_type = metrics.render("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    told = {
+        sample.labels["le"]: sample.exemplar
+        for family in open_metrics(body.decode())
+        for sample in family.samples
+        if sample.name == "kvbridge_admission_to_claim_seconds_bucket"
     }
+    assert told["0.025"].labels == {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736"}
+    assert told["0.025"].value == 0.02
+    assert told["0.25"] is None
+    assert b"trace_id" not in metrics.render()[0]
 
 
 def test_bytes_and_operation_sizes(metrics):
     amounts = {ComponentKind.C4_KV: Amount(lane_rows=1, bytes=400_000, operations=100)}
-    metrics.transferred(amounts, Direction.SENT, "mooncake")
-    metrics.transferred({ComponentKind.C4_KV: Amount(bytes=1 << 20, operations=1)}, Direction.SENT, "mooncake")
+    way = Direction.RECEIVED, "mooncake", "prefill-0/node-0"
+    metrics.transferred(amounts, *way)
+    metrics.transferred({ComponentKind.C4_KV: Amount(bytes=1 << 20, operations=1)}, *way)
     found = samples(metrics)
-    key = ("c4_kv", "mooncake", "sent")
+    key = ("c4_kv", "mooncake", "received")
     assert found["kvbridge_transferred_bytes_total", *key] == 400_000 + (1 << 20)
+    assert found["kvbridge_peer_transferred_bytes_total", "mooncake", "prefill-0/node-0", "received"] == 400_000 + (
+        1 << 20
+    )
     assert found["kvbridge_operation_bytes_count", *key] == 101
     assert found["kvbridge_operation_bytes_sum", *key] == 400_000 + (1 << 20)
     assert found["kvbridge_operation_bytes_bucket", "1024.0", *key] == 0
@@ -87,65 +152,85 @@ def test_bytes_and_operation_sizes(metrics):
     assert found["kvbridge_operation_bytes_bucket", "+Inf", *key] == 101
 
 
-def test_busy_time_is_a_union(metrics, clock):
-    for _ in range(2):
-        metrics.transfer_began(Direction.SENT, "local")
+def test_time_under_way_is_counted_for_a_transport_and_for_a_peer(metrics, clock):
+    first, second = (metrics.busy(Direction.RECEIVED, "local", peer) for peer in ("a/n", "b/n"))
+    for times in (first, second):
+        for time in times:
+            time.begin(clock())
         clock.advance(1.0)
-    metrics.transfer_ended(Direction.SENT, "local")
+    for time in first:
+        time.end(clock())
     clock.advance(0.5)
-    assert samples(metrics)["kvbridge_transfer_busy_seconds_total", "local", "sent"] == 2.5
-    metrics.transfer_ended(Direction.SENT, "local")
-    clock.advance(7.0)
-    assert samples(metrics)["kvbridge_transfer_busy_seconds_total", "local", "sent"] == 2.5
-    with pytest.raises(ValueError, match="nothing is under way"):
-        BusyTime().end(0.0)
+    found = samples(metrics)
+    assert found["kvbridge_transfer_busy_seconds_total", "local", "received"] == 2.5
+    assert found["kvbridge_peer_busy_seconds_total", "a/n", "local", "received"] == 2.0
+    assert found["kvbridge_peer_busy_seconds_total", "b/n", "local", "received"] == 1.5
 
 
-def test_states_that_are_left_out_become_zero(metrics):
-    metrics.replace(POOL, {"free": 3, "leased": 1}, "swa")
-    metrics.replace(POOL, {"free": 4}, "swa")
-    metrics.replace(ROOMS, {"committed": 2})
-    metrics.replace(ROOMS, {})
-    metrics.replace(PEERS, {"connected": 1})
+def test_what_is_left_out_is_zero_where_it_is_known_and_gone_where_it_is_not(metrics):
+    metrics.replace(POOL, {("swa", "free"): 3, ("swa", "leased"): 1})
+    metrics.replace(POOL, {("swa", "free"): 4})
+    metrics.replace(PEER_SILENCE, {("a/n",): 0.5})
+    metrics.replace(PEER_SILENCE, {("b/n",): 1.5})
+    metrics.replace(PEERS, {("connected",): 1})
     found = samples(metrics)
     assert found["kvbridge_pool_pages", "free", "swa"] == 4
     assert found["kvbridge_pool_pages", "leased", "swa"] == 0
-    assert found["kvbridge_rooms", "committed"] == 0
     assert found["kvbridge_peers", "connected"] == 1
+    assert found["kvbridge_peers", "connecting"] == 0
+    assert found["kvbridge_peer_silence_seconds", "b/n"] == 1.5
+    assert ("kvbridge_peer_silence_seconds", "a/n") not in found
 
 
 def test_the_rest(metrics):
-    metrics.observe(PHASE, 0.02, "move")
+    metrics.observe(PHASE, 0.02, "claim_to_release")
     metrics.count(ROOMS_ENDED, "failed", "deadline")
     metrics.count(RESENT, by=3)
     metrics.count(UNDELIVERED)
-    metrics.set(REGISTRATION, 0.25)
-    metrics.set(READY, True)
-    metrics.store_failed("timeout")
-    metrics.store_value_refused("node")
+    metrics.assign(REGISTRATION, 0.25)
+    metrics.assign(READY, True)
+    metrics.assign(BUILD, 1, "1.2.3", "decode", "decode-0/node-0", "glm", "ab12", *library_versions())
     found = samples(metrics)
-    assert found["kvbridge_phase_duration_seconds_sum", "move"] == 0.02
+    assert found["kvbridge_phase_duration_seconds_sum", "claim_to_release"] == 0.02
     assert found["kvbridge_rooms_ended_total", "deadline", "failed"] == 1
-    assert found["kvbridge_store_failures_total", "timeout"] == 1
-    assert found["kvbridge_store_values_refused_total", "node"] == 1
     assert found["kvbridge_control_resends_total",] == 3
     assert found["kvbridge_control_undelivered_total",] == 1
     assert found["kvbridge_registration_progress_ratio",] == 0.25
     assert found["kvbridge_ready",] == 1
-    assert found["kvbridge_build_info", "1.2.3", "decode"] == 1
+    assert any(key[0] == "kvbridge_build_info" and {"1.2.3", "decode-0/node-0", "glm"} <= set(key) for key in found)
+
+
+def test_the_store_of_the_directory_is_watched():
+    metrics = Metrics(role=BOOTSTRAP)
+    metrics.store_failed("timeout")
+    metrics.store_value_refused("node")
+    found = samples(metrics)
+    assert found["kvbridge_store_failures_total", "timeout"] == 1
+    assert found["kvbridge_store_values_refused_total", "node"] == 1
+
+
+def of(found: dict[tuple[str, ...], float], name: str) -> Iterator[tuple[str, ...]]:
+    return (key for key in found if key[0] == name)
 
 
 def test_words_from_peers_cannot_fill_the_memory(metrics):
     for number in range(1_000):
-        metrics.observe(PHASE, 0.1, f"phase-{number}")
+        metrics.count(PEER_FAILURES, f"peer-{number}", f"code-{number}")
     found = samples(metrics)
-    shown = [key for key in found if key[0] == "kvbridge_phase_duration_seconds_count"]
-    assert len(shown) == MAX_LABEL_VALUES + 1
-    assert found["kvbridge_phase_duration_seconds_count", "other"] == 1_000 - MAX_LABEL_VALUES
+    assert len(list(of(found, "kvbridge_peer_failures_total"))) == MAX_LABEL_VALUES + 1
+    assert found["kvbridge_peer_failures_total", "other", "other"] == 1_000 - MAX_LABEL_VALUES
+
+
+def test_of_too_many_peers_the_longest_silence_shows():
+    metrics = Metrics(role=BOOTSTRAP)
+    metrics.replace(HEARTBEAT_AGE, {(PREFILL, f"prefill-{number}/n"): float(number) for number in range(100)})
+    found = samples(metrics)
+    assert found["kvbridge_heartbeat_age_seconds", "other", "prefill"] == 99.0
+    assert len(list(of(found, "kvbridge_heartbeat_age_seconds"))) == MAX_LABEL_VALUES + 1
 
 
 def test_two_daemons_of_one_process_do_not_share():
-    first, second = Metrics(role="prefill", version="1"), Metrics(role="decode", version="1")
+    first, second = Metrics(role=PREFILL), Metrics(role=DECODE)
     first.count(RESENT)
     assert samples(second)["kvbridge_control_resends_total",] == 0
 
@@ -157,3 +242,14 @@ def test_waits_for_pages(metrics):
     assert found["kvbridge_admission_wait_seconds_bucket", "0.5", "admitted"] == 1
     assert found["kvbridge_admission_wait_seconds_bucket", "0.25", "admitted"] == 0
     assert found["kvbridge_admission_wait_seconds_sum", "timeout"] == 5.0
+
+
+def test_requests_are_shown_before_the_first_and_counted_by_route(metrics):
+    metrics.serves("/v1/requests", ["POST"], 201)
+    assert samples(metrics)["kvbridge_http_requests_total", "/v1/requests", "201", "POST"] == 0
+    metrics.answered("/v1/requests", "POST", 201, 0.002)
+    metrics.answered("other", "BREW", 405, 0.001)
+    found = samples(metrics)
+    assert found["kvbridge_http_requests_total", "/v1/requests", "201", "POST"] == 1
+    assert found["kvbridge_http_requests_total", "405", "other", "other"] == 1
+    assert found["kvbridge_http_request_duration_seconds_count", "/v1/requests", "POST"] == 1

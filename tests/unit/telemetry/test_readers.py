@@ -20,19 +20,30 @@ from kvbridge.telemetry.events import (
     OrderBegan,
     OrderEnded,
     PagesDiffer,
+    PeerAccepted,
     PeerLost,
+    PeerRejected,
+    PhasesEnded,
+    RankReceived,
     RequestRefused,
     RequestWaited,
     RoomEntered,
     RoomMessageRefused,
     RoomQuarantined,
-    RoomReceived,
     RoomRejected,
     WaitOutcome,
     WorkerLost,
 )
-from kvbridge.telemetry.metrics import Metrics
-from kvbridge.telemetry.readers import RECENT_PEERS, RECENT_PROBLEMS, LogReader, MetricsReader, StatusReader
+from kvbridge.telemetry.readers import (
+    LINES,
+    RECENT_PEERS,
+    RECENT_PROBLEMS,
+    LogReader,
+    MetricsReader,
+    PeerNames,
+    StatusReader,
+)
+from kvbridge.telemetry.registry import Metrics
 from tests.helpers.manual_clock import ManualClock
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
@@ -51,9 +62,12 @@ def ended(order: int, transport: str = "mooncake", **fields: object) -> OrderEnd
 class Counted:
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.metrics = Metrics(role="prefill", version="0", clock=self.clock)
+        self.metrics = Metrics(role="prefill", clock=self.clock)
         self.events = EventStream(self.clock)
-        self.events.add_reader(MetricsReader(self.metrics))
+        names = PeerNames()
+        self.events.add_reader(names)
+        self.events.add_reader(MetricsReader(self.metrics, names))
+        self.events.emit(PeerAccepted(peer="dddd", name="decode-0/node-0", features=()))
 
     def sample(self, name: str, **labels: str) -> float:
         self.metrics.render()
@@ -81,6 +95,35 @@ def test_overlapping_orders_count_the_time_once_and_every_byte(counted: Counted)
     counted.clock.advance(10)
     assert counted.sample("kvbridge_transfer_busy_seconds_total", transport="mooncake") == 3
     assert counted.sample("kvbridge_transferred_bytes_total", direction="sent", transport="mooncake") == 584
+    whose = {"peer": "decode-0/node-0", "direction": "sent", "transport": "mooncake"}
+    assert counted.sample("kvbridge_peer_busy_seconds_total", **whose) == 3
+    assert counted.sample("kvbridge_peer_transferred_bytes_total", **whose) == 584
+
+
+def test_time_on_the_receiving_side_is_what_the_writers_tell(counted: Counted) -> None:
+    counted.clock.advance(100)
+    for under_way_ago_s in (((10.0, 8.0), (5.0, 4.0)), ((9.0, 7.0),)):
+        fact = RankReceived(**ROOM, rank=R0, amounts=AMOUNTS, transport="mooncake", under_way_ago_s=under_way_ago_s)
+        counted.events.emit(fact)
+    received = {"direction": "received", "transport": "mooncake"}
+    assert counted.sample("kvbridge_transfer_busy_seconds_total", **received) == 4.0
+    assert counted.sample("kvbridge_peer_busy_seconds_total", peer="decode-0/node-0", **received) == 4.0
+    assert counted.sample("kvbridge_transferred_bytes_total", **received) == 2 * 584
+    assert counted.sample("kvbridge_peer_transferred_bytes_total", peer="decode-0/node-0", **received) == 2 * 584
+
+
+def test_a_peer_is_called_by_its_name_also_when_it_fails(counted: Counted) -> None:
+    counted.events.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="peer_failed", reason="gone"))
+    counted.events.emit(RoomEntered(**ROOM, state=RoomState.ABORTED, code="aborted"))
+    counted.events.emit(PeerLost(peer="dddd", reason="silent"))
+    counted.events.emit(PeerRejected(peer="eeee", code="fingerprint_mismatch", reason="another model"))
+    for peer, code in (
+        ("decode-0/node-0", "peer_failed"),
+        ("decode-0/node-0", "lost"),
+        ("unknown", "fingerprint_mismatch"),
+    ):
+        assert counted.sample("kvbridge_peer_failures_total", peer=peer, code=code) == 1
+    assert counted.sample("kvbridge_peer_failures_total") == 3
 
 
 def test_an_ended_room_is_counted_with_the_code_of_its_first_cause(counted: Counted) -> None:
@@ -88,6 +131,10 @@ def test_an_ended_room_is_counted_with_the_code_of_its_first_cause(counted: Coun
     counted.events.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="peer_failed", reason="gone"))
     assert counted.sample("kvbridge_rooms_ended_total") == 1
     assert counted.sample("kvbridge_rooms_ended_total", state="failed", code="peer_failed") == 1
+    fact = RoomEntered(**ROOM, state=RoomState.FAILED, code="deadline", reason="late", limit="timeouts.offer_s")
+    counted.events.emit(fact)
+    assert counted.sample("kvbridge_rooms_ended_by_limit_total") == 1
+    assert counted.sample("kvbridge_rooms_ended_by_limit_total", limit="timeouts.offer_s") == 1
 
 
 def test_a_node_is_registered_as_far_as_its_slowest_rank(counted: Counted) -> None:
@@ -100,7 +147,12 @@ def test_a_node_is_registered_as_far_as_its_slowest_rank(counted: Counted) -> No
     ("fact", "name", "labels", "value"),
     [
         (RequestRefused(code="capacity"), "kvbridge_admissions_refused_total", {"code": "capacity"}, 1),
-        (RoomMessageRefused(**ROOM, code="stale_done"), "kvbridge_admissions_refused_total", {"code": "stale_done"}, 1),
+        (
+            RoomMessageRefused(**ROOM, code="stale_done"),
+            "kvbridge_room_messages_refused_total",
+            {"code": "stale_done"},
+            1,
+        ),
         (
             RequestWaited(outcome=WaitOutcome.TIMEOUT, seconds=2.0),
             "kvbridge_admission_wait_seconds_sum",
@@ -111,17 +163,12 @@ def test_a_node_is_registered_as_far_as_its_slowest_rank(counted: Counted) -> No
         (MessagesResent(count=3), "kvbridge_control_resends_total", {}, 3),
         (MessageUndelivered(peer="dddd", message="done", age_s=1.0), "kvbridge_control_undelivered_total", {}, 1),
         (
-            PagesDiffer(**ROOM, component=ComponentKind.C4_KV, pages=2),
-            "kvbridge_digest_mismatches_total",
-            {"component": "c4_kv"},
-            2,
+            PhasesEnded(**ROOM, phases_s={"offer_to_sent": 1.0}),
+            "kvbridge_phase_duration_seconds_sum",
+            {"phase": "offer_to_sent"},
+            1,
         ),
-        (
-            RoomReceived(**ROOM, amounts=AMOUNTS, phases_s={"offer_to_commit": 1.0}),
-            "kvbridge_transferred_bytes_total",
-            {"direction": "received", "transport": "any"},
-            584,
-        ),
+        (RoomRejected(**ROOM, code="c", reason="r"), "kvbridge_rooms_ended_total", {}, 0),
         (WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"), "kvbridge_worker_restarts_total", {}, 1),
         (WorkerLost(rank=R0, cause="", reason="its engine has closed it"), "kvbridge_worker_restarts_total", {}, 0),
     ],
@@ -131,35 +178,83 @@ def test_facts_count_in_their_metric(counted: Counted, fact: Fact, name: str, la
     assert counted.sample(name, **labels) == value
 
 
+def test_pages_that_differ_are_counted_on_decode() -> None:
+    metrics = Metrics(role="decode")
+    MetricsReader(metrics, PeerNames())(0.0, PagesDiffer(**ROOM, component=ComponentKind.C4_KV, pages=2))
+    assert b'kvbridge_digest_mismatches_total{component="c4_kv"} 2.0' in metrics.render()[0]
+
+
+class Logged:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.metrics = Metrics(role="prefill")
+        names = PeerNames()
+        self.lines = LogReader(names, self.metrics, self.clock)
+        self.events = EventStream(self.clock)
+        for reader in (names, self.lines):
+            self.events.add_reader(reader)
+        self.events.emit(PeerAccepted(peer="dddd", name="decode-0/node-0", features=()))
+
+
 def test_the_log_has_a_line_for_each_room_that_ended_and_says_why_it_failed() -> None:
-    stream = EventStream()
-    stream.add_reader(LogReader())
+    logged = Logged()
+    about = {"age_s": 0.25, "prompt_tokens": 5, "bytes": 584}
+    ids = {"request_id": "r-1", "trace_id": "4bf9"}
     with capture_logs() as lines:
-        stream.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED))
-        stream.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="timeout", reason="too late"))
-        stream.emit(OrderBegan(**ROOM, rank=R0, order=1, transport="local"))
+        logged.events.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED, **about, ids=ids))
+        late = RoomEntered(
+            **ROOM, state=RoomState.FAILED, code="deadline", reason="late", limit="timeouts.room_s", **about
+        )
+        logged.events.emit(late)
+        logged.events.emit(OrderBegan(**ROOM, rank=R0, order=1, transport="local"))
+    told = {"event": "room_ended", **ROOM, "peer_name": "decode-0/node-0", **about}
     assert lines == [
-        {"event": "room_ended", "log_level": "info", **ROOM, "state": "completed"},
+        {**told, "log_level": "info", "state": "completed", **ids},
         {
-            "event": "room_ended",
+            **told,
             "log_level": "warning",
-            **ROOM,
             "state": "failed",
-            "code": "timeout",
-            "reason": "too late",
+            "code": "deadline",
+            "reason": "late",
+            "limit": "timeouts.room_s",
         },
     ]
 
 
+def test_at_high_rates_the_log_says_how_many_rooms_it_left_out() -> None:
+    logged = Logged()
+    with capture_logs() as lines:
+        for number in range(1_000):
+            logged.events.emit(RoomEntered(room=number, generation=1, state=RoomState.COMPLETED))
+        for number in range(100):
+            logged.events.emit(RoomEntered(room=number, generation=1, state=RoomState.FAILED, code="peer_failed"))
+        logged.lines.look()
+        assert len(lines) == 2 * LINES, "nothing is told before the second is over"
+        logged.clock.advance(1.0)
+        logged.lines.look()
+        logged.lines.look()
+    assert lines[2 * LINES :] == [
+        {
+            "event": "lines_left_out",
+            "log_level": "warning",
+            "of": "room_ended",
+            "kind": kind,
+            "lines": count - LINES,
+            "seconds": 1.0,
+        }
+        for kind, count in (("completed", 1_000), ("peer_failed", 100))
+    ]
+    left_out = b'kvbridge_log_lines_left_out_total{event="room_ended"} ' + str(float(1_100 - 2 * LINES)).encode()
+    assert left_out in logged.metrics.render()[0]
+
+
 def test_what_strangers_can_cause_is_logged_seldom() -> None:
-    clock = ManualClock()
-    stream = EventStream(clock)
-    stream.add_reader(LogReader(clock))
+    logged = Logged()
     with capture_logs() as lines:
         for _ in range(100):
-            stream.emit(FrameRefused(kind="malformed", detail="x"))
-            stream.emit(RoomMessageRefused(**ROOM, code="foreign_done"))
-    assert len(lines) == 20
+            logged.events.emit(FrameRefused(kind="malformed", detail="x"))
+            logged.events.emit(RoomMessageRefused(**ROOM, code="foreign_done"))
+    assert len(lines) == 2 * LINES
 
 
 def test_status_keeps_the_last_problems_with_their_time() -> None:
@@ -190,7 +285,7 @@ def test_status_knows_the_traffic_with_each_peer_and_forgets_the_longest_unheard
     stream, recent = EventStream(), StatusReader()
     stream.add_reader(recent)
     stream.emit(ended(1, amounts=AMOUNTS))
-    stream.emit(RoomReceived(**ROOM, amounts=AMOUNTS, phases_s={}))
+    stream.emit(RankReceived(**ROOM, rank=R0, amounts=AMOUNTS, transport="local"))
     stream.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED))
     stream.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="c"))
     peer = recent.traffic()["dddd"]

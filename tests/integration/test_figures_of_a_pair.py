@@ -1,0 +1,215 @@
+"""What a real pair says of itself in metrics and logs, compared with what went over and with how long it took."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from kvbridge.core.geometry.presets import preset
+from kvbridge.engine.adapters import synthetic
+from kvbridge.engine.decode import DecodeEngine
+from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.telemetry.metrics import METRICS
+from kvbridge.telemetry.phases import PHASES
+from kvbridge.telemetry.specs import MetricKind
+from tests.contract.harness import BACKENDS, require_library
+from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually
+from tests.helpers.live_rooms import http
+from tests.helpers.rank_harness import Case
+
+TINY = preset("tiny-v4")
+CASES = (Case(700), Case(130, (57,)), Case(1023, (333, 777)))
+CLAIM_S = 20.0
+SCRAPE = {"Accept": "application/openmetrics-text; version=1.0.0"}
+
+Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scrape(daemon: DaemonProcess) -> Page:
+    answer = http("GET", daemon, "/metrics", headers=SCRAPE)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def total(page: Page, name: str, **labels: str) -> float:
+    return sum(
+        value for (found, having), value in page.items() if found == name and labels.items() <= dict(having).items()
+    )
+
+
+def lines(daemon: DaemonProcess) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in daemon.log(10_000).splitlines() if line.startswith("{")]
+
+
+def of(found: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
+    return [line for line in found if line["event"] == event]
+
+
+def move(running: Cluster, case: Case, engines: tuple[PrefillEngine, DecodeEngine], request_id: str) -> dict[str, Any]:
+    """One request from its ticket to its release; what it took and what went over, measured here."""
+    sender, reader = engines
+    asked = {"prompt_tokens": case.tokens, "max_new_tokens": 1}
+    headers = {"X-Request-Id": request_id}
+    answer = http("POST", running.bootstrap, "/v1/requests", json=asked, headers=headers)
+    assert (answer.status_code, answer.headers["x-request-id"]) == (201, request_id)
+    room = answer.json()["room"]
+    tables = sender.begin(room, prompt_tokens=case.tokens).tables
+    begun_s = time.monotonic()
+    for section in case.sections(range(TINY.layer_count)):
+        for views in sender.views.values():
+            synthetic.fill(views, room=room, tables=tables, section=section)
+        sender.publish(room, section.stop_token)
+    sender.finish(room)
+    claimed = reader.wait_claim(room, CLAIM_S)
+    took_s = time.monotonic() - begun_s
+    for rank, views in reader.views.items():
+        assert not synthetic.compare(
+            views, room=room, tables=claimed.tables, tokens=case.tokens, most_named=1
+        ).mismatches, rank
+    reader.release(room)
+    return {
+        "room": room,
+        "bytes": {kind.value: amount.bytes for kind, amount in claimed.amounts.items()},
+        "rows": {kind.value: amount.lane_rows for kind, amount in claimed.amounts.items()},
+        "took_s": took_s,
+        "phases_s": claimed.phases_s,
+    }
+
+
+@pytest.fixture(scope="module", params=["local", "mooncake"])
+def run(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    require_library(BACKENDS[request.param])
+    level = {"telemetry": {"log_level": "info"}}
+    with cluster({"preset": "tiny-v4"}, transport=request.param, prefill=level, decode=level) as running:
+        with (
+            PrefillEngine.attach(running.prefill.runtime_dir) as sender,
+            DecodeEngine.attach(running.decode.runtime_dir) as reader,
+        ):
+            moved = [move(running, case, (sender, reader), f"test-{number}") for number, case in enumerate(CASES)]
+            eventually(
+                "everything released",
+                lambda: total(scrape(running.decode), "kvbridge_rooms_ended_total", state="completed") == len(CASES),
+            )
+            pages = {role: scrape(getattr(running, role)) for role in ("prefill", "decode", "bootstrap")}
+        running.stop()
+        logs = {role: lines(getattr(running, role)) for role in ("prefill", "decode", "bootstrap")}
+        yield {"moved": moved, "pages": pages, "logs": logs, "transport": request.param}
+
+
+SIDES = (("prefill", "sent", "decode-0/node-0"), ("decode", "received", "prefill-0/node-0"))
+
+
+def test_bytes_are_those_that_the_oracle_counts(run: dict[str, Any]) -> None:
+    for role, direction, peer in SIDES:
+        page, way = run["pages"][role], {"direction": direction, "transport": run["transport"]}
+        for component in TINY.components:
+            due = sum(moved["bytes"].get(component.kind.value, 0) for moved in run["moved"])
+            shown = total(page, "kvbridge_transferred_bytes_total", component=component.kind.value, **way)
+            assert shown == due, (role, component.kind)
+            # The oracle knows rows; pages are moved with what separates their blocks.
+            rows = sum(len(component.layers) * component.live_rows(case.tokens).count for case in CASES)
+            assert rows == sum(moved["rows"].get(component.kind.value, 0) for moved in run["moved"])
+            padding = component.page_bytes() - component.lane_block_bytes
+            pages = rows // component.slots_per_page + len(component.layers) * len(CASES)
+            assert rows * component.row_bytes <= shown <= rows * component.row_bytes + pages * padding
+        everything = total(page, "kvbridge_transferred_bytes_total")
+        assert everything == total(page, "kvbridge_transferred_bytes_total", **way)
+        assert everything == total(page, "kvbridge_peer_transferred_bytes_total", peer=peer, **way)
+        assert everything == total(page, "kvbridge_peer_transferred_bytes_total")
+        assert everything == total(page, "kvbridge_operation_bytes_sum")
+
+
+def test_busy_time_is_what_was_seen_from_outside(run: dict[str, Any]) -> None:
+    """No more than the time from the first publish to the claim, no less than the bytes of the slowest order were under way."""
+    most_s = sum(moved["took_s"] for moved in run["moved"])
+    least_s = sum(
+        (moved["phases_s"]["first_byte"] + moved["phases_s"]["move"]) / (len(case.stops) + 1)
+        for moved, case in zip(run["moved"], CASES, strict=True)
+    )
+    shown_s = {}
+    for role, direction, peer in SIDES:
+        way = {"direction": direction, "transport": run["transport"]}
+        shown_s[role] = total(run["pages"][role], "kvbridge_transfer_busy_seconds_total", **way)
+        assert least_s <= shown_s[role] <= most_s
+        assert total(run["pages"][role], "kvbridge_peer_busy_seconds_total", peer=peer, **way) == pytest.approx(
+            shown_s[role]
+        )
+    assert shown_s["decode"] == pytest.approx(shown_s["prefill"], rel=0.05, abs=0.01)
+
+
+def test_every_phase_of_both_roles_is_there_and_the_whole(run: dict[str, Any]) -> None:
+    for role, unused in (("prefill", {"digest"}), ("decode", {"verify", "verify_busy"})):
+        for phase in PHASES[role]:  # type: ignore[index] - a Role is its text
+            counted = total(run["pages"][role], "kvbridge_phase_duration_seconds_count", phase=phase)
+            assert counted == (0 if phase in unused else len(CASES)), phase
+    decode = run["pages"]["decode"]
+    assert total(decode, "kvbridge_admission_to_claim_seconds_count") == len(CASES)
+    whole_s = total(decode, "kvbridge_admission_to_claim_seconds_sum")
+    parts_s = sum(
+        total(decode, "kvbridge_phase_duration_seconds_sum", phase=phase)
+        for phase in ("admit_to_commit", "commit_to_claim")
+    )
+    assert whole_s == pytest.approx(parts_s, rel=1e-6)
+
+
+def test_a_daemon_shows_everything_of_its_role_and_nothing_of_others(run: dict[str, Any]) -> None:
+    for role, page in run["pages"].items():
+        names = {name for name, _ in page}
+        for spec in METRICS:
+            shown = spec.name + ("_count" if spec.kind is MetricKind.HISTOGRAM else "")
+            if role not in spec.roles:
+                assert shown not in names, role
+            elif spec.name not in {"kvbridge_control_frames_refused_total", "kvbridge_room_messages_refused_total"}:
+                assert shown in names or "peer_failures" in shown, role
+        assert not [name for name in names if name.endswith("_created")]
+
+
+def test_what_is_now_is_what_an_operator_would_say(run: dict[str, Any]) -> None:
+    prefill, decode, bootstrap = (run["pages"][role] for role in ("prefill", "decode", "bootstrap"))
+    for page, peer in ((prefill, "decode-0/node-0"), (decode, "prefill-0/node-0")):
+        assert total(page, "kvbridge_peers", state="connected") == 1
+        assert 0 <= total(page, "kvbridge_peer_silence_seconds", peer=peer) < 10
+        assert total(page, "kvbridge_engines", state="attached") == 1
+        assert total(page, "kvbridge_workers", state="ready") == 1
+        assert total(page, "kvbridge_directory_registration", state="registered") == 1
+        assert total(page, "kvbridge_directory_registration") == 1
+        assert total(page, "kvbridge_pool_bytes", state="free") > 0
+        assert total(page, "kvbridge_pages_expected_free", within="60s") == total(page, "kvbridge_pool_pages")
+    for role in ("prefill", "decode"):
+        assert total(bootstrap, "kvbridge_instances", role=role, state="ready") == 1
+        assert 0 <= total(bootstrap, "kvbridge_heartbeat_age_seconds", role=role, daemon=f"{role}-0/node-0") < 10
+    assert total(bootstrap, "kvbridge_pairings_total", outcome="paired") == len(CASES)
+    assert total(bootstrap, "kvbridge_pairing_duration_seconds_count", outcome="paired") == len(CASES)
+    asked = {"route": "/v1/requests", "method": "POST", "code": "201"}
+    for page in (prefill, decode, bootstrap):
+        assert total(page, "kvbridge_http_requests_total", **asked) == len(CASES)
+
+
+def test_the_logs_tell_of_each_room_on_every_daemon_under_the_callers_id(run: dict[str, Any]) -> None:
+    for role, _, peer in SIDES:
+        ended = of(run["logs"][role], "room_ended")
+        assert [line["request_id"] for line in ended] == [f"test-{number}" for number in range(len(CASES))]
+        assert [line["room"] for line in ended] == [moved["room"] for moved in run["moved"]]
+        assert [line["bytes"] for line in ended] == [sum(moved["bytes"].values()) for moved in run["moved"]]
+        assert {line["peer_name"] for line in ended} == {peer}
+        assert {line["state"] for line in ended} == {"completed"}
+
+
+def test_the_logs_tell_when_a_daemon_is_ready_and_when_it_has_stopped_and_are_its_own(run: dict[str, Any]) -> None:
+    for role, found in run["logs"].items():
+        for event in ("daemon_listens", "daemon_ready", "daemon_stopped"):
+            assert len(of(found, event)) == 1, (role, event)
+        assert {line["role"] for line in found} == {role}
+        if role != "bootstrap":
+            assert {(line["instance"], line["node"]) for line in found} == {(f"{role}-0", "node-0")}
+        assert not [line for line in found if any(key.startswith("line_") for key in line)]
+        assert [line["text"] for line in of(found, "library_output")] == [], "a good start is quiet"
