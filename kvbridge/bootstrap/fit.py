@@ -13,13 +13,15 @@ after all others: the daemons decide.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvbridge.api.directory import ControlMode, Load, NodeRegistration, PairRequest
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.bootstrap.nodes import MODES_REMEDY, Instance, modes_text
-from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, NotReadyError
+from kvbridge.core.errors import BridgeError, FingerprintMismatchError, InvalidInputError, NotReadyError
 from kvbridge.core.geometry.manifest import first_difference
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import Role
@@ -49,16 +51,15 @@ class Candidate:
         return tuple(control for control in found if control is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """One instance for one request."""
+class _Option(NamedTuple):
+    """One instance for one request. The smaller of two is better: fields come in the order of preference, and names differ."""
 
+    missing_share: float
+    """The share that would be free, negated."""
+    rooms: int
+    name: str
     instance: Instance
     needed: Pages
-    share: float
-
-    def order(self) -> tuple[float, int, str]:
-        return -self.share, self.instance.rooms, self.instance.name
 
 
 _Way = tuple[str, ControlMode]
@@ -69,7 +70,7 @@ class Ranking:
     """The instances that could serve one request."""
 
     def __init__(self, instances: Iterable[Instance], request: PairRequest) -> None:
-        """Order the instances by how well they suit the request.
+        """Find out how well each instance suits the request.
 
         Raises NotReadyError when a role has no ready instance, FingerprintMismatchError when no two ready instances
         hold the same model, InvalidInputError when the request is larger than every pool.
@@ -77,63 +78,49 @@ class Ranking:
         instances = tuple(instances)
         prefill = _ready(instances, Role.PREFILL, request)
         decode = _ready(instances, Role.DECODE, request)
-        ways = _ways(prefill) & _ways(decode)
-        if not ways:
-            models = {instance.fingerprint for instance in prefill} & {instance.fingerprint for instance in decode}
-            if not models:
-                raise _mismatch(prefill[0], decode[0])
-            raise _no_common_mode([one for one in (*prefill, *decode) if one.fingerprint in models])
         known: dict[tuple[object, ...], Pages] = {}
-        matching: list[Instance] = []
-        sides: dict[_Way, tuple[list[_Option], list[_Option]]] = {way: ([], []) for way in sorted(ways)}
-        for instance in (*prefill, *decode):
-            # All of a large fleet, for each request: compared, since an enumeration's hash is not quick.
-            own = [way for way in ways if way[0] == instance.fingerprint and way[1] in instance.first.meets_by]
-            if not own:
-                continue
-            matching.append(instance)
-            if (option := _option(instance, request, known)) is not None:
-                for way in own:
-                    sides[way][instance.role is Role.DECODE].append(option)
-        # Prefill and decode of each way to be a pair, the best first.
-        self._sides = [
-            (sorted(senders, key=_Option.order), sorted(receivers, key=_Option.order))
-            for senders, receivers in sides.values()
-            if senders and receivers
-        ]
+        sides: dict[_Way, tuple[list[_Option], list[_Option]]] = {}
+        for side, of_role in enumerate((prefill, decode)):
+            for instance in of_role:
+                if (option := _option(instance, request, known)) is not None:
+                    for mode in instance.first.meets_by:
+                        sides.setdefault((instance.fingerprint, mode), ([], []))[side].append(option)
+        self._sides = [(senders, receivers) for senders, receivers in sides.values() if senders and receivers]
+        """Prefill and decode of each way to be a pair."""
         if not self._sides:
-            raise InvalidInputError(
-                f"a request of {request.prompt_tokens} prompt and {request.max_new_tokens} new tokens is larger than "
-                f"the pools of every pair of instances ({_names(matching)}): enlarge pools.* or shorten the request"
-            )
+            raise _no_pair(prefill, decode, request)
 
     def best(self, *, without: Collection[str] = ()) -> Candidate | None:
         """Return the best pair of instances that are not named in `without`; None when none is left."""
-        pairs = []
-        for sides in self._sides:
-            first = [next((one for one in side if one.instance.name not in without), None) for side in sides]
-            sender, receiver = first
+        best: tuple[_Option, _Option] | None = None
+        for senders, receivers in self._sides:
+            sender = min((one for one in senders if one.name not in without), default=None)
+            receiver = min((one for one in receivers if one.name not in without), default=None)
             if sender is not None and receiver is not None:
-                pairs.append((sender, receiver))
-        if not pairs:
+                best = min(best or (sender, receiver), (sender, receiver), key=_pair_order)
+        if best is None:
             return None
-        sender, receiver = min(pairs, key=_pair_order)
+        sender, receiver = best
         return Candidate(
             prefill=sender.instance,
             decode=receiver.instance,
-            demands={sender.instance.name: sender.needed, receiver.instance.name: receiver.needed},
-            looks_full=min(sender.share, receiver.share) < 0,
+            demands={sender.name: sender.needed, receiver.name: receiver.needed},
+            looks_full=_looks_full(best),
         )
+
+
+def _looks_full(pair: tuple[_Option, _Option]) -> bool:
+    return max(option.missing_share for option in pair) > 0
 
 
 def _pair_order(pair: tuple[_Option, _Option]) -> tuple[bool, float, int, str, str]:
     sender, receiver = pair
     return (
-        min(sender.share, receiver.share) < 0,
-        -(sender.share + receiver.share),
-        sender.instance.rooms + receiver.instance.rooms,
-        sender.instance.name,
-        receiver.instance.name,
+        _looks_full(pair),
+        sender.missing_share + receiver.missing_share,
+        sender.rooms + receiver.rooms,
+        sender.name,
+        receiver.name,
     )
 
 
@@ -142,13 +129,13 @@ def _option(instance: Instance, request: PairRequest, known: dict[tuple[object, 
     needed: Pages = {}
     share = 1.0
     for record in instance.nodes:
-        registration, total = record.registration, record.beat.load.total_pages
+        registration, load = record.registration, record.beat.load
         alike = (registration.fingerprint, registration.role, registration.host)
         needed = known[alike] if alike in known else known.setdefault(alike, demand(registration, request))
-        if any(0 < total.get(space, 0) < count for space, count in needed.items()):
-            return None
-        share = min(share, free_share(record.beat.load, needed, record.charged_pages))
-    return _Option(instance, needed, share)
+        share = min(share, free_share(load, needed, record.charged_pages))
+        if share < 0 and any(0 < load.total_pages.get(space, 0) < count for space, count in needed.items()):
+            return None  # it does not only look full
+    return _Option(-share, instance.rooms, instance.name, instance, needed)
 
 
 def demand(registration: NodeRegistration, request: PairRequest) -> Pages:
@@ -168,26 +155,38 @@ def free_share(load: Load, needed: Pages, charged: Mapping[str, int]) -> float:
 
     Pools that a node does not report, or reports as empty of pages altogether, set no limit here.
     """
-    shares = [
-        (load.free_pages.get(space, 0) - charged.get(space, 0) - count) / load.total_pages[space]
-        for space, count in needed.items()
-        if load.total_pages.get(space, 0)
-    ]
-    return min(shares, default=1.0)
+    least = math.inf
+    for space, count in needed.items():
+        if total := load.total_pages.get(space, 0):
+            least = min(least, (load.free_pages.get(space, 0) - charged.get(space, 0) - count) / total)
+    return 1.0 if least == math.inf else least
 
 
 def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest) -> list[Instance]:
-    of_role = [
-        instance
-        for instance in instances
-        if instance.role is role and request.fingerprint in {"", instance.fingerprint}
-    ]
+    of_role = [instance for instance in instances if instance.first.role is role]
+    if request.fingerprint:
+        of_role = [instance for instance in of_role if instance.fingerprint == request.fingerprint]
     ready = [instance for instance in of_role if instance.ready]
     if ready:
         return ready
     model = f" with fingerprint {request.fingerprint}" if request.fingerprint else ""
     reasons = "; ".join(f"'{instance.name}': {', '.join(instance.reasons())}" for instance in of_role)
     raise NotReadyError(f"no {role} instance{model} is ready: {reasons or 'none is registered'}")
+
+
+def _no_pair(prefill: list[Instance], decode: list[Instance], request: PairRequest) -> BridgeError:
+    """Why no two instances that are ready are a pair for a request."""
+    ways = _ways(prefill) & _ways(decode)
+    if ways:
+        matching = [instance for instance in (*prefill, *decode) if _ways([instance]) & ways]
+        return InvalidInputError(
+            f"a request of {request.prompt_tokens} prompt and {request.max_new_tokens} new tokens is larger than "
+            f"the pools of every pair of instances ({_names(matching)}): enlarge pools.* or shorten the request"
+        )
+    models = {instance.fingerprint for instance in prefill} & {instance.fingerprint for instance in decode}
+    if not models:
+        return _mismatch(prefill[0], decode[0])
+    return _no_common_mode([one for one in (*prefill, *decode) if one.fingerprint in models])
 
 
 def _mismatch(sender: Instance, receiver: Instance) -> FingerprintMismatchError:

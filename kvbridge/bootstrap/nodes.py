@@ -130,8 +130,12 @@ class Instance:
     @property
     def ready(self) -> bool:
         """Whether requests may be sent here now. All of a large fleet is asked for each request, so this is quick."""
-        ranks = sum(len(record.registration.ranks) for record in self.nodes)  # no two nodes have the same one
-        return ranks == self.first.pp_size * self.first.tp_size and all(record.beat.ready for record in self.nodes)
+        ranks = 0
+        for record in self.nodes:
+            if not record.beat.ready:
+                return False
+            ranks += len(record.registration.ranks)  # no two nodes have the same one
+        return ranks == self.first.pp_size * self.first.tp_size
 
     def _here(self) -> set[Rank]:
         return {rank for record in self.nodes for rank in record.registration.ranks}
@@ -219,7 +223,7 @@ def _other_model(ours: Instance, stranger: Instance) -> str:
 def by_instance(records: Iterable[NodeRecord]) -> tuple[Instance, ...]:
     """Return the instances that the records make up, ordered by name, their nodes too."""
     grouped: dict[str, list[NodeRecord]] = {}
-    for record in sorted(records, key=lambda record: record.key):
+    for record in sorted(records, key=lambda record: record.entry.key):
         grouped.setdefault(record.registration.instance, []).append(record)
     return tuple(Instance(name, tuple(nodes), nodes[0].registration) for name, nodes in grouped.items())
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import zmq
 
@@ -21,6 +20,11 @@ CLOSE_LINGER_MS = 200
 FRAMES_PER_TURN = 128
 TURN_S = 0.02
 """After so many frames, or so long, a socket lets the rest of the loop run before it goes on."""
+
+# As plain numbers: whatever is done with ZeroMQ's own enumerations is done by Python, several times for each frame.
+_READABLE = int(zmq.POLLIN)
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE_FOLLOWS = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 Parts = list[zmq.Frame]
 
@@ -47,7 +51,15 @@ class SocketContext:
 
 def frames_wait(socket: zmq.Socket[bytes]) -> bool:
     """Whether a receive would return at once."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
+
+
+def _receive(socket: zmq.Socket[bytes]) -> Parts:
+    """Return the parts of the message that waits."""
+    parts = [socket.recv(_NOBLOCK, copy=False)]
+    while parts[-1].more:
+        parts.append(socket.recv(_NOBLOCK, copy=False))
+    return parts
 
 
 class LoopSocket:
@@ -71,12 +83,14 @@ class LoopSocket:
         """Whether `close` was called."""
         return bool(self._socket.closed)
 
-    def send(self, parts: Sequence[Any]) -> bool:
+    def send(self, parts: Sequence[bytes]) -> bool:
         """Hand parts to ZeroMQ; False when no connection can take them now (they are dropped) or after `close`."""
         if self._socket.closed:
             return False
         try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
+            for part in parts[:-1]:
+                self._socket.send(part, _MORE_FOLLOWS)
+            self._socket.send(parts[-1], _NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in {zmq.EAGAIN, zmq.EHOSTUNREACH}:
                 return False
@@ -92,12 +106,13 @@ class LoopSocket:
             self._scheduled = None
         if self._draining or self._socket.closed:
             return
-        self._draining = True
+        self._draining, empty = True, False
         try:
-            self._take_turn()
+            empty = self._take_turn()
         finally:
             self._draining = False
-            self._look_again()
+            if not empty:
+                self._look_again()
 
     def close(self) -> None:
         """Stop listening and close the socket; harmless when closed."""
@@ -115,9 +130,13 @@ class LoopSocket:
         if frames_wait(self._socket):
             self._scheduled = self._loop.call_soon(self.drain)
 
-    def _take_turn(self) -> None:
+    def _take_turn(self) -> bool:
+        """Handle what waits; whether the last look at the socket has found nothing more."""
         end_s = time.monotonic() + TURN_S
         for _ in range(FRAMES_PER_TURN):
-            if self._socket.closed or time.monotonic() > end_s or not frames_wait(self._socket):
-                break
-            self._on_parts(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            if self._socket.closed or time.monotonic() > end_s:
+                return False
+            if not frames_wait(self._socket):
+                return True
+            self._on_parts(_receive(self._socket))
+        return False

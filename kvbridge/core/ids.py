@@ -15,7 +15,7 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvbridge.core.errors import InvalidInputError
 
@@ -24,15 +24,7 @@ MAX_ROOM = 2**ROOM_BITS - 1
 """Up to here every reader of JSON keeps a whole number as it is; JavaScript and others count in doubles."""
 
 
-def _exact(room: int) -> int:
-    if room > MAX_ROOM:
-        raise ValueError(
-            f"a room's id is below 2**{ROOM_BITS}, so that readers of JSON that count in doubles keep it exact"
-        )
-    return room
-
-
-RoomId = Annotated[int, Field(ge=0, json_schema_extra={"maximum": MAX_ROOM}), AfterValidator(_exact)]
+RoomId = Annotated[int, Field(ge=0, le=MAX_ROOM)]
 """Names one request on both sides: a number from 0 to `MAX_ROOM`, chosen by whoever admits the request."""
 
 Uint64 = Annotated[int, Field(ge=0, le=2**64 - 1)]

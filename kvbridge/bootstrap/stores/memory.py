@@ -62,7 +62,8 @@ class MemoryStore:
 
     async def nodes(self) -> tuple[NodeRecord, ...]:
         """See NodeStore."""
-        return tuple(self._record(node) for node in self._nodes.values() if self._lives(node))
+        now_s = self._clock()
+        return tuple(self._record(node, now_s) for node in self._nodes.values() if self._lives(node, now_s))
 
     async def of_instance(self, instance: str) -> InstanceNodes:
         """See NodeStore."""
@@ -82,7 +83,7 @@ class MemoryStore:
         node = self._live(key)
         if node is not None and node.heartbeat.incarnation == heartbeat.incarnation:
             node = self._nodes[key] = _Node(node.entry, heartbeat, self._clock())
-        return None if node is None else self._record(node)
+        return None if node is None else self._record(node, self._clock())
 
     async def remove(self, key: NodeKey, incarnation: str) -> NodeRecord | None:
         """See NodeStore."""
@@ -92,7 +93,7 @@ class MemoryStore:
         if node.heartbeat.incarnation == incarnation:
             self._versions += 1
             del self._nodes[key]
-        return self._record(node)
+        return self._record(node, self._clock())
 
     async def charge(self, keys: Sequence[NodeKey], pages: Mapping[str, int]) -> None:
         """See NodeStore."""
@@ -103,20 +104,22 @@ class MemoryStore:
 
     async def expire(self) -> tuple[NodeKey, ...]:
         """See NodeStore."""
-        gone = tuple(key for key, node in self._nodes.items() if not self._lives(node))
+        now_s = self._clock()
+        gone = tuple(key for key, node in self._nodes.items() if not self._lives(node, now_s))
         for key in gone:
             del self._nodes[key]
         return gone
 
-    def _lives(self, node: _Node) -> bool:
-        return self._clock() - node.seen_s <= self._expire_after_s
+    def _lives(self, node: _Node, now_s: float) -> bool:
+        return now_s - node.seen_s <= self._expire_after_s
 
     def _live(self, key: NodeKey) -> _Node | None:
         node = self._nodes.get(key)
-        return node if node is not None and self._lives(node) else None
+        return node if node is not None and self._lives(node, self._clock()) else None
 
-    def _record(self, node: _Node) -> NodeRecord:
-        return NodeRecord(node.entry, node.heartbeat, self._clock() - node.seen_s, node.pages, node.rooms)
+    @staticmethod
+    def _record(node: _Node, now_s: float) -> NodeRecord:
+        return NodeRecord(node.entry, node.heartbeat, now_s - node.seen_s, node.pages, node.rooms)
 
     # ------------------------------------------------------------------------------------- rooms
 

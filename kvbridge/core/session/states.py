@@ -24,4 +24,7 @@ class RoomState(StrEnum):
     @property
     def final(self) -> bool:
         """Whether nothing more will happen to the room."""
-        return self in {RoomState.COMPLETED, RoomState.ABORTED, RoomState.FAILED}
+        return self in _FINAL
+
+
+_FINAL = frozenset({RoomState.COMPLETED, RoomState.ABORTED, RoomState.FAILED})

@@ -132,7 +132,7 @@ class ReceiverRoom(Room[ReceiverState]):
         self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
 
 
-_USER_STATE = {
+_OTHER_WORDS = {
     ReceiverState.AWAITING_PAGES: RoomState.ADMITTED,
     ReceiverState.RESERVED: RoomState.ADMITTED,
     ReceiverState.VERIFYING: RoomState.TRANSFERRING,
@@ -140,10 +140,11 @@ _USER_STATE = {
     ReceiverState.FAILING_CLAIMED: RoomState.FAILED,
     ReceiverState.ABORTING_CLAIMED: RoomState.ABORTING,
 }
+_USER_STATE = {state: _OTHER_WORDS.get(state) or RoomState(state.value) for state in ReceiverState}
 
 
 def user_state(room: ReceiverRoom) -> RoomState:
     """What users see: a room that is failing has failed for them, whatever is still to be cleaned up."""
     if room.state is ReceiverState.OFFERED and room.amounts:
         return RoomState.TRANSFERRING
-    return _USER_STATE.get(room.state) or RoomState(room.state.value)
+    return _USER_STATE[room.state]

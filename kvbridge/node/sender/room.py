@@ -141,9 +141,10 @@ class SenderRoom(Room[SenderState]):
         self.tables, self.ranks, self.destination = {}, {}, ()
 
 
-_USER_STATE = {SenderState.SENDING: RoomState.TRANSFERRING, SenderState.FAILING: RoomState.FAILED}
+_OTHER_WORDS = {SenderState.SENDING: RoomState.TRANSFERRING, SenderState.FAILING: RoomState.FAILED}
+_USER_STATE = {state: _OTHER_WORDS.get(state) or RoomState(state.value) for state in SenderState}
 
 
 def user_state(room: SenderRoom) -> RoomState:
     """What users see: a room that is failing has failed for them, whatever is still to be cleaned up."""
-    return _USER_STATE.get(room.state) or RoomState(room.state.value)
+    return _USER_STATE[room.state]

@@ -171,6 +171,9 @@ def _runs(ascending: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """Cut ascending distinct ids into runs [start, stop) of consecutive ones."""
     if not len(ascending):
         return []
+    first, stop = int(ascending[0]), int(ascending[-1]) + 1
+    if stop - first == len(ascending):  # what most rooms have
+        return [(first, stop)]
     breaks = np.flatnonzero(np.diff(ascending) != 1) + 1
     starts = ascending[np.concatenate(([0], breaks))]
     stops = ascending[np.concatenate((breaks, [len(ascending)])) - 1] + 1
@@ -179,6 +182,8 @@ def _runs(ascending: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
 
 def _expand(starts: list[int], lengths: list[int]) -> PageIdArray:
     """All ids of the runs, in ascending order."""
+    if len(starts) == 1:  # what most rooms have
+        return np.arange(starts[0], starts[0] + lengths[0], dtype=np.int32)
     order = np.argsort(np.asarray(starts, dtype=np.int64))
     sorted_starts = np.asarray(starts, dtype=np.int64)[order]
     sorted_lengths = np.asarray(lengths, dtype=np.int64)[order]
