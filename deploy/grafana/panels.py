@@ -35,7 +35,6 @@ COLOURS: Mapping[str, Mapping[str, str]] = {
         "aborted": PURPLE,
         "failed": VERMILLION,
         "registered": GREEN,
-        "pending": SKY,
         "none": GREY,
         "refused": VERMILLION,
         "replaced": PURPLE,

@@ -316,7 +316,7 @@ SITUATIONS = (
         "warning",
         {
             f'kvbridge_worker_restarts_total{{{PREFILL},reason="killed"}}': "0x10 1x100",
-            f'kvbridge_worker_restarts_total{{{PREFILL},reason="silent"}}': "0x100",
+            f'kvbridge_worker_restarts_total{{{PREFILL},reason="exited"}}': "0x100",
         },
         quiet_s=150,
         fires_s=180,
