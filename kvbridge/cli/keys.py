@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
-from kvbridge.cli.config import EXIT_CONFIG, DaemonRole, FileOption, RoleOption, SetOption, fail, load_or_exit
+from kvbridge.cli.config import EXIT_CONFIG, FileOption, RoleOption, SetOption, fail, load_or_exit
 from kvbridge.config.endpoints import CurveConfig, HttpConfig
 from kvbridge.config.loading import read_secrets
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
@@ -87,10 +87,18 @@ class Finding(NamedTuple):
 @app.command()
 def check(role: RoleOption, config: FileOption = None, overrides: SetOption = None) -> None:
     """Look at the keys and tokens that a daemon would use; exit with 2 when something is wrong with them."""
-    loaded = load_or_exit(role.schema, config, overrides)
+    findings = findings_of(load_or_exit(role.schema, config, overrides))
+    for good, text in findings:
+        typer.echo(f"{'ok     ' if good else 'PROBLEM'} {text}")
+    if not all(finding.good for finding in findings):
+        raise typer.Exit(EXIT_CONFIG)
+
+
+def findings_of(loaded: BaseModel) -> list[Finding]:
+    """Look at the keys and tokens that a configuration names."""
     findings: list[Finding] = []
     if isinstance(loaded, PrefillConfig | DecodeConfig):
-        findings += _curve(loaded.control.curve, role)
+        findings += _curve(loaded.control.curve, prefill=isinstance(loaded, PrefillConfig))
         findings += _token("bootstrap", loaded.bootstrap.token, loaded.bootstrap.token_file)
         findings += _http(loaded.http)
     elif isinstance(loaded, BootstrapConfig):
@@ -98,13 +106,10 @@ def check(role: RoleOption, config: FileOption = None, overrides: SetOption = No
         findings += _token("daemons", loaded.daemons.token, loaded.daemons.token_file)
         if loaded.directory.redis_password_file is not None:
             findings += _private("directory.redis_password_file", loaded.directory.redis_password_file)
-    for good, text in findings:
-        typer.echo(f"{'ok     ' if good else 'PROBLEM'} {text}")
-    if not all(finding.good for finding in findings):
-        raise typer.Exit(EXIT_CONFIG)
+    return findings
 
 
-def _curve(curve: CurveConfig, role: DaemonRole) -> Iterator[Finding]:
+def _curve(curve: CurveConfig, *, prefill: bool) -> Iterator[Finding]:
     path = curve.secret_key_file
     if path is None:
         yield Finding(True, "control.curve: no keys; the control socket speaks in the clear, on loopback only")
@@ -121,7 +126,7 @@ def _curve(curve: CurveConfig, role: DaemonRole) -> Iterator[Finding]:
         yield Finding(
             False, f"control.curve: {path.with_suffix('.pub')} holds another pair's public key: {beside[:40]}"
         )
-    if role is not DaemonRole.PREFILL:
+    if not prefill:
         return
     yield Finding(True, f"may connect: {keys.public} (this node's own pair), as any instance")
     for key, instances in sorted(allowed.items()):

@@ -39,6 +39,14 @@ COMMANDS = {
         "kvbridge.testbed.replay.command:replay",
         "Replay a request trace through real daemons and compare every byte.",
     ),
+    "doctor": (
+        "kvbridge.cli.doctor:doctor",
+        "Look for what will break on this host and between it and its peers, before it does.",
+    ),
+    "bench-peer": (
+        "kvbridge.cli.bench_peer:bench_peer",
+        "Measure how many bytes a second go from this host to another one, by each transport.",
+    ),
     "clean": (
         "kvbridge.cli.clean:clean",
         "Remove what killed daemons and rank workers have left in shared memory.",

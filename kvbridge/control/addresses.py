@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
+from kvbridge.control.listeners import tcp_listeners
 from kvbridge.core.addresses import parse_tcp
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 
@@ -29,21 +29,6 @@ def bind_error(endpoint: str, number: int, text: str) -> BridgeError:
 
 
 def _port_holder(port: int) -> str:
-    """Return " by process 123 (name)" when the process that listens on `port` can be seen, else ""."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        fields = [line.split() for line in lines]
-        inodes |= {
-            f"socket:[{row[9]}]" for row in fields if row[3] == "0A" and int(row[1].rsplit(":", 1)[1], 16) == port
-        }
-    for process in Path("/proc").glob("[0-9]*") if inodes else ():
-        try:
-            if any(str(link.readlink()) in inodes for link in (process / "fd").iterdir()):
-                return f" by process {process.name} ({(process / 'comm').read_text().strip()})"
-        except OSError:
-            continue  # Ended meanwhile, or not ours to look into.
-    return ""
+    """Return " by process 123 (command)" when the process that listens on `port` can be seen, else ""."""
+    found = next((each for each in tcp_listeners() if each.port == port and each.pid), None)
+    return f" by process {found.pid} ({found.command})" if found else ""

@@ -14,12 +14,13 @@ from rich.console import Console
 
 from kvbridge.cli.config import EXIT_CONFIG
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.testbed.options import OptionsT
+from kvbridge.testbed.options import CommandOptions
 from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.run import ClusterRun
 from kvbridge.testbed.signals import terminated_like_interrupted
 
 RunT = TypeVar("RunT", bound=ClusterRun)
+OptionsT = TypeVar("OptionsT", bound=CommandOptions)
 
 
 class Complaints:

@@ -1,20 +1,16 @@
 """What a user may choose for every command of the testbed.
 
-Owns: these options, and how a dataclass becomes a command's options. Must not know: what a command does.
+Owns: these options. Must not know: what a command does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any
 
 import typer
-
-OptionsT = TypeVar("OptionsT", bound="CommandOptions")
 
 
 class Transport(StrEnum):
@@ -44,29 +40,3 @@ class CommandOptions:
         float,
         typer.Option("--patience", min=1, metavar="SECONDS", help="Give up when no engine says anything for so long."),
     ] = 120.0
-
-
-def with_options(options: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
-    """Make a command of a function that takes its options; those that every command has are listed last."""
-    hints = get_type_hints(options, include_extras=True)
-    common = {field.name for field in fields(CommandOptions)}
-    parameters = [
-        Parameter(
-            field.name,
-            Parameter.KEYWORD_ONLY,
-            annotation=hints[field.name],
-            default=Parameter.empty if field.default is MISSING else field.default,
-        )
-        for field in sorted(fields(options), key=lambda field: field.name in common)
-    ]
-
-    def decorate(action: Callable[[OptionsT], None]) -> Callable[..., None]:
-        def command(**given: Any) -> None:  # noqa: ANN401 - what typer has parsed
-            action(options(**given))
-
-        command.__doc__ = action.__doc__
-        command.__annotations__ = hints
-        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        return command
-
-    return decorate

@@ -47,7 +47,7 @@ def why_not_memory(directory: Path) -> str:
 
 def tightest_limit(directory: Path) -> MemoryLimit:
     """The limit that a new file in `directory` would meet first."""
-    limits = [_file_system(directory), *_machine(PROC / "meminfo"), *control_group_limits()]
+    limits = [_file_system(directory), *machine_limits(PROC / "meminfo"), *control_group_limits()]
     return min(limits, key=lambda limit: limit.available_bytes)
 
 
@@ -104,7 +104,8 @@ def _file_system(directory: Path) -> MemoryLimit:
     )
 
 
-def _machine(meminfo: Path) -> list[MemoryLimit]:
+def machine_limits(meminfo: Path = PROC / "meminfo") -> list[MemoryLimit]:
+    """What is left of this machine's memory."""
     kibibytes = _read_statistic(meminfo, "MemAvailable:")
     if not kibibytes:
         return []

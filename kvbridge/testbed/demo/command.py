@@ -12,13 +12,13 @@ from rich.console import Console
 
 from kvbridge.cli.config import EXIT_FAILED
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED
+from kvbridge.cli.options import with_options
 from kvbridge.core.errors import BridgeError
 from kvbridge.kernels.cuda.runtime import reason_without_device
 from kvbridge.testbed.command import Complaints
 from kvbridge.testbed.demo.options import DemoOptions, Device
 from kvbridge.testbed.demo.report import DemoReport, print_report
 from kvbridge.testbed.demo.run import Demo
-from kvbridge.testbed.options import with_options
 
 SYSTEM_LIBRARIES = {
     "libibverbs.so": "libibverbs1",

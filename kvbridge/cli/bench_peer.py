@@ -1,0 +1,258 @@
+"""`kvbridge bench-peer`: bytes a second and latency from this host to another one, by each transport.
+
+Owns: the command, its two sides, its table. Must not know: how it is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shlex
+import signal
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, DaemonRole, FileOption, SetOption, fail, load_or_exit
+from kvbridge.cli.daemons import InsecureOption
+from kvbridge.cli.doctor import WIDTH, keys_of
+from kvbridge.cli.options import with_options
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.config.transports import TransportName, TransportSettings
+from kvbridge.control.keys import CurveKeys
+from kvbridge.control.peers import PeerIdentity
+from kvbridge.control.requests import RequestClient, RequestServer
+from kvbridge.core.addresses import is_loopback, parse_tcp
+from kvbridge.core.errors import BridgeError
+from kvbridge.doctor.bench.lender import Lender, make_buffer
+from kvbridge.doctor.bench.measuring import MIB, SIZES_BYTES, Effort, Measured, Trial
+from kvbridge.doctor.findings import rate
+from kvbridge.doctor.host.network import wire_towards
+
+DEFAULT_ADDRESS = "127.0.0.1:7909"
+ANSWER_S = 20.0
+BRIEF = Effort(sizes_bytes=(SIZES_BYTES[0], MIB), round_bytes=16 * MIB, rounds=2)
+MEMCPY_ROUNDS = 5
+BEYOND = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The options of `kvbridge bench-peer`."""
+
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Where the other side listens; with --listen: where to listen.")
+    ] = DEFAULT_ADDRESS
+    listen: Annotated[bool, typer.Option("--listen", help="Lend memory to the other side until Ctrl-C.")] = False
+    transport: Annotated[
+        list[TransportName] | None,
+        typer.Option(
+            "--transport",
+            help="Only this one. May be repeated. Default: transports.order, or all; local only within a host.",
+        ),
+    ] = None
+    config: FileOption = None
+    role: Annotated[
+        DaemonRole | None,
+        typer.Option("--role", help="Whose configuration: its transports and control.curve are used."),
+    ] = None
+    overrides: SetOption = None
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host", metavar="ADDRESS", help="This host's address for Mooncake; default: as configured, or as routed."
+        ),
+    ] = ""
+    server_key: Annotated[
+        str, typer.Option("--server-key", metavar="KEY", help="The other side's public key; default: our own pair's.")
+    ] = ""
+    insecure: InsecureOption = False
+    brief: Annotated[bool, typer.Option("--brief", help="Two sizes, 16 MiB a round: some seconds.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False
+
+
+@with_options(BenchOptions)
+def bench_peer(options: BenchOptions) -> None:
+    """Measure how many bytes a second go from this host to another one, by each transport.
+
+    On one host: kvbridge bench-peer --listen 10.0.0.2:7909; on the other: kvbridge
+    bench-peer 10.0.0.2:7909. The second writes into scratch memory of the first, in
+    operations of 37,440 B (a page), 256 KiB, 1 MiB and 16 MiB, compares every byte, and
+    shows the rate beside what the card can do (within one host: what copying can).
+    Transports are as a daemon has them. Beyond loopback it wants CURVE keys
+    (--config, --role), or --insecure: the scratch memory is then open to the network.
+
+    Exit codes: 0: every transport moved every byte; 1: not so; 2: wrong usage.
+    """
+    if parse_address(options.address) is None or (options.config is None) != (options.role is None):
+        typer.echo("kvbridge bench-peer: HOST:PORT is needed, and --config and --role belong together", err=True)
+        raise typer.Exit(EXIT_CONFIG)
+    try:
+        settings, keys, names = _loaded(options)
+        if options.listen:
+            asyncio.run(_listen(options, settings, keys))
+            _end(0)
+        _end(_measure(options, settings, keys, names))
+    except BridgeError as error:
+        fail(error, EXIT_CONFIG if options.listen else EXIT_FAILED)
+
+
+def parse_address(address: str) -> tuple[str, int] | None:
+    """Return the parts of HOST:PORT, None for anything else."""
+    try:
+        return parse_tcp(f"tcp://{address}")
+    except BridgeError:
+        return None
+
+
+def _end(code: int) -> None:
+    """End at once: some transfer libraries crash in their own exit handlers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _loaded(options: BenchOptions) -> tuple[TransportSettings, CurveKeys | None, list[TransportName]]:
+    """The transports' settings, the keys, and which transports to use."""
+    peer, _ = parse_address(options.address) or ("", 0)
+    settings, keys = TransportSettings(order=tuple(TransportName)), None
+    host = options.host or _way(peer)[0]
+    if options.role is not None:
+        config = load_or_exit(options.role.schema, options.config, options.overrides)
+        if not isinstance(config, PrefillConfig | DecodeConfig):
+            typer.echo("kvbridge bench-peer: --role is prefill or decode: bootstrap moves no bytes", err=True)
+            raise typer.Exit(EXIT_CONFIG)
+        settings, keys = config.transports, keys_of(config)
+        host = options.host or settings.mooncake.host
+    mooncake = settings.mooncake.model_copy(update={"host": host, "ipv6": ":" in host})
+    usual = [name for name in settings.order if name is not TransportName.LOCAL or _is_here(peer)]
+    names = list(options.transport or usual)
+    return settings.model_copy(update={"mooncake": mooncake}), keys, names
+
+
+def _way(peer: str) -> tuple[str, str]:
+    """The address of this host by which it reaches a peer, and the peer's; they are one where that is this host."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing: it only chooses the way
+            return str(probe.getsockname()[0]), str(address[0])
+    except OSError:
+        return "127.0.0.1", peer
+
+
+def _is_here(peer: str) -> bool:
+    own, target = _way(peer)
+    return is_loopback(target) or own == target
+
+
+async def _listen(options: BenchOptions, settings: TransportSettings, keys: CurveKeys | None) -> None:
+    identity = PeerIdentity(f"bench-{secrets.token_hex(4)}", keys, options.insecure)
+    with ExitStack() as opened:
+        lender = opened.enter_context(Lender(make_buffer(), settings))
+        denied = lambda detail: typer.echo(f"refused: {detail}", err=True)  # noqa: E731 - one line, used once
+        server = opened.enter_context(RequestServer(identity, f"tcp://{options.address}", lender.answer, denied))
+        address = server.endpoint.removeprefix("tcp://")
+        if options.as_json:
+            typer.echo(json.dumps({"address": address}))
+        else:
+            key = f" --server-key {shlex.quote(keys.public)}" if keys else ""
+            typer.echo(
+                f"listening on {address}; on the other host: kvbridge bench-peer {address}{key}. Ctrl-C ends it."
+            )
+        sys.stdout.flush()
+        ended = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        await ended.wait()
+
+
+def _measure(
+    options: BenchOptions, settings: TransportSettings, keys: CurveKeys | None, names: list[TransportName]
+) -> int:
+    """Measure by each transport and print it; return the exit code."""
+    effort = BRIEF if options.brief else Effort()
+    wire, wire_bytes_per_s = _wire(options.address, effort.round_bytes)
+    measured: list[Measured] = []
+    problems: dict[str, str] = {}
+    console = Console(stderr=True)
+    endpoint = f"tcp://{options.address}"
+    with (
+        make_buffer() as source,
+        RequestClient(endpoint, keys=keys, server_key=options.server_key, timeout_s=ANSWER_S) as client,
+        console.status("connecting") as status,
+    ):
+        for name in names:
+            try:
+                with Trial(client, source, settings, name) as trial:
+                    for size_bytes in effort.sizes_bytes:
+                        status.update(f"{name}: operations of {size_bytes:,} B")
+                        measured.append(trial.measure(size_bytes, effort))
+            except BridgeError as error:
+                problems[name.value] = str(error)
+    if options.as_json:
+        facts = {"peer": options.address, "wire": wire, "wire_bytes_per_s": wire_bytes_per_s, "problems": problems}
+        typer.echo(json.dumps(facts | {"measured": [each.model_dump() for each in measured]}, indent=1))
+    else:
+        _print(options.address, measured, wire, wire_bytes_per_s)
+    for failed, problem in problems.items():
+        typer.echo(f"{failed}: {problem}", err=True)
+    return EXIT_FAILED if problems else 0
+
+
+def _wire(address: str, round_bytes: int) -> tuple[str, float]:
+    """What the way to a host can do at most: the card's speed, or this host's copying."""
+    host, _ = parse_address(address) or ("", 0)
+    if _is_here(host):
+        return "memcpy on one core of this host", memcpy_bytes_per_s(round_bytes)
+    card, bytes_per_s = wire_towards(host)
+    return (f"{card} at {bytes_per_s * 8 / 1e9:g} Gbit/s", bytes_per_s) if bytes_per_s else (card, 0.0)
+
+
+def memcpy_bytes_per_s(length_bytes: int) -> float:
+    """The best of a few copies between two arrays."""
+    source, target = np.ones(length_bytes, dtype=np.uint8), np.zeros(length_bytes, dtype=np.uint8)
+    times_s = []
+    for _ in range(MEMCPY_ROUNDS):
+        begun_s = time.perf_counter()
+        target[:] = source
+        times_s.append(time.perf_counter() - begun_s)
+    return length_bytes / min(times_s)
+
+
+def _print(address: str, measured: list[Measured], wire: str, wire_bytes_per_s: float) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    table = Table(title=f"From this host to {address}: every byte compared", title_justify="left")
+    for column in ("transport", "operation", "rate", "slowest round", "of the wire", "one operation", "worst"):
+        table.add_column(column, justify="left" if column == "transport" else "right")
+    for each in measured:
+        share = f"{each.bytes_per_s / wire_bytes_per_s:.0%}" if wire_bytes_per_s else "not known"
+        table.add_row(
+            each.transport,
+            f"{each.operation_bytes:,} B",
+            rate(each.bytes_per_s),
+            rate(each.slowest_bytes_per_s),
+            share,
+            f"{each.latency_s * 1e6:,.0f} us",
+            f"{each.latency_worst_s * 1e6:,.0f} us",
+        )
+    console.print(table)
+    if "memcpy" not in wire and any(each.bytes_per_s > BEYOND * wire_bytes_per_s > 0 for each in measured):
+        console.print("More than the wire can: those bytes did not take it. Both sides share a host, and so memory.")
+    known = f"{wire}, {rate(wire_bytes_per_s)}" if wire_bytes_per_s else f"not known ({wire or 'no card found'})"
+    console.print(
+        f"The wire: {known}. One operation: from handing it over to knowing that it is there, median of 30.",
+        markup=False,
+    )

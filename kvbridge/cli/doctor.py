@@ -1,0 +1,206 @@
+"""`kvbridge doctor`: what will break on this host and between it and its peers, found before it does.
+
+Owns: the command, its output and exit codes. Must not know: what is looked at (`doctor/table.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvbridge import __version__
+from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, DaemonRole, FileOption, SetOption, fail, load_or_exit
+from kvbridge.cli.keys import findings_of
+from kvbridge.cli.options import with_options
+from kvbridge.config.loading import read_secret
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
+from kvbridge.core.errors import BridgeError
+from kvbridge.doctor.facts import KeyFact
+from kvbridge.doctor.findings import Finding, Level
+from kvbridge.doctor.host.reach import Credentials
+from kvbridge.doctor.needs import Needs, needs_of
+from kvbridge.doctor.run import Config, Visit, read_host
+from kvbridge.doctor.table import examine
+
+WIDTH = 120
+"""Of what is written to a file or a pipe."""
+HEADINGS = {
+    Level.BREAKS: "WILL BREAK",
+    Level.WARNING: "WARNINGS",
+    Level.NOT_HERE: "NOT HERE, and nothing needs it",
+    Level.FINE: "FINE",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """The options of `kvbridge doctor`."""
+
+    config: FileOption = None
+    role: Annotated[DaemonRole | None, typer.Option("--role", help="Whose configuration it is.")] = None
+    overrides: SetOption = None
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peer",
+            metavar="PEER",
+            help="Reach this one, too: http://HOST:PORT of a daemon, tcp://HOST:PORT of a prefill node's control socket, "
+            "HOST:PORT of `kvbridge bench-peer --listen`. May be repeated.",
+        ),
+    ] = None
+    peer_key: Annotated[str, typer.Option("--peer-key", metavar="KEY", help="Public key of control sockets.")] = ""
+    transfer: Annotated[bool, typer.Option(help="Move some MiB within this host by each transport.")] = True
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")] = False
+
+
+@with_options(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
+    """Look for what will break on this host and between it and its peers, before it does.
+
+    Run it as the daemon's user and where the daemon runs (its container, its unit):
+    limits are those of the process that looks.
+
+    With a configuration it also looks at what that one needs: memory, devices, ports,
+    keys, bootstrap and the peers that bootstrap knows. Daemons that are running are
+    not disturbed: their HTTP endpoint is asked, and their control socket is entered
+    and left. Bytes are moved between two processes of this host, and to each
+    `--peer HOST:PORT` where `kvbridge bench-peer --listen` runs.
+
+    Exit codes: 0: nothing will break (there may be warnings); 1: something will;
+    2: wrong usage or configuration.
+    """
+    visit = _visit(options)
+    console = Console(stderr=True)
+    with console.status("looking") as status:
+        host = read_host(visit, status.update)
+    findings = examine(host, visit.needs)
+    if options.as_json:
+        typer.echo(_json(visit.needs, findings))
+    else:
+        _print(visit.needs, host.reach.running, findings)
+    if any(finding.level is Level.BREAKS for finding in findings):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _visit(options: DoctorOptions) -> Visit:
+    """Load what the options name, or end the command."""
+    peers = tuple(options.peer or ())
+    if (options.config is None) != (options.role is None):
+        typer.echo("kvbridge doctor: --config and --role belong together: give both, or neither", err=True)
+        raise typer.Exit(EXIT_CONFIG)
+    if options.role is None:
+        return Visit(peers=peers, transfer=options.transfer)
+    config = load_or_exit(options.role.schema, options.config, options.overrides)
+    assert isinstance(config, PrefillConfig | DecodeConfig | BootstrapConfig)
+    try:
+        needs = needs_of(config)
+    except BridgeError as error:
+        fail(error)
+    return Visit(
+        config=config,
+        needs=needs,
+        credentials=_credentials(config, options.peer_key),
+        keys=tuple(KeyFact(good=good, text=text) for good, text in findings_of(config)),
+        peers=peers,
+        bench_flags=_bench_flags(options),
+        transfer=options.transfer and bool(needs.transports),
+    )
+
+
+def _credentials(config: Config, peer_key: str) -> Credentials:
+    """Read what can be read; what cannot is a finding of `process.keys`."""
+    try:
+        own = read_secret(config.http.token, config.http.token_file, key="http.token_file")
+        if isinstance(config, BootstrapConfig):
+            return Credentials(bootstrap_token=own, daemon_token=own)
+        link = config.bootstrap
+        return Credentials(
+            bootstrap_token=read_secret(link.token, link.token_file, key="bootstrap.token_file"),
+            daemon_token=own,
+            keys=keys_of(config),
+            peer_key=peer_key,
+        )
+    except BridgeError:
+        return Credentials()
+
+
+def keys_of(config: PrefillConfig | DecodeConfig) -> CurveKeys | None:
+    """Return a configuration's CURVE keys, if it has any. Raises ConfigError."""
+    curve = config.control.curve
+    if curve.secret_key_file is None:
+        return None
+    allowed = read_allowed(curve.allowed_public_keys, curve.allowed_keys_file)
+    return load_keys(curve.secret_key_file, public=curve.public_key or "", allowed=allowed)
+
+
+def _bench_flags(options: DoctorOptions) -> list[str]:
+    """The same configuration for `kvbridge bench-peer`."""
+    assert options.config is not None
+    assert options.role is not None
+    flags = ["--config", str(options.config), "--role", options.role.value]
+    return flags + [word for override in options.overrides or () for word in ("--set", override)]
+
+
+def _json(needs: Needs, findings: list[Finding]) -> str:
+    counts = {level.value: sum(finding.level is level for finding in findings) for level in Level}
+    head = {"version": __version__, "host": socket.gethostname(), "role": needs.role, "name": needs.name}
+    return json.dumps(
+        head | {"counts": counts, "findings": [each.model_dump(mode="json") for each in findings]}, indent=1
+    )
+
+
+def _print(needs: Needs, running: str, findings: list[Finding]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    what = f"{needs.role} {needs.name}".strip() if needs.role else "this host alone (no --config, --role)"
+    console.print(
+        f"kvbridge {__version__} doctor on {socket.gethostname()}: {what}{f'; running: {running}' * bool(running)}",
+        markup=False,
+    )
+    for level, group in groupby(findings, key=lambda finding: finding.level):
+        console.print()
+        console.print(_table(level, list(group)))
+    console.print()
+    console.print(_verdict(findings), style="bold", markup=False)
+
+
+def _table(level: Level, findings: list[Finding]) -> Table:
+    """One level: a row for each finding, a line between families."""
+    title = f"{HEADINGS[level]} ({len(findings)})"
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, expand=True)
+    table.add_column("check", no_wrap=True)
+    table.add_column("finding", overflow="fold", ratio=1)
+    for _, family in groupby(findings, key=lambda finding: finding.check.partition(".")[0]):
+        table.add_section()
+        for finding in family:
+            table.add_row(finding.check, _words(finding))
+    return table
+
+
+def _words(finding: Finding) -> Text:
+    if not finding.cure:
+        return Text(f"{finding.what}: {finding.why}" if finding.why else finding.what)
+    text = Text(finding.what, style="bold")
+    for word, said in (("why: ", finding.why), ("cure: ", finding.cure)):
+        if said:
+            text.append(f"\n{word}{said}", style="not bold")
+    return text
+
+
+def _verdict(findings: list[Finding]) -> str:
+    bad, warned = (sum(each.level is level for each in findings) for level in (Level.BREAKS, Level.WARNING))
+    if not bad and not warned:
+        return "Nothing will break."
+    if not bad:
+        return f"Nothing will break; {warned} warnings."
+    return f"{bad} will break, {warned} warnings."

@@ -1,0 +1,157 @@
+"""What a configuration asks of its host.
+
+Owns: `Needs`, and how it follows from a daemon's configuration. Must not know: whether the host has it.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from kvbridge.config.schema import BootstrapConfig, DaemonConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.transports import MooncakeProtocol, TransportName, TransportSettings
+from kvbridge.core.addresses import is_loopback, parse_tcp
+from kvbridge.core.ids import FrozenModel
+from kvbridge.daemon.memory import memory_directory, plan_memory
+from kvbridge.daemon.model import load_geometry
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+
+RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib")
+"""How names of UCX transports that need an RDMA device begin."""
+DESCRIPTORS_A_PREFILL_NODE = 4
+"""File descriptors that a decode node takes for each prefill node."""
+
+
+class Port(FrozenModel):
+    """An address that a daemon listens on."""
+
+    key: str
+    host: str
+    port: int
+    connections: int
+    """At most, as configured."""
+    connections_key: str
+    descriptors_each: int = 1
+
+
+class Needs(FrozenModel):
+    """What a daemon's configuration asks for. The default is that of no configuration: nothing but libraries."""
+
+    role: str = ""
+    instance: str = ""
+    node: str = ""
+    directory: str = str(DEFAULT_DIRECTORY)
+    """Where shared memory is made."""
+    shared_bytes: int = 0
+    """Of pools in shared memory."""
+    device_bytes: dict[int, int] = Field(default_factory=dict)
+    """Of pools that the rank workers make, by GPU ordinal."""
+    gpus: tuple[int, ...] = ()
+    adopted: bool = False
+    """Whether engines bring their own memory, so that its size is not known here."""
+    transports: tuple[str, ...] = tuple(TransportName)
+    settings: TransportSettings = TransportSettings()
+    ports: tuple[Port, ...] = ()
+    idle_connections: int = 0
+    """Outgoing connections, times the descriptors each takes."""
+    public: bool = False
+    """Whether peers on other hosts are expected: it listens beyond loopback."""
+    bootstraps: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Whose needs they are."""
+        return f"{self.instance}/{self.node}" if self.instance else self.role
+
+    @property
+    def locked_bytes(self) -> int:
+        """What a network card has to lock in place."""
+        return self.shared_bytes
+
+    @property
+    def rdma_required(self) -> bool:
+        """Whether a transport was told to use RDMA and nothing else."""
+        mooncake, nixl = self.settings.mooncake, self.settings.nixl
+        return (TransportName.MOONCAKE in self.transports and mooncake.protocol is MooncakeProtocol.RDMA) or (
+            TransportName.NIXL in self.transports and names_rdma(nixl.ucx_tls) and "tcp" not in nixl.ucx_tls
+        )
+
+    @property
+    def rdma_wanted(self) -> bool:
+        """Whether RDMA would be used where there is some."""
+        tls = self.settings.nixl.ucx_tls
+        return self.rdma_required or (TransportName.NIXL in self.transports and (not tls or names_rdma(tls)))
+
+    @property
+    def rdma_devices(self) -> frozenset[str]:
+        """The RDMA devices that are named; empty: all."""
+        named = f"{self.settings.mooncake.device_name},{self.settings.nixl.ucx_net_devices}".split(",")
+        return frozenset(each.strip().partition(":")[0] for each in named if each.strip())
+
+
+def names_rdma(ucx_tls: str) -> bool:
+    """Whether a list of UCX transports names one that needs an RDMA device."""
+    return not ucx_tls.startswith("^") and any(each.startswith(RDMA_TRANSPORTS) for each in ucx_tls.split(","))
+
+
+def needs_of(config: PrefillConfig | DecodeConfig | BootstrapConfig) -> Needs:
+    """Return what a configuration asks for. Raises ConfigError or InvalidInputError for one that no daemon would start with."""
+    if isinstance(config, BootstrapConfig):
+        return Needs(role="bootstrap", transports=(), ports=(_http_port(config),), public=_is_public(config.http.host))
+    layout = plan_memory(config, load_geometry(config.model))
+    made: dict[int, int] = {}
+    for rank in layout.orders:
+        placement = layout.device[rank]
+        made[placement.device] = made.get(placement.device, 0) + placement.total_bytes
+    used = [placed.cuda_ordinal for placed in config.parallelism.placements()]
+    return Needs(
+        role="prefill" if isinstance(config, PrefillConfig) else "decode",
+        instance=config.instance,
+        node=config.node,
+        directory=str(memory_directory(config)),
+        shared_bytes=layout.node_bytes,
+        device_bytes=made,
+        gpus=tuple(sorted({ordinal for ordinal in used if ordinal is not None})),
+        adopted=bool(layout.adopted),
+        transports=tuple(config.transports.order),
+        settings=config.transports,
+        ports=tuple(_ports(config)),
+        idle_connections=_outgoing(config),
+        public=_leaves_host(config),
+        bootstraps=tuple(url for url in (config.bootstrap.url, *config.bootstrap.other_urls) if url),
+    )
+
+
+def _ports(config: PrefillConfig | DecodeConfig) -> list[Port]:
+    found = [_http_port(config)]
+    if isinstance(config, PrefillConfig) and (address := parse_tcp(config.control.bind)) is not None:
+        most, key = config.control.max_connections, "control.max_connections"
+        found.append(
+            Port(key="control.bind", host=address.host, port=address.port, connections=most, connections_key=key)
+        )
+    return found
+
+
+def _http_port(config: DaemonConfig | BootstrapConfig) -> Port:
+    http = config.http
+    return Port(
+        key="http.port",
+        host=http.host,
+        port=http.port,
+        connections=http.max_connections,
+        connections_key="http.max_connections",
+    )
+
+
+def _outgoing(config: PrefillConfig | DecodeConfig) -> int:
+    return config.control.max_connections * DESCRIPTORS_A_PREFILL_NODE if isinstance(config, DecodeConfig) else 0
+
+
+def _leaves_host(config: PrefillConfig | DecodeConfig) -> bool:
+    hosts = [config.http.host]
+    if isinstance(config, PrefillConfig):
+        hosts.append(config.control.host)
+    return any(_is_public(host) for host in hosts)
+
+
+def _is_public(host: str) -> bool:
+    return not is_loopback(host)

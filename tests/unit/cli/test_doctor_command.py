@@ -1,0 +1,112 @@
+"""`kvbridge doctor`: exit codes, words at night, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvbridge.cli import doctor as command
+from kvbridge.cli.main import app
+from kvbridge.doctor.facts import Answer, Host, Limit
+from kvbridge.doctor.run import Visit
+from kvbridge.doctor.table import CHECKS
+from tests.unit.doctor.hosts import HEALTHY, changed
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+DECODE = ["--config", str(CONFIGS / "decode.yaml"), "--role", "decode"]
+SHORT_OF_FILES = changed(HEALTHY, process__open_files=Limit(soft=256, hard=256))
+
+
+def run(host: Host, monkeypatch: pytest.MonkeyPatch, *arguments: str):
+    visits: list[Visit] = []
+
+    def read(visit: Visit, tell) -> Host:
+        tell("reading")
+        visits.append(visit)
+        return host
+
+    monkeypatch.setattr(command, "read_host", read)
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    return result, visits
+
+
+def test_a_good_host_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, (visit,) = run(HEALTHY, monkeypatch)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.rstrip().endswith("Nothing will break.")
+    assert "this host alone" in result.stdout
+    assert visit.transfer
+
+
+def test_what_breaks_comes_first_with_why_and_cure_and_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, (visit,) = run(SHORT_OF_FILES, monkeypatch, *DECODE, "--no-transfer")
+    assert result.exit_code == 1
+    head = result.stdout.index("WILL BREAK (1)")
+    assert (
+        head < result.stdout.index("process.open_files") < result.stdout.index("why: ") < result.stdout.index("cure: ")
+    )
+    assert result.stdout.index("cure: ") < result.stdout.index("FINE")
+    assert "1 will break" in result.stdout
+    assert "decode decode-0/node-0" in result.stdout
+    assert (visit.needs.role, visit.transfer) == ("decode", False)
+    assert "\x1b" not in result.stdout
+
+
+def test_warnings_alone_are_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Answer(name="bootstrap", url="http://b", clock_ahead_s=60)
+    result, _ = run(changed(HEALTHY, reach__bootstraps=(late,)), monkeypatch)
+    assert result.exit_code == 0
+    assert "Nothing will break; 1 warnings." in result.stdout
+
+
+def test_json_has_stable_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = run(SHORT_OF_FILES, monkeypatch, *DECODE, "--json")
+    assert result.exit_code == 1
+    said = json.loads(result.stdout)
+    assert (said["role"], said["name"], said["counts"]["breaks"]) == ("decode", "decode-0/node-0", 1)
+    first = said["findings"][0]
+    assert set(first) == {"check", "level", "subject", "what", "why", "cure"}
+    assert (first["check"], first["level"]) == ("process.open_files", "breaks")
+    assert {each["check"] for each in said["findings"]} <= {check.name for check in CHECKS}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--role", "decode"], "belong together"),
+        (["--config", str(CONFIGS / "decode.yaml")], "belong together"),
+        ([*DECODE, "--set", "http.prot=1"], "did you mean 'port'"),
+        ([*DECODE, "--set", "pools.device.request=0"], "pools.device.request"),
+        (["--rolle", "decode"], "No such option"),
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, visits = run(HEALTHY, monkeypatch, *arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert not visits
+
+
+def test_keys_that_are_wrong_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real facts of this host, without asking anybody and without moving anything."""
+    token = tmp_path / "token"
+    token.write_text("a-token-that-is-long-enough\n")
+    token.chmod(0o644)
+    tmp_path.chmod(0o700)
+    flags = ["--set", f"http.token_file={token}", "--set", f"runtime_dir={tmp_path}", "--set", "http.port=0"]
+    result = CliRunner().invoke(app, ["doctor", *DECODE, *flags, "--set", "bootstrap.url=", "--no-transfer", "--json"])
+    findings = json.loads(result.stdout)["findings"]
+    bad = [each for each in findings if each["check"] == "process.keys" and each["level"] == "breaks"]
+    assert [each["cure"] for each in bad] == [f"chmod 600 {token}"]
+    assert result.exit_code == 1
+    assert {check.name for check in CHECKS} - {each["check"] for each in findings} <= {
+        "rdma.state",
+        "rdma.gids",
+        "rdma.partitions",
+        "rdma.mtu",
+        "rdma.numa",
+        "reach.clock",
+    }

@@ -1,0 +1,286 @@
+"""The edge reads what the kernel shows: trees of /proc and /sys as hosts have them, sockets that really listen."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvbridge.config.loading import load_config
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.transports import NixlSettings, TransportSettings
+from kvbridge.core.errors import ConfigError
+from kvbridge.doctor.facts import Gid, Host, Interface, Network, RdmaPort
+from kvbridge.doctor.host.memory import expand, has_capability, read_memory
+from kvbridge.doctor.host.network import read_interfaces, read_network, read_rdma, read_routes
+from kvbridge.doctor.host.process import read_process, read_software
+from kvbridge.doctor.host.reach import Asking, Credentials, clock_ahead_s
+from kvbridge.doctor.needs import Needs, Port, needs_of
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+def test_rdma_ports_with_their_addresses(tmp_path: Path) -> None:
+    port = "sys/class/infiniband/mlx5_0/ports/1"
+    unset = "0000:0000:0000:0000:0000:0000:0000:0000\n"
+    root = write(
+        tmp_path,
+        {
+            "sys/class/infiniband/mlx5_0/device/numa_node": "1\n",
+            f"{port}/state": "4: ACTIVE\n",
+            f"{port}/rate": "400 Gb/sec (4X NDR)\n",
+            f"{port}/link_layer": "Ethernet\n",
+            f"{port}/gids/0": "fe80:0000:0000:0000:ee0d:9aff:fe2d:0001\n",
+            f"{port}/gids/10": unset,
+            f"{port}/gids/3": "0000:0000:0000:0000:0000:ffff:0a01:0002\n",
+            f"{port}/gid_attrs/types/0": "IB/RoCE v1\n",
+            f"{port}/gid_attrs/types/3": "RoCE v2\n",
+            f"{port}/gid_attrs/ndevs/3": "eth2\n",
+            f"{port}/pkeys/0": "0xffff\n",
+            f"{port}/pkeys/1": "0x0000\n",
+            "sys/class/infiniband/mlx5_1/device/numa_node": "-1\n",
+            "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n",
+        },
+    )
+    first, second = read_rdma(root)
+    assert first == RdmaPort(
+        device="mlx5_0",
+        port=1,
+        rate_gbit=400,
+        node=1,
+        gids=(
+            Gid(index=0, address="fe80::ee0d:9aff:fe2d:1", kind="IB/RoCE v1"),
+            Gid(index=3, address="::ffff:10.1.0.2", kind="RoCE v2", interface="eth2"),
+        ),
+        partition_keys=(0xFFFF,),
+    )
+    assert (second.state, second.link_layer, second.node, second.gids) == ("DOWN", "InfiniBand", None, ())
+
+
+def test_memory_nodes_huge_pages_and_rights(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/status": "Name:\tx\nCapEff:\t0000000000004000\nMems_allowed_list:\t0-1,3\n",
+            "proc/meminfo": "MemAvailable: 1024 kB\nHugePages_Total: 8\nHugePages_Free: 6\nHugepagesize: 2048 kB\n",
+            "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size advise [never] deny force\n",
+            "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal: 2048 kB\nNode 0 MemFree: 512 kB\n"
+            "Node 0 Inactive(file): 512 kB\n",
+            "sys/devices/system/node/node1/meminfo": "Node 1 MemTotal: 4096 kB\nNode 1 MemFree: 4 kB\n",
+        },
+    )
+    found = read_memory([Path("/dev/shm"), tmp_path / "gone"], root)
+    assert found.may_lock_any
+    assert not has_capability(19, root)
+    assert found.allowed_nodes == (0, 1, 3)
+    assert [(node.number, node.total_bytes, node.free_bytes) for node in found.nodes] == [
+        (0, 2 << 20, 1 << 20),
+        (1, 4 << 20, 4 << 10),
+    ]
+    assert (found.huge_pages.page_bytes, found.huge_pages.total, found.huge_pages.free) == (2 << 20, 8, 6)
+    assert found.huge_pages.shared_memory == "never"
+    assert "memory of this machine" in {each.name for each in found.limits}
+    real, gone = found.shared
+    assert real.total_bytes >= real.free_bytes > 0
+    assert "No such file" in gone.problem
+
+
+def test_what_a_dead_daemon_left_is_found_and_what_lives_is_not(tmp_path: Path) -> None:
+    dead = tmp_path / "kvbridge-0123456789ab-0123456789abcdef.host"
+    dead.write_bytes(b"x" * 8192)
+    (tmp_path / "kvbridge-else").write_bytes(b"x")
+    (left,) = read_memory([tmp_path]).left
+    assert (left.path, left.size_bytes, left.ours) == (str(dead), 8192, True)
+    assert dead.exists()
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("", ()), ("0", (0,)), ("0-2,5", (0, 1, 2, 5))])
+def test_lists_of_the_kernel(text: str, numbers: tuple[int, ...]) -> None:
+    assert expand(text) == numbers
+
+
+def test_nothing_to_read_is_no_error(tmp_path: Path) -> None:
+    assert list(read_rdma(tmp_path)) == list(read_interfaces(tmp_path)) == []
+    memory = read_memory([], tmp_path)
+    assert (memory.nodes, memory.huge_pages.total, memory.may_lock_any) == ((), 0, False)
+    assert read_process(None, (), tmp_path).ptrace_scope is None
+
+
+def test_who_listens_is_found_with_process_and_command() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = [each for each in read_network(Needs()).listeners if each.port == port]
+    assert [(each.host, each.pid) for each in found] == [("127.0.0.1", os.getpid())]
+    assert "python" in found[0].command
+
+
+def test_listeners_of_a_recorded_table(tmp_path: Path) -> None:
+    head = "  sl  local_address rem_address   st\n"
+    v4 = "   0: 0100007F:1EDC 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000 0 4242 1\n"
+    busy = "   1: 0100007F:1EDD 0100007F:1EDC 01 00000000:00000000 00:00000000 00000000  1000 0 4243 1\n"
+    v6 = "   0: 00000000000000000000000000000000:1EDE 0:0 0A 0:0 0:0 0 0 0 4244 1\n"
+    root = write(tmp_path, {"proc/net/tcp": head + v4 + busy, "proc/net/tcp6": head + v6})
+    found = read_network(Needs(), root).listeners
+    assert [(each.host, each.port, each.pid) for each in found] == [("127.0.0.1", 7900, 0), ("::", 7902, 0)]
+
+
+def test_addresses_of_other_hosts_are_told_from_ours() -> None:
+    ports = tuple(
+        Port(key="http.port", host=host, port=0, connections=1, connections_key="k")
+        for host in ("127.0.0.1", "localhost", "0.0.0.0", "192.0.2.7")
+    )
+    assert read_network(Needs(role="decode", ports=ports)).foreign == ("192.0.2.7",)
+
+
+def test_a_way_is_tried_from_each_card_to_each_peer_but_not_to_this_host() -> None:
+    card = RdmaPort(device="rxe0", port=1, gids=(Gid(index=0, address="::ffff:127.0.0.1", interface="eth2"),))
+    interface = Interface(name="eth2", addresses=("192.0.2.7",))  # not ours: binding it fails at once
+    host = Host(network=Network(rdma=(card,), interfaces=(interface,)))
+    (route,) = read_routes(host, Needs(), ["http://198.51.100.1:7902", "http://127.0.0.1:7900"])
+    assert (route.source, route.peer) == ("192.0.2.7", "198.51.100.1:7902")
+    assert "assign requested address" in route.problem
+
+
+def test_the_runtime_directory_is_private_or_the_reason_why_not(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    private = read_process(tmp_path, ()).runtime
+    assert private is not None
+    assert (private.problem, private.exists) == ("", True)
+    tmp_path.chmod(0o755)
+    opened = read_process(tmp_path, ()).runtime
+    assert opened is not None
+    assert "can be entered by others" in opened.problem
+    later = read_process(tmp_path / "later", ()).runtime
+    assert later is not None
+    assert (later.problem, later.exists) == ("", False)
+
+
+def test_versions_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_GID_INDEX", "3")
+    monkeypatch.setenv("OTHER", "1")
+    found = read_software()
+    assert found.environment["MC_GID_INDEX"] == "3"
+    assert "OTHER" not in found.environment
+    assert found.packages["pyzmq"]
+
+
+def test_what_configurations_need() -> None:
+    decode = needs_of(load_config(DecodeConfig, file=CONFIGS / "decode.yaml", environment={}))
+    assert (decode.role, decode.name) == ("decode", "decode-0/node-0")
+    assert decode.shared_bytes > 1 << 20
+    assert [port.key for port in decode.ports] == ["http.port"]
+    assert decode.idle_connections == 4 * 1024
+    assert not decode.public
+    prefill = needs_of(load_config(PrefillConfig, file=CONFIGS / "prefill.yaml", environment={}))
+    assert [port.key for port in prefill.ports] == ["http.port", "control.bind"]
+    bootstrap = needs_of(load_config(BootstrapConfig, file=CONFIGS / "bootstrap.yaml", environment={}))
+    assert (bootstrap.role, bootstrap.transports, bootstrap.shared_bytes) == ("bootstrap", (), 0)
+    on_gpu = needs_of(load_config(DecodeConfig, file=CONFIGS / "two-gpus/decode.yaml", environment={}))
+    assert on_gpu.gpus
+    assert set(on_gpu.device_bytes) == set(on_gpu.gpus)
+
+
+def test_a_configuration_that_no_daemon_would_start_with_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pools\.device\.request"):
+        needs_of(
+            load_config(
+                DecodeConfig, file=CONFIGS / "decode.yaml", environment={}, overrides=["pools.device.request=0"]
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("tls", "required", "wanted"),
+    [("", False, True), ("tcp", False, False), ("rc,tcp", False, True), ("rc_x,cuda_copy", True, True)],
+)
+def test_when_rdma_is_needed(tls: str, required: bool, wanted: bool) -> None:
+    needs = Needs(transports=("nixl",), settings=TransportSettings(nixl=NixlSettings(ucx_tls=tls)))
+    assert (needs.rdma_required, needs.rdma_wanted) == (required, wanted)
+
+
+def test_the_clock_behind_a_date_header() -> None:
+    now = datetime(2026, 5, 4, 10, 0, 0, tzinfo=UTC)
+    assert clock_ahead_s("Mon, 04 May 2026 10:00:00 GMT", now) == 0.5
+    assert clock_ahead_s("Mon, 04 May 2026 09:58:30 GMT", now) == -89.5
+    assert clock_ahead_s("", now) is None
+    assert clock_ahead_s("yesterday", now) is None
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers as a daemon would, or as something else."""
+
+    pages: ClassVar[dict[str, tuple[int, str]]] = {}
+
+    def do_GET(self) -> None:
+        status, body = self.pages.get(self.path, (404, "{}"))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    served = HTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{served.server_port}"
+    served.shutdown()
+    thread.join()
+    served.server_close()
+
+
+@pytest.fixture
+def asking() -> Iterator[Asking]:
+    made = Asking(Credentials())
+    yield made
+    made.close()
+
+
+def test_a_daemon_that_is_not_ready_says_why(server: str, asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "pages", {"/ready": (503, '{"ready": false, "reasons": ["no rank worker"]}')})
+    found = asking.ready("decode-0/node-0", f"{server}/")
+    assert (found.problem, found.ready, found.reasons) == ("", False, ("no rank worker",))
+    assert found.clock_ahead_s is not None
+    assert abs(found.clock_ahead_s) < 5
+
+
+def test_something_else_that_answers_is_told(server: str, asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "pages", {"/ready": (200, "welcome to nginx"), "/v1/instances": (401, "{}")})
+    assert "something else answers" in asking.ready("x", server).problem
+    assert "refuses our token" in asking.instances(server)[1]
+
+
+def test_nobody_there_is_told(asking: Asking) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    assert "refused" in asking.ready("x", f"http://127.0.0.1:{port}").problem.lower()
+    assert "nobody listens there" in asking.shake("x", f"tcp://127.0.0.1:{port}", encrypted=False).problem
+
+
+def test_the_daemon_itself_is_known_by_role_and_name(
+    server: str, asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = '{"role": "decode", "instance": "decode-0", "node": "node-0", "uptime_s": 12.3}'
+    monkeypatch.setattr(Answers, "pages", {"/status": (200, page)})
+    ours = Needs(role="decode", instance="decode-0", node="node-0")
+    assert asking.running(server, ours) == "decode-0/node-0, up for 12 s"
+    assert asking.running(server, ours.model_copy(update={"instance": "decode-1"})) == ""
