@@ -10,6 +10,8 @@ ROOMS ?= 100000
 WORKERS ?=
 SEED ?=
 TESTS := $(BIN)/python -m tests.run $(if $(WORKERS),--workers $(WORKERS)) $(if $(SEED),--seed $(SEED))
+# Makes a client from what the HTTP APIs say of themselves, which a test then uses.
+CLIENT_GENERATOR := openapi-python-client==0.29.1 ruamel.yaml==0.19.1
 SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
 # The tests of the shared directory, and those of dashboards and alerts, run against real servers.
 TEST_SERVERS := redis-server prometheus
@@ -47,6 +49,8 @@ $(READY): pyproject.toml | system
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,transformers,redis,plot,dev]'
+	# It asks for an older typer than the one here, for a command line of its own that nobody calls.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(CLIENT_GENERATOR)
 	touch $@
 
 # Mooncake's wheel is linked against libraries that pip cannot bring.

@@ -9,11 +9,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId, examples
 from kvbridge.core.wire.features import Features
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -44,14 +44,10 @@ class ControlMode(StrEnum):
 Reasons = Annotated[tuple[Annotated[str, Field(max_length=2_000)], ...], Field(max_length=32)]
 
 
-_GROWS = ConfigDict(json_schema_extra={"additionalProperties": True})
-"""For the description of what nodes send by themselves: bootstrap ignores what a later release adds to it."""
-
-
 class NodeRegistration(FrozenModel):
-    """One daemon's entry in the directory."""
+    """One daemon's entry in the directory. What a later release adds to it is ignored."""
 
-    model_config = _GROWS
+    model_config = examples(additionalProperties=True)
 
     instance: Name
     node: Name
@@ -92,9 +88,19 @@ class NodeRegistration(FrozenModel):
 
 
 class NodeHeartbeat(FrozenModel):
-    """Sent every heartbeat interval; a node that the directory does not know (any more) is told to register again."""
+    """Sent every heartbeat interval; a node that the directory does not know (any more) is told to register again.
 
-    model_config = _GROWS
+    What a later release adds to it is ignored.
+    """
+
+    model_config = examples(
+        {
+            "incarnation": "9f1c3a5e7b2d4860",
+            "ready": True,
+            "load": {"rooms": 3, "free_pages": {"full": 900}, "total_pages": {"full": 1024}},
+        },
+        additionalProperties=True,
+    )
 
     incarnation: Name
     ready: bool
@@ -147,12 +153,16 @@ class InstanceView(FrozenModel):
 class PairRequest(FrozenModel):
     """Ask bootstrap for a pair of instances for one request."""
 
+    model_config = examples({"prompt_tokens": 4096, "max_new_tokens": 512, "client": "chat"})
+
     room: RoomId | None = None
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
     fingerprint: str = ""
     """Only instances of this fingerprint, when several models share a directory."""
     client: Annotated[str, Field(max_length=200)] = ""
+    wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Wait so long for pages when no pair has them free; 0: be told at once. At most `pairing.max_wait_s`."""
 
 
 class TicketEnd(FrozenModel):
@@ -162,8 +172,20 @@ class TicketEnd(FrozenModel):
     http_urls: tuple[HttpUrl, ...]
 
 
+TICKET = {
+    "room": 77,
+    "generation": 1,
+    "prefill": {"instance": "prefill-0", "http_urls": ["http://10.0.0.7:7901"]},
+    "decode": {"instance": "decode-0", "http_urls": ["http://10.0.0.8:7902"]},
+    "expires_in_s": 60.0,
+}
+"""An example."""
+
+
 class Ticket(FrozenModel):
     """A paired and, on both ends, reserved request. Both ends give it up unless it is used in time."""
+
+    model_config = examples(TICKET)
 
     room: RoomId
     generation: Positive

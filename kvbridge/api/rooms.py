@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Role, RoomId
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, RoomId, examples
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 
@@ -26,6 +26,17 @@ class PeerAddress(FrozenModel):
 class AdmissionRequest(FrozenModel):
     """Admit one request. On decode, `prefill` names the nodes that will write; on prefill it is left out."""
 
+    model_config = examples(
+        {"prompt_tokens": 4096, "client": "chat"},
+        {
+            "room": 77,
+            "prompt_tokens": 4096,
+            "max_new_tokens": 512,
+            "prefill": [{"endpoint": "tcp://10.0.0.7:7911"}],
+            "wait_s": 5.0,
+        },
+    )
+
     room: RoomId | None = None
     """None lets the daemon draw one."""
     generation: Positive = 1
@@ -40,23 +51,79 @@ class AdmissionRequest(FrozenModel):
     Null: `timeouts.begin_s` of the prefill daemon."""
 
 
+_REPORT = {
+    "room": 77,
+    "generation": 1,
+    "role": "decode",
+    "state": "offered",
+    "client": "chat",
+    "peers": ["prefill-0/node-0"],
+    "prompt_tokens": 4096,
+    "pages": {"full": 18, "swa": 2, "request": 1},
+    "phases_s": {"admit_to_offer": 0.004},
+    "age_s": 1.5,
+    "waits_for": "prefill ranks pp0.tp0 of prefill-0/node-0 to send everything",
+    "expires_in_s": 58.5,
+    "limit": "begin_within_s",
+}
+
+
 class RoomReport(FrozenModel):
     """One room, as its daemon sees it now. For a final room this is its receipt."""
+
+    model_config = examples(_REPORT)
 
     room: RoomId
     generation: Positive
     role: Role
     state: RoomState
+    client: str = ""
+    peers: tuple[str, ...] = ()
+    """The nodes at the other end, each as INSTANCE/NODE; where a prefill node listens before it has answered."""
     prompt_tokens: NonNegative
     prefix_tokens: NonNegative = 0
     """How much of the prompt the decode engine held already, by its own word."""
     reason_code: str = ""
     reason: str = ""
     """Why it failed or was aborted; the first cause."""
+    pages: dict[IndexSpace, NonNegative] = Field(default_factory=dict)
+    """The pages that it has here, by index space; none once they were given back."""
+    quarantine: str = ""
+    """Why nobody may use these pages yet, though the room is over or being stopped; empty when that is not so."""
     amounts: Amounts = Field(default_factory=dict)
+    """What was sent, or has arrived, of each component."""
     phases_s: dict[str, float] = Field(default_factory=dict)
+    """How long each step took, in seconds."""
     age_s: float = 0.0
+    """Seconds since it was admitted."""
+    waits_for: str = ""
+    """What has to happen next, in words; empty when nothing is waited for."""
     expires_in_s: float | None = None
-    """When the present wait ends the room, unless what it waits for happens; null when nothing limits it now."""
+    """Seconds until the present wait ends the room, unless what it waits for happens; null when nothing limits it now."""
     limit: str = ""
     """The configuration key of that limit, or the field of the request that set it."""
+
+
+class RoomQuery(FrozenModel):
+    """Which rooms to list."""
+
+    states: frozenset[RoomState] = frozenset()
+    """Empty: any."""
+    peer: str = ""
+    """A node at the other end, as INSTANCE/NODE, or any node of an INSTANCE; empty: any."""
+    client: str | None = None
+    """Null: any."""
+    after: NonNegative = 0
+    """Where to go on: `next` of the page before; 0: from the oldest."""
+    limit: Positive = 100
+
+
+class RoomPage(FrozenModel):
+    """Some rooms of a daemon, in the order of their admission: those under way, and the receipts that it still has."""
+
+    model_config = examples({"rooms": [_REPORT], "next": 1041})
+
+    rooms: tuple[RoomReport, ...]
+    next: NonNegative | None
+    """To be sent as `after` for the next page, which may be empty; null when there is none. A page looks at a bounded number of
+    rooms, so it may be short although others follow."""

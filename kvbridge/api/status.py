@@ -13,12 +13,16 @@ from typing import Protocol, TypeVar
 from pydantic import BaseModel
 
 from kvbridge.api.directory import InstanceView
-from kvbridge.core.ids import FrozenModel, IndexSpace, Role
+from kvbridge.core.ids import FrozenModel, IndexSpace, Role, examples
 from kvbridge.pool.accounts.page_states import PageState
 
 
 class Readiness(FrozenModel):
     """Whether new rooms can be admitted here, or paired by bootstrap, and every reason why not."""
+
+    model_config = examples(
+        {"ready": True, "reasons": []}, {"ready": False, "reasons": ["rank worker pp0.tp0 is starting"]}
+    )
 
     ready: bool
     reasons: tuple[str, ...] = ()

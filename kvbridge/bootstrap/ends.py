@@ -54,11 +54,12 @@ class RoomEnds:
     async def admit(self, url: str, admission: AdmissionRequest) -> None:
         """Reserve one end. Raises what the daemon raised, DeadlineError, PeerError for another daemon's answer."""
         try:
-            async with asyncio.timeout(self._timeouts.reserve_s):
+            async with asyncio.timeout(self._timeouts.reserve_s + admission.wait_s):
                 report = await self._port.admit(url, admission)
         except TimeoutError as error:
+            waited = f" after its wait of {admission.wait_s:g} s" if admission.wait_s else ""
             raise DeadlineError(
-                f"{url} did not answer within {self._timeouts.reserve_s:g} s (timeouts.reserve_s)"
+                f"{url} did not answer within {self._timeouts.reserve_s:g} s{waited} (timeouts.reserve_s)"
             ) from error
         wanted = (admission.room, admission.generation, Role.DECODE if admission.prefill else Role.PREFILL)
         if (report.room, report.generation, report.role) != wanted:

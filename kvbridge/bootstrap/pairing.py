@@ -12,6 +12,9 @@ may take over when pairing cannot be under way any more.
 Each attempt at a room has its own generation, so that a late answer to an earlier one is recognised as stale. The store hands
 generations out, so that they only rise whichever replica pairs the room. A ticket counts once it is in the store: a pairing that
 cannot keep its ticket gives both ends back.
+
+A request with `wait_s` that nobody can take at once waits at the best pair, in the queues of its two ends one after the other, each
+told what is left. Its ticket, and what both ends are told of it, is longer by as much, so that waiting takes nothing of it.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from kvbridge.core.errors import (
     ConflictError,
     DeadlineError,
     IntegrityError,
+    InvalidInputError,
     NotReadyError,
     PeerError,
     UnknownRoomError,
@@ -90,8 +94,10 @@ class _Attempt:
     request: PairRequest
     generation: int
     """The last one that was used; the claim's base before the first attempt."""
-    begun_s: float = 0.0
-    """When it was begun: all limits of the ticket count from there."""
+    wait_until_s: float = 0.0
+    """Until then it may wait for pages; in the past while it may not."""
+    use_until_s: float = 0.0
+    """When the ticket runs out."""
     ticket: Ticket | None = None
 
     @property
@@ -119,6 +125,8 @@ class PairingService:
         self._config = config
         self._timeouts = timeouts
         self._under_way = 0
+        self._waiting = 0
+        """Of those, the ones that only wait for pages."""
         self._ended: Callable[[str, float], None] = lambda _outcome, _seconds: None
 
     def watch(self, ended: Callable[[str, float], None]) -> None:
@@ -129,16 +137,13 @@ class PairingService:
         """Return a ticket for a request that is now reserved on both ends, or raise with nothing reserved.
 
         Raises ConflictError when the room is in use, CapacityError (NotReadyError, ClientLimitError) when nobody can take
-        it now or the store is away, FingerprintMismatchError, InvalidInputError, DeadlineError when `timeouts.pair_s`
-        is over. CapacityError at once while `max_under_way` others are being paired: asked for more than this process can do,
-        all of them would take longer and longer, and in the end none would be paired in time.
+        it now, or within its `wait_s`, or the store is away, FingerprintMismatchError, InvalidInputError, DeadlineError when
+        `timeouts.pair_s` is over. CapacityError at once while `max_under_way` others are being paired: asked for more than this
+        process can do, all of them would take longer and longer, and in the end none would be paired in time.
         """
         begun_s, outcome = self._clock(), CANCELLED
-        self._under_way += 1
         try:
-            if self._under_way > self._config.max_under_way:
-                raise CapacityError(f"{self._under_way - 1} requests are being paired already (pairing.max_under_way)")
-            ticket = await self._pair(request)
+            ticket = await self._pair_within_limits(request)
             outcome = PAIRED
         except BridgeError as error:
             outcome = error.code
@@ -146,23 +151,55 @@ class PairingService:
         else:
             return ticket
         finally:
-            self._under_way -= 1
             self._ended(outcome, self._clock() - begun_s)
 
+    async def _pair_within_limits(self, request: PairRequest) -> Ticket:
+        if request.wait_s > self._config.max_wait_s:
+            raise InvalidInputError(
+                f"wait_s is {request.wait_s:g} s, at most {self._config.max_wait_s:g} s are served (pairing.max_wait_s)"
+            )
+        busy = self._under_way - self._waiting
+        if busy >= self._config.max_under_way:
+            raise CapacityError(f"{busy} requests are being paired already (pairing.max_under_way)")
+        self._under_way += 1
+        try:
+            return await self._pair(request)
+        finally:
+            self._under_way -= 1
+
     async def _pair(self, request: PairRequest) -> Ticket:
-        claim = await self._claim(request.room)
+        wait_until_s = self._clock() + request.wait_s
+        claim = await self._claim(request.room, rounds=2 if request.wait_s else 1)
         attempt = _Attempt(claim, request, claim.base)
         try:
-            async with asyncio.timeout(self._timeouts.pair_s):
-                attempt.ticket = await self._try_candidates(attempt)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"room {attempt.room}: no pair was reserved within {self._timeouts.pair_s:g} s (timeouts.pair_s)"
-            ) from error
+            try:
+                attempt.ticket = await self._in_time(attempt)
+            except CapacityError as error:
+                if error.code != CapacityError.code or not request.wait_s or self._waiting >= self._config.max_waiting:
+                    raise
+                attempt.wait_until_s = wait_until_s
+                attempt.ticket = await self._wait_for_pages(attempt)
         finally:
             if attempt.ticket is None:
                 await _finish(self._give_up(attempt))
         return attempt.ticket
+
+    async def _wait_for_pages(self, attempt: _Attempt) -> Ticket:
+        self._waiting += 1
+        try:
+            return await self._in_time(attempt)
+        finally:
+            self._waiting -= 1
+
+    async def _in_time(self, attempt: _Attempt) -> Ticket:
+        """Try candidates for as long as they may take besides what they wait for pages. Raises DeadlineError."""
+        try:
+            async with asyncio.timeout(self._timeouts.pair_s + self._wait_left_s(attempt)):
+                return await self._try_candidates(attempt)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"room {attempt.room}: no pair was reserved within {self._timeouts.pair_s:g} s (timeouts.pair_s)"
+            ) from error
 
     async def report(self, room: int) -> PairReport:
         """Ask both ends. Raises UnknownRoomError for a room that was not paired or is forgotten."""
@@ -183,10 +220,11 @@ class PairingService:
 
     # ------------------------------------------------------------------------------------- rooms
 
-    async def _claim(self, wanted: int | None) -> Claim:
+    async def _claim(self, wanted: int | None, *, rounds: int) -> Claim:
+        """`rounds`: how often candidates may be tried, each with generations of its own."""
         for _ in range(DRAWS):
             room = secrets.randbits(ROOM_BITS) if wanted is None else wanted
-            claim = await self._rooms.claim(room, generations=self._config.attempts)
+            claim = await self._rooms.claim(room, generations=rounds * self._config.attempts)
             if isinstance(claim, Claim):
                 return claim
             if wanted is not None:
@@ -250,7 +288,8 @@ class PairingService:
         Each end is told what is left of the ticket, and enforces that itself.
         """
         attempt.generation += 1
-        attempt.begun_s = self._clock()
+        # One clock for both ends and the ticket; what waiting may take comes on top.
+        attempt.use_until_s = self._clock() + self._wait_left_s(attempt) + self._timeouts.ticket_s
         # Before anybody is asked: others who are pairing meanwhile should see it, and the nodes' own heartbeats come after it.
         for instance in (candidate.prefill, candidate.decode):
             await self._directory.charge(instance, candidate.demands[instance.name])
@@ -263,7 +302,7 @@ class PairingService:
                     # Noted before the answer: a daemon that answers too late may have admitted all the same.
                     asked.append(url)
                     try:
-                        await self._ends.admit(url, _admission(attempt, candidate, role, self._ticket_left_s(attempt)))
+                        await self._ends.admit(url, self._admission(attempt, candidate, role))
                     except TRY_ANOTHER as error:
                         return _Refusal(instance.name, error)
             ticket = Ticket(
@@ -285,11 +324,28 @@ class PairingService:
         return ticket
 
     def _ticket_left_s(self, attempt: _Attempt) -> float:
-        """How long the ticket can still be used: one clock for both ends and the ticket. Raises DeadlineError."""
-        left_s = attempt.begun_s + self._timeouts.ticket_s - self._clock()
+        """How long the ticket can still be used. Raises DeadlineError."""
+        left_s = attempt.use_until_s - self._clock()
         if left_s <= 0:
             raise DeadlineError("its ticket had run out before both ends were reserved (timeouts.ticket_s)")
         return left_s
+
+    def _wait_left_s(self, attempt: _Attempt) -> float:
+        return max(0.0, attempt.wait_until_s - self._clock())
+
+    def _admission(self, attempt: _Attempt, candidate: Candidate, role: Role) -> AdmissionRequest:
+        """Return what one side is asked to reserve; only decode learns of the writers."""
+        decode, request = role is Role.DECODE, attempt.request
+        return AdmissionRequest(
+            room=attempt.room,
+            generation=attempt.generation,
+            prompt_tokens=request.prompt_tokens,
+            max_new_tokens=request.max_new_tokens if decode else 0,
+            prefill=candidate.controls if decode else (),
+            client=request.client,
+            wait_s=self._wait_left_s(attempt),
+            begin_within_s=self._ticket_left_s(attempt),
+        )
 
 
 async def _finish(work: Awaitable[object]) -> None:
@@ -300,20 +356,6 @@ async def _finish(work: Awaitable[object]) -> None:
     except asyncio.CancelledError:
         await task
         raise
-
-
-def _admission(attempt: _Attempt, candidate: Candidate, role: Role, begin_within_s: float) -> AdmissionRequest:
-    """Return what one side is asked to reserve; only decode learns of the writers."""
-    decode, request = role is Role.DECODE, attempt.request
-    return AdmissionRequest(
-        room=attempt.room,
-        generation=attempt.generation,
-        prompt_tokens=request.prompt_tokens,
-        max_new_tokens=request.max_new_tokens if decode else 0,
-        prefill=candidate.controls if decode else (),
-        client=request.client,
-        begin_within_s=begin_within_s,
-    )
 
 
 def _end_of(instance: Instance) -> TicketEnd:

@@ -5,12 +5,14 @@ Owns: the sub-commands, the options that name a configuration, exit codes. Must 
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn, TypeVar
 
 import typer
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 
 from kvbridge.config.loading import load_config, render_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
@@ -80,3 +82,14 @@ def group() -> None:
 def show(role: RoleOption, config: FileOption = None, overrides: SetOption = None) -> None:
     """Print the merged configuration as YAML, secrets blanked, and exit with 2 when it is wrong."""
     typer.echo(render_config(load_or_exit(role.schema, config, overrides)), nl=False)
+
+
+@app.command()
+def schema(role: RoleOption) -> None:
+    """Print the JSON schema of a configuration, for editors and for whoever generates configurations.
+
+    An editor with a YAML language server checks and completes a file whose first line is
+    `# yaml-language-server: $schema=prefill.schema.json`.
+    """
+    described = {"$schema": GenerateJsonSchema.schema_dialect, **role.schema.model_json_schema()}
+    typer.echo(json.dumps(described, indent=2))

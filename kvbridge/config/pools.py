@@ -45,8 +45,11 @@ class RankPlacement(FrozenModel):
     """One rank of the instance that lives on this node, and its device."""
 
     pp: NonNegative
+    """Pipeline stage, from 0."""
     tp: NonNegative
+    """Tensor-parallel index, from 0."""
     device: Device = "cpu"
+    """Where its memory is: `cpu`, or `cuda:N`."""
 
     @property
     def rank(self) -> Rank:

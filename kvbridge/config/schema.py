@@ -20,6 +20,7 @@ from kvbridge.config.endpoints import (
     ControlConfig,
     HttpConfig,
     ListeningControlConfig,
+    Seconds,
     TelemetryConfig,
     TokenConfig,
     is_wildcard,
@@ -131,6 +132,11 @@ class PairingConfig(FrozenModel):
     """Pairs tried for one request before it is refused."""
     max_under_way: Annotated[int, Field(ge=1, le=100_000)] = 128
     """Requests that are paired at once; more are told to come back (503), so that those under way are not late."""
+    max_wait_s: Seconds = 30.0
+    """Longest `wait_s` of a request that is served; no longer than the nodes' `admission.max_wait_s`, and shorter than their
+    `timeouts.offer_s`: the prefill side is reserved first and waits for decode."""
+    max_waiting: Annotated[int, Field(ge=0, le=1_000)] = 256
+    """Requests that wait for pages at once, each at one pair; beyond it they are refused at once. 0: nobody waits."""
     max_rooms: Annotated[int, Field(ge=1, le=10_000_000)] = 100_000
     """Rooms remembered at most; the oldest are forgotten first."""
 
@@ -152,6 +158,12 @@ class BootstrapConfig(FrozenModel):
     def _check_endpoints(self) -> Self:
         if not self.insecure:
             _refuse(_open_http(self.http), _open_redis(self.directory))
+        ticket_s, keep_s = self.pairing.max_wait_s + self.timeouts.ticket_s, self.timeouts.room_keep_s
+        if ticket_s > keep_s:
+            raise ValueError(
+                f"pairing.max_wait_s and timeouts.ticket_s ({ticket_s:g} s together) must not exceed timeouts.room_keep_s "
+                f"({keep_s:g} s): a ticket would outlive the memory of its room"
+            )
         return self
 
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.field_docs import field_docs
 
 ROOM_BITS = 53
 MAX_ROOM = 2**ROOM_BITS - 1
@@ -65,6 +68,21 @@ class FrozenModel(BaseModel):
     """A pydantic model that is complete and valid once built, and refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe each field in a published schema by the docstring below it."""
+        schema = handler(core)
+        fields = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in field_docs(cls).items():
+            if name in fields:
+                fields[name].setdefault("description", text)
+        return schema
+
+
+def examples(*values: dict[str, Any], **extra: Any) -> ConfigDict:  # noqa: ANN401 - what a schema may say is JSON
+    """Return the configuration of a model that publishes examples of itself; `extra` is added to its schema."""
+    return ConfigDict(json_schema_extra=({"examples": list(values)} if values else {}) | extra)
 
 
 class Rank(FrozenModel):

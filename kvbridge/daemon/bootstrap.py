@@ -222,7 +222,7 @@ def open_store(config: BootstrapConfig, observer: StoreObserver) -> Store:
     directory, timeouts = config.directory, config.timeouts
     rooms = RoomTimes(
         # All that a pairing may wait for, one after another: a claim that is older belongs to nobody.
-        claim_s=timeouts.pair_s + timeouts.cancel_s + 2 * timeouts.store_s,
+        claim_s=2 * timeouts.pair_s + config.pairing.max_wait_s + timeouts.cancel_s + 2 * timeouts.store_s,
         keep_s=timeouts.room_keep_s,
         max_rooms=config.pairing.max_rooms,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Path, Query, Response
+from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 from pydantic import BaseModel, BeforeValidator
 
 from kvbridge.api.directory import (
@@ -22,12 +22,40 @@ from kvbridge.api.directory import (
 from kvbridge.api.status import BootstrapStatus, StatusPort
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService, PairReport
-from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.errors import (
+    CapacityError,
+    ClientLimitError,
+    ConflictError,
+    DeadlineError,
+    FeatureError,
+    FingerprintMismatchError,
+    InvalidInputError,
+    NotFoundError,
+    NotReadyError,
+    StaleError,
+    UnknownRoomError,
+)
+from kvbridge.http.callers import LEFT, while_connected
 from kvbridge.http.daemon_app import ReasonQuery, RoomPath
+from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.numbers import as_described
-from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, assemble_app
+from kvbridge.http.operations import AppSettings, assemble_app
 
 NamePath = Annotated[str, Path(min_length=1, max_length=200)]
+NODE = "/{instance}/nodes/{node}"
+
+PAIRING_ANSWERS = {
+    201: {"headers": LOCATION},
+    **problems(
+        *(InvalidInputError, FingerprintMismatchError, ConflictError, StaleError),
+        *(ClientLimitError, CapacityError, NotReadyError, DeadlineError),
+        body=True,
+    ),
+}
+REGISTRATION_ANSWERS = problems(
+    InvalidInputError, FingerprintMismatchError, ConflictError, StaleError, FeatureError, body=True
+)
+HEARTBEAT_ANSWERS = problems(InvalidInputError, NotFoundError, StaleError, body=True)
 
 
 def _of_any_release(kind: type[BaseModel]) -> BeforeValidator:
@@ -52,22 +80,31 @@ def create_bootstrap_app(
 
 
 def _pairs_router(pairing: PairingService) -> APIRouter:
-    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=PROBLEM_RESPONSES)
+    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=problems(InvalidInputError, NotReadyError))
 
-    @router.post("", status_code=201, dependencies=[as_described(PairRequest)])
-    async def pair(request: PairRequest, response: Response) -> Ticket:
-        """Pair a request and reserve both ends. 503 with Retry-After when no pair can take it now."""
-        ticket = await pairing.pair(request)
+    @router.post("", status_code=201, dependencies=[as_described(PairRequest)], responses=PAIRING_ANSWERS)
+    async def pair_request(request: PairRequest, response: Response, connection: Request) -> Ticket:
+        """Pair a request and reserve both ends, at once or within its `wait_s`.
+
+        503 with Retry-After when no pair can take it; nothing is kept then, nor when the caller closes the connection while it
+        waits.
+        """
+        if request.wait_s:
+            ticket = await while_connected(
+                connection, pairing.pair(request), lambda late: pairing.cancel(late.room, LEFT)
+            )
+        else:
+            ticket = await pairing.pair(request)
         response.headers["Location"] = f"/v1/requests/{ticket.room}"
         return ticket
 
-    @router.get("/{room}")
-    async def report(room: RoomPath) -> PairReport:
+    @router.get("/{room}", responses=problems(UnknownRoomError))
+    async def get_pair(room: RoomPath) -> PairReport:
         """Return a paired room as its daemons see it now."""
         return await pairing.report(room)
 
-    @router.delete("/{room}")
-    async def cancel(room: RoomPath, reason: ReasonQuery = "cancelled by its client") -> PairReport:
+    @router.delete("/{room}", responses=problems(UnknownRoomError))
+    async def cancel_pair(room: RoomPath, reason: ReasonQuery = "cancelled by its client") -> PairReport:
         """Abort a room on both ends."""
         return await pairing.cancel(room, reason)
 
@@ -75,15 +112,15 @@ def _pairs_router(pairing: PairingService) -> APIRouter:
 
 
 def _directory_router(directory: Directory) -> APIRouter:
-    router = APIRouter(prefix="/v1/instances", tags=["directory"], responses=PROBLEM_RESPONSES)
+    router = APIRouter(prefix="/v1/instances", tags=["directory"], responses=problems(NotReadyError))
 
     @router.get("")
-    async def listing() -> tuple[InstanceView, ...]:
+    async def list_instances() -> tuple[InstanceView, ...]:
         """Return every instance with its nodes, and why it is not ready."""
         return await directory.listing()
 
-    @router.put("/{instance}/nodes/{node}", dependencies=[as_described(NodeRegistration)])
-    async def register(instance: NamePath, node: NamePath, registration: Registration) -> Registered:
+    @router.put(NODE, dependencies=[as_described(NodeRegistration)], responses=REGISTRATION_ANSWERS)
+    async def register_node(instance: NamePath, node: NamePath, registration: Registration) -> Registered:
         """Add a node, or replace its former incarnation."""
         if (instance, node) != (registration.instance, registration.node):
             raise InvalidInputError(
@@ -92,13 +129,13 @@ def _directory_router(directory: Directory) -> APIRouter:
             )
         return await directory.register(registration)
 
-    @router.post("/{instance}/nodes/{node}/heartbeat", dependencies=[as_described(NodeHeartbeat)])
-    async def beat(instance: NamePath, node: NamePath, heartbeat: Heartbeat) -> NodeView:
+    @router.post(f"{NODE}/heartbeat", dependencies=[as_described(NodeHeartbeat)], responses=HEARTBEAT_ANSWERS)
+    async def send_heartbeat(instance: NamePath, node: NamePath, heartbeat: Heartbeat) -> NodeView:
         """Note that a node lives. 404: register again. 409 `stale`: another process has taken its place."""
         return await directory.heartbeat(instance, node, heartbeat)
 
-    @router.delete("/{instance}/nodes/{node}", status_code=204)
-    async def deregister(
+    @router.delete(NODE, status_code=204, responses=problems(InvalidInputError, NotFoundError, StaleError))
+    async def deregister_node(
         instance: NamePath, node: NamePath, incarnation: Annotated[str, Query(min_length=1, max_length=200)]
     ) -> None:
         """Take a node off, at its own wish."""

@@ -225,8 +225,9 @@ class DirectoryClient(_Client):
         return await self._ask(_LISTING, "GET", f"{self.base_url}/v1/instances")
 
     async def pair(self, request: PairRequest) -> Ticket:
-        """Ask for a pair. The whole pairing has to end within `timeout_s`."""
-        return await self._ask(Ticket, "POST", f"{self.base_url}/v1/requests", body=request)
+        """Ask for a pair. The whole pairing has to end within `timeout_s`, and the request's `wait_s`."""
+        limit = httpx.Timeout(self._timeout_s + request.wait_s)
+        return await self._ask(Ticket, "POST", f"{self.base_url}/v1/requests", body=request, timeout=limit)
 
     async def report(self, room: int) -> PairReport:
         """Return a paired room's two ends."""

@@ -5,20 +5,37 @@ Owns: /v1/requests. Must not know: which role is behind it.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, RoomPage, RoomQuery, RoomReport
 from kvbridge.api.status import NodeStatus, StatusPort
-from kvbridge.core.errors import ConflictError, InvalidInputError, StaleError
+from kvbridge.core.errors import (
+    CapacityError,
+    ClientLimitError,
+    ConflictError,
+    InvalidInputError,
+    NotReadyError,
+    StaleError,
+    UnknownRoomError,
+)
 from kvbridge.core.ids import MAX_ROOM, RoomId
 from kvbridge.core.session.states import RoomState
+from kvbridge.http.callers import LEFT, while_connected
+from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.numbers import NUMBER, as_described
-from kvbridge.http.operations import PROBLEM_RESPONSES, AppSettings, assemble_app
+from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.rooms import Rooms
+
+MAX_LISTED = 200
+"""Rooms on one page of a listing."""
+
+ADMISSION_ANSWERS = {
+    201: {"headers": LOCATION},
+    **problems(InvalidInputError, ConflictError, StaleError, ClientLimitError, CapacityError, NotReadyError, body=True),
+}
 
 RoomPath = Annotated[RoomId, NUMBER, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
 ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everybody who asks why the room ended.")]
@@ -33,28 +50,47 @@ def create_daemon_app(
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
     router = _rooms_router(admission, rooms, settings)
-    return assemble_app("kvbridge daemon", [router], status=status, kind=NodeStatus, settings=settings)
+    return assemble_app(f"kvbridge {rooms.role} daemon", [router], status=status, kind=NodeStatus, settings=settings)
 
 
 def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: AppSettings) -> APIRouter:
-    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=PROBLEM_RESPONSES)
+    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=problems(InvalidInputError))
 
-    @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)])
-    async def admit(request: AdmissionRequest, response: Response, connection: Request) -> RoomReport:
+    @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)], responses=ADMISSION_ANSWERS)
+    async def admit_room(request: AdmissionRequest, response: Response, connection: Request) -> RoomReport:
         """Reserve for a request, at once or within its `wait_s`.
 
         503 with Retry-After when it does not fit, 429 when its client has as much as it may; nothing is kept then, nor
         when the caller closes the connection while it waits.
         """
         if request.wait_s:
-            report = await _admit_while_connected(admission, rooms, request, connection)
+            report = await while_connected(
+                connection, admission.admit(request), lambda late: rooms.cancel(late.room, LEFT)
+            )
         else:
             report = await admission.admit(request)
         response.headers["Location"] = f"/v1/requests/{report.room}"
         return report
 
-    @router.get("/{room}")
-    async def report(
+    @router.get("")
+    async def list_rooms(
+        state: Annotated[tuple[RoomState, ...], Query(description="Only rooms in one of these states.")] = (),
+        peer: Annotated[
+            str,
+            Query(max_length=400, description="Only rooms with this node at the other end: INSTANCE/NODE or INSTANCE."),
+        ] = "",
+        client: Annotated[str | None, Query(max_length=200, description="Only rooms of this client.")] = None,
+        after: Annotated[
+            int, NUMBER, Query(ge=0, le=2**62, description="`next` of the page before; 0: from the oldest.")
+        ] = 0,
+        limit: Annotated[int, NUMBER, Query(ge=1, le=MAX_LISTED, description="Rooms on a page at most.")] = 100,
+    ) -> RoomPage:
+        """List rooms, the oldest first, a page at a time: those under way, and ended ones as long as they are remembered."""
+        query = RoomQuery(states=frozenset(state), peer=peer, client=client, after=after, limit=limit)
+        return rooms.page(query)
+
+    @router.get("/{room}", responses=problems(UnknownRoomError))
+    async def get_room(
         room: RoomPath,
         wait: Annotated[
             float, NUMBER, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")
@@ -70,8 +106,8 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
             return rooms.report(room)
         return await rooms.wait(room, wait, frozenset(until))
 
-    @router.delete("/{room}")
-    async def cancel(
+    @router.delete("/{room}", responses=problems(UnknownRoomError, StaleError))
+    async def cancel_room(
         room: RoomPath,
         reason: ReasonQuery = "cancelled by its client",
         generation: Annotated[int | None, NUMBER, Query(ge=1, description="Cancel this generation only.")] = None,
@@ -85,28 +121,3 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
         return await rooms.cancel(room, reason)
 
     return router
-
-
-async def _admit_while_connected(
-    admission: AdmissionController, rooms: Rooms[Any], request: AdmissionRequest, connection: Request
-) -> RoomReport:
-    """Admit, or give everything back when the caller closes the connection before it has its answer."""
-    admitted = asyncio.ensure_future(admission.admit(request))
-    closed = asyncio.ensure_future(_closed(connection))
-    try:
-        await asyncio.wait({admitted, closed}, return_when=asyncio.FIRST_COMPLETED)
-        left = closed.done()
-    finally:
-        closed.cancel()
-        admitted.cancel()
-        await asyncio.gather(admitted, closed, return_exceptions=True)
-    if left:
-        if not admitted.cancelled() and admitted.exception() is None:
-            await rooms.cancel(admitted.result().room, "its client left before it was told")
-        raise ConflictError("the caller closed the connection while it waited")
-    return admitted.result()
-
-
-async def _closed(connection: Request) -> None:
-    while (await connection.receive())["type"] != "http.disconnect":
-        pass

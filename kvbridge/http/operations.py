@@ -1,9 +1,10 @@
 """What every daemon's endpoint offers, and how an application is put together.
 
-Owns: /health, /ready, /metrics, /version, /status, /openapi.json; middleware; the description of problems.
-Must not know: rooms, instances.
+Owns: /health, /ready, /metrics, /version, /status, /openapi.json; the order of middleware.
+Must not know: rooms, instances, how an operation is described.
 
-/health and /ready need no token, since probes have none and learn little; /metrics needs it unless opened.
+/health and /ready need no token, since probes have none and learn little; /metrics needs it unless opened. Load balancers may
+ask both of them by HEAD.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -20,14 +20,14 @@ from kvbridge import __version__
 from kvbridge.api.status import Readiness, StatusPort
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
+from kvbridge.http.description import describe, operation_id, problems
 from kvbridge.http.middleware import BearerToken, BodyLimit, Observed, UnhandledErrors
-from kvbridge.http.problems import PROBLEM_TYPE, Problem, install_problem_handlers
+from kvbridge.http.problems import install_problem_handlers
 
-PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "default": {
-        "description": "Problem (RFC 9457)",
-        "content": {PROBLEM_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-    }
+OPEN_PATHS = frozenset({"/health", "/ready"})
+METRICS_PAGE = {
+    "description": "The metrics, as Prometheus reads them",
+    "content": {"text/plain": {"schema": {"type": "string"}}},
 }
 
 
@@ -59,73 +59,70 @@ def assemble_app(
     title: str, routers: list[APIRouter], *, status: StatusPort[BaseModel], kind: type[BaseModel], settings: AppSettings
 ) -> FastAPI:
     """Build an application from its own routers and the operators' routes; `kind` is what its status page is."""
-    app = FastAPI(title=title, version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title=title,
+        version=__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        generate_unique_id_function=operation_id,
+    )
     for router in [*routers, _operators_router(status, kind)]:
         app.include_router(router)
         for route in router.routes:
             if isinstance(route, APIRoute):
                 status.serves(route.path, sorted(route.methods or ()), route.status_code or 200)
-    _describe(app, settings)
+    open_paths = OPEN_PATHS | ({"/metrics"} if settings.open_metrics else set())
+    _serve_description(app, token=bool(settings.tokens), open_paths=open_paths)
     install_problem_handlers(app)
-    open_paths = {"/health", "/ready"} | ({"/metrics"} if settings.open_metrics else set())
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(BearerToken, tokens=settings.tokens, open_paths=frozenset(open_paths))
+    app.add_middleware(BearerToken, tokens=settings.tokens, open_paths=open_paths)
     app.add_middleware(UnhandledErrors)
     app.add_middleware(Observed, answered=status.answered)
     return app
 
 
 def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel]) -> APIRouter:
-    router = APIRouter(tags=["operations"], responses=PROBLEM_RESPONSES)
+    router = APIRouter(tags=["operations"], responses=problems())
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
-    async def health() -> Alive:
+    async def get_health() -> Alive:
         """Say that the process lives and its loop turns."""
         return Alive()
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not ready"}})
-    async def ready() -> Response:
-        """Say whether new rooms can be admitted, and every reason why not."""
+    async def get_ready() -> Response:
+        """Say whether new rooms can be admitted here, or pairs be made, and every reason why not."""
         readiness = status.readiness()
         return JSONResponse(readiness.model_dump(mode="json"), status_code=200 if readiness.ready else 503)
 
-    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def metrics(accept: Annotated[str, Header()] = "") -> Response:
+    @router.get("/metrics", response_class=Response, responses={200: METRICS_PAGE})
+    async def get_metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
         """Return the metrics for Prometheus, with exemplars when OpenMetrics is asked for."""
         body, content_type = status.render_metrics(accept)
         return Response(body, headers={"Content-Type": content_type})
 
     @router.get("/version")
-    async def version() -> Version:
+    async def get_version() -> Version:
         """Return the release and the protocol version."""
         return Version()
 
     @router.get("/status", response_model=kind)
-    async def show_status() -> BaseModel:
+    async def get_status() -> BaseModel:
         """Return everything that an operator wants to see."""
         return status.status()
 
     return router
 
 
-def _describe(app: FastAPI, settings: AppSettings) -> None:
-    """Serve the description behind the token, with problems and the token scheme in it."""
+def _serve_description(app: FastAPI, *, token: bool, open_paths: frozenset[str]) -> None:
+    """Serve the description behind the token; made when it is first asked for."""
 
     @app.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> dict[str, Any]:
+    async def get_description() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _schema(app, settings)
+            app.openapi_schema = describe(app, token=token, open_paths=open_paths)
         return app.openapi_schema
-
-
-def _schema(app: FastAPI, settings: AppSettings) -> dict[str, Any]:
-    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    components = schema.setdefault("components", {})
-    components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
-    if settings.tokens:
-        components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-        schema["security"] = [{"bearer": []}]
-        for path in ("/health", "/ready", *(["/metrics"] if settings.open_metrics else [])):
-            schema["paths"][path]["get"]["security"] = []
-    return schema

@@ -6,7 +6,7 @@ on, messages, what a fact leads to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
@@ -33,6 +33,16 @@ class Quarantine(StrEnum):
     """An engine has not let go of them."""
     ENGINE_ALIVE = "engine_process_alive"
     """An engine has left without letting go of them, and its process has not ended, as far as can be seen."""
+
+
+NAMED = 8
+"""Ranks, nodes or engines that are named in a text; the others are counted."""
+
+
+def named(whom: Iterable[object]) -> str:
+    """Return the names of some ranks, nodes or engines, for people."""
+    names = sorted(map(str, whom))
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 class RoomIdentity(TypedDict):
@@ -77,6 +87,10 @@ class Room(Generic[StateT]):
     """The state that users were told of last."""
     quarantine: Quarantine | None = None
     """Why its pages are quarantined, while they are."""
+    number: int = 0
+    """Counts the rooms that this node has admitted, from 1."""
+    peers: tuple[str, ...] = ()
+    """The nodes at the other end as INSTANCE/NODE, or where they listen before they have answered; kept with the receipt."""
     departed: set[str] = field(default_factory=set)
     """Engines that may use its pages, whose connection has ended and whose process has not."""
 
@@ -94,6 +108,11 @@ class Room(Generic[StateT]):
     def first_peer(self) -> str:
         """The incarnation of the node at the other end, the first of several; empty while there is none."""
         return ""
+
+    @property
+    def waits_for(self) -> str:
+        """What has to happen next, for people; empty when nothing is waited for."""
+        raise NotImplementedError
 
     @property
     def identity(self) -> RoomIdentity:
@@ -149,7 +168,7 @@ class Room(Generic[StateT]):
 
     def why_late(self, limit: str) -> str:
         """Return what did not happen within a limit that `late` has returned."""
-        what = f"nothing happened in time in state '{self.state}'"
+        what = f"it has waited too long for {self.waits_for}"
         if limit == self.begin_limit:
             what = "no prefill engine has begun it in time"
         return f"{what} (limit: {limit})"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -25,6 +26,9 @@ from kvbridge.node.admission.pressure import Reservation
 from kvbridge.node.room import Quarantine, Room
 
 RoomT = TypeVar("RoomT", bound=Room[Any])
+
+LOOKED_AT = 1_000
+"""Rooms that are looked at for one page of a listing, whatever it asks for: the loop has other work."""
 
 
 class RoomBook(Generic[RoomT]):
@@ -50,6 +54,9 @@ class RoomBook(Generic[RoomT]):
         self._keep_s = keep_s
         self._keep_rooms = keep_rooms
         self._attempts: dict[int, list[RoomT]] = {}
+        self._numbered: dict[int, RoomT] = {}
+        """Every attempt by its number, so in the order of admission."""
+        self._admitted = 0
         self._live: dict[RoomT, None] = {}
         self._ended: deque[tuple[float, RoomT, RoomState]] = deque()
         self._ended_states: Counter[RoomState] = Counter()
@@ -81,7 +88,7 @@ class RoomBook(Generic[RoomT]):
         known = self.get(room)
         if not self._describe_state(known).final:
             raise ConflictError(
-                f"room {room} is already in flight here (generation {known.generation}, state '{known.state}')"
+                f"room {room} is already in flight here (generation {known.generation}, state '{self._describe_state(known)}')"
             )
         if generation <= known.generation:
             raise StaleError(
@@ -91,6 +98,9 @@ class RoomBook(Generic[RoomT]):
 
     def add(self, room: RoomT) -> None:
         """Take a room in; `check_free` has been called."""
+        self._admitted += 1
+        room.number = self._admitted
+        self._numbered[room.number] = room
         self._attempts.setdefault(room.room, []).append(room)
         self._live[room] = None
         self.in_use[room.client] += 1
@@ -150,6 +160,7 @@ class RoomBook(Generic[RoomT]):
         while self._ended and (self._ended[0][0] <= now_s or len(self._ended) > self._keep_rooms):
             _, room, state = self._ended.popleft()
             self._ended_states[state] -= 1
+            del self._numbered[room.number]
             attempts = self._attempts[room.room]
             attempts.remove(room)
             if not attempts:
@@ -164,16 +175,37 @@ class RoomBook(Generic[RoomT]):
             generation=room.generation,
             role=self._role,
             state=self._describe_state(room),
+            client=room.client,
+            peers=room.peers,
             prompt_tokens=room.prompt_tokens,
             prefix_tokens=room.prefix_tokens,
             reason_code=room.reason_code,
             reason=room.reason,
+            pages={space: len(table) for space, table in room.tables.items()},
+            quarantine=room.quarantine or "",
             amounts=room.amounts,
             phases_s=room.phases_s,
             age_s=now_s - room.created_s,
             expires_in_s=None if limit_s is None else max(0.0, limit_s - now_s),
             limit=limit,
+            waits_for=room.waits_for,
         )
+
+    def page(self, wanted: Callable[[RoomT], bool], *, after: int, limit: int) -> tuple[list[RoomT], int | None]:
+        """Return the wanted rooms with a number above `after`, the oldest first, and where to go on when there may be more.
+
+        At most `limit`, and fewer although more follow when few of the next `LOOKED_AT` are wanted.
+        """
+        numbers = list(self._numbered)
+        start = bisect_right(numbers, after)
+        found: list[RoomT] = []
+        place, end = start, min(start + LOOKED_AT, len(numbers))
+        while place < end and len(found) < limit:
+            room = self._numbered[numbers[place]]
+            place += 1
+            if wanted(room):
+                found.append(room)
+        return found, numbers[place - 1] if place < len(numbers) else None
 
     def not_begun(self) -> list[Reservation]:
         """Return what rooms have that end unless a prefill engine begins them, those that end first in front."""

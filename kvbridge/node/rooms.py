@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypeVar
 
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, RoomPage, RoomQuery, RoomReport
 from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import DeadlineError, NotReadyError, PeerError
@@ -295,6 +295,19 @@ class Rooms(ABC, Generic[RoomT]):
     def report(self, room: int) -> RoomReport:
         """Describe the newest attempt. Raises UnknownRoomError."""
         return self.rooms.report(self.rooms.get(room))
+
+    def page(self, query: RoomQuery) -> RoomPage:
+        """List rooms, the oldest first: those under way and the receipts that are kept."""
+
+        def wanted(room: RoomT) -> bool:
+            return (
+                (not query.states or self._user_state(room) in query.states)
+                and (query.client is None or room.client == query.client)
+                and (not query.peer or any(query.peer in {peer, peer.partition("/")[0]} for peer in room.peers))
+            )
+
+        found, following = self.rooms.page(wanted, after=query.after, limit=query.limit)
+        return RoomPage(rooms=tuple(map(self.rooms.report, found)), next=following)
 
     async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
         """Return when the room is in one of the states or final, or with its present state after `timeout_s`."""

@@ -34,9 +34,6 @@ PHASES: Mapping[Role, Mapping[str, str]] = {
 
 LIMITS = (
     "begin_within_s",
-    *(
-        f"timeouts.{name}_s"
-        for name in ("begin", "claim", "early_offer", "handshake", "offer", "pages", "room", "verify")
-    ),
+    *(f"timeouts.{name}_s" for name in ("begin", "claim", "handshake", "offer", "pages", "room", "verify")),
 )
 """Everything that can end a room because nothing happened in time."""

@@ -209,7 +209,9 @@ class FaultCluster:
     def taken(self, rooms: Iterable[int]) -> None:
         """Wait until prefill has decode's offers of these rooms."""
         for room in rooms:
-            eventually("the offer taken", lambda room=room: self.state(self.prefill, room) == "transferring")
+            eventually(
+                "the offer taken", lambda room=room: self.state(self.prefill, room) in {"offered", "transferring"}
+            )
 
     def cross(self, room: int = 0) -> int:
         """Take a room through its whole life, byte for byte."""

@@ -144,6 +144,9 @@ class PrefillNode:
         elif whom == DECODE:
             self.world.to_decode(message)
 
+    def name(self, peer: str) -> str:
+        return f"decode/{peer}"
+
     def transport(self, peer: str, rank: Rank) -> str:
         return self.nodes.transport(peer, rank)
 

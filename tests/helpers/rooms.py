@@ -166,6 +166,9 @@ class FakePeers:
     def send(self, peer: str, message: PeerMessage) -> None:
         self.messages.append((peer, message))
 
+    def name(self, peer: str) -> str:
+        return f"decode/{peer}"
+
     def transport(self, peer: str, rank: Rank) -> str:
         return "local"
 

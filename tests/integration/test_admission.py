@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -129,19 +130,69 @@ def test_nobody_passes_those_who_wait(live: LiveCluster, daemon: DaemonProcess, 
     end(daemon, int(large.result().json()["room"]))
 
 
-def test_a_caller_that_hangs_up_leaves_nothing(live: LiveCluster, daemon: DaemonProcess) -> None:
-    held = fill(live, daemon)
-    left = metric(daemon, "kvbridge_admission_wait_seconds_count", outcome="left")
+@contextmanager
+def asked_by_somebody(daemon: DaemonProcess, request: dict[str, Any]) -> Iterator[None]:
+    """A caller has sent a request, and hangs up at the end without having read an answer."""
     url = urlsplit(daemon.url)
-    content = json.dumps(body(live, daemon, wait_s=15)).encode()
+    content = json.dumps(request).encode()
     head = f"POST /v1/requests HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     with socket.create_connection((url.hostname, url.port), timeout=5) as connection:
         connection.sendall(head.encode() + content)
+        yield
+
+
+def test_a_caller_that_hangs_up_leaves_nothing(live: LiveCluster, daemon: DaemonProcess) -> None:
+    held = fill(live, daemon)
+    left = metric(daemon, "kvbridge_admission_wait_seconds_count", outcome="left")
+    with asked_by_somebody(daemon, body(live, daemon, wait_s=15)):
         eventually("it waits", lambda: waiting(daemon) == 1)
     eventually("it waits no more", lambda: waiting(daemon) == 0)
     assert metric(daemon, "kvbridge_admission_wait_seconds_count", outcome="left") == left + 1
     end(daemon, *held)
     all_free(daemon)
+
+
+def test_who_waits_at_bootstrap_waits_at_the_daemon_that_is_full(
+    live: LiveCluster, daemon: DaemonProcess, threads: ThreadPoolExecutor
+) -> None:
+    held = fill(live, daemon)
+    request = {"prompt_tokens": 1, "wait_s": 15}
+    asked = threads.submit(http, "POST", live.cluster.bootstrap, "/v1/requests", json=request)
+    eventually("it waits", lambda: waiting(daemon) == 1)
+    end(daemon, held.pop())
+    answer = asked.result(10)
+    assert answer.status_code == 201, answer.text
+    room = answer.json()["room"]
+    assert answer.json()["expires_in_s"] >= 60
+    with asked_by_somebody(live.cluster.bootstrap, request):
+        eventually("another waits", lambda: waiting(daemon) == 1)
+    eventually("it waits no more", lambda: waiting(daemon) == 0)
+    http("DELETE", live.cluster.bootstrap, f"/v1/requests/{room}")
+    end(daemon, *held)
+    for each in (live.prefill, live.decode):
+        all_free(each)
+
+
+def test_rooms_are_listed_with_what_they_wait_for(live: LiveCluster, daemon: DaemonProcess) -> None:
+    held = fill(live, daemon, client="listed")
+
+    def listing(**query: object) -> dict[str, Any]:
+        return dict(http("GET", daemon, "/v1/requests", params={"client": "listed", **query}).json())
+
+    eventually("offered", lambda: len(listing(state=["admitted", "offered"])["rooms"]) == SLOTS)
+    first = listing(limit=3)
+    rest = listing(after=first["next"])
+    assert [room["room"] for room in first["rooms"] + rest["rooms"]] == held
+    assert rest["next"] is None
+    shown = first["rooms"][0]
+    assert shown["waits_for"]
+    assert shown["pages"]["request"] == 1
+    assert 0 < shown["expires_in_s"] <= 600
+    if daemon is live.decode:
+        assert shown["peers"] == ["prefill-0/node-0"]
+        assert listing(peer="prefill-0")["rooms"]
+    end(daemon, *held)
+    eventually("all ended", lambda: len(listing(state="aborted")["rooms"]) == SLOTS)
 
 
 @pytest.mark.parametrize("daemon", ["prefill"], indirect=True)

@@ -282,7 +282,7 @@ def test_a_second_offer_for_a_room_is_the_first_ones_business(
 ) -> None:
     room = admitted(live)
     met.send(offer(room))
-    eventually("the offer taken", lambda: report(live.prefill, room)["state"] == "transferring")
+    eventually("the offer taken", lambda: report(live.prefill, room)["state"] == "offered")
     met.send(offer(room, tables=()))
     with RawDecode(live.control) as other:
         other.send(other.introduction(real, instance="raw-2"))
@@ -292,7 +292,7 @@ def test_a_second_offer_for_a_room_is_the_first_ones_business(
         other.take(Drained, room)
         other.send(Abort(room=room, generation=1, code="aborted", message="mine"))
         other.take(Drained, room)
-    assert report(live.prefill, room)["state"] == "transferring"
+    assert report(live.prefill, room)["state"] == "offered"
     met.send(offer(room, generation=2))
     assert met.take(Failed).code == "unknown_room"
     http("DELETE", live.prefill, f"/v1/requests/{room}")

@@ -156,7 +156,7 @@ def test_an_abort_ends_no_room_of_others(live: LiveCluster, met: RawDecode, who:
     with RawDecode(live.control) as stranger:
         peer = stranger if who == "a stranger" else met
         waiting, running = admitted(live), live.pair(TOKENS)
-        eventually("offered", lambda: report(live.prefill, running)["state"] == "transferring")
+        eventually("offered", lambda: report(live.prefill, running)["state"] == "offered")
         for room in (waiting, running):
             peer.send(Abort(room=room, generation=1, code="aborted", message="mine"))
             peer.take(Drained, room)  # the truth: we do not write to this peer's pages

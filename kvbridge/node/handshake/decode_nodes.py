@@ -84,6 +84,11 @@ class DecodeNodes:
         """Say who hears; before anybody says hello."""
         self._listener = listener
 
+    def name(self, peer: str) -> str:
+        """Return what a decode node is called, as INSTANCE/NODE; its incarnation when it is not known."""
+        known = self._known.get(peer)
+        return peer if known is None else str(known.name)
+
     def hello(self, peer: str, message: Hello, *, key: str = "") -> None:
         """A decode node introduces itself, for the first time or after it changed. `key` is what it proved to own.
 

@@ -154,6 +154,7 @@ class ReceiverDriver(Rooms[ReceiverRoom]):
             nodes = [node for node in found if node is not None]
             if len(nodes) == len(found):
                 room.writers = self._writer_sets.writers(nodes, self._ports.workers.manifests())
+                room.peers = tuple(node.name for node in nodes)
         except BridgeError as error:
             self.fail(room, error.code, str(error))
         else:

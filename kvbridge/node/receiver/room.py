@@ -15,7 +15,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.verification import Verification
-from kvbridge.node.room import Room
+from kvbridge.node.room import Room, named
 from kvbridge.node.rooms import RoomPorts
 
 
@@ -51,6 +51,15 @@ class WriterNode:
     def clean(self) -> bool:
         """Whether nothing of this node can arrive any more by its own account."""
         return self.quiet and not self.in_transit
+
+
+_WAITS_FOR = {
+    ReceiverState.AWAITING_PAGES: "the decode engine to name its pages",
+    ReceiverState.VERIFYING: "the digests of what has arrived",
+    ReceiverState.COMMITTED: "a decode engine to claim it",
+    ReceiverState.ABORTING: "its writers to be shut out",
+    ReceiverState.FAILING: "its writers to be shut out",
+}
 
 
 @dataclass(eq=False)
@@ -93,6 +102,24 @@ class ReceiverRoom(Room[ReceiverState]):
     def first_peer(self) -> str:
         """See Room."""
         return next(iter(self.writers), self.former_peer)
+
+    @property
+    def waits_for(self) -> str:
+        """See Room."""
+        match self.state:
+            case ReceiverState.OFFERED:
+                missing = ((rank, writer) for writer in self.writers.values() for rank in writer.missing)
+                ranks = named(f"{rank} of {writer.node.name}" for rank, writer in missing)
+                return f"prefill ranks {ranks} to send everything"
+            case ReceiverState.CLAIMED | ReceiverState.ABORTING_CLAIMED | ReceiverState.FAILING_CLAIMED:
+                return f"engines {named(self.users or self.expected_by)} to release it"
+            case ReceiverState.ABORTING | ReceiverState.FAILING if self.active:
+                nodes = named(writer.node.name for writer in self.active)
+                return f"prefill nodes {nodes} to prove that they write nothing more"
+            case ReceiverState.RESERVED:
+                return f"prefill nodes {named(self.peers)} to answer"
+            case _:
+                return _WAITS_FOR.get(self.state, "")
 
     @property
     def users(self) -> set[str]:

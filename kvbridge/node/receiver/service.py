@@ -62,6 +62,7 @@ class ReceiverRooms(ReceiverDriver):
         return needed
 
     def _admitted(self, room: ReceiverRoom, request: AdmissionRequest) -> None:
+        room.peers = tuple(address.endpoint for address in request.prefill)
         room.addresses, room.reserved_tokens = request.prefill, request.prompt_tokens + request.max_new_tokens
         room.begin_within(request.begin_within_s)
         if self._settings.adopted:
@@ -78,7 +79,7 @@ class ReceiverRooms(ReceiverDriver):
         if not self._settings.adopted:
             raise ConflictError("this node owns its pools: pages are not provided by the engine")
         if room.state is not ReceiverState.AWAITING_PAGES:
-            raise ConflictError(f"room {room_id} does not wait for pages (state '{room.state}')")
+            raise ConflictError(f"room {room_id} does not wait for pages (state '{user_state(room)}')")
         if IndexSpace.HOST in tables:
             raise InvalidInputError("host pages belong to the daemon; provide device spaces only")
         self._check_prefix(prefix_tokens, room.prompt_tokens)
@@ -115,7 +116,7 @@ class ReceiverRooms(ReceiverDriver):
             )
         if room.state not in {ReceiverState.COMMITTED, ReceiverState.CLAIMED}:
             if room.state in _BEFORE_COMMIT:
-                raise ConflictError(f"room {room_id} is not committed yet (state '{room.state}')")
+                raise ConflictError(f"room {room_id} is not committed yet (state '{user_state(room)}')")
             raise RoomFailedError(f"room {room_id} is over ({user_state(room)}): {room.reason or 'released'}")
         if engine in room.claimed_by:
             raise ConflictError(f"room {room_id} was already claimed by this engine")
@@ -138,7 +139,7 @@ class ReceiverRooms(ReceiverDriver):
         """Return the room that an engine has claimed and not released. Raises ConflictError when it has not."""
         room = self.rooms.used_by(engine, room_id)
         if engine not in room.users:
-            raise ConflictError(f"room {room_id} is not claimed by this engine (state '{room.state}')")
+            raise ConflictError(f"room {room_id} is not claimed by this engine (state '{user_state(room)}')")
         return room
 
     def extend(self, engine: str, room_id: int, tokens: int) -> Tables:

@@ -18,7 +18,7 @@ from kvbridge.core.wire.messages import MAX_INTERVALS, WireTable
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import MAX_POINTS
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
-from kvbridge.node.room import Room
+from kvbridge.node.room import Room, named
 from kvbridge.node.rooms import RoomPorts
 
 
@@ -113,6 +113,30 @@ class SenderRoom(Room[SenderState]):
         return self.peer
 
     @property
+    def begun(self) -> bool:
+        """Whether an engine has begun it on any rank."""
+        return any(work.engine for work in self.ranks.values())
+
+    @property
+    def waits_for(self) -> str:
+        """See Room."""
+        match self.state:
+            case SenderState.ADMITTED:
+                begin = "" if self.begun else "a prefill engine to begin it, and for "
+                return f"{begin}the decode node to offer its pages"
+            case SenderState.SENDING if not self.begun:
+                return "a prefill engine to begin it"
+            case SenderState.SENDING if not all(work.finished for work in self.ranks.values()):
+                tokens = min(work.progress.published_tokens for work in self.ranks.values())
+                return f"the prefill engine to publish and finish it ({tokens} of {self.prompt_tokens} tokens are published)"
+            case SenderState.SENDING:
+                return f"rank workers {named(rank for rank, work in self.ranks.items() if not work.done)} to send it"
+            case SenderState.ABORTING | SenderState.FAILING:
+                return f"rank workers {named(self.open_ranks)} to be quiet"
+            case _:
+                return f"engines {named(self.writing)} to let go of its pages" if self.writing else ""
+
+    @property
     def users(self) -> set[str]:
         """See Room."""
         return self.writing
@@ -147,4 +171,6 @@ _USER_STATE = {state: _OTHER_WORDS.get(state) or RoomState(state.value) for stat
 
 def user_state(room: SenderRoom) -> RoomState:
     """What users see: a room that is failing has failed for them, whatever is still to be cleaned up."""
+    if room.state is SenderState.SENDING and not room.begun:
+        return RoomState.OFFERED
     return _USER_STATE[room.state]

@@ -33,7 +33,7 @@ from kvbridge.node.room import Quarantine
 from kvbridge.node.rooms import WORKER_GONE, RoomSettings
 from kvbridge.node.sender.driver import SenderDriver
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
-from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom
+from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, user_state
 
 
 class SenderRooms(SenderDriver):
@@ -103,6 +103,7 @@ class SenderRooms(SenderDriver):
             room.writing.add(engine)
         room.phases_s.setdefault("admit_to_begin", self._clock() - room.created_s)
         room.begin_by_s = None
+        self.show(room)
         self._open_room(room)
         return room
 
@@ -196,7 +197,7 @@ class SenderRooms(SenderDriver):
     @staticmethod
     def _require_alive(room: SenderRoom) -> None:
         if room.over or room.stopping:
-            raise ConflictError(f"room {room.room} is over: {room.reason or room.state}")
+            raise ConflictError(f"room {room.room} is over: {room.reason or user_state(room)}")
 
     @staticmethod
     def _require_begun(room: SenderRoom, engine: str, ranks: tuple[Rank, ...]) -> None:
@@ -232,7 +233,7 @@ class SenderRooms(SenderDriver):
             self.refuse_message(peer, offer, "duplicate_offer")
             return
         if room.state is not SenderState.ADMITTED:
-            why = room.reason or f"the room is already {room.state} on the prefill side"
+            why = room.reason or f"the room is already {user_state(room)} on the prefill side"
             self._refuse_offer(peer, offer, room.reason_code or ConflictError.code, why)
             return
         try:
@@ -242,6 +243,7 @@ class SenderRooms(SenderDriver):
             self.fail(room, error.code, str(error))
             return
         room.peer, room.destination, room.offered_s = peer, offer.tables, self._clock()
+        room.peers = (self._ports.nodes.name(peer),)
         room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
         room.phases_s["admit_to_offer_received"] = room.offered_s - room.created_s
         self.advance(room, SenderEvent.OFFER)

@@ -17,7 +17,7 @@ from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import BridgeError, StaleError, UnknownRoomError
+from kvbridge.core.errors import BridgeError, CapacityError, StaleError, UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
@@ -170,6 +170,8 @@ class FakeDaemons:
         self.calls: list[tuple[str, str, int]] = []
         self.admitted: dict[str, dict[int, AdmissionRequest]] = {}
         self.refuse: dict[str, BridgeError] = {}
+        self.full: set[str] = set()
+        """Daemons that have pages only for those who wait for them."""
         self.hang: set[str] = set()
         self.misreports: dict[str, dict[str, object]] = {}
         """What these daemons say instead of what they have admitted."""
@@ -195,6 +197,8 @@ class FakeDaemons:
         self.clock.advance(self.takes_s.get(url, 0.0))
         if url in self.refuse:
             raise self.refuse[url]
+        if url in self.full and not request.wait_s:
+            raise CapacityError("full now", retry_after_s=3.0)
         if url not in self.hang:
             self.admitted.setdefault(url, {})[request.room] = request
         if url in self.hang or url in self.late:

@@ -396,3 +396,91 @@ async def test_requests_between_two_heartbeats_are_spread(world):
     )
     chosen = [(await pairing.pair(PairRequest(prompt_tokens=5000))).decode.instance for _ in range(4)]
     assert chosen == ["d1", "d2", "d1", "d2"]
+
+
+WAITING = REQUEST.model_copy(update={"wait_s": 10.0})
+
+
+async def test_a_request_that_waits_is_given_pages_at_once_where_there_are_any(world):
+    port = FakeDaemons()
+    port.full = {"http://d1"}
+    pairing = await world.pairing(port, clock=port.clock)
+    ticket = await pairing.pair(WAITING)
+    assert ticket.decode.instance == "d2"
+    assert {one.wait_s for rooms in port.admitted.values() for one in rooms.values()} == {0.0}
+    assert ticket.expires_in_s == 60.0
+
+
+async def test_a_request_waits_at_both_ends_for_what_is_left_and_its_ticket_is_whole(world):
+    port = FakeDaemons()
+    port.full = {"http://p1", "http://p2", "http://d1", "http://d2"}
+    port.takes_s = {"http://p1": 4.0, "http://d1": 2.0}
+    pairing = await world.pairing(port, clock=port.clock, ticket_s=20.0, attempts=1)
+    ticket = await pairing.pair(WAITING)
+    prefill, decode = port.admitted["http://p1"][7], port.admitted["http://d1"][7]
+    assert (prefill.wait_s, decode.wait_s) == (6.0, 2.0), "what the first look took counts too"
+    # All three end at the same moment, at the latest.
+    assert (prefill.begin_within_s, decode.begin_within_s, ticket.expires_in_s) == (26.0, 22.0, 20.0)
+    assert ticket.generation == 2
+    assert (await pairing.report(7)).ticket.room == 7
+
+
+async def test_who_does_not_wait_is_refused_at_once(world):
+    port = FakeDaemons()
+    port.full = {"http://d1", "http://d2"}
+    with pytest.raises(CapacityError, match="full now"):
+        await (await world.pairing(port)).pair(REQUEST)
+    assert port.rooms() == {}
+
+
+async def test_a_wait_that_ends_without_pages_leaves_nothing_behind(world):
+    port = FakeDaemons()
+    port.refuse = {"http://d1": CapacityError("not within 10 s"), "http://d2": CapacityError("not within 10 s")}
+    pairing = await world.pairing(port)
+    with pytest.raises(CapacityError, match="not within 10 s"):
+        await pairing.pair(WAITING)
+    assert port.rooms() == {}
+    port.refuse = {}
+    assert (await pairing.pair(REQUEST)).generation > 1
+
+
+async def test_who_leaves_while_it_waits_leaves_nothing_behind(world):
+    port = FakeDaemons()
+    port.full, port.pauses = {"http://d1", "http://d2"}, {"http://d1": asyncio.Event(), "http://d2": asyncio.Event()}
+    pairing = await world.pairing(port)
+    task = asyncio.create_task(pairing.pair(WAITING))
+    await asyncio.wait_for(port.stuck.wait(), 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert port.rooms() == {}
+    assert (pairing._under_way, pairing._waiting) == (0, 0)
+
+
+async def test_those_who_wait_are_no_burden_to_those_who_do_not_and_are_bounded(world):
+    port = FakeDaemons()
+    port.full = {"http://d1", "http://d2"}
+    port.pauses = {url: asyncio.Event() for url in port.full}
+    pairing = await world.pairing(port, max_under_way=1, max_waiting=1)
+    waits = asyncio.create_task(pairing.pair(WAITING))
+    await asyncio.wait_for(port.stuck.wait(), 5)
+    with pytest.raises(CapacityError, match="full now"):
+        await pairing.pair(WAITING.model_copy(update={"room": 8}))
+    for pause in port.pauses.values():
+        pause.set()
+    assert (await waits).room == 7
+
+
+async def test_a_wait_longer_than_is_served_is_refused(world):
+    port = FakeDaemons()
+    pairing = await world.pairing(port, max_wait_s=5.0)
+    with pytest.raises(InvalidInputError, match=r"wait_s is 10 s, at most 5 s are served \(pairing.max_wait_s\)"):
+        await pairing.pair(WAITING)
+    assert port.calls == []
+
+
+async def test_nobody_waits_for_instances_that_are_not_ready(world):
+    port = FakeDaemons()
+    pairing = await world.pairing(port, node("p", Role.PREFILL), node("d", Role.DECODE, ready=False))
+    with pytest.raises(NotReadyError, match="no decode instance is ready"):
+        await pairing.pair(WAITING)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jsonschema_rs
 import pytest
 import yaml
 from pydantic import BaseModel
+from typer.testing import CliRunner
 
+from kvbridge.cli.main import app
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.ids import IndexSpace
@@ -66,3 +69,32 @@ def test_the_set_up_with_two_gpus_can_be_laid_out(name, kind):
 
 def _is_key(line: str) -> bool:
     return bool(line.strip()) and not line.lstrip().startswith(("#", "-"))
+
+
+@pytest.mark.parametrize(("name", "kind"), EXAMPLES)
+def test_the_published_schema_is_that_of_the_program(name, kind):
+    role = name.removesuffix(".yaml")
+    told = CliRunner().invoke(app, ["config", "schema", "--role", role])
+    command = f"kvbridge config schema --role {role} > configs/{role}.schema.json"
+    assert told.output == (CONFIGS / f"{role}.schema.json").read_text(), f"make it again: {command}"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.parent.name + path.name)
+def test_every_example_is_valid_by_the_schema_that_it_names(path):
+    text = path.read_text()
+    named = text.splitlines()[0].removeprefix("# yaml-language-server: $schema=")
+    validator = jsonschema_rs.validator_for((path.parent / named).read_text())
+    validator.validate(yaml.safe_load(text))
+    wrong = yaml.safe_load(text) | {"http": {"port": "many"}}
+    assert not validator.is_valid(wrong)
+
+
+@pytest.mark.parametrize(("name", "kind"), EXAMPLES)
+def test_every_key_is_described(name, kind):
+    schema = kind.model_json_schema()
+    described = {
+        f"{name}.{key}": field
+        for name, part in schema["$defs"].items()
+        for key, field in part.get("properties", {}).items()
+    }
+    assert [key for key, field in described.items() if not field.get("description") and "$ref" not in field] == []

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, RoomPage, RoomQuery, RoomReport
 from kvbridge.api.status import (
     AdmissionStatus,
     BootstrapLinkStatus,
@@ -29,10 +29,13 @@ from kvbridge.pool.accounts.page_states import PageState
 class FakeRooms:
     """Rooms of one daemon; raises `error` when it is set."""
 
+    role = Role.PREFILL
+
     def __init__(self) -> None:
         self.rooms: dict[int, RoomReport] = {}
         self.error: Exception | None = None
         self.waits: list[tuple[int, float, frozenset[RoomState]]] = []
+        self.queries: list[RoomQuery] = []
         self.hold: asyncio.Event | None = None
         self.waiting = asyncio.Event()
 
@@ -48,6 +51,10 @@ class FakeRooms:
             prompt_tokens=request.prompt_tokens,
         )
         return self.rooms[room]
+
+    def page(self, query: RoomQuery) -> RoomPage:
+        self.queries.append(query)
+        return RoomPage(rooms=tuple(self.rooms.values()), next=None)
 
     def report(self, room: int) -> RoomReport:
         if self.error:

@@ -10,12 +10,14 @@ import pytest
 import pytest_asyncio
 
 from kvbridge import __version__
-from kvbridge.api.rooms import RoomReport
+from kvbridge.api.directory import NodeHeartbeat, PairRequest, Ticket
+from kvbridge.api.rooms import AdmissionRequest, RoomPage, RoomQuery, RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import ERROR_OF_CODE, CapacityError
 from kvbridge.core.ids import MAX_ROOM
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.daemon_app import create_daemon_app
+from kvbridge.http.problems import Problem
 from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
@@ -217,6 +219,29 @@ async def test_a_request_has_an_id_that_is_the_callers_when_it_gives_one(http, g
     assert told == given if given == "router-7/a.b:c" else re.fullmatch("[0-9a-f]{16}", told)
 
 
+async def test_a_load_balancer_may_ask_without_wanting_an_answer(http, status):
+    assert (await http.head("/health")).status_code == 200
+    assert (await http.head("/ready")).status_code == 200
+    status.ready = Readiness(ready=False)
+    assert (await http.head("/ready")).status_code == 503
+
+
+async def test_a_listing(http, rooms):
+    for room in (3, 9):
+        await http.post("/v1/requests", json={"room": room, "prompt_tokens": 5})
+    page = (await http.get("/v1/requests?state=admitted&state=failed&peer=d/n&client=a&after=7&limit=2")).json()
+    assert ([report["room"] for report in page["rooms"]], page["next"]) == ([3, 9], None)
+    wanted = frozenset({RoomState.ADMITTED, RoomState.FAILED})
+    await http.get("/v1/requests")
+    assert rooms.queries == [RoomQuery(states=wanted, peer="d/n", client="a", after=7, limit=2), RoomQuery()]
+
+
+@pytest.mark.parametrize("query", ["state=sending", "limit=0", "limit=201", "after=-1", "after=1_0", "limit=x"])
+async def test_a_listing_that_cannot_be_is_refused(http, rooms, query):
+    problem(await http.get(f"/v1/requests?{query}"), 400, "invalid_input")
+    assert rooms.queries == []
+
+
 async def test_unknown_routes_and_methods(http):
     assert "/nowhere" in problem(await http.get("/nowhere"), 404, "not_found")["detail"]
     response = await http.put("/v1/requests")
@@ -298,19 +323,43 @@ async def test_the_description_is_complete(rooms, status):
         "/status",
     }
     check_description(schema)
+    assert schema["info"]["title"] == "kvbridge prefill daemon"
+    assert schema["components"]["schemas"]["RoomReport"]["examples"]
+    described = schema["components"]["schemas"]["RoomReport"]["properties"]["age_s"]["description"]
+    assert described == "Seconds since it was admitted."
+    assert schema["security"] == [{"bearer": []}]
     assert schema["paths"]["/health"]["get"]["security"] == []
     admitted = schema["paths"]["/v1/requests"]["post"]["responses"]["201"]["content"]["application/json"]["schema"]
     assert admitted == {"$ref": "#/components/schemas/RoomReport"}
 
 
 def check_description(schema: dict) -> None:
-    """Every reference resolves, every operation describes its problems and never promises 422."""
+    """Every reference resolves, every operation has a name of its own and all that it can answer, with examples that hold."""
     names = schema["components"]["schemas"]
     assert "HTTPValidationError" not in names
-    for operation in (each for path in schema["paths"].values() for each in path.values()):
-        assert "422" not in operation["responses"]
-        described = operation["responses"]["default"]["content"]["application/problem+json"]["schema"]
-        assert described == {"$ref": "#/components/schemas/Problem"}
+    assert schema["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+    operations = [each for path in schema["paths"].values() for each in path.values()]
+    ids = [operation["operationId"] for operation in operations]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch("(get|list|admit|cancel|pair|register|send|deregister)_[a-z]+", name) for name in ids), ids
+    for operation in operations:
+        answers = operation["responses"]
+        assert "500" in answers
+        assert ("401" in answers) is (operation.get("security") != [])
+        assert not {"422", "default"} & answers.keys()
+        for status, answer in answers.items():
+            described = answer.get("content", {}).get("application/problem+json")
+            if int(status) < 400 or (operation["operationId"], status) == ("get_ready", "503"):
+                continue
+            assert described["schema"] == {"$ref": "#/components/schemas/Problem"}
+            for code, example in described.get("examples", {}).items():
+                assert Problem.model_validate(example["value"]).code == code
+                assert ERROR_OF_CODE[code].http_status == int(status)
+            assert ("Retry-After" in answer.get("headers", {})) is (status in {"429", "503"}), (operation, status)
+        assert ("Location" in answers.get("201", {}).get("headers", {})) is ("201" in answers)
+    for kind in (AdmissionRequest, PairRequest, RoomReport, RoomPage, Ticket, Readiness, NodeHeartbeat):
+        for example in names.get(kind.__name__, {}).get("examples", ()):
+            kind.model_validate(example)
     for reference in _references(schema):
         assert reference.removeprefix("#/components/schemas/") in names
 

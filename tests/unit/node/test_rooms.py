@@ -9,6 +9,7 @@ from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.node import room_book
 from kvbridge.node.room import Quarantine, Room, give_back, quarantine
 from kvbridge.node.room_book import RoomBook
 from kvbridge.pool.accounts.book import PageBook
@@ -30,6 +31,10 @@ class UsedRoom(Room):
     @property
     def users(self) -> set[str]:
         return self.using
+
+    @property
+    def waits_for(self) -> str:
+        return "somebody"
 
 
 def make_room(room: int = 1, generation: int = 1, state: RoomState = RoomState.ADMITTED) -> UsedRoom:
@@ -232,3 +237,45 @@ def test_a_quarantine_is_said_once_and_counted_by_its_cause_until_the_pages_are_
     give_back(pages, room)
     assert sum(rooms.quarantined().values()) == 0
     assert pages.quarantine_reasons() == {}
+
+
+def listed(book: RoomBook, *, after: int = 0, limit: int = 100, state: RoomState | None = None):
+    found, following = book.page(lambda room: state in {None, room.state}, after=after, limit=limit)
+    return [room.room for room in found], following
+
+
+def test_rooms_are_listed_in_the_order_of_their_admission_a_page_at_a_time():
+    book = make_book()
+    for number in (9, 3, 7, 5):
+        book.add(make_room(number, state=RoomState.COMPLETED if number == 3 else RoomState.ADMITTED))
+    assert listed(book) == ([9, 3, 7, 5], None)
+    first, following = listed(book, limit=2)
+    assert first == [9, 3]
+    book.ended(book.get(3))  # its receipt is listed in its place
+    assert listed(book, after=following, limit=2) == ([7, 5], None)
+    assert listed(book, state=RoomState.COMPLETED) == ([3], None)
+    assert listed(book, after=4) == ([], None)
+
+
+def test_what_is_forgotten_is_not_listed_and_a_page_goes_on_where_it_was():
+    clock = ManualClock()
+    book = make_book(clock)
+    for number in range(1, 6):
+        book.add(make_room(number, state=RoomState.COMPLETED))
+    _, following = listed(book, limit=3)
+    for number in (2, 3, 4):
+        book.ended(book.get(number))
+    clock.advance(100)
+    book.sweep()
+    assert listed(book) == ([1, 5], None)
+    assert listed(book, after=following) == ([5], None)
+
+
+def test_a_listing_looks_at_so_many_rooms_and_says_where_to_go_on(monkeypatch):
+    monkeypatch.setattr(room_book, "LOOKED_AT", 3)
+    book = make_book()
+    for number in range(1, 9):
+        book.add(make_room(number, state=RoomState.FAILED if number == 7 else RoomState.ADMITTED))
+    assert listed(book, state=RoomState.FAILED) == ([], 3)
+    assert listed(book, after=3, state=RoomState.FAILED) == ([], 6)
+    assert listed(book, after=6, state=RoomState.FAILED) == ([7], None)

@@ -13,7 +13,7 @@ from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.node.rooms import RoomPorts, Rooms, RoomSettings
-from kvbridge.node.sender.room import user_state
+from kvbridge.node.sender.room import SenderRoom, user_state
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import RoomEntered, RoomQuarantined
@@ -76,7 +76,7 @@ def driver() -> Scripted:
 
 @pytest.fixture
 def room() -> Room:
-    return Room(
+    return SenderRoom(
         room=1,
         generation=1,
         prompt_tokens=1,
@@ -94,7 +94,7 @@ def test_facts_lead_on_from_an_event_until_nothing_follows(driver, room):
     sent = SENDER_TABLE.step(SenderState.SENDING, SenderEvent.ALL_SENT)[1]
     assert driver.done == [SenderState.SENDING, *opened, SenderState.COMPLETED, *sent, "rest"]
     assert len(set(driver.depths)) == 1, "one transition does not run inside another"
-    assert [fact.state.value for fact in driver.events.of(RoomEntered)] == ["transferring", "completed"]
+    assert [fact.state.value for fact in driver.events.of(RoomEntered)] == ["offered", "completed"]
 
 
 def test_without_an_event_only_the_facts_are_looked_at(driver, room):
