@@ -1,10 +1,7 @@
 """The vocabulary of the dashboards: what a panel, a row and a board are, and how they look.
 
-Owns: style (colours, legends, units, sizes) and the JSON that Grafana reads. Must not know: which metrics there are (`boards/`).
-
-Colours are those of Okabe and Ito, which colour-blind readers tell apart; what is good or bad is said in words or by position as
-well. Series of an open set (instances, peers) are coloured by their value, from blue to red, and their legend is a table with
-the highest first, so that the eye goes to the one that stands out.
+Owns: style (legends, units, sizes) and the JSON that Grafana reads. Must not know: which metrics there are
+(`boards/`), what has which colour (`colours.py`).
 """
 
 from __future__ import annotations
@@ -14,47 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
+from deploy.grafana.colours import BLUE, COLOURS, DASHED, VERMILLION
+
 Json = dict[str, Any]
-
-GREY, ORANGE, SKY, GREEN = "#999999", "#E69F00", "#56B4E9", "#009E73"
-YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
-
-COLOURS: Mapping[str, Mapping[str, str]] = {
-    "{{state}}": {
-        "free": SKY,
-        "held": BLUE,
-        "leased": YELLOW,
-        "quarantined": VERMILLION,
-        "admitted": GREY,
-        "offered": SKY,
-        "transferring": BLUE,
-        "committed": GREEN,
-        "claimed": YELLOW,
-        "completed": GREEN,
-        "aborting": ORANGE,
-        "aborted": PURPLE,
-        "failed": VERMILLION,
-        "registered": GREEN,
-        "none": GREY,
-        "refused": VERMILLION,
-        "replaced": PURPLE,
-        "unreachable": ORANGE,
-        "connected": GREEN,
-        "connecting": ORANGE,
-        "attached": GREEN,
-        "gone": ORANGE,
-        "ready": GREEN,
-        "starting": SKY,
-        "absent": ORANGE,
-    },
-    "{{direction}}": {"sent": BLUE, "received": ORANGE},
-    "{{transport}}": {"local": GREEN, "mooncake": BLUE, "nixl": ORANGE},
-    "p50": {"p50": SKY},
-    "p90": {"p90": BLUE},
-    "p99": {"p99": VERMILLION},
-}
-"""By the legend of a query: its series and their colours, the same on every board."""
-DASHED = frozenset({"p99", "received"})
 
 DATA_SOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 SCHEMA_VERSION = 39
