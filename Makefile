@@ -23,7 +23,8 @@ GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
-.PHONY: help setup system servers browser demo unit test test-all test-faults test-gpu check format bench bench-gpu soak fuzz fuzz-http clean
+.PHONY: help setup system servers browser demo unit test test-all test-faults test-gpu test-operate dashboards check format bench
+.PHONY: bench-gpu soak fuzz fuzz-http clean
 
 help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine; then with sparse decode"
@@ -33,6 +34,9 @@ help:
 	@echo "             transports, plans, wire, sessions or faults is called done"
 	@echo "make test-faults  kill, freeze and mislead every process in every state of a room; what became of it in out/faults/"
 	@echo "make test-gpu  run the tests that need a GPU, and the kernels under compute-sanitizer; results in out/test-gpu/"
+	@echo "make test-operate  MINUTES of load under Prometheus, when no alert may fire; then every alert in the fault it is for, with"
+	@echo "             times SPEED times as short as in the rules; results in out/operate/"
+	@echo "make dashboards  write Grafana's files from their descriptions"
 	@echo "make check   format, lint, types, import layers"
 	@echo "make bench   measure planning, transports, overhead and load; results in out/bench/"
 	@echo "make bench-gpu  measure kernels, transports and time to first token on this machine's GPUs; results in out/bench-gpu/"
@@ -82,6 +86,15 @@ test-faults: $(READY)
 
 test-gpu: $(GPU_READY)
 	$(GPU_RUN) -m tests.gpu --output out/test-gpu
+
+MINUTES ?= 60
+SPEED ?= 30
+
+test-operate: $(READY) | servers
+	$(BIN)/python -m tests.operate --minutes $(MINUTES) --speed $(SPEED) --output out/operate
+
+dashboards: $(READY)
+	$(BIN)/python -m deploy.grafana.build
 
 check: $(READY)
 	$(BIN)/ruff format --check .

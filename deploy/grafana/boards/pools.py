@@ -1,0 +1,150 @@
+"""Pages: how many there are, who has them, what is waited for."""
+
+from __future__ import annotations
+
+from deploy.grafana.expressions import CHOSEN, NAME, now, of_each, quantile, rate, rate_of_each
+from deploy.grafana.panels import Board, Query, Row, Variable, lines, number, table
+
+BOARD = Board(
+    "kvbridge-pools",
+    "kvbridge / Pools, leases, quarantine",
+    "Pages of each index space: free, held by engines, leased to transfers, in quarantine. What waits for them, and why they "
+    "do not come back.",
+    (
+        Row(
+            "Pages",
+            (
+                lines(
+                    "Pages of $space",
+                    "By state, over the chosen daemons. Leased: a transfer reads or writes them. Held: by an engine or a room. "
+                    "Quarantined: nobody may use them until something is proved.",
+                    Query(now("pool_pages", "state", where='space="$space"'), "{{state}}"),
+                    stacked=True,
+                    width=24,
+                    repeat="space",
+                ),
+                lines(
+                    "Pool memory",
+                    "The same in bytes, over all spaces.",
+                    Query(now("pool_bytes", "state"), "{{state}}"),
+                    unit="bytes",
+                    stacked=True,
+                ),
+                lines(
+                    "Free share of each daemon",
+                    "The scarcest space of each daemon. At 0 the daemon refuses, or lets requests with `wait_s` wait.",
+                    Query(
+                        f'min by (job, instance) (sum by (job, instance, space) (kvbridge_pool_pages{{{CHOSEN}, state="free"}}) / '
+                        f"sum by (job, instance, space) (kvbridge_pool_pages{{{CHOSEN}}})) * {NAME}",
+                        "{{daemon}}",
+                    ),
+                    unit="percentunit",
+                ),
+                lines(
+                    "Pages free soon",
+                    "Pages that are free or probably will be within 1, 10 and 60 seconds: the estimate behind Retry-After.",
+                    Query(now("pages_expected_free", "space, within"), "{{space}} within {{within}}"),
+                ),
+            ),
+        ),
+        Row(
+            "Admission",
+            (
+                number(
+                    "Waiting requests",
+                    "Requests with `wait_s` that wait for pages now.",
+                    now("admission_waiting_requests"),
+                ),
+                number(
+                    "Oldest wait",
+                    "How long the oldest of them waits.",
+                    now("admission_oldest_wait_seconds", how="max"),
+                    unit="s",
+                    bad_above=30,
+                ),
+                number(
+                    "Starved for",
+                    "For how long not even the smallest request fits on some daemon; 0 if one does everywhere.",
+                    now("admission_starved_seconds", how="max"),
+                    unit="s",
+                    bad_above=10,
+                ),
+                lines(
+                    "Refused requests",
+                    "Refusals a second by code; `wait_timeout` and `queue_full` are kinds of `capacity`.",
+                    Query(rate("admissions_refused_total", "code"), "{{code}}"),
+                    unit="ops",
+                    width=12,
+                ),
+                lines(
+                    "Time until admitted, p99",
+                    "Of requests that had to wait, by how the wait ended.",
+                    Query(quantile(0.99, "admission_wait_seconds", "outcome"), "{{outcome}}"),
+                    unit="s",
+                    width=12,
+                ),
+                lines(
+                    "Starved daemons",
+                    "For how long not even the smallest request fits, each daemon.",
+                    Query(of_each("admission_starved_seconds"), "{{daemon}}"),
+                    unit="s",
+                    width=12,
+                ),
+            ),
+        ),
+        Row(
+            "Leases and quarantine",
+            (
+                lines(
+                    "Leased pages",
+                    "Pages that a transfer may touch, by space. A lease ends by proof only, never by a timer.",
+                    Query(now("pool_pages", "space", where='state="leased"'), "{{space}}"),
+                ),
+                lines(
+                    "Pages in quarantine",
+                    "By daemon. They come back when what is missing is proved.",
+                    Query(of_each("pool_pages", where='state="quarantined"'), "{{daemon}}"),
+                ),
+                lines(
+                    "Rooms in quarantine",
+                    "By what is not proved yet: that a transport of ours is quiet, a writer is shut out, an engine has let go, or "
+                    "the process of an engine has ended.",
+                    Query(now("rooms_quarantined", "reason"), "{{reason}}"),
+                ),
+                lines(
+                    "Writers shut out",
+                    "Fences in one step: a writer gave no proof, so decode gave out new endpoints and closed the old ones.",
+                    Query(
+                        f"delta(kvbridge_endpoint_epoch{{{CHOSEN}}}[$__rate_interval]) * {NAME}",
+                        "{{daemon}}",
+                    ),
+                ),
+                lines(
+                    "Engines",
+                    "Engine processes by state. `gone`: its connection has ended and pages wait for the end of its process.",
+                    Query(now("engines", "state"), "{{state}}"),
+                ),
+                lines(
+                    "Rank workers started again",
+                    "A second, each daemon. Rooms that were on the worker fail.",
+                    Query(rate_of_each("worker_restarts_total", "reason"), "{{daemon}} {{reason}}"),
+                    unit="ops",
+                ),
+                table(
+                    "Pages of each daemon now",
+                    "Every space of every chosen daemon. Over all states the pages sum to the pool.",
+                    {
+                        state.capitalize(): Query(
+                            f'sum by (daemon, space) (kvbridge_pool_pages{{{CHOSEN}, state="{state}"}} * on (job, instance) '
+                            "group_left (daemon) kvbridge_build_info)"
+                        )
+                        for state in ("quarantined", "leased", "held", "free")
+                    },
+                    by=("daemon", "space"),
+                    units={},
+                ),
+            ),
+        ),
+    ),
+    (Variable("space", "Index space", 'label_values(kvbridge_pool_pages{instance=~"$instance"}, space)'),),
+)

@@ -1,0 +1,92 @@
+"""What the daemons know of sparse decode: its slots, its host pool, and what was brought for it."""
+
+from __future__ import annotations
+
+from deploy.grafana.expressions import now, quantile, rate
+from deploy.grafana.panels import Board, Query, Row, lines, number, text
+
+HOST = 'space="host"'
+SLOTS = 'space="request"'
+FREE = ', state="free"'
+
+BOARD = Board(
+    "kvbridge-sparse",
+    "kvbridge / Sparse decode",
+    "What the daemons know of sparse decode: its slots, its host pool, and what was brought for it.",
+    (
+        Row(
+            "Slots and host pool",
+            (
+                number(
+                    "Requests that decode",
+                    "Rooms that a decode engine has claimed and not released; each has a slot of the hot buffer.",
+                    now("rooms", where='state="claimed"'),
+                ),
+                number(
+                    "Hot-buffer slots free",
+                    "Share of the index space `request`. At 0 no request can start, whatever is free on the host.",
+                    f"{now('pool_pages', where=SLOTS + FREE)} / {now('pool_pages', where=SLOTS)}",
+                    unit="percentunit",
+                ),
+                number(
+                    "Host pages free",
+                    "Share of the index space `host`, where all rows are but the newest.",
+                    f"{now('pool_pages', where=HOST + FREE)} / {now('pool_pages', where=HOST)}",
+                    unit="percentunit",
+                ),
+                lines(
+                    "Slots of the hot buffer",
+                    "By state. A slot is the id of a room in the space `request`.",
+                    Query(now("pool_pages", "state", where=SLOTS), "{{state}}"),
+                    stacked=True,
+                    width=12,
+                ),
+                lines(
+                    "Host pool",
+                    "By state, in bytes.",
+                    Query(now("pool_bytes", "state", where=HOST), "{{state}}"),
+                    unit="bytes",
+                    stacked=True,
+                    width=12,
+                ),
+                lines(
+                    "Host pages free soon",
+                    "Pages that are free or will probably be within 1, 10 and 60 seconds.",
+                    Query(now("pages_expected_free", "within", where=HOST), "within {{within}}"),
+                    width=12,
+                ),
+            ),
+        ),
+        Row(
+            "What was brought, and how long it is used",
+            (
+                lines(
+                    "Bytes by component",
+                    "What arrives at decode nodes.",
+                    Query(rate("transferred_bytes_total", "component", where='direction="received"'), "{{component}}"),
+                    unit="Bps",
+                    stacked=True,
+                    width=12,
+                ),
+                lines(
+                    "Time in use",
+                    "How long engines use the pages of a room, from claim to release.",
+                    *(
+                        Query(
+                            quantile(share, "phase_duration_seconds", where='phase="claim_to_release"'),
+                            f"p{share * 100:g}",
+                        )
+                        for share in (0.5, 0.9, 0.99)
+                    ),
+                    unit="s",
+                    width=12,
+                ),
+                text(
+                    "The hot buffer works in the engine's process, which is not scraped: hits, loads and evictions of a request "
+                    "are `SparseCache.counts(request)` there. Only figures of the daemons are shown here.",
+                    height=3,
+                ),
+            ),
+        ),
+    ),
+)
