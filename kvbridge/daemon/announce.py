@@ -69,13 +69,14 @@ def read_endpoint(runtime_dir: Path) -> DaemonEndpoint | None:
     """Return what a daemon wrote, or None when there is nothing (yet). Raises ConfigError for what another user wrote."""
     try:
         with (runtime_dir / ENDPOINT_FILE).open("rb") as file:
-            owner = os.fstat(file.fileno()).st_uid
-            if owner != os.geteuid():
-                raise ConfigError(
-                    f"{file.name} was written by user {owner}, not by user {os.geteuid()} of this process"
-                )
-            return DaemonEndpoint.model_validate_json(file.read())
-    except (OSError, ValueError):
+            owner, content = os.fstat(file.fileno()).st_uid, file.read()
+    except OSError:
+        return None
+    if owner != os.geteuid():
+        raise ConfigError(f"{file.name} was written by user {owner}, not by user {os.geteuid()} of this process")
+    try:
+        return DaemonEndpoint.model_validate_json(content)
+    except ValueError:
         return None
 
 

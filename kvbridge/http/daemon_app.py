@@ -38,6 +38,16 @@ ADMISSION_ANSWERS = {
 }
 
 RoomPath = Annotated[RoomId, NUMBER, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
+StatesQuery = Annotated[tuple[RoomState, ...], Query(description="Only rooms in one of these states.")]
+PeerQuery = Annotated[
+    str, Query(max_length=400, description="Only rooms with this node at the other end: INSTANCE/NODE or INSTANCE.")
+]
+ClientQuery = Annotated[str | None, Query(max_length=200, description="Only rooms of this client.")]
+AfterQuery = Annotated[int, NUMBER, Query(ge=0, le=2**62, description="`next` of the page before; 0: from the oldest.")]
+LimitQuery = Annotated[int, NUMBER, Query(ge=1, le=MAX_LISTED, description="Rooms on a page at most.")]
+WaitQuery = Annotated[float, NUMBER, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")]
+UntilQuery = Annotated[tuple[RoomState, ...], Query(description="States to wait for; none: a final one.")]
+GenerationQuery = Annotated[int | None, NUMBER, Query(ge=1, description="Cancel this generation only.")]
 ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everybody who asks why the room ended.")]
 
 
@@ -74,29 +84,18 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
 
     @router.get("")
     async def list_rooms(
-        state: Annotated[tuple[RoomState, ...], Query(description="Only rooms in one of these states.")] = (),
-        peer: Annotated[
-            str,
-            Query(max_length=400, description="Only rooms with this node at the other end: INSTANCE/NODE or INSTANCE."),
-        ] = "",
-        client: Annotated[str | None, Query(max_length=200, description="Only rooms of this client.")] = None,
-        after: Annotated[
-            int, NUMBER, Query(ge=0, le=2**62, description="`next` of the page before; 0: from the oldest.")
-        ] = 0,
-        limit: Annotated[int, NUMBER, Query(ge=1, le=MAX_LISTED, description="Rooms on a page at most.")] = 100,
+        state: StatesQuery = (),
+        peer: PeerQuery = "",
+        client: ClientQuery = None,
+        after: AfterQuery = 0,
+        limit: LimitQuery = 100,
     ) -> RoomPage:
         """List rooms, the oldest first, a page at a time: those under way, and ended ones as long as they are remembered."""
         query = RoomQuery(states=frozenset(state), peer=peer, client=client, after=after, limit=limit)
         return rooms.page(query)
 
     @router.get("/{room}", responses=problems(UnknownRoomError))
-    async def get_room(
-        room: RoomPath,
-        wait: Annotated[
-            float, NUMBER, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")
-        ] = 0.0,
-        until: Annotated[tuple[RoomState, ...], Query(description="States to wait for; none: a final one.")] = (),
-    ) -> RoomReport:
+    async def get_room(room: RoomPath, wait: WaitQuery = 0.0, until: UntilQuery = ()) -> RoomReport:
         """Return a room's report, at once or when it has reached a state; after `wait` seconds in any case."""
         if wait > settings.max_wait_s:
             raise InvalidInputError(
@@ -110,7 +109,7 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
     async def cancel_room(
         room: RoomPath,
         reason: ReasonQuery = "cancelled by its client",
-        generation: Annotated[int | None, NUMBER, Query(ge=1, description="Cancel this generation only.")] = None,
+        generation: GenerationQuery = None,
     ) -> RoomReport:
         """Abort a room; harmless on a final one. 409 `stale` when the room is there in another generation."""
         present = rooms.report(room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import (
     BridgeError,
+    ConfigError,
     ConflictError,
     NotFoundError,
     NotReadyError,
@@ -21,7 +23,14 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank
-from kvbridge.daemon.announce import Announcer, is_significant
+from kvbridge.daemon.announce import (
+    ENDPOINT_FILE,
+    Announcer,
+    DaemonEndpoint,
+    is_significant,
+    read_endpoint,
+    write_endpoint,
+)
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.daemon.prefill import prefill_daemon
@@ -354,3 +363,15 @@ async def test_a_replica_that_refuses_is_not_left():
         assert second.calls == []
     finally:
         task.cancel()
+
+
+def test_an_endpoint_file_of_another_user_is_refused_and_half_of_one_is_none_yet(tmp_path, monkeypatch):
+    assert read_endpoint(tmp_path) is None
+    write_endpoint(tmp_path, DaemonEndpoint(role="prefill", incarnation="i", pid=1, http_url="http://127.0.0.1:1"))
+    assert read_endpoint(tmp_path) is not None
+    monkeypatch.setattr("kvbridge.daemon.announce.os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match=f"was written by user {os.getuid()}, not by user {os.getuid() + 1}"):
+        read_endpoint(tmp_path)
+    monkeypatch.undo()
+    (tmp_path / ENDPOINT_FILE).write_text("{")
+    assert read_endpoint(tmp_path) is None
