@@ -276,7 +276,8 @@ def test_retry_after_is_close_to_when_slots_come_free(live: LiveCluster, daemon:
     assert 0.5 * every_s < told_s < 2.5 * every_s, f"told {told_s} s, a slot comes free every {every_s} s"
     assert answer.headers["Retry-After"] == "1"
     shown = status(daemon)["admission"]["released_pages_per_s"]["request"]
-    assert shown == pytest.approx(1 / every_s, rel=0.4)
+    # Of the last seconds: what the test before this one released counts as well.
+    assert 0.4 / every_s < shown < 2.5 / every_s
     end(daemon, *held)
 
 

@@ -49,8 +49,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class SeenFromTheHost(MappedRegions):
     """Device memory that torch may treat as its own kind of memory."""
 
-    def __init__(self, shared: Any) -> None:
-        super().__init__(shared)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.kinds = {region.memory for region in self.regions}
         self.regions = tuple(
             region.model_copy(update={"memory": MemoryKind.DRAM, "device": 0}) for region in self.regions

@@ -146,6 +146,11 @@ def to_all(daemon: DaemonProcess) -> None:
     daemon.kill(signal.SIGTERM)
 
 
+def listed(live: LiveCluster) -> list[str]:
+    """The instances that the directory knows."""
+    return [each["instance"] for each in http("GET", live.cluster.bootstrap, "/v1/instances").json()]
+
+
 @pytest.mark.parametrize("tell", [to_one, to_the_group, to_all])
 def test_sigterm_lets_rooms_end(
     live: LiveCluster, daemon: DaemonProcess, tell: Callable[[DaemonProcess], None]
@@ -162,7 +167,7 @@ def test_sigterm_lets_rooms_end(
     assert (refused.status_code, refused.json()["code"]) == (503, "not_ready")
     assert "Retry-After" in refused.headers
     instance = daemon.config["instance"]
-    eventually("off the directory", lambda: instance not in http("GET", live.cluster.bootstrap, "/v1/instances").text)
+    eventually("off the directory", lambda: instance not in listed(live))
     assert not gone(pid(daemon)), "a room is in flight"
     assert not gone(workers)
 
@@ -174,7 +179,7 @@ def test_sigterm_lets_rooms_end(
     said = [json.loads(line) for line in daemon.log_path.read_text()[earlier:].splitlines()]
     assert not [each for each in said if each["level"] not in {"debug", "info"}], said
     assert [each["limit_s"] for each in said if each["event"] == "draining"] == [SHUTDOWN_ROOMS_S]
-    assert instance not in http("GET", live.cluster.bootstrap, "/v1/instances").text
+    assert instance not in listed(live)
     assert gone(workers)
     assert not shared_files(daemon)
     assert not list(daemon.runtime_dir.glob("*.json")), "a closed endpoint is not announced"

@@ -159,7 +159,7 @@ class DemoPlan:
                 pools={"device": decode_pages, "host": host_pool},
                 more={"timeouts": timeouts, **self._ranks(1)},
             ),
-            bootstrap={"timeouts": {"ticket_s": LONG_S, "room_keep_s": LONG_S}},
+            bootstrap={"timeouts": {"ticket_s": LONG_S, "room_keep_s": 2 * LONG_S}},
             ends_with_us=True,
         )
 

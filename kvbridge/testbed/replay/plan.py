@@ -138,7 +138,7 @@ class ReplayPlan:
                 pools={"device": decode_pages, "host": host_pool},
                 more={"timeouts": timeouts, **integrity},
             ),
-            bootstrap={"timeouts": {"ticket_s": LONGEST_WAIT_S, "room_keep_s": LONGEST_WAIT_S}},
+            bootstrap={"timeouts": {"ticket_s": LONGEST_WAIT_S, "room_keep_s": 2 * LONGEST_WAIT_S}},
             ends_with_us=True,
         )
 

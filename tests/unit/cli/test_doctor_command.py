@@ -98,6 +98,7 @@ def test_keys_that_are_wrong_are_findings(tmp_path: Path, monkeypatch: pytest.Mo
     tmp_path.chmod(0o700)
     flags = ["--set", f"http.token_file={token}", "--set", f"runtime_dir={tmp_path}", "--set", "http.port=0"]
     result = CliRunner().invoke(app, ["doctor", *DECODE, *flags, "--set", "bootstrap.url=", "--no-transfer", "--json"])
+    assert result.exit_code == 1, (result.output, result.exception)
     findings = json.loads(result.stdout)["findings"]
     bad = [each for each in findings if each["check"] == "process.keys" and each["level"] == "breaks"]
     assert [each["cure"] for each in bad] == [f"chmod 600 {token}"]
