@@ -18,10 +18,11 @@ from kvbridge.core.errors import UnsupportedError
 GREY, ORANGE, SKY, GREEN = "#999999", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 INK, QUIET, LINE = "#16202b", "#566373", "#dde3ea"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "text.color": INK,
     "axes.titlesize": 10,
+    "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.labelcolor": QUIET,
     "axes.edgecolor": QUIET,
@@ -35,8 +36,10 @@ STYLE = {
     "ytick.color": QUIET,
     "legend.frameon": False,
     "legend.fontsize": 8,
-    "figure.titlesize": 13,
+    "figure.titlesize": 12,
     "figure.titleweight": "bold",
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.08,
 }
 DOTS_PER_INCH = 120
 MISSING = "a picture needs matplotlib: pip install 'kvbridge[plot]'"
@@ -55,10 +58,10 @@ def picture(path: Path, size_inches: tuple[float, float]) -> Iterator[Any]:
     Raises UnsupportedError without matplotlib, OSError when the file cannot be written.
     """
     require_plots()
-    import matplotlib  # noqa: PLC0415 - an extra
+    import matplotlib as mpl  # noqa: PLC0415 - an extra
     from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
 
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=size_inches, layout="constrained")
         yield figure
         figure.savefig(path, format="png", dpi=DOTS_PER_INCH)

@@ -38,28 +38,30 @@ INSIDE = {
 SPACES = {"full": "token pages", "host": "host pages", "swa": "sliding-window pages", "request": "request slots"}
 ROLES = {"prefill": BLUE, "decode": ORANGE}
 QUANTILES = {"p50": (SKY, "o", "half of the requests"), "p90": (BLUE, "s", "90 %"), "p99": (VERMILLION, "D", "99 %")}
-LABELLED_SHARE = 0.04
+UNITS = (("s", 1.0), ("ms", 1e-3))
+LABELLED_SHARE = 0.062
 """Of the longest bar; narrower pieces have no room for their figure."""
 
 
 def draw(report: ReplayReport, path: Path) -> None:
     """Write the picture as PNG. Raises UnsupportedError without matplotlib, OSError when the file cannot be written."""
     with picture(path, SIZE_INCHES) as figure:
-        whole, inside, times = figure.subfigures(3, 1, height_ratios=(3.2, 3, 5))
-        _draw_steps(whole.subplots(), report)
-        _draw_inside(inside.subplots(), report)
+        durations, times = figure.subfigures(2, 1, height_ratios=(6, 5))
+        steps, inside = durations.subplots(2, 1)
+        _draw_steps(steps, report)
+        _draw_inside(inside, report)
         columns = times.subfigures(1, 3)
         for column, role in zip(columns, ROLES, strict=False):
             _draw_pools(column, report, role)
         _draw_rates(columns[-1], report)
-        figure.suptitle(title(report))
+        figure.suptitle(title(report), fontsize=13)
 
 
 def title(report: ReplayReport) -> str:
     """Say what was replayed and how it ended."""
     settings = report.settings
     return (
-        f"{report.completed} of {report.requests} requests of {report.trace} served: {settings['model']} over "
+        f"{report.completed} of {report.requests} requests of {report.trace} served\n{settings['model']} over "
         f"{settings['transport']}, {report.total.bytes / 1e9:,.1f} GB, {report.mismatched_bytes:,} wrong bytes"
     )
 
@@ -68,20 +70,20 @@ def headline(report: ReplayReport) -> str:
     """Say how long requests took, and what the slowest spent most of it on."""
     if not report.breakdown:
         return "No request was served: there are no durations"
-    total, slowest = report.phases["total"], report.breakdown["p99"]
+    took = {name: sum(steps.values()) for name, steps in report.breakdown.items()}
+    slowest = report.breakdown["p99"]
     most = max(slowest, key=lambda step: slowest[step])
     return (
-        f"Half of the requests took at most {duration(total.p50_s)}, 99 % at most {duration(total.p99_s)}; the slowest spent "
-        f"most on: {STEPS[most][0]} ({slowest[most] / sum(slowest.values()):.0%})"
+        f"Half of the requests took at most {duration(took['p50'])}, 99 % at most {duration(took['p99'])};\n"
+        f"the largest part of that: {STEPS[most][0]} ({100 * slowest[most] / took['p99']:.0f} %)"
     )
 
 
 def duration(seconds: float) -> str:
     """Write a duration with three digits, in the unit that suits it."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.{max(0, 2 - len(str(int(seconds * scale))) + 1)}f} {unit}"
-    return f"{seconds * 1e6:.0f} µs"
+    scale, unit = next(((1 / least_s, unit) for unit, least_s in UNITS if seconds >= least_s), (1e6, "µs"))
+    value = seconds * scale
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
 def rates(samples: tuple[Sample, ...]) -> tuple[list[float], list[float], list[float]]:
@@ -104,46 +106,54 @@ def _draw_steps(axes: Any, report: ReplayReport) -> None:  # noqa: ANN401 - matp
             continue
         bars = axes.barh(list(left), widths, 0.7, list(left.values()), color=colour, edgecolor="white", label=words)
         shown = [duration(width) if width >= LABELLED_SHARE * longest else "" for width in widths]
-        axes.bar_label(bars, shown, label_type="center", color="white" if colour in {BLUE, VERMILLION} else INK)
+        ink = "white" if colour in {BLUE, VERMILLION} else INK
+        axes.bar_label(bars, shown, label_type="center", color=ink, fontsize=8)
         left = {name: start + width for (name, start), width in zip(left.items(), widths, strict=True)}
-    for position, end in enumerate(left.values()):
-        axes.text(end, position, f"  {duration(end)}", va="center", weight="bold")
-    axes.set_yticks(range(len(left)), [f"{QUANTILES[name][2]}\nat most" for name in left], color=INK)
-    axes.set_xlabel("seconds from due until given back; each bar is divided as the requests near that percentile were, on average")
+    for position, (name, end) in enumerate(left.items()):
+        words = f"  {duration(end)}, the bridge {duration(report.breakdown[name]['after_prefill'])}"
+        axes.text(end, position, words, va="center", weight="bold")
+    axes.set_yticks(range(len(left)), [f"{QUANTILES[name][2]}\ntake at most" for name in left], color=INK)
+    axes.set_xlabel(
+        "seconds from due until given back; each bar is divided as the requests near that percentile were, on average"
+    )
     axes.grid(visible=False, axis="y")
-    axes.margins(x=0.08)
+    axes.margins(x=0.27)  # room for what stands behind the longest bar
     axes.invert_yaxis()
     if left:
-        axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, -0.55), borderaxespad=0)
+        axes.legend(ncols=4, loc="upper left", bbox_to_anchor=(-0.01, -0.2), borderaxespad=0)
 
 
 def _draw_inside(axes: Any, report: ReplayReport) -> None:  # noqa: ANN401 - matplotlib's axes
-    axes.set_title("What the bridge did meanwhile, by request (these overlap; the scale is logarithmic)")
+    axes.set_title("What the bridge did meanwhile, by request (overlapping; logarithmic scale)")
     known = [name for name in INSIDE if name in report.phases]
     for quantile, (colour, marker, words) in QUANTILES.items():
         values = [getattr(report.phases[name], f"{quantile}_s") * 1e3 for name in known]
-        axes.plot(values, range(len(known)), marker, color=colour, label=f"{words} at most", markersize=6, zorder=3)
+        axes.plot(values, range(len(known)), marker, color=colour, label=words, markersize=6, zorder=3)
     ends = [(report.phases[name].p50_s * 1e3, report.phases[name].p99_s * 1e3) for name in known]
-    axes.hlines(range(len(known)), *zip(*ends, strict=True), color=GREY, linewidth=2) if ends else None
+    for position, (least, most) in enumerate(ends):
+        axes.hlines(position, least, most, color=GREY, linewidth=2)
     axes.set_yticks(range(len(known)), [INSIDE[name] for name in known], color=INK)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.set_xlabel("milliseconds")
     axes.margins(y=0.12)
     axes.invert_yaxis()
-    axes.legend(loc="upper right")
+    axes.legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
 
 
 def _draw_pools(figure: Any, report: ReplayReport, role: str) -> None:  # noqa: ANN401 - matplotlib's figure
     pools = [(space, report.pool_pages[role][space]) for space in SPACES if report.pool_pages.get(role, {}).get(space)]
     if not pools:
         return
+    figure.suptitle(f"Pools of {role}: part that is in use", fontsize=10)
     times = [sample.at_s for sample in report.occupancy]
     panels = figure.subplots(len(pools), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (space, pages) in zip(panels, pools, strict=True):
         used = [100 * sample.used_pages.get(role, {}).get(space, 0) / pages for sample in report.occupancy]
         _fill(axes, times, used, ROLES[role])
-        axes.set_title(f"{role}: {SPACES[space]}, at most {max(used, default=0):.0f} % of {pages:,} in use", fontsize=9)
+        axes.set_title(
+            f"{SPACES[space]}: at most {max(used, default=0):.0f} % of {pages:,}", fontsize=9, weight="normal"
+        )
         axes.set_ylim(0, 100)
         axes.set_yticks((0, 50, 100), ("0", "50", "100 %"))
     panels[-1].set_xlabel("seconds")
@@ -156,13 +166,14 @@ def _draw_rates(figure: Any, report: ReplayReport) -> None:  # noqa: ANN401 - ma
     in_flight = [sample.in_flight for sample in report.occupancy]
     replay_s = report.seconds.get("replay", 0.0)
     per_s = 1 / replay_s if replay_s else 0.0
+    figure.suptitle("How fast it was", fontsize=10)
     bandwidth, served, flying = figure.subplots(3, 1, sharex=True)
     _fill(bandwidth, begun + last, gb_per_s + gb_per_s[-1:], GREEN)
-    bandwidth.set_title(f"arrived: {report.total.bytes * per_s / 1e9:.2f} GB/s on average", fontsize=9)
+    bandwidth.set_title(f"arrived: {report.total.bytes * per_s / 1e9:.2f} GB/s on average", fontsize=9, weight="normal")
     _fill(served, begun + last, requests_per_s + requests_per_s[-1:], GREEN)
-    served.set_title(f"served: {report.completed * per_s:.1f} requests/s on average", fontsize=9)
+    served.set_title(f"served: {report.completed * per_s:.1f} requests/s on average", fontsize=9, weight="normal")
     _fill(flying, [sample.at_s for sample in report.occupancy], in_flight, PURPLE)
-    flying.set_title(f"in flight: at most {report.most_in_flight} requests", fontsize=9)
+    flying.set_title(f"in flight: at most {report.most_in_flight} requests", fontsize=9, weight="normal")
     flying.set_xlabel("seconds")
     for axes in (bandwidth, served, flying):
         axes.set_ylim(bottom=0)

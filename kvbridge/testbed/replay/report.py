@@ -192,9 +192,7 @@ def breakdown(served: Sequence[Mapping[str, float]]) -> dict[str, dict[str, floa
         aside = round(len(ordered) * NEIGHBOURS)
         near = ordered[max(0, at - aside) : at + aside + 1]
         scale = ordered[at]["total"] / (sum(phases["total"] for phases in near) or 1.0)
-        found[f"p{percent}"] = {
-            step: _rounded(scale * sum(phases.get(step, 0.0) for phases in near)) for step in STEPS
-        }
+        found[f"p{percent}"] = {step: _rounded(scale * sum(phases.get(step, 0.0) for phases in near)) for step in STEPS}
     return found
 
 
