@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import metadata
@@ -21,7 +21,7 @@ from kvbridge import __version__
 from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.testbed.replay.job import MOST_WRONG_ROWS, Arrived, WrongRow
 from kvbridge.testbed.replay.plan import ReplayPlan
-from kvbridge.testbed.replay.report import Ending, PhaseSummary, ReplayReport, Sample, Unserved
+from kvbridge.testbed.replay.report import STEPS, Ending, PhaseSummary, ReplayReport, Sample, Unserved, breakdown
 from kvbridge.testbed.replay.trace import TraceRequest
 
 SAMPLE_S = 1.0
@@ -79,7 +79,8 @@ class Ledger:
         self._wrong_bytes = 0
         self._wrong_rows: list[WrongRow] = []
         self._most_in_flight = 0
-        self._phases: dict[str, list[float]] = defaultdict(list)
+        self._served: list[dict[str, float]] = []
+        """Phases of each completed request, in seconds."""
         self._samples: list[Sample] = []
         self._sample_every_s = SAMPLE_S
         self._next_sample_s = 0.0
@@ -160,9 +161,9 @@ class Ledger:
     def released(self, number: int, now_s: float) -> None:
         """The decode engine has given a request back."""
         request = self._requests[number - 1]
-        request.phases_s["total"] = now_s - request.due_s
-        for phase, seconds in request.phases_s.items():
-            self._phases[phase].append(seconds)
+        total_s = now_s - request.due_s
+        known_s = sum(request.phases_s.get(step, 0.0) for step in STEPS)
+        self._served.append({**request.phases_s, "hold": max(0.0, total_s - known_s), "total": total_s})
         self._end(request, Stage.COMPLETED, "")
 
     def failed(self, room: int, reason: str) -> None:
@@ -170,18 +171,30 @@ class Ledger:
         for request in [each for each in self._in_play.values() if each.room == room]:
             self._end(request, Stage.FAILED, reason)
 
-    def sample(self, sample: Sample) -> None:
-        """Keep how full the pools are."""
-        self._samples.append(sample)
+    def sample(self, at_s: float, used_pages: dict[str, dict[str, int]]) -> None:
+        """Keep how far it is and how full the pools are."""
+        self._samples.append(
+            Sample(
+                at_s=at_s,
+                in_flight=self.in_flight,
+                completed=len(self._served),
+                arrived_bytes=self._arrived_bytes,
+                used_pages=used_pages,
+            )
+        )
         if len(self._samples) > MOST_SAMPLES:
             self._samples = self._samples[::2]
             self._sample_every_s *= 2
-        self._next_sample_s = sample.at_s + self._sample_every_s
+        self._next_sample_s = at_s + self._sample_every_s
 
     def _end(self, request: Request, stage: Stage, reason: str) -> None:
         request.stage, request.reason = stage, reason
         self._in_play.pop(request.number, None)
         request.phases_s = {}  # summed up, or of no use
+
+    @property
+    def _arrived_bytes(self) -> int:
+        return sum(amount.bytes for amount in self._amounts.values())
 
     def _count(self, stage: Stage) -> int:
         return sum(each.stage is stage for each in self._requests)
@@ -190,10 +203,9 @@ class Ledger:
 
     def in_words(self) -> str:
         """Say how far it is."""
-        moved_gb = sum(amount.bytes for amount in self._amounts.values()) / 1e9
         return (
             f"{self._count(Stage.COMPLETED)} of {len(self._requests)} served, {self.in_flight} in flight, "
-            f"{self._count(Stage.FAILED)} failed, {self._refusals.total()} times sent away, {moved_gb:.2f} GB, "
+            f"{self._count(Stage.FAILED)} failed, {self._refusals.total()} times sent away, {self._arrived_bytes / 1e9:.2f} GB, "
             f"{self._wrong_bytes} wrong bytes"
         )
 
@@ -221,7 +233,11 @@ class Ledger:
             pool_bytes=pool_bytes,
             pool_pages={"prefill": self._plan.prefill_pages(), "decode": self._plan.decode_pages()},
             most_in_flight=self._most_in_flight,
-            phases={phase: PhaseSummary.of(values) for phase, values in self._phases.items()},
+            phases={
+                phase: PhaseSummary.of([each[phase] for each in self._served if phase in each])
+                for phase in {phase: None for each in self._served for phase in each}
+            },
+            breakdown=breakdown(self._served),
             occupancy=tuple(self._samples),
             unserved=tuple(
                 Unserved(number=each.number, room=each.room, reason=each.reason) for each in unserved[:MOST_UNSERVED]

@@ -6,7 +6,7 @@ Owns: the report, how latencies are summed up, and its forms. Must not know: how
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import reduce
 from typing import Any
@@ -39,11 +39,14 @@ PHASES = {
     "admit_to_commit": "decode: from admission until then",
     "commit_to_claim": "decode: a committed room waits for the engine",
     "check": "the decode engine compares every byte",
+    "hold": "the decode engine claims and keeps the pages, as long as it would write an answer, and gives them back",
     "total": "from due until released",
 }
 """Phases in the order of a request's life, and what each of them is; a daemon may report others."""
-QUANTILES = 100
-"""Distributions are kept as so many steps from the least to the greatest value."""
+STEPS = ("admission", "engine_queue", "prefill", "after_prefill", "commit_to_claim", "check", "hold")
+"""Phases that follow one another without a gap: they add up to `total`."""
+NEIGHBOURS = 0.025
+"""Requests on each side of a percentile that show what it is made of: this part of all."""
 
 
 class Ending(StrEnum):
@@ -63,8 +66,6 @@ class PhaseSummary(FrozenModel):
     p90_s: float
     p99_s: float
     max_s: float
-    quantiles_s: tuple[float, ...]
-    """The distribution from the least to the greatest value, in QUANTILES equal steps."""
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> PhaseSummary:
@@ -77,16 +78,18 @@ class PhaseSummary(FrozenModel):
             p90_s=_rounded(percentile(ordered, 90)),
             p99_s=_rounded(percentile(ordered, 99)),
             max_s=_rounded(ordered[-1]),
-            quantiles_s=tuple(_rounded(percentile(ordered, 100 * step / QUANTILES)) for step in range(QUANTILES + 1)),
         )
 
 
 class Sample(FrozenModel):
-    """How full the pools were at one moment."""
+    """How far the replay was, and how full the pools were, at one moment."""
 
     at_s: float
     """Since the replay began."""
     in_flight: NonNegative
+    completed: NonNegative
+    arrived_bytes: NonNegative
+    """Of all requests so far whose bytes have been compared."""
     used_pages: dict[str, dict[str, NonNegative]]
     """Pages that are not free, by role and index space."""
 
@@ -131,6 +134,8 @@ class ReplayReport(FrozenModel):
     """All pages, by role and index space."""
     most_in_flight: NonNegative
     phases: dict[str, PhaseSummary]
+    breakdown: dict[str, dict[str, float]]
+    """By percentile of the whole (p50, p90, p99): the seconds of each of STEPS, which add up to it; see `breakdown`."""
     occupancy: tuple[Sample, ...]
     unserved: tuple[Unserved, ...]
     """The first ones."""
@@ -173,6 +178,22 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     if not ordered or not 0 <= percent <= 100:
         raise InvalidInputError(f"need a percentage of at least one value, got {percent} of {len(ordered)}")
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def breakdown(served: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return what p50, p90 and p99 of the whole are made of, given each request's phases in seconds.
+
+    Percentiles of steps do not add up to a percentile of the whole. So each is divided as the time of the requests around it was.
+    """
+    ordered = sorted(served, key=lambda phases: phases["total"])
+    found = {}
+    for percent in (50, 90, 99) if ordered else ():
+        at = max(0, math.ceil(len(ordered) * percent / 100) - 1)
+        aside = round(len(ordered) * NEIGHBOURS)
+        near = ordered[max(0, at - aside) : at + aside + 1]
+        scale = ordered[at]["total"] / (sum(phases["total"] for phases in near) or 1.0)
+        found[f"p{percent}"] = {step: _rounded(scale * sum(phases.get(step, 0.0) for phases in near)) for step in STEPS}
+    return found
 
 
 def _rounded(seconds: float) -> float:

@@ -21,7 +21,7 @@ from kvbridge.testbed.replay.job import EVENTS, Arrived, Released, Serve
 from kvbridge.testbed.replay.ledger import Ledger, Request
 from kvbridge.testbed.replay.options import ReplayOptions
 from kvbridge.testbed.replay.plan import ReplayPlan
-from kvbridge.testbed.replay.report import Ending, ReplayReport, Sample
+from kvbridge.testbed.replay.report import Ending, ReplayReport
 from kvbridge.testbed.run import LOOK_S, ClusterRun, used_pages
 
 WRITTEN, SERVED = "written (tokens)", "served (requests)"
@@ -105,6 +105,7 @@ class Replay(ClusterRun):
             if not self._ledger.in_flight:
                 self.reports.waited_s = 0.0  # the engines have nothing to say
             self.next_report(min(LOOK_S, self._begun_s + self._ledger.next_due_s() - time.monotonic()))
+        self._sample()
 
     def _admit(self, request: Request) -> None:
         """Ask for a pair and hand the room to the prefill engine, or note when to ask again."""
@@ -160,4 +161,4 @@ class Replay(ClusterRun):
     def _sample(self) -> None:
         used = {daemon.role: used_pages(daemon) for daemon in (self.cluster.prefill, self.cluster.decode)}
         at_s = round(time.monotonic() - self._begun_s, 2)
-        self._ledger.sample(Sample(at_s=at_s, in_flight=self._ledger.in_flight, used_pages=used))
+        self._ledger.sample(at_s, used)

@@ -1,6 +1,6 @@
 """The results as one picture: swap-in beside SGLang and the bare gather, page copies beside the link, first token both ways.
 
-Owns: the picture. matplotlib is an extra and imported late.
+Owns: the picture. matplotlib is an extra and imported late. The style is that of all pictures.
 """
 
 from __future__ import annotations
@@ -9,28 +9,26 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbridge.testbed.pictures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, picture
 from tests.bench.gpu.comparison import Case, Results, SwapComparison, geometric_mean, swap_comparisons
 from tests.bench.gpu.tables import TTFT_PHASES
 
 SIZE_INCHES = (15.0, 11.0)
-MISS_COLOURS = {0: "#440154", 2: "#31688e", 10: "#21918c", 50: "#7ab51d", 100: "#e08214"}
-PHASE_COLOURS = ("#31688e", "#9ecae1", "#d95f02", "#7ab51d", "#440154")
+MISS_COLOURS = {0: GREY, 2: SKY, 10: BLUE, 50: ORANGE, 100: VERMILLION}
+PHASE_COLOURS = (BLUE, SKY, VERMILLION, GREEN, PURPLE)
 SETTINGS = ((4096, 512), (4096, 1024), (4096, 2048), (1024, 512))
 
 
 def draw(results: Results, path: Path) -> None:
     """Write the picture as PNG. Panels without measurements are empty and say so."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(1.15, 1))
-    _draw_swaps(top, swap_comparisons(_cases(results, "swap_in")))
-    pages, ttft = bottom.subplots(1, 2)
-    _draw_pages(pages, [case for case in _cases(results, "copy_pages") if not case["blocks"]])
-    _draw_ttft(ttft, _cases(results, "ttft"))
-    devices = results["environment"].get("devices", [])
-    figure.suptitle(f"kvbridge on {' + '.join(dict.fromkeys(devices)) or 'an unknown device'}", fontsize=12)
-    figure.savefig(path, format="png", dpi=110)
+    with picture(path, SIZE_INCHES) as figure:
+        top, bottom = figure.subfigures(2, 1, height_ratios=(1.15, 1))
+        _draw_swaps(top, swap_comparisons(_cases(results, "swap_in")))
+        pages, ttft = bottom.subplots(1, 2)
+        _draw_pages(pages, [case for case in _cases(results, "copy_pages") if not case["blocks"]])
+        _draw_ttft(ttft, _cases(results, "ttft"))
+        devices = results["environment"].get("devices", [])
+        figure.suptitle(f"kvbridge on {' + '.join(dict.fromkeys(devices)) or 'an unknown device'}")
 
 
 def _cases(results: Results, part: str) -> list[Case]:
@@ -52,21 +50,19 @@ def _draw_swaps(figure: Any, compared: Sequence[SwapComparison]) -> None:
             known = [case for case in line if case.bare_gather_us]
             axes.plot([case.batch for case in known], [case.bare_gather_us for case in known], ":", color=colour)
         mean = geometric_mean([case.faster for case in mine])
-        axes.set_title(
-            f"k {top_k:,}, {hot_rows:,} hot rows: {mean:.1f} x SGLang" if mine else f"k {top_k:,}", fontsize=9
-        )
+        axes.set_title(f"k {top_k:,}, {hot_rows:,} hot rows: {mean:.1f} x SGLang" if mine else f"k {top_k:,}")
         _log_axes(axes, "requests in the batch", [1, 4, 16, 64, 256])
     panels[0].set_ylabel("swap-in: microseconds a layer")
-    panels[0].legend(handles=_swap_legend(), fontsize=7, loc="upper left")
+    panels[0].legend(handles=_swap_legend(), loc="upper left")
 
 
 def _swap_legend() -> list[Any]:
     from matplotlib.lines import Line2D
 
     who = [
-        Line2D([], [], color="black", marker="o", markersize=4, label="kvbridge"),
-        Line2D([], [], color="black", marker="x", linestyle="--", linewidth=1, label="SGLang 0.5.23"),
-        Line2D([], [], color="black", linestyle=":", label="bare gather of the missing rows"),
+        Line2D([], [], color=INK, marker="o", markersize=4, label="kvbridge"),
+        Line2D([], [], color=INK, marker="x", linestyle="--", linewidth=1, label="SGLang 0.5.23"),
+        Line2D([], [], color=INK, linestyle=":", label="bare gather of the missing rows"),
     ]
     return who + [Line2D([], [], color=colour, label=f"{miss} % missing") for miss, colour in MISS_COLOURS.items()]
 
@@ -75,15 +71,15 @@ def _draw_pages(axes: Any, cases: Sequence[Case]) -> None:
     if not cases:
         _leave_out([axes], "page copies")
         return
-    styles = {("d2h", 1): ("o-", "#31688e"), ("d2h", 21): ("s--", "#31688e"), ("h2d", 1): ("o-", "#e08214")}
-    styles[("h2d", 21)] = ("s--", "#e08214")
+    styles = {("d2h", 1): ("o-", BLUE), ("d2h", 21): ("s--", BLUE), ("h2d", 1): ("o-", ORANGE)}
+    styles[("h2d", 21)] = ("s--", ORANGE)
     words = {"d2h": "to the host", "h2d": "from the host"}
     for (way, layers), (style, colour) in styles.items():
         line = sorted((case for case in cases if (case["way"], case["layers"]) == (way, layers)), key=_bytes)
         label = f"{words[way]}, {layers} layer{'s' if layers > 1 else ''}"
         megabytes = [_bytes(case) / 1e6 for case in line]
         axes.plot(megabytes, [case["gb_s"] for case in line], style, color=colour, markersize=4, label=label)
-    for way, colour in (("d2h", "#31688e"), ("h2d", "#e08214")):
+    for way, colour in (("d2h", BLUE), ("h2d", ORANGE)):
         line = sorted((case for case in cases if case["way"] == way), key=_bytes)
         axes.plot(
             [_bytes(case) / 1e6 for case in line],
@@ -92,13 +88,12 @@ def _draw_pages(axes: Any, cases: Sequence[Case]) -> None:
             color=colour,
             label=f"one copy engine copy {words[way]}",
         )
-    axes.set_title("Scattered C4 pages of 37,440 bytes by one kernel launch", fontsize=9)
+    axes.set_title("Scattered C4 pages of 37,440 bytes by one kernel launch")
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("megabytes")
     axes.set_ylabel("GB/s")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend()
 
 
 def _bytes(case: Case) -> float:
@@ -118,12 +113,12 @@ def _draw_ttft(axes: Any, cases: Sequence[Case]) -> None:
     for position, (case, end) in enumerate(zip(cases, left, strict=True)):
         # The median of the whole, which medians of the phases need not add up to.
         axes.text(end, position, f" {case['ms']['offer_to_first_swap_in']:.1f}", va="center", fontsize=8)
-    axes.set_title("Offer to first swap-in: C4 straight to the host, or staged through decode's GPU", fontsize=9)
+    axes.set_title("Offer to first swap-in: C4 straight to the host, or staged through decode's GPU")
     axes.set_xlabel("milliseconds, medians")
     axes.margins(x=0.1)
     axes.invert_yaxis()
-    axes.grid(visible=True, axis="x", alpha=0.3)
-    axes.legend(fontsize=7, loc="upper right")
+    axes.grid(visible=False, axis="y")
+    axes.legend(loc="upper right")
 
 
 def _leave_out(panels: Iterable[Any], what: str) -> None:
@@ -137,4 +132,3 @@ def _log_axes(axes: Any, label: str, ticks: Sequence[int]) -> None:
     axes.set_yscale("log")
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlabel(label)
-    axes.grid(visible=True, which="both", alpha=0.2)

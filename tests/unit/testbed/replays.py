@@ -11,7 +11,7 @@ from kvbridge.testbed.replay.job import WrongRow
 from kvbridge.testbed.replay.ledger import Ledger
 from kvbridge.testbed.replay.options import ReplayOptions
 from kvbridge.testbed.replay.plan import ReplayPlan
-from kvbridge.testbed.replay.report import Ending, PhaseSummary, ReplayReport, Sample
+from kvbridge.testbed.replay.report import Ending, PhaseSummary, ReplayReport, Sample, breakdown
 from tests.helpers.traces import write_trace
 
 
@@ -65,10 +65,17 @@ def report(**changes: Any) -> ReplayReport:
         "pool_bytes": 1 << 20,
         "pool_pages": {"prefill": {"full": 10}, "decode": {"full": 10, "host": 10}},
         "most_in_flight": 2,
+        "breakdown": breakdown([{"total": 0.1, "prefill": 0.06, "check": 0.04}, {"total": 0.2, "prefill": 0.2}]),
         "phases": {"total": PhaseSummary.of([0.1, 0.2]), "brewing": PhaseSummary.of([0.5])},
         "occupancy": (
-            Sample(at_s=0.0, in_flight=0, used_pages={}),
-            Sample(at_s=1.0, in_flight=2, used_pages={"prefill": {"full": 5}, "decode": {"full": 1, "host": 1}}),
+            Sample(at_s=0.0, in_flight=0, completed=0, arrived_bytes=0, used_pages={}),
+            Sample(
+                at_s=2.0,
+                in_flight=2,
+                completed=1,
+                arrived_bytes=4096,
+                used_pages={"prefill": {"full": 5}, "decode": {"full": 1, "host": 1}},
+            ),
         ),
         "unserved": (),
         "pages_left": 0,

@@ -6,7 +6,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.plan.operations import Amount
 from kvbridge.testbed.replay.job import Arrived
 from kvbridge.testbed.replay.ledger import MOST_SAMPLES
-from kvbridge.testbed.replay.report import Ending, ReplayReport, Sample
+from kvbridge.testbed.replay.report import Ending, ReplayReport
 from tests.unit.testbed.replays import ledger, wrong_row
 
 
@@ -44,7 +44,7 @@ def serve(book, number: int, room: int) -> None:
 def test_requests_come_when_they_are_due(tmp_path):
     book = ledger(tmp_path, 4, speed=1.0, max_in_flight=8)
     assert numbers(book.due(0.0)) == [1]
-    book.sample(Sample(at_s=10.0, in_flight=0, used_pages={}))
+    book.sample(10.0, {})
     book.admitted(book._requests[0], 7, asked_s=0.0, now_s=0.01)
     assert book.next_due_s() == 0.05
     assert numbers(book.due(0.11)) == [2, 3]
@@ -62,7 +62,7 @@ def test_a_request_that_was_sent_away_keeps_its_place(tmp_path):
     first = book.due(0.0)[0]
     book.sent_away(first, "capacity", "full", now_s=0.0, retry_s=1.5)
     assert numbers(book.due(1.0)) == [2]
-    book.sample(Sample(at_s=100.0, in_flight=0, used_pages={}))
+    book.sample(100.0, {})
     book.admitted(book._requests[1], 5, asked_s=0.0, now_s=0.0)
     assert book.next_due_s() == 1.5
     assert numbers(book.due(1.5)) == [1]
@@ -104,6 +104,7 @@ def test_a_served_request_is_summed_up(tmp_path):
         "move": 0.5,
         "after_prefill": 0.1,
         "check": 0.2,
+        "hold": 0.7,
         "total": 3.0,
     }
 
@@ -137,7 +138,7 @@ def test_long_replays_are_sampled_less_often(tmp_path):
     for _ in range(2 * MOST_SAMPLES):
         at_s = book.next_due_s() if book._samples else 0.0
         assert book.sample_due(at_s)
-        book.sample(Sample(at_s=at_s, in_flight=0, used_pages={}))
+        book.sample(at_s, {})
         assert not book.sample_due(at_s + 0.5)
     assert len(reported(book).occupancy) <= MOST_SAMPLES
     assert at_s > 2 * MOST_SAMPLES

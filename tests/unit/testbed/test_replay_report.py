@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import json
 from io import StringIO
+from itertools import pairwise
+from operator import mul
 
 import pytest
 from rich.console import Console
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.ids import IndexSpace
+from kvbridge.testbed import pictures
 from kvbridge.testbed.replay import plot
-from kvbridge.testbed.replay.report import Ending, PhaseSummary, ReplayReport, Unserved, percentile, print_report
+from kvbridge.testbed.replay.report import (
+    PHASES,
+    STEPS,
+    Ending,
+    PhaseSummary,
+    ReplayReport,
+    Sample,
+    Unserved,
+    breakdown,
+    percentile,
+    print_report,
+)
+from tests.unit.testbed import simulated
 from tests.unit.testbed.replays import report, wrong_row
+
+ADDED_UP = {"verify_busy", "admit_to_commit"}
+"""Phases of the table that are parts or sums of others that are drawn."""
 
 
 def printed(given: ReplayReport) -> str:
@@ -33,7 +52,6 @@ def test_percentiles_of_nothing_are_refused():
 def test_a_phase_is_summed_up():
     phase = PhaseSummary.of([0.4, 0.1, 0.2, 0.3])
     assert (phase.count, phase.mean_s, phase.p50_s, phase.p99_s, phase.max_s) == (4, 0.25, 0.2, 0.4, 0.4)
-    assert (len(phase.quantiles_s), phase.quantiles_s[0], phase.quantiles_s[-1]) == (101, 0.1, 0.4)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +102,86 @@ def test_nothing_at_all_can_be_shown():
     assert "INTERRUPTED" in shown
 
 
-@pytest.mark.parametrize("changes", [{}, {"phases": {}, "occupancy": (), "amounts": {}}])
+def request(total: float, **steps: float) -> dict[str, float]:
+    return {"total": total, **steps}
+
+
+def test_steps_add_up_to_the_percentiles_of_the_whole():
+    found = breakdown([request(each, prefill=0.25 * each, check=0.75 * each) for each in (0.4, 0.1, 0.3, 0.2)])
+    assert list(found) == ["p50", "p90", "p99"]
+    assert all(list(steps) == list(STEPS) for steps in found.values())
+    assert [sum(steps.values()) for steps in found.values()] == pytest.approx([0.2, 0.4, 0.4])
+    assert found["p99"]["check"] == pytest.approx(0.3)
+
+
+def test_a_percentile_is_divided_as_the_requests_around_it_were():
+    """Of 100 requests, two on each side count: one that is unlike its neighbours does not stand for all."""
+    served = [request(float(number), prefill=float(number)) for number in range(1, 101)]
+    served[49] = request(50.0, check=50.0)
+    p50 = breakdown(served)["p50"]
+    assert p50["prefill"] + p50["check"] == pytest.approx(50.0)
+    assert p50["check"] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("served", [[], [request(0.0)]])
+def test_what_took_no_time_can_be_divided(served):
+    assert all(not sum(steps.values()) for steps in breakdown(served).values())
+
+
+def test_the_steps_of_a_whole_replay_leave_no_gap(tmp_path):
+    made = simulated.report(tmp_path)
+    for percentile_, steps in made.breakdown.items():
+        assert sum(steps.values()) == pytest.approx(getattr(made.phases["total"], f"{percentile_}_s"), abs=1e-5)
+    assert sum(made.phases[step].mean_s for step in STEPS) == pytest.approx(made.phases["total"].mean_s, abs=1e-5)
+    begun, bytes_per_s, requests_per_s = plot.rates(made.occupancy)
+    widths = [end - start for start, end in pairwise([*begun, made.occupancy[-1].at_s])]
+    assert sum(map(mul, bytes_per_s, widths)) == pytest.approx(made.total.bytes)
+    assert sum(map(mul, requests_per_s, widths)) == pytest.approx(made.completed)
+
+
+def test_rates_are_those_between_two_looks():
+    looks = [(0.0, 0, 0), (0.0, 0, 0), (2.0, 1, 4000), (2.5, 3, 4000)]
+    samples = [
+        Sample(at_s=at_s, in_flight=0, completed=completed, arrived_bytes=arrived, used_pages={})
+        for at_s, completed, arrived in looks
+    ]
+    assert plot.rates(tuple(samples)) == ([0.0, 2.0], [2000.0, 0.0], [0.5, 4.0])
+    assert plot.rates(()) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0.00 µs"),
+        (0.000049, "49.0 µs"),
+        (0.001, "1.00 ms"),
+        (0.0124, "12.4 ms"),
+        (0.486, "486 ms"),
+        (2.218, "2.22 s"),
+    ],
+)
+def test_durations_are_short(seconds, words):
+    assert plot.duration(seconds) == words
+
+
+def test_the_picture_says_what_one_sees():
+    assert plot.headline(report()) == (
+        "Half of the requests took at most 100 ms, 99 % at most 200 ms;\n"
+        "the largest part of that: prefill engine writes the prompt (100 %)"
+    )
+    assert plot.headline(report(breakdown={})).startswith("No request was served")
+    assert plot.title(report()).startswith("2 of 2 requests of trace.jsonl served\ntiny-v4 over local, ")
+
+
+def test_every_phase_and_pool_has_plain_words():
+    assert tuple(plot.STEPS) == STEPS
+    assert plot.STEPS.keys() | plot.INSIDE.keys() | {"total"} >= PHASES.keys() - ADDED_UP
+    assert plot.INSIDE.keys() <= PHASES.keys()
+    assert plot.SPACES.keys() == {space.value for space in IndexSpace}
+    assert len({colour for _, colour in plot.STEPS.values()}) == len(STEPS)
+
+
+@pytest.mark.parametrize("changes", [{}, {"phases": {}, "breakdown": {}, "occupancy": (), "amounts": {}}])
 def test_the_picture_is_drawn(tmp_path, changes):
     pytest.importorskip("matplotlib")
     plot.draw(report(**changes), tmp_path / "p.png")
@@ -92,6 +189,6 @@ def test_the_picture_is_drawn(tmp_path, changes):
 
 
 def test_without_the_extra_it_is_named(monkeypatch):
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'kvbridge\[plot\]'"):
-        plot.require_plots()
+        pictures.require_plots()
