@@ -8,28 +8,22 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.main import get_command
 
 from kvbridge import __version__
-from kvbridge.cli.main import app
+from kvbridge.cli.main import COMMANDS, load_command
 from kvbridge.engine import __all__ as engine_names
 from kvbridge.sparse import __all__ as sparse_names
 from kvbridge.telemetry.metrics import METRICS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 SECTION = re.compile(r"^## (Kvbridge\w+)$", re.MULTILINE)
-OF_THE_PROCESS = {"process_open_fds", "process_max_fds"}
 
 
 def alerts() -> dict[str, str]:
     rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())
-    return {
-        rule["alert"]: rule["annotations"]["runbook_url"]
-        for group in rules["groups"]
-        for rule in group["rules"]
-    }
+    return {rule["alert"]: rule["annotations"]["runbook_url"] for group in rules["groups"] for rule in group["rules"]}
 
 
 def severities() -> dict[str, str]:
@@ -62,17 +56,16 @@ def test_a_section_says_what_it_means_where_to_look_and_what_to_do(name: str) ->
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_metrics_that_are_named_are_there(page: Path) -> None:
     declared = {spec.name for spec in METRICS}
-    assert set(re.findall(r"\b(kvbridge_[a-z_]+(?:total|seconds|bytes|ratio|info|pages|rooms))\b", page.read_text())) <= declared
+    assert set(re.findall(r"\bkvbridge_[a-z_]+", page.read_text())) <= declared
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_that_are_named_are_there_with_their_options(page: Path) -> None:
     """`kvbridge VERB ... --option`: in text or in a block."""
-    commands = get_command(app)
     for line in re.findall(r"\bkvbridge ([a-z][a-z-]+(?: [^`#|&;\n]*)?)", _code(page)):
         verb, *words = line.split()
-        command = commands.commands.get(verb)
-        assert command is not None, f"{page.name}: kvbridge {line}"
+        assert verb in COMMANDS, f"{page.name}: kvbridge {line}"
+        command = load_command(verb)
         if words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words[0]]
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
@@ -83,16 +76,31 @@ def _code(page: Path) -> str:
     """What stands in backticks or blocks: prose says `kvbridge` as a name."""
     text = page.read_text()
     blocks = re.findall(r"^```(?:sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return "\n".join([*blocks, *(" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)))])
+    return "\n".join(
+        [
+            *blocks,
+            *(
+                " ".join(span.split())
+                for span in re.findall(
+                    r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+                )
+            ),
+        ]
+    )
 
 
 def test_log_events_that_the_runbook_names_are_written() -> None:
     source = "\n".join(path.read_text() for path in (ROOT / "kvbridge").rglob("*.py"))
     written = set(re.findall(r"\blog\.\w+\(\s*\"([a-z_]+)\"|_rooms\.\w+\(\s*\"([a-z_]+)\"", source))
     events = {event for pair in written for event in pair if event} | {"library_output"}
-    named = set(re.findall(r"`((?:room|peer|worker|engine|daemon|frame|fence|store|bootstrap|request|accept|allowed|lines|writers|transport)_[a-z_]+)`", (DOCS / "runbook.md").read_text()))
+    named = set(
+        re.findall(
+            r"`((?:room|peer|worker|engine|daemon|frame|fence|store|bootstrap|request|accept|allowed|lines|writers|transport)_[a-z_]+)`",
+            (DOCS / "runbook.md").read_text(),
+        )
+    )
     labels = {each for spec in METRICS for values in spec.values.values() for each in values}
-    fields = {"peer_name", "worker_silence_s"}
+    fields = {"peer_name", "daemon_user"}
     codes = {"transport_failed", "peer_failed"}
     assert named - labels - fields - codes <= events
 
@@ -104,7 +112,11 @@ def test_keys_of_the_configuration_that_are_named_are_there() -> None:
     sections_of = {key.split(".")[0] for key in known}
     for page in PAGES:
         for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", page.read_text()):
-            if key.split(".")[0] in sections_of and key not in {"bootstrap.state", "bootstrap.problem"} and not key.endswith((".yaml", ".service")):
+            if (
+                key.split(".")[0] in sections_of
+                and key not in {"bootstrap.state", "bootstrap.problem"}
+                and not key.endswith((".yaml", ".service"))
+            ):
                 assert key in known, f"{page.name}: {key}"
 
 
@@ -134,4 +146,8 @@ def test_every_page_is_in_the_site_and_every_picture_is_used() -> None:
 def test_the_changelog_has_this_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert version == __version__
-    assert re.search(rf"^## \[{re.escape(version)}\] - (unreleased|\d{{4}}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.search(
+        rf"^## \[{re.escape(version)}\] - (unreleased|\d{{4}}-\d\d-\d\d)$",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
