@@ -23,7 +23,7 @@ GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
-.PHONY: help setup system servers browser demo unit test test-all test-faults test-gpu test-operate dashboards check format bench
+.PHONY: help setup system servers browser demo unit test test-all test-faults test-gpu test-operate dashboards docs check format bench
 .PHONY: bench-gpu soak fuzz fuzz-http clean
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make test-operate  MINUTES of load under Prometheus, when no alert may fire; then every alert in the fault it is for, with"
 	@echo "             times SPEED times as short as in the rules; results in out/operate/"
 	@echo "make dashboards  write Grafana's files from their descriptions"
+	@echo "make docs    build the documentation as a site in out/docs/; a broken link is an error"
 	@echo "make check   format, lint, types, import layers"
 	@echo "make bench   measure planning, transports, overhead and load; results in out/bench/"
 	@echo "make bench-gpu  measure kernels, transports and time to first token on this machine's GPUs; results in out/bench-gpu/"
@@ -95,6 +96,10 @@ test-operate: $(READY) | servers
 
 dashboards: $(READY)
 	$(BIN)/python -m deploy.grafana.build
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,0 +1,161 @@
+"""The documentation keeps up with what it is about: alerts, metrics, log events, configuration, commands, pages."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbridge import __version__
+from kvbridge.cli.main import COMMANDS, load_command
+from kvbridge.engine import __all__ as engine_names
+from kvbridge.sparse import __all__ as sparse_names
+from kvbridge.telemetry.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+SECTION = re.compile(r"^## (Kvbridge\w+)$", re.MULTILINE)
+
+
+def alerts() -> dict[str, str]:
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())
+    return {rule["alert"]: rule["annotations"]["runbook_url"] for group in rules["groups"] for rule in group["rules"]}
+
+
+def severities() -> dict[str, str]:
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())
+    return {rule["alert"]: rule["labels"]["severity"] for group in rules["groups"] for rule in group["rules"]}
+
+
+def sections() -> dict[str, str]:
+    _, *parts = SECTION.split((DOCS / "runbook.md").read_text())
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_every_alert_has_its_section_and_every_section_its_alert() -> None:
+    assert list(sections()) == list(alerts())
+
+
+def test_the_link_of_an_alert_leads_to_its_section() -> None:
+    assert alerts() == {name: f"docs/runbook.md#{name.lower()}" for name in sections()}
+
+
+@pytest.mark.parametrize("name", sections())
+def test_a_section_says_what_it_means_where_to_look_and_what_to_do(name: str) -> None:
+    text = sections()[name]
+    assert text.startswith(f"\n\n*{severities()[name]}* · ")
+    assert "**Meaning.**" in text
+    assert "**First look" in text
+    assert "**Cure.**" in text or "**First look and cure.**" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_metrics_that_are_named_are_there(page: Path) -> None:
+    declared = {spec.name for spec in METRICS}
+    assert set(re.findall(r"\bkvbridge_[a-z_]+", page.read_text())) <= declared
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_that_are_named_are_there_with_their_options(page: Path) -> None:
+    """`kvbridge VERB ... --option`: in text or in a block."""
+    for line in re.findall(r"\bkvbridge ([a-z][a-z-]+(?: [^`#|&;\n]*)?)", _code(page)):
+        verb, *words = line.split()
+        assert verb in COMMANDS, f"{page.name}: kvbridge {line}"
+        command = load_command(verb)
+        if words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words[0]]
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        assert {word for word in words if word.startswith("--")} <= known | {"--help"}, f"{page.name}: kvbridge {line}"
+
+
+def _code(page: Path) -> str:
+    """What stands in backticks or blocks: prose says `kvbridge` as a name."""
+    text = page.read_text()
+    blocks = re.findall(r"^```(?:sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return "\n".join(
+        [
+            *blocks,
+            *(
+                " ".join(span.split())
+                for span in re.findall(
+                    r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+                )
+            ),
+        ]
+    )
+
+
+def test_log_events_that_the_runbook_names_are_written() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "kvbridge").rglob("*.py"))
+    written = set(re.findall(r"\blog\.\w+\(\s*\"([a-z_]+)\"|_rooms\.\w+\(\s*\"([a-z_]+)\"", source))
+    events = {event for pair in written for event in pair if event} | {"library_output"}
+    named = set(
+        re.findall(
+            r"`((?:room|peer|worker|engine|daemon|frame|fence|store|bootstrap|request|accept|allowed|lines|writers|transport)_[a-z_]+)`",
+            (DOCS / "runbook.md").read_text(),
+        )
+    )
+    labels = {each for spec in METRICS for values in spec.values.values() for each in values}
+    fields = {"peer_name", "daemon_user"}
+    codes = {"transport_failed", "peer_failed"}
+    assert named - labels - fields - codes <= events
+
+
+def test_keys_of_the_configuration_that_are_named_are_there() -> None:
+    known = set()
+    for role in ("bootstrap", "prefill", "decode"):
+        known |= _keys(yaml.safe_load((ROOT / "configs" / f"{role}.yaml").read_text()))
+    sections_of = {key.split(".")[0] for key in known}
+    for page in PAGES:
+        for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", page.read_text()):
+            if (
+                key.split(".")[0] in sections_of
+                and key not in {"bootstrap.state", "bootstrap.problem"}
+                and not key.endswith((".yaml", ".service"))
+            ):
+                assert key in known, f"{page.name}: {key}"
+
+
+def _keys(values: dict, above: str = "") -> set[str]:
+    keys = set()
+    for name, value in values.items():
+        keys.add(above + name)
+        if isinstance(value, dict):
+            keys |= _keys(value, f"{above}{name}.")
+    return keys
+
+
+def test_the_engine_guide_has_every_public_name() -> None:
+    text = (DOCS / "engines.md").read_text()
+    documented = set(re.findall(r"^::: kvbridge\.(?:engine|sparse)\.(\w+)$", text, re.MULTILINE))
+    assert documented == set(engine_names) | set(sparse_names)
+
+
+def test_the_guide_runs_the_examples_as_the_readme_does() -> None:
+    """`tests/integration/test_readme.py` runs the README's commands."""
+    pattern = re.compile(r"^python examples/(\w+)\.py ([^&#\n]+?) *(?:[&#].*)?$", re.MULTILINE)
+    meant = dict(pattern.findall((ROOT / "README.md").read_text()))
+    shown = dict(pattern.findall("".join((DOCS / page).read_text() for page in ("getting-started.md", "engines.md"))))
+    assert {name: words.replace("cluster/run/", "/tmp/kvbridge-") for name, words in shown.items()} == meant
+
+
+def test_every_page_is_in_the_site_and_every_picture_is_used() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    named = set(re.findall(r"[\w-]+\.md", yaml.safe_dump(site["nav"])))
+    assert named == {page.name for page in PAGES}
+    used = {Path(path).name for page in PAGES for path in re.findall(r"\(images/([^)#]+)", page.read_text())}
+    assert used == {path.name for path in (DOCS / "images").iterdir()}
+
+
+def test_the_changelog_has_this_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version == __version__
+    assert re.search(
+        rf"^## \[{re.escape(version)}\] - (unreleased|\d{{4}}-\d\d-\d\d)$",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
