@@ -15,18 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "kvbridge" / "ARCHITECTURE.md",
-    ROOT / "kvbridge" / "THREAT_MODEL.md",
-    *(ROOT / "docs").glob("*.md"),
-    *(ROOT / "examples").rglob("*.md"),
-    *(ROOT / "deploy").rglob("*.md"),
-])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "kvbridge" / "ARCHITECTURE.md",
+        ROOT / "kvbridge" / "THREAT_MODEL.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+        *(ROOT / "deploy").rglob("*.md"),
+    ]
+)
 KEEPS_RUNNING = "keeps running"
 NOT_RUN = "not run: "
-_BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^\n]*?) -->\n+)?^(?P<fence>```+)(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=fence)$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>[^\n]*?) -->\n+)?^(?P<fence>```+)(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=fence)$",
+    re.MULTILINE | re.DOTALL,
+)
 _INCLUDED = re.compile(r'^--8<-- "([^":]+)"$')
 
 

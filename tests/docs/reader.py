@@ -113,7 +113,12 @@ def _script(pages: Sequence[Sequence[Block]], home: Path, *, cluster: bool) -> s
     lines = [_WORLD.format(addresses=" ".join(ADDRESSES), hosts=" ".join(HOSTS), tenths=10 * STEP_S)]
     if cluster:
         (home / "cluster.sh").write_text(CLUSTER)
-        lines += [f"ln -s {ROOT}/examples .", "keep cluster", "for _ in $(seq 600); do [ -e cluster/decode.yaml ] && break; sleep 0.1; done", ROOM]
+        lines += [
+            f"ln -s {ROOT}/examples .",
+            "keep cluster",
+            "for _ in $(seq 600); do [ -e cluster/decode.yaml ] && break; sleep 0.1; done",
+            ROOM,
+        ]
     number = 0
     for page in pages:
         folder = shlex.quote(str(home / name(page[0].page).replace("/", "-"))) if page else ""

@@ -34,7 +34,11 @@ LIMIT_S = 240.0
 def run_blocks(page: Path) -> tuple[Block, ...]:
     """The blocks that are run, and the calls in its text, which are run after them."""
     calls = [span for span in spans(page) if span.startswith("curl ") and "TOKEN_FILE" not in span]
-    asked = [Block(page, 0, "sh", "".join(f"{call} --silent --show-error --max-time 40\n" for call in calls), "")] if calls else []
+    asked = (
+        [Block(page, 0, "sh", "".join(f"{call} --silent --show-error --max-time 40\n" for call in calls), "")]
+        if calls
+        else []
+    )
     return (*(block for block in blocks(page) if block.runs), *asked)
 
 

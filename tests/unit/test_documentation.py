@@ -135,14 +135,6 @@ def test_the_engine_guide_has_every_public_name() -> None:
     assert documented == set(engine_names) | set(sparse_names)
 
 
-def test_the_guide_runs_the_examples_as_the_readme_does() -> None:
-    """`tests/integration/test_readme.py` runs the README's commands."""
-    pattern = re.compile(r"^python examples/(\w+)\.py ([^&#\n]+?) *(?:[&#].*)?$", re.MULTILINE)
-    meant = dict(pattern.findall((ROOT / "README.md").read_text()))
-    shown = dict(pattern.findall("".join((DOCS / page).read_text() for page in ("getting-started.md", "engines.md"))))
-    assert {name: words.replace("cluster/run/", "/tmp/kvbridge-") for name, words in shown.items()} == meant
-
-
 def test_every_page_is_in_the_site_and_every_picture_is_used() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     named = set(re.findall(r"[\w-]+\.md", yaml.safe_dump(site["nav"])))
