@@ -181,11 +181,13 @@ def soak(results: Results) -> str:
     )
     rate = results["rooms"] / results["seconds"]
     line = (
-        f"{results['rooms']:,} rooms of {results['tokens']} tokens ({results['payload_bytes'] / 1e9:.1f} GB, `{results['transport']}`), "
+        f"{results['rooms']:,} rooms of {results['tokens']} tokens "
+        f"({results['payload_bytes'] / 1e9:.1f} GB, `{results['transport']}`), "
         f"{results['rooms_compared']:,} of them compared byte for byte, in {results['seconds']:.0f} s on {results['cores']} cores: "
         f"{rate:.0f} rooms/s, {len(results['lost'])} lost. From {first['rooms']:,} rooms to {last['rooms']:,}:"
     )
-    return f"{line}\n\n{markdown(Table('', ('process', 'memory of its own MiB', 'growth', 'descriptors', 'sockets', 'threads', 'mappings'), rows))}"
+    headings = ("process", "memory of its own MiB", "growth", "descriptors", "sockets", "threads", "mappings")
+    return f"{line}\n\n{markdown(Table('', headings, rows))}"
 
 
 PHASES = (
@@ -204,13 +206,13 @@ PHASES = (
 
 def replays(results: Results) -> str:
     """A trace through one pair."""
-    seconds = results["seconds"]["replay"]
+    seconds, settings, machine = results["seconds"]["replay"], results["settings"], results["environment"]
     line = (
-        f"{results['requests']} requests of `{results['trace']}` ({results['prompt_tokens']:,} tokens, geometry of {results['settings']['model']}) "
-        f"over {NAMES[results['settings']['transport']]} on {results['environment']['cores']} cores ({results['environment']['cpu']}): "
+        f"{results['requests']} requests of `{results['trace']}` ({results['prompt_tokens']:,} tokens, geometry of "
+        f"{settings['model']}) over {NAMES[settings['transport']]} on {machine['cores']} cores ({machine['cpu']}): "
         f"{results['completed']} served, {results['failed']} failed, {results['checked_bytes'] / 1e9:.1f} GB compared, "
-        f"{results['mismatched_bytes']} bytes wrong, in {seconds:.0f} s ({results['completed'] / seconds:.1f} requests/s, every byte written "
-        "and compared by the same two cores)."
+        f"{results['mismatched_bytes']} bytes wrong, in {seconds:.0f} s ({results['completed'] / seconds:.1f} requests/s, every "
+        "byte written and compared by the same two cores)."
     )
     rows = tuple(
         (

@@ -4,8 +4,8 @@ Owns: what a block is and what a mark before it says. Must not know: how a block
 
 - A block of ``sh`` or ``python`` is run. One without a language, and ``json``, is what the ``sh`` block before it printed.
 - ``yaml`` is a part of a configuration, or a file: ``--8<-- "FILE"``. ``text`` is a drawing.
-- A comment in HTML before a block, which readers do not see, is its mark: ``<!-- not run: REASON -->``, or ``<!-- keeps running -->`` for
-  a block whose last command goes on until the page ends, as in a terminal of its own, and is ended by Ctrl-C.
+- A comment in HTML before a block, which readers do not see, is its mark: ``<!-- not run: REASON -->``, or
+  ``<!-- keeps running -->`` for one whose last line goes on until the page ends, as in a terminal of its own; Ctrl-C ends it.
 """
 
 from __future__ import annotations

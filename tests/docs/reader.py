@@ -1,8 +1,8 @@
 """Somebody who follows pages of the documentation: a shell in a small world of its own, in which every block is run as it stands.
 
-The world has its own network (loopback, with the addresses and host names that the pages use), processes, /dev/shm and /etc, so ports are
-free, nothing that is written stays, and nothing that was started outlives it. Owns: that world, the shell, what each block printed. Must
-not know: which pages there are, what they should print.
+The world has its own network (loopback, with the addresses and host names that the pages use), processes, /dev/shm and /etc, so
+ports are free, nothing that is written stays, and nothing that was started outlives it. Owns: that world, the shell, what each
+block printed. Must not know: which pages there are, what they should print.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ SEEN = ("configs", "deploy", "docker", "examples", "tests")
 """What of the repository is in a reader's folder: they stand in a checkout."""
 MARK = "\x1e"
 STEP_S = 60
-"""For one thing to come up or to end."""
-CLUSTER = "kvbridge init cluster --one-host\nkvbridge up cluster\n"
-ROOM = """
+"""For one thing to end."""
+CURL = "fail-with-body\nsilent\nshow-error\nmax-time = 45\n"
+"""An answer that is an error fails the command."""
+CLUSTER = """
+kvbridge init cluster --one-host
+keep cluster kvbridge up cluster
 kvbridge wait cluster --timeout 60
 export BOOTSTRAP=http://127.0.0.1:7900 DAEMON=http://127.0.0.1:7902
-export ROOM=$(curl -s -X POST $BOOTSTRAP/v1/requests -H 'content-type: application/json' -d '{"prompt_tokens": 1000, "max_new_tokens": 64}' \
+export ROOM=$(curl -X POST $BOOTSTRAP/v1/requests -H 'content-type: application/json' -d '{"prompt_tokens": 1000}' \
   | python -c 'import json, sys; print(json.load(sys.stdin)["room"])')
 python examples/decode_engine.py cluster/run/decode $ROOM &
 engine=$!
@@ -50,8 +53,10 @@ mount --bind etc /etc
 echo "127.0.0.1 {hosts}" >> /etc/hosts
 mkdir -p /etc/kvbridge
 
-keep() {{  # NAME: run NAME.sh, which goes on, in a terminal of its own
-  (setsid env --default-signal=INT bash -c "trap : INT; bash -e $home/$1.sh; echo \\$? > $home/$1.rc" > $home/$1.log 2>&1 & echo $! > $home/$1.pid)
+keep() {{  # NAME COMMAND: run it in a terminal of its own, where it goes on
+  local name=$1; shift
+  (setsid env --default-signal=INT bash -c "trap : INT; $* ; echo \\$? > $home/$name.rc" > $home/$name.log 2>&1 &
+   echo $! > $home/$name.pid)
 }}
 interrupt() {{  # NAME: Ctrl-C there; it has to end in peace
   kill -INT -- -$(cat $home/$1.pid)
@@ -64,13 +69,14 @@ interrupt() {{  # NAME: Ctrl-C there; it has to end in peace
 def follow(pages: Sequence[Sequence[Block]], home: Path, *, cluster: bool, limit_s: float) -> dict[Block, str]:
     """Run blocks of pages, each page in a fresh folder, and return what each block printed. Fails the test when a command fails.
 
-    cluster: have one running, in each page's folder as `cluster`, whose address is in $BOOTSTRAP, that of its decode node in $DAEMON, and a
-    room that has crossed in $ROOM.
+    cluster: have one running, in each page's folder as `cluster`, whose address is in $BOOTSTRAP, that of its decode node in
+    $DAEMON, and a room that has crossed in $ROOM.
     """
     if not all(map(shutil.which, ("unshare", "ip", "curl"))):
         pytest.skip("needs unshare (util-linux), ip (iproute2) and curl")
     every = [block for page in pages for block in page]
     (home / "script").write_text(_script(pages, home, cluster=cluster))
+    (home / ".curlrc").write_text(CURL)
     said = home / "said"
     with said.open("wb") as output:
         process = subprocess.Popen(
@@ -111,14 +117,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 def _script(pages: Sequence[Sequence[Block]], home: Path, *, cluster: bool) -> str:
     lines = [_WORLD.format(addresses=" ".join(ADDRESSES), hosts=" ".join(HOSTS), tenths=10 * STEP_S)]
-    if cluster:
-        (home / "cluster.sh").write_text(CLUSTER)
-        lines += [
-            f"ln -s {ROOT}/examples .",
-            "keep cluster",
-            "for _ in $(seq 600); do [ -e cluster/decode.yaml ] && break; sleep 0.1; done",
-            ROOM,
-        ]
+    lines += [f"ln -s {ROOT}/examples .", CLUSTER] if cluster else []
     number = 0
     for page in pages:
         folder = shlex.quote(str(home / name(page[0].page).replace("/", "-"))) if page else ""
@@ -128,9 +127,9 @@ def _script(pages: Sequence[Sequence[Block]], home: Path, *, cluster: bool) -> s
         for block in page:
             lines.append(f"printf '{MARK}%s\\n' {shlex.quote(block.where)}")
             if block.mark == KEEPS_RUNNING:
+                *first, last = block.text.splitlines()
                 kept.append(f"block-{number}")
-                (home / f"{kept[-1]}.sh").write_text(block.text)
-                lines.append(f"keep {kept[-1]}")
+                lines += [*first, f"keep {kept[-1]} {shlex.quote(last)}"]
             elif block.language == "python":
                 lines.append(f"python - <<'END OF BLOCK'\n{block.text}END OF BLOCK")
             else:

@@ -1,7 +1,7 @@
 """From a results file to tables and a picture, on any machine: `python -m tests.bench.gpu.report FILE`.
 
-Owns: the choice of figures for `docs/performance.md`, where `tests.bench.page` writes them. The picture goes beside the results, or where
-`--plot` says. With several FILES (runs on one and on more GPUs), parts of later ones replace those of earlier ones.
+Owns: the choice of figures for `docs/performance.md`, where `tests.bench.page` writes them. The picture goes beside the results,
+or where `--plot` says. With several FILES (runs on one and on more GPUs), parts of later ones replace those of earlier ones.
 """
 
 from __future__ import annotations
