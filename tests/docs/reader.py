@@ -30,7 +30,7 @@ CURL = "fail-with-body\nsilent\nshow-error\nmax-time = 45\n"
 """An answer that is an error fails the command."""
 CLUSTER = """
 kvbridge init cluster --one-host
-keep cluster kvbridge up cluster
+keep cluster env KVBRIDGE_TIMEOUTS__ROOM_KEEP_S=3600 kvbridge up cluster
 kvbridge wait cluster --timeout 60
 export BOOTSTRAP=http://127.0.0.1:7900 DAEMON=http://127.0.0.1:7902
 export ROOM=$(curl -X POST $BOOTSTRAP/v1/requests -H 'content-type: application/json' -d '{"prompt_tokens": 1000}' \
