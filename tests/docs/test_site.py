@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds, no link is broken, and the guide for engines has the whole public API from its docstrings."""
+"""The documentation as a site: it builds, no link is broken, and the guide for engines has the whole public API."""
 
 from __future__ import annotations
 
