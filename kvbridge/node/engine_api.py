@@ -41,10 +41,10 @@ from kvbridge.core.wire.features import ENGINE_FEATURES, agree
 from kvbridge.core.wire.messages import REASON_CHARS, to_wire
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engines import AttachedEngine, AttachedEngines
-from kvbridge.node.receiver.service import ReceiverRooms
+from kvbridge.node.receiver.rooms import ReceiverRooms
 from kvbridge.node.room import Room
 from kvbridge.node.rooms import Rooms
-from kvbridge.node.sender.service import SenderRooms
+from kvbridge.node.sender.rooms import SenderRooms
 
 _LETTING_GO = Finish | Release | AbortRoom
 
@@ -104,20 +104,20 @@ class EngineApi(ABC, Generic[RoomsT]):
         left = self._engines.lose(engine)
         if left is None:
             return False
-        waits = self._rooms.engine_gone(engine, reason, followed=followed)
+        waits = self._rooms.engines.gone(engine, reason, followed=followed)
         self._engines.await_end(left, reason, pages_wait=waits, followed=followed)
         return waits
 
     def ended(self, engine: str) -> None:
         """The process of an engine that is gone has ended, and what its GPUs may have had to do."""
         if self._engines.ended(engine):
-            self._rooms.engine_ended(engine)
+            self._rooms.engines.ended(engine)
 
     def _detach(self, engine: str, message: Detach) -> Accepted:
         """An engine leaves and does not use any page any more: what it has not ended fails, and nothing waits for it."""
         self._engines.detach(engine)
-        self._rooms.engine_gone(engine, "it has left")
-        self._rooms.engine_ended(engine)
+        self._rooms.engines.gone(engine, "it has left")
+        self._rooms.engines.ended(engine)
         return Accepted(call=message.call)
 
     def _attach(self, engine: str, message: Attach) -> Attached:
@@ -153,13 +153,13 @@ class PrefillEngineApi(EngineApi[SenderRooms]):
     role = Role.PREFILL
 
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
-        rooms = self._rooms
+        verbs = self._rooms.verbs
         match message:
             case Admit():
                 asked = message.model_dump(include={"room", "generation", "prompt_tokens", "max_new_tokens"})
                 self._admission.admit_now(AdmissionRequest(**asked, client="engine"))
             case Begin():
-                room = rooms.begin(
+                room = verbs.begin(
                     engine.name,
                     engine.ranks,
                     message.room,
@@ -169,7 +169,7 @@ class PrefillEngineApi(EngineApi[SenderRooms]):
                 )
                 return _pages(message.call, room)
             case Publish():
-                rooms.publish(
+                verbs.publish(
                     engine.name,
                     engine.ranks,
                     message.room,
@@ -178,11 +178,11 @@ class PrefillEngineApi(EngineApi[SenderRooms]):
                     after=message.after,
                 )
             case Finish():
-                rooms.finish(engine.name, engine.ranks, message.room, metadata=message.metadata, by_gpu=message.by_gpu)
+                verbs.finish(engine.name, engine.ranks, message.room, metadata=message.metadata, by_gpu=message.by_gpu)
             case Release():
-                rooms.release(engine.name, message.room, message.generation)
+                verbs.release(engine.name, message.room, message.generation)
             case AbortRoom():
-                rooms.abort(engine.name, message.room, message.reason)
+                self._rooms.engines.abort(engine.name, message.room, message.reason)
             case _:
                 raise InvalidInputError(f"a prefill daemon does not know the call '{type(message).__name__}'")
         return Accepted(call=message.call)
@@ -194,30 +194,30 @@ class DecodeEngineApi(EngineApi[ReceiverRooms]):
     role = Role.DECODE
 
     def _call(self, engine: AttachedEngine, message: Call) -> NodeToEngine:
-        rooms = self._rooms
+        verbs = self._rooms.verbs
         match message:
             case Provide():
                 tables = tables_from_wire(message.tables)
-                rooms.provide(message.room, tables, prefix_tokens=message.prefix_tokens)
+                verbs.provide(message.room, tables, prefix_tokens=message.prefix_tokens)
             case Claim():
-                room = rooms.claim(engine.name, message.room)
+                room = verbs.claim(engine.name, message.room)
                 answer = _pages(message.call, room)
                 return answer.model_copy(
                     update={"metadata": room.metadata, "amounts": room.amounts, "phases_s": room.phases_s}
                 )
             case Extend():
-                rooms.extend(engine.name, message.room, message.tokens)
-                return _pages(message.call, rooms.held(engine.name, message.room))
+                verbs.extend(engine.name, message.room, message.tokens)
+                return _pages(message.call, verbs.held(engine.name, message.room))
             case Release():
-                rooms.release(engine.name, message.room)
+                verbs.release(engine.name, message.room)
             case AbortRoom():
-                rooms.abort(engine.name, message.room, message.reason)
+                self._rooms.engines.abort(engine.name, message.room, message.reason)
             case _:
                 raise InvalidInputError(f"a decode daemon does not know the call '{type(message).__name__}'")
         return Accepted(call=message.call)
 
     def _open_events(self) -> list[RoomEvent]:
-        return self._rooms.open_events()
+        return self._rooms.verbs.open_events()
 
 
 def _refused(call: Call, error: BridgeError, *, retry_after_s: float = 0.0) -> Refused:

@@ -23,10 +23,10 @@ from kvbridge.core.wire.messages import PeerMessage
 from kvbridge.core.wire.worker_messages import NodeToWorker
 from kvbridge.node.handshake.prefill_nodes import KnownNode
 from kvbridge.node.receiver.room import ReceiverPorts
-from kvbridge.node.receiver.service import ReceiverRooms
-from kvbridge.node.rooms import RoomSettings
+from kvbridge.node.receiver.rooms import receiver_rooms
+from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.sender.room import SenderPorts
-from kvbridge.node.sender.service import SenderRooms
+from kvbridge.node.sender.rooms import sender_rooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import (
@@ -280,13 +280,18 @@ class SenderBench:
         space = {IndexSpace.FULL: self.pages}
         self.workers = FakeWorkers(*self.ranks)
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
-        self.service = SenderRooms(
+        self.service = sender_rooms(
             SenderPorts(
                 book=self.book, workers=self.workers, nodes=self.peers, engines=self.engines, events=self.events
             ),
             RoomSettings(geometry=GEOMETRY, adopted=self.adopted, limits=SENDER_LIMITS),
             clock=self.clock,
         )
+
+    def tick(self) -> None:
+        """As its daemon does."""
+        self.service.deadlines.tick()
+        self.service.peers.tick()
 
     @property
     def free(self) -> int:
@@ -314,7 +319,7 @@ class ReceiverBench:
         if self.request_slots:
             space[IndexSpace.REQUEST] = self.request_slots
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
-        self.service = ReceiverRooms(
+        self.service = receiver_rooms(
             ReceiverPorts(
                 book=self.book,
                 workers=self.ranks,
@@ -326,6 +331,10 @@ class ReceiverBench:
             RoomSettings(geometry=GEOMETRY, adopted=self.adopted, digest=self.digest, limits=RECEIVER_LIMITS),
             clock=self.clock,
         )
+
+    def tick(self) -> None:
+        """As its daemon does."""
+        self.service.deadlines.tick()
 
     @property
     def free(self) -> int:

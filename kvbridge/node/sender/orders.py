@@ -1,0 +1,130 @@
+"""What rank workers are told about the rooms of a prefill node, and what follows when they have sent.
+
+Owns: the numbers of orders; when a rank is done. Must not know: the table, who raised an event.
+"""
+
+from __future__ import annotations
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.ids import Rank
+from kvbridge.core.plan.operations import Amounts, add_amounts
+from kvbridge.core.session.sender import SenderState
+from kvbridge.core.wire.messages import Digests, Done, to_wire
+from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
+from kvbridge.node.driver import RoomDriver
+from kvbridge.node.room import slowest
+from kvbridge.node.room_pages import RoomPages
+from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom
+from kvbridge.telemetry.events import OrderBegan, OrderEnded
+
+
+class Orders:
+    """The orders of all rooms. Called from the event loop's thread only."""
+
+    def __init__(self, ports: SenderPorts, pages: RoomPages, clock: Clock) -> None:
+        self._ports = ports
+        self._pages = pages
+        self._clock = clock
+        self._last = 0
+
+    def open(self, room: SenderRoom) -> None:
+        """Tell the workers both ends, once both are known, and order what has been published."""
+        if room.state is not SenderState.SENDING or not room.tables:
+            return
+        if not room.open_ranks:
+            opening = OpenRoom(
+                room=room.room,
+                generation=room.generation,
+                peer=room.peer,
+                prompt_tokens=room.prompt_tokens,
+                prefix_tokens=room.prefix_tokens,
+                source=to_wire(room.tables),
+                destination=room.destination,
+                digest=room.digest,
+            )
+            self._pages.lease(room)
+            for rank, work in room.ranks.items():
+                self._ports.workers.send(rank, opening)
+                work.open = True
+        self.flush(room)
+
+    def flush(self, room: SenderRoom) -> None:
+        """Order what has been published and not been ordered yet."""
+        if room.state is not SenderState.SENDING or not room.open_ranks:
+            return
+        for rank, work in room.ranks.items():
+            sections = work.progress.next_sections(room.prefix_tokens)
+            after = tuple(work.after)
+            if sections:  # else a later order waits for them
+                work.after.clear()
+            for section in sections:
+                self._last += 1
+                transport = self._ports.nodes.transport(room.peer, rank)
+                work.order_began(self._last, transport, self._clock())
+                work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
+                order = Send(room=room.room, generation=room.generation, order=self._last, section=section, after=after)
+                self._ports.events.emit(OrderBegan(**room.identity, rank=rank, order=self._last, transport=transport))
+                self._ports.workers.send(rank, order)
+
+    def ended(self, room: SenderRoom, rank: Rank, order: int, amounts: Amounts) -> bool:
+        """A worker has ended an order, in which it has sent `amounts`; whether it was under way."""
+        transport = room.ranks[rank].order_ended(order, self._clock())
+        if transport is None:
+            return False
+        self._ports.events.emit(
+            OrderEnded(**room.identity, rank=rank, order=order, transport=transport, amounts=amounts)
+        )
+        return True
+
+    def close(self, room: SenderRoom) -> None:
+        """Tell the workers to stop."""
+        for rank in room.open_ranks:
+            self._ports.workers.send(rank, CloseRoom(room=room.room, generation=room.generation))
+
+    def closed(self, room: SenderRoom, rank: Rank) -> None:
+        """Nothing of the room is in flight on a rank, whose worker has proved it or has ended."""
+        work = room.ranks[rank]
+        for order in tuple(work.outstanding):
+            self.ended(room, rank, order, {})
+        work.open = False
+
+
+class Completion:
+    """When a rank of a room is done, and what the decode node is told then."""
+
+    def __init__(self, ports: SenderPorts, driver: RoomDriver[SenderRoom], clock: Clock) -> None:
+        self._nodes = ports.nodes
+        self._driver = driver
+        self._clock = clock
+
+    def settle(self, room: SenderRoom) -> None:
+        """Say Done for every rank that has nothing left to do; when all have, the room is complete."""
+        if room.state is not SenderState.SENDING or not room.open_ranks:
+            return
+        for rank, work in room.ranks.items():
+            if not work.finished or work.done or work.outstanding:
+                continue
+            work.done = True
+            room.amounts = add_amounts(room.amounts, work.amounts)
+            slowest(room.phases_s, work.phases_s)
+            done = Done(
+                room=room.room,
+                generation=room.generation,
+                writer=rank,
+                amounts=work.amounts,
+                phases_s=work.phases_s,
+                metadata=work.metadata,
+                digest_parts=self._tell_digests(room, rank, work),
+                transport=work.transport,
+                under_way_ago_s=work.under_way_ago_s(self._clock()),
+            )
+            self._nodes.send(room.peer, done)
+        self._driver.advance(room)
+
+    def _tell_digests(self, room: SenderRoom, rank: Rank, work: RankWork) -> int:
+        """Say what a rank has sent, ahead of its Done; returns in how many parts."""
+        parts = list(work.digests.parts()) if work.digests is not None else []
+        for number, part in enumerate(parts):
+            message = Digests(room=room.room, generation=room.generation, writer=rank, part=number, digests=part)
+            self._nodes.send(room.peer, message)
+        return len(parts)
