@@ -18,7 +18,7 @@ from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import DecodeEngineApi
+from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.room import ReceiverPorts
@@ -68,7 +68,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
         },
     )
     admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
-    api = DecodeEngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
+    api = EngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
     return NodeDaemon(parts, peers, rooms, admission, api)
 
 

@@ -72,7 +72,7 @@ class NodeDaemon:
     """A prefill or decode daemon. Drive it with `lifecycle.run_daemon`, or call start, drain and close yourself."""
 
     def __init__(
-        self, parts: NodeParts, peers: Peers, rooms: Rooms[Any], admission: AdmissionController, api: EngineApi[Any]
+        self, parts: NodeParts, peers: Peers, rooms: Rooms[Any], admission: AdmissionController, api: EngineApi
     ) -> None:
         self.parts = parts
         self.peers = peers

@@ -19,7 +19,7 @@ from kvbridge.daemon.inspector import Inspector
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import PrefillEngineApi
+from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
@@ -58,7 +58,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         },
     )
     admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
-    api = PrefillEngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
+    api = EngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
     return NodeDaemon(parts, peers, rooms, admission, api)
 
 

@@ -5,7 +5,6 @@ Owns: that loop, and the deadlines of rooms. Must not know: which side it is on,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
@@ -44,6 +43,9 @@ class RoomRules(Protocol[RoomT_contra]):
 
     def at_rest(self, room: RoomT_contra) -> None:
         """Nothing follows from the facts now: see to what the room waits for."""
+
+    def late(self, driver: RoomDriver[Any], room: RoomT_contra, limit: str) -> None:
+        """The present wait of a room is over; `limit` is its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,7 @@ class Deadlines(Generic[RoomT]):
     """The waits of all rooms."""
 
     rooms: RoomBook[RoomT]
-    late: Callable[[RoomT, str], None]
-    """The present wait of a room is over, by the limit of that name."""
+    driver: RoomDriver[RoomT]
     clock: Clock
 
     def tick(self) -> None:
@@ -111,5 +112,5 @@ class Deadlines(Generic[RoomT]):
         for room in self.rooms:
             limit = room.late(now_s)
             if limit:
-                self.late(room, limit)
+                self.driver.rules.late(self.driver, room, limit)
         self.rooms.sweep()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbridge.core.clock import Clock
-from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import RoomMessage
+from kvbridge.core.wire.engine_messages import Pages, RoomEvent
+from kvbridge.core.wire.messages import RoomMessage, to_wire
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.room import Room
 from kvbridge.node.room_book import RoomBook
@@ -66,6 +66,18 @@ class RoomFacts:
             max_new_tokens=room.max_new_tokens,
             code=room.reason_code,
             reason=room.reason,
+        )
+
+    @staticmethod
+    def pages(call: int, room: Room[Any]) -> Pages:
+        """Answer a call with a room's tables."""
+        return Pages(
+            call=call,
+            room=room.room,
+            generation=room.generation,
+            prompt_tokens=room.prompt_tokens,
+            prefix_tokens=room.prefix_tokens,
+            tables=to_wire(room.tables),
         )
 
     def refuse_message(self, peer: str, message: RoomMessage, code: str) -> None:

@@ -8,21 +8,27 @@ An engine names a room without its generation. It means the attempt that it uses
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from enum import StrEnum
+from typing import Any, Generic, Protocol
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import NotReadyError, PeerError
 from kvbridge.core.ids import IndexSpace
+from kvbridge.core.wire.engine_messages import AbortRoom, Call, Pages, RoomEvent
 from kvbridge.node.driver import Deadlines, RoomDriver, RoomT
-from kvbridge.node.engines import AttachedEngines
+from kvbridge.node.engines import AttachedEngine, AttachedEngines
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import bound_ids
 from kvbridge.telemetry.events import EventStream
+
+EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | None]]
+"""Who carries out each call of an engine; what is not listed, a node of this role does not know. No answer is Accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +113,18 @@ class RoomEngines(Generic[RoomT]):
     rooms: RoomBook[RoomT]
     driver: RoomDriver[RoomT]
     pages: RoomPages
+    waiting: frozenset[StrEnum] = frozenset()
+    """States in which a room waits for an engine."""
 
-    def abort(self, engine: str, room_id: int, reason: str) -> None:
+    def abort(self, engine: AttachedEngine, message: AbortRoom) -> None:
         """An engine gives a room up, and does not use its pages any more. Harmless on an ended room."""
-        room = self.rooms.used_by(engine, room_id)
-        room.let_go(engine)
-        self.driver.stop(room, f"by the {self.rooms.role} engine: {reason}")
+        room = self.rooms.used_by(engine.name, message.room)
+        room.let_go(engine.name)
+        self.driver.stop(room, f"by the {self.rooms.role} engine: {message.reason}")
+
+    def open_events(self) -> list[RoomEvent]:
+        """What an engine that attaches now would have been told, had it been there before."""
+        return [self.driver.facts.event(room) for room in self.rooms if room.state in self.waiting]
 
     def gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
         """An engine's connection has ended: rooms that need it fail.
@@ -147,4 +159,5 @@ class Rooms(Generic[RoomT]):
     driver: RoomDriver[RoomT]
     requests: RoomRequests[RoomT]
     engines: RoomEngines[RoomT]
+    calls: EngineCalls
     deadlines: Deadlines[RoomT]

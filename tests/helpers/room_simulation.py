@@ -68,6 +68,7 @@ from tests.helpers.rooms import (
     R1,
     RECEIVER_LIMITS,
     SENDER_LIMITS,
+    EngineVerbs,
     pages_in,
     run_inspection,
 )
@@ -104,6 +105,7 @@ class PrefillNode:
             RoomSettings(geometry=GEOMETRY, adopted=world.adopted, limits=SENDER_LIMITS),
             clock=world.clock,
         )
+        self.verbs = EngineVerbs(self.service)
         inspections = Inspections(
             lambda work, ended: world.inspections.append((work, ended)), limit_s=20, clock=world.clock
         )
@@ -267,6 +269,7 @@ class World:
             RoomSettings(geometry=GEOMETRY, adopted=adopted, digest=digest, limits=RECEIVER_LIMITS),
             clock=self.clock,
         )
+        self.receiver_verbs = EngineVerbs(self.receiver)
         self.fence.watch(self.receiver.writers)
         self.decode_nodes.watch(self.receiver.writers)
         self.prefill = self.new_life()
@@ -429,9 +432,7 @@ class World:
             fresh = found.owner not in self.prefill.engines.given
             tables = self.prefill.engines.give(found.owner, cover(found.prompt_tokens))
         try:
-            self.prefill.service.verbs.begin(
-                engine, (rank_of(engine),), room, prompt_tokens=found.prompt_tokens, tables=tables
-            )
+            self.prefill.verbs.begin(engine, (rank_of(engine),), room, prompt_tokens=found.prompt_tokens, tables=tables)
         except BridgeError:
             if self.adopted and fresh:
                 self.prefill.engines.take_back(found.owner)
@@ -446,13 +447,13 @@ class World:
         mine = next((owner for owner in sorted(using) if owner.room == room), None)
         if well:
             try:
-                self.prefill.service.verbs.finish(engine, ranks, room, metadata=engine.encode())
+                self.prefill.verbs.finish(engine, ranks, room, metadata=engine.encode())
             except BridgeError:
                 ended = mine is not None and self.over(self.prefill.service.book.find(*mine))
                 if not ended:
                     raise
         else:
-            self.prefill.service.engines.abort(engine, room, "enough")
+            self.prefill.verbs.abort(engine, room, "enough")
         if mine is not None:
             using.discard(mine)
 
@@ -470,14 +471,14 @@ class World:
         found = self.receiver.book.get(room)
         fresh = found.owner not in self.engines.given
         try:
-            self.receiver.verbs.provide(room, self.engines.give(found.owner, cover(found.prompt_tokens)))
+            self.receiver_verbs.provide(room, self.engines.give(found.owner, cover(found.prompt_tokens)))
         except BridgeError:
             if fresh:
                 self.engines.take_back(found.owner)
             raise
 
     def claim(self, engine: str, room: int) -> None:
-        self.engines.using[engine].add(self.receiver.verbs.claim(engine, room).owner)
+        self.engines.using[engine].add(self.receiver_verbs.claim(engine, room).owner)
 
     def decode_engine_ends(self, engine: str, room: int, *, well: bool) -> None:
         using = self.engines.using[engine]
@@ -486,9 +487,9 @@ class World:
         if mine is not None:
             using.discard(mine)
         if well:
-            self.receiver.verbs.release(engine, room)
+            self.receiver_verbs.release(engine, room)
         else:
-            self.receiver.engines.abort(engine, room, "enough")
+            self.receiver_verbs.abort(engine, room, "enough")
 
     def decode_engine_dies(self, engine: str) -> None:
         self.engines.names.discard(engine)
@@ -499,7 +500,7 @@ class World:
         self.engines.names.add(engine)
 
     def publish(self, engine: str, room: int, upto: int, layers: tuple[int, ...] | None = None) -> None:
-        self.prefill.service.verbs.publish(engine, (rank_of(engine),), room, upto_token=upto, layers=layers)
+        self.prefill.verbs.publish(engine, (rank_of(engine),), room, upto_token=upto, layers=layers)
 
     # ------------------------------------------------------------------ a room that nobody disturbs
 

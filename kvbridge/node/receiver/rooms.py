@@ -11,11 +11,12 @@ from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.core.session.receiver import ReceiverEvent
+from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
+from kvbridge.core.wire.engine_messages import AbortRoom, Claim, Extend, Provide, Release
 from kvbridge.node.driver import Deadlines, RoomDriver
 from kvbridge.node.receiver.peers import ReceiverPeers, RoomWriters
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, user_state
-from kvbridge.node.receiver.rules import ENGINE_WORDS, ReceiverLimits, ReceiverRules
+from kvbridge.node.receiver.rules import ENGINE_WORDS, ReceiverRules
 from kvbridge.node.receiver.verbs import ReceiverVerbs
 from kvbridge.node.receiver.workers import ReceiverWorkers
 from kvbridge.node.receiver.writers import WriterSets
@@ -60,7 +61,6 @@ class ReceiverAdmission:
 class ReceiverRooms(Rooms[ReceiverRoom]):
     """All rooms of a decode node, by who has to do with them."""
 
-    verbs: ReceiverVerbs
     writers: RoomWriters
     peers: ReceiverPeers
     workers: ReceiverWorkers
@@ -74,14 +74,23 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
     pages = RoomPages(ports.book, settings, ports.events, always=slots)
     driver: RoomDriver[ReceiverRoom] = RoomDriver(ReceiverRules(ports, facts, pages, clock), facts)
     writers = RoomWriters(book, driver, ports.nodes, ports.workers, WriterSets(settings.geometry))
+    waiting = frozenset({ReceiverState.AWAITING_PAGES, ReceiverState.COMMITTED})
+    engines = RoomEngines(book, driver, pages, waiting)
+    verbs = ReceiverVerbs(book, driver, pages, writers, clock)
     admission = ReceiverAdmission(driver, pages, writers)
     return ReceiverRooms(
         book=book,
         driver=driver,
         requests=RoomRequests(book, driver, pages, ports.workers, admission, clock),
-        engines=RoomEngines(book, driver, pages),
-        deadlines=Deadlines(book, ReceiverLimits(driver, pages).late, clock),
-        verbs=ReceiverVerbs(book, driver, pages, writers, clock),
+        engines=engines,
+        calls={
+            Provide: verbs.provide,
+            Claim: verbs.claim,
+            Extend: verbs.extend,
+            Release: verbs.release,
+            AbortRoom: engines.abort,
+        },
+        deadlines=Deadlines(book, driver, clock),
         writers=writers,
         peers=ReceiverPeers(book, driver),
         workers=ReceiverWorkers(book, driver),

@@ -158,15 +158,7 @@ class ReceiverRules:
         self.pages.quarantine(room, Quarantine.WRITER_SHUT_OUT, why)
         self.ports.fence.ask(room.owner)
 
-
-@dataclass(frozen=True, slots=True)
-class ReceiverLimits:
-    """What the end of a wait means."""
-
-    driver: RoomDriver[ReceiverRoom]
-    pages: RoomPages
-
-    def late(self, room: ReceiverRoom, limit: str) -> None:
+    def late(self, driver: RoomDriver[ReceiverRoom], room: ReceiverRoom, limit: str) -> None:
         """The pages of a room that is being stopped and is still used stay away from everybody, and that shows.
 
         Writers that do not answer are shut out, which is the proof that they do not give; for engines there is none.
@@ -176,18 +168,19 @@ class ReceiverLimits:
         elif room.awaits_writers:
             for writer in room.active:
                 writer.gone = f"it did not answer an abort, limit: {limit}"
-            self.driver.advance(room)
+            driver.advance(room)
         elif room.state is ReceiverState.CLAIMED:
             self._stop_expecting(room, limit)
+            driver.advance(room)
         elif limit == room.begin_limit and room.state is ReceiverState.OFFERED:
             pass  # The prefill nodes know whether an engine has begun, and say Failed if none has.
         else:
-            self.driver.miss(room, limit)
+            driver.miss(room, limit)
 
-    def _stop_expecting(self, room: ReceiverRoom, limit: str) -> None:
+    @staticmethod
+    def _stop_expecting(room: ReceiverRoom, limit: str) -> None:
         """Engines that never claimed a room do not read it: it need not wait for them."""
         absent = room.expected_by - room.claimed_by
         if absent:
             log.warning("room_not_claimed_by_all", room=room.room, engines=sorted(absent), limit=limit)
         room.expected_by.clear()
-        self.driver.advance(room)

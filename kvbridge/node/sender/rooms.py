@@ -12,6 +12,7 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.progress import RankProgress
+from kvbridge.core.wire.engine_messages import AbortRoom, Begin, Finish, Publish, Release
 from kvbridge.node.driver import Deadlines, RoomDriver
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_facts import RoomFacts
@@ -21,7 +22,7 @@ from kvbridge.node.sender.offers import EarlyOffers
 from kvbridge.node.sender.orders import Completion, Orders
 from kvbridge.node.sender.peers import SenderPeers
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, user_state
-from kvbridge.node.sender.rules import ENGINE_WORDS, SenderLimits, SenderRules
+from kvbridge.node.sender.rules import ENGINE_WORDS, SenderRules
 from kvbridge.node.sender.verbs import SenderVerbs
 from kvbridge.node.sender.workers import SenderWorkers
 from kvbridge.node.workers import WorkerSet
@@ -56,7 +57,6 @@ class SenderAdmission:
 class SenderRooms(Rooms[SenderRoom]):
     """All rooms of a prefill node, by who has to do with them."""
 
-    verbs: SenderVerbs
     peers: SenderPeers
     workers: SenderWorkers
 
@@ -71,14 +71,22 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
     completion = Completion(ports, driver, clock)
     early = EarlyOffers(wait_s=settings.limits.early_offer_s, clock=clock)
     peers = SenderPeers(book, driver, completion, ports.nodes, early, settings.geometry, clock)
+    engines = RoomEngines(book, driver, pages)
+    verbs = SenderVerbs(book, driver, pages, orders, completion, clock)
     admission = SenderAdmission(pages, ports.workers, peers)
     return SenderRooms(
         book=book,
         driver=driver,
         requests=RoomRequests(book, driver, pages, ports.workers, admission, clock),
-        engines=RoomEngines(book, driver, pages),
-        deadlines=Deadlines(book, SenderLimits(driver, pages).late, clock),
-        verbs=SenderVerbs(book, driver, pages, orders, completion, clock),
+        engines=engines,
+        calls={
+            Begin: verbs.begin,
+            Publish: verbs.publish,
+            Finish: verbs.finish,
+            Release: verbs.release,
+            AbortRoom: engines.abort,
+        },
+        deadlines=Deadlines(book, driver, clock),
         peers=peers,
         workers=SenderWorkers(book, driver, pages, orders, completion),
     )

@@ -108,21 +108,13 @@ class SenderRules:
         room.forget_details()
         self.facts.rooms.ended(room)
 
-
-@dataclass(frozen=True, slots=True)
-class SenderLimits:
-    """What the end of a wait means."""
-
-    driver: RoomDriver[SenderRoom]
-    pages: RoomPages
-
-    def late(self, room: SenderRoom, limit: str) -> None:
+    def late(self, driver: RoomDriver[SenderRoom], room: SenderRoom, limit: str) -> None:
         """The pages of a room that is being stopped stay away from everybody, and that shows."""
         if room.over:
             self.pages.quarantine_used(room, limit)
             return
         if not room.stopping:
-            self.driver.miss(room, limit)
+            driver.miss(room, limit)
             return
         active = ", ".join(map(str, room.open_ranks))
         why = f"rank workers {active} have not said that they are quiet (limit: {limit})"

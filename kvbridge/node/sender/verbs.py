@@ -6,16 +6,16 @@ move, what a transition leads to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.pages import tables_cover
-from kvbridge.core.geometry.tables import same_tables
-from kvbridge.core.ids import Rank, Tables
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.geometry.tables import same_tables, tables_from_wire
+from kvbridge.core.ids import Tables
+from kvbridge.core.wire.engine_messages import Begin, Finish, Pages, Publish, Release
 from kvbridge.node.driver import RoomDriver
+from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.orders import Completion, Orders
@@ -33,51 +33,43 @@ class SenderVerbs:
     completion: Completion
     clock: Clock
 
-    def begin(
-        self,
-        engine: str,
-        ranks: tuple[Rank, ...],
-        room_id: int,
-        *,
-        prompt_tokens: int,
-        tables: Tables,
-        by_gpu: bool = False,
-    ) -> SenderRoom:
+    def begin(self, engine: AttachedEngine, message: Begin) -> Pages:
         """An engine starts to compute a room on its ranks. Raises ConflictError on a second begin.
 
         With that it has let go of every earlier attempt at the room, unless a GPU writes for it (`by_gpu`): then it is refused
         with a ConflictError until it has aborted that.
         """
-        room = self.rooms.get(room_id)
+        room = self.rooms.get(message.room)
+        tables = tables_from_wire(message.tables)
         self._require_alive(room)
-        if prompt_tokens != room.prompt_tokens:
+        if message.prompt_tokens != room.prompt_tokens:
             raise InvalidInputError(
-                f"room {room_id} was admitted with {room.prompt_tokens} prompt tokens, "
-                f"the engine begins it with {prompt_tokens}"
+                f"room {room.room} was admitted with {room.prompt_tokens} prompt tokens, "
+                f"the engine begins it with {message.prompt_tokens}"
             )
-        for rank in ranks:
+        for rank in engine.ranks:
             if room.ranks[rank].engine:
                 raise ConflictError(
-                    f"room {room_id} was already begun on rank {rank} by engine {room.ranks[rank].engine}"
+                    f"room {room.room} was already begun on rank {rank} by engine {room.ranks[rank].engine}"
                 )
-        earlier = [attempt for attempt in self.rooms.attempts(room_id)[:-1] if engine in attempt.writing]
-        if earlier and by_gpu:
+        earlier = [attempt for attempt in self.rooms.attempts(room.room)[:-1] if engine.name in attempt.writing]
+        if earlier and message.by_gpu:
             raise ConflictError(
-                f"an earlier attempt at room {room_id} (generation {earlier[0].generation}) may still be written by this engine's "
-                "GPU; abort it first"
+                f"an earlier attempt at room {room.room} (generation {earlier[0].generation}) may still be written by this "
+                "engine's GPU; abort it first"
             )
         self._take_tables(room, tables)
         for attempt in earlier:
-            self.driver.let_go(attempt, engine)
-        for rank in ranks:
-            room.ranks[rank].engine = engine
+            self.driver.let_go(attempt, engine.name)
+        for rank in engine.ranks:
+            room.ranks[rank].engine = engine.name
         if not self.pages.settings.adopted:
-            room.writing.add(engine)
+            room.writing.add(engine.name)
         room.phases_s.setdefault("admit_to_begin", self.clock() - room.created_s)
         room.begin_by_s = None
         self.driver.facts.show(room)
         self.orders.open(room)
-        return room
+        return self.driver.facts.pages(message.call, room)
 
     def _take_tables(self, room: SenderRoom, tables: Tables) -> None:
         if not self.pages.settings.adopted:
@@ -93,77 +85,64 @@ class SenderVerbs:
         tables_cover(tables, self.pages.settings.geometry, tokens=room.prompt_tokens)
         self.pages.adopt(room, tables)
 
-    def publish(
-        self,
-        engine: str,
-        ranks: tuple[Rank, ...],
-        room_id: int,
-        *,
-        upto_token: int,
-        layers: tuple[int, ...] | None,
-        after: Mapping[str, StreamPoint] | None = None,
-    ) -> None:
-        """An engine has made tokens final on its ranks. See RankProgress.publish for what is refused.
-
-        `after`: the point at which they are, for each rank (by name) whose pages a GPU writes.
-        """
-        room = self.rooms.used_by(engine, room_id)
+    def publish(self, engine: AttachedEngine, message: Publish) -> None:
+        """An engine has made tokens final on its ranks. See RankProgress.publish for what is refused."""
+        room = self.rooms.used_by(engine.name, message.room)
         self._require_alive(room)
-        self._require_begun(room, engine, ranks)
-        chosen = {rank: room.ranks[rank].own_layers(layers) for rank in ranks}
+        self._require_begun(room, engine)
+        upto_token, layers = message.upto_token, message.layers
+        chosen = {rank: room.ranks[rank].own_layers(layers) for rank in engine.ranks}
         unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen.values())))
         if unknown:
             raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
-        for rank in ranks:
+        for rank in engine.ranks:
             room.ranks[rank].progress.check(upto_token, chosen[rank])
-        for rank in ranks:
+        for rank in engine.ranks:
             room.ranks[rank].progress.publish(upto_token, chosen[rank])
-            room.ranks[rank].note_point((after or {}).get(str(rank)))
+            room.ranks[rank].note_point(message.after.get(str(rank)))
         self.orders.flush(room)
 
-    def finish(
-        self, engine: str, ranks: tuple[Rank, ...], room_id: int, *, metadata: bytes, by_gpu: bool = False
-    ) -> None:
+    def finish(self, engine: AttachedEngine, message: Finish) -> None:
         """An engine has published everything; it does not write the room's pages any more.
 
         `by_gpu`: its GPU may still, until everything that was published has been sent, or until `release`.
         Raises ConflictError when it has not published everything, or when the room is over (the pages are let go of
         all the same).
         """
-        room = self.rooms.used_by(engine, room_id)
+        room = self.rooms.used_by(engine.name, message.room)
         if room.over or room.stopping:
-            if not by_gpu:
-                self.driver.let_go(room, engine)
+            if not message.by_gpu:
+                self.driver.let_go(room, engine.name)
             self._require_alive(room)
-        self._require_begun(room, engine, ranks)
-        for rank in ranks:
+        self._require_begun(room, engine)
+        for rank in engine.ranks:
             work = room.ranks[rank]
             if work.finished:
-                raise ConflictError(f"room {room_id} was already finished on rank {rank}")
+                raise ConflictError(f"room {room.room} was already finished on rank {rank}")
             if not work.progress.complete:
                 raise ConflictError(
-                    f"room {room_id} cannot finish: rank {rank} has published {work.progress.published_tokens} "
+                    f"room {room.room} cannot finish: rank {rank} has published {work.progress.published_tokens} "
                     f"of {room.prompt_tokens} tokens"
                 )
-        for rank in ranks:
+        for rank in engine.ranks:
             room.ranks[rank].finished = True
-            room.ranks[rank].metadata = metadata
-        if not by_gpu:
-            self.driver.let_go(room, engine)
+            room.ranks[rank].metadata = message.metadata
+        if not message.by_gpu:
+            self.driver.let_go(room, engine.name)
         self.completion.settle(room)
 
-    def release(self, engine: str, room_id: int, generation: int) -> None:
+    def release(self, engine: AttachedEngine, message: Release) -> None:
         """The GPU of an engine is through with an attempt that it has finished. Harmless when that is over and forgotten.
 
         Raises ConflictError for one that it has yet to finish.
         """
-        room = self.rooms.find(room_id, generation)
+        room = self.rooms.find(message.room, message.generation)
         if room is None:
             return
-        unfinished = any(work.engine == engine and not work.finished for work in room.ranks.values())
+        unfinished = any(work.engine == engine.name and not work.finished for work in room.ranks.values())
         if unfinished and not (room.over or room.stopping):
-            raise ConflictError(f"room {room_id} is not finished by this engine; finish or abort it")
-        self.driver.let_go(room, engine)
+            raise ConflictError(f"room {room.room} is not finished by this engine; finish or abort it")
+        self.driver.let_go(room, engine.name)
 
     @staticmethod
     def _require_alive(room: SenderRoom) -> None:
@@ -171,7 +150,7 @@ class SenderVerbs:
             raise ConflictError(f"room {room.room} is over: {room.reason or user_state(room)}")
 
     @staticmethod
-    def _require_begun(room: SenderRoom, engine: str, ranks: tuple[Rank, ...]) -> None:
-        for rank in ranks:
-            if room.ranks[rank].engine != engine:
+    def _require_begun(room: SenderRoom, engine: AttachedEngine) -> None:
+        for rank in engine.ranks:
+            if room.ranks[rank].engine != engine.name:
                 raise ConflictError(f"room {room.room} was not begun on rank {rank} by this engine")

@@ -30,7 +30,7 @@ from kvbridge.core.wire.engine_messages import (
 from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
+from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.rooms import RoomEngines
 from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineFact, EngineLost
@@ -54,7 +54,7 @@ TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([4, 5], d
 class Api:
     """A api in front of a bench's service, whose engines are those attached here."""
 
-    def __init__(self, kind, bench, ranks=(R0,)) -> None:
+    def __init__(self, bench, ranks=(R0,)) -> None:
         self.bench = bench
         self.messages: list[tuple[str, object]] = []
         self.ready = True
@@ -63,7 +63,7 @@ class Api:
         )
         send = lambda engine, message: self.messages.append((engine, message))  # noqa: E731
         self.engines = AttachedEngines(send, ranks, bench.events)
-        self.api = kind(bench.service, admission, self.engines, pid=lambda engine: 77, attached=self.describe)
+        self.api = EngineApi(bench.service, admission, self.engines, pid=lambda engine: 77, attached=self.describe)
 
     def describe(self, call: int, ranks) -> Attached:
         if not self.ready:
@@ -77,17 +77,17 @@ class Api:
         return self.messages[-1][1]
 
     def attach(self, engine: str = "engine", role: Role | None = None, ranks=()) -> object:
-        return self.call(Attach(call=1, role=role or self.api.role, ranks=ranks), engine)
+        return self.call(Attach(call=1, role=role or self.bench.service.book.role, ranks=ranks), engine)
 
 
 def prefill(**fields) -> Api:
-    return Api(PrefillEngineApi, SenderBench(**fields), fields.get("ranks", (R0,)))
+    return Api(SenderBench(**fields), fields.get("ranks", (R0,)))
 
 
 def decode(**fields) -> Api:
     bench = ReceiverBench(**fields)
     bench.nodes.know()
-    return Api(DecodeEngineApi, bench)
+    return Api(bench)
 
 
 def test_an_engine_attaches_for_ranks_of_this_node():

@@ -22,7 +22,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.codec import NODE_TO_ENGINE, Envelope
-from kvbridge.core.wire.engine_messages import Pages
+from kvbridge.core.wire.engine_messages import Pages, Provide
 from kvbridge.core.wire.messages import (
     MAX_METADATA_BYTES,
     MAX_NODE_RANKS,
@@ -37,6 +37,7 @@ from kvbridge.core.wire.messages import (
     WireTable,
     to_wire,
 )
+from kvbridge.node.engines import AttachedEngine
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import PhasesEnded, RoomEntered
 from tests.helpers.rooms import (
@@ -114,7 +115,7 @@ def committed(*engines: str) -> ReceiverBench:
 def claimed(*engines: str) -> ReceiverBench:
     bench = committed(*engines)
     for engine in engines or ("engine",):
-        bench.service.verbs.claim(engine, 1)
+        bench.verbs.claim(engine, 1)
     return bench
 
 
@@ -134,10 +135,10 @@ def test_a_room_is_offered_committed_claimed_and_released():
     assert bench.book.state(OWNER) is PageState.HELD
     assert bench.engines.kinds == ["committed"]
     bench.clock.advance(2)
-    room = bench.service.verbs.claim("engine", 1)
+    room = bench.verbs.claim("engine", 1)
     assert room.metadata == {"pp0.tp0": b"meta"}
     assert bench.free == 13
-    bench.service.verbs.release("engine", 1)
+    bench.verbs.release("engine", 1)
     assert bench.free == 16
     report = bench.service.book.report(1)
     assert report.state is RoomState.COMPLETED
@@ -198,7 +199,7 @@ def test_a_wrong_amount_fails_closed_and_waits_for_nobody_who_is_done(factor):
     assert "rank pp0.tp0 of prefill node prefill/aaaa is done, but mha_kv" in report.reason
     assert bench.free == 16
     with pytest.raises(RoomFailedError, match="is done, but"):
-        bench.service.verbs.claim("engine", 1)
+        bench.verbs.claim("engine", 1)
 
 
 # ------------------------------------------------------------------------------------------- admission and handshake
@@ -335,7 +336,7 @@ def test_an_abort_frees_at_once_only_what_was_never_offered(offered):
     cancel(bench)
     assert len(pick(bench.nodes.messages, Abort)) == 1
     with pytest.raises(RoomFailedError):
-        bench.service.verbs.claim("engine", 1)
+        bench.verbs.claim("engine", 1)
     drained(bench)
     assert bench.free == 16
     assert bench.engines.kinds == ["aborted"]
@@ -525,7 +526,7 @@ def test_device_memory_that_died_with_its_worker_takes_what_had_arrived_along():
     assert (state(waiting), waiting.free) == (ReceiverState.FAILED, 16)
     assert (state(read), read.free) == (ReceiverState.FAILING_CLAIMED, 14)
     assert read.engines.kinds[-1] == "cancel"
-    read.service.verbs.release("engine", 1)
+    read.verbs.release("engine", 1)
     assert (state(read), read.free) == (ReceiverState.FAILED, 16)
 
 
@@ -535,59 +536,59 @@ def test_device_memory_that_died_with_its_worker_takes_what_had_arrived_along():
 def test_claims_are_refused_before_the_commit_after_the_end_and_twice():
     bench = offered()
     with pytest.raises(ConflictError, match="not committed yet"):
-        bench.service.verbs.claim("engine", 1)
+        bench.verbs.claim("engine", 1)
     done(bench)
-    for verb in (bench.service.verbs.release, lambda engine, room: bench.service.verbs.extend(engine, room, TOKENS)):
+    for verb in (bench.verbs.release, lambda engine, room: bench.verbs.extend(engine, room, TOKENS)):
         with pytest.raises(ConflictError, match="not claimed by this engine"):
             verb("engine", 1)
-    bench.service.verbs.claim("engine", 1)
+    bench.verbs.claim("engine", 1)
     with pytest.raises(ConflictError, match="already claimed"):
-        bench.service.verbs.claim("engine", 1)
-    bench.service.verbs.release("engine", 1)
+        bench.verbs.claim("engine", 1)
+    bench.verbs.release("engine", 1)
     with pytest.raises(RoomFailedError, match="is over"):
-        bench.service.verbs.claim("engine", 1)
+        bench.verbs.claim("engine", 1)
     with pytest.raises(ConflictError, match="not claimed by this engine"):
-        bench.service.verbs.release("engine", 1)
+        bench.verbs.release("engine", 1)
 
 
 def test_pages_are_held_until_every_engine_has_released():
     bench = claimed("a", "b")
-    bench.service.verbs.release("a", 1)
+    bench.verbs.release("a", 1)
     assert bench.free == 14
-    bench.service.verbs.release("b", 1)
+    bench.verbs.release("b", 1)
     assert bench.free == 16
 
 
 def test_an_engine_that_is_late_still_finds_the_room():
     bench = committed("a", "b")
-    bench.service.verbs.claim("a", 1)
-    bench.service.verbs.release("a", 1)
+    bench.verbs.claim("a", 1)
+    bench.verbs.release("a", 1)
     assert bench.free == 14
-    bench.service.verbs.claim("b", 1)
-    bench.service.verbs.release("b", 1)
+    bench.verbs.claim("b", 1)
+    bench.verbs.release("b", 1)
     assert bench.free == 16
 
 
 def test_an_engine_that_attaches_later_is_told_what_it_missed():
     bench = committed()
-    assert [(event.room, event.kind) for event in bench.service.verbs.open_events()] == [(1, "committed")]
-    bench.service.verbs.claim("a", 1)
-    assert bench.service.verbs.open_events() == []
+    assert [(event.room, event.kind) for event in bench.service.engines.open_events()] == [(1, "committed")]
+    bench.verbs.claim("a", 1)
+    assert bench.service.engines.open_events() == []
 
 
 def test_an_engine_that_attaches_later_is_not_waited_for():
     bench = committed("a")
-    bench.service.verbs.claim("a", 1)
+    bench.verbs.claim("a", 1)
     bench.engines.names.add("monitor")
-    bench.service.verbs.release("a", 1)
+    bench.verbs.release("a", 1)
     assert bench.free == 16
 
 
 def test_an_engine_that_never_claims_is_waited_for_until_the_limit():
     bench = committed("a", "b")
-    bench.service.verbs.claim("a", 1)
+    bench.verbs.claim("a", 1)
     bench.clock.advance(60)
-    bench.service.verbs.release("a", 1)
+    bench.verbs.release("a", 1)
     bench.tick()
     assert bench.free == 14
     bench.clock.advance(60)
@@ -608,9 +609,9 @@ def test_the_claim_limit_does_not_end_a_claimed_room():
 @pytest.mark.parametrize("has_claimed", [True, False])
 def test_an_engine_that_dies_takes_no_page_from_one_that_lives(has_claimed):
     bench = committed("a", "b")
-    bench.service.verbs.claim("a", 1)
+    bench.verbs.claim("a", 1)
     if has_claimed:
-        bench.service.verbs.claim("b", 1)
+        bench.verbs.claim("b", 1)
     bench.engines.names.discard("b")
     bench.service.engines.gone("b", "killed")
     assert bench.free == 14
@@ -618,10 +619,10 @@ def test_an_engine_that_dies_takes_no_page_from_one_that_lives(has_claimed):
         assert bench.service.book.report(1).state is RoomState.FAILED
         assert bench.engines.kinds == ["committed", "cancel"]
         with pytest.raises(ConflictError, match="is to end and cannot grow"):
-            bench.service.verbs.extend("a", 1, TOKENS + 1)
+            bench.verbs.extend("a", 1, TOKENS + 1)
     else:
         assert state(bench) is ReceiverState.CLAIMED
-    bench.service.verbs.release("a", 1)
+    bench.verbs.release("a", 1)
     assert bench.free == (14 if has_claimed else 16), "what b has claimed waits for the end of its process"
     bench.service.engines.ended("b")
     assert bench.free == 16
@@ -630,8 +631,8 @@ def test_an_engine_that_dies_takes_no_page_from_one_that_lives(has_claimed):
 
 def test_an_engine_that_dies_after_the_others_released_ends_the_room():
     bench = committed("a", "b")
-    bench.service.verbs.claim("a", 1)
-    bench.service.verbs.release("a", 1)
+    bench.verbs.claim("a", 1)
+    bench.verbs.release("a", 1)
     bench.service.engines.gone("b", "killed")
     assert bench.free == 16
 
@@ -666,9 +667,9 @@ def test_a_cancelled_claim_waits_for_its_engines():
     cancel(bench)
     assert bench.service.book.report(1).state is RoomState.ABORTING
     assert bench.engines.kinds == ["committed", "cancel"]
-    bench.service.verbs.release("a", 1)
+    bench.verbs.release("a", 1)
     assert bench.free == 14
-    bench.service.engines.abort("b", 1, "cancelled")
+    bench.verbs.abort("b", 1, "cancelled")
     assert bench.free == 16
     assert state(bench) is ReceiverState.ABORTED
     assert bench.service.book.report(1).reason == "by its client"
@@ -676,10 +677,10 @@ def test_a_cancelled_claim_waits_for_its_engines():
 
 def test_an_engine_may_give_a_claimed_room_up():
     bench = claimed("a", "b")
-    bench.service.engines.abort("a", 1, "client is gone")
+    bench.verbs.abort("a", 1, "client is gone")
     assert bench.free == 14
     assert bench.engines.kinds == ["committed", "cancel"]
-    bench.service.verbs.release("b", 1)
+    bench.verbs.release("b", 1)
     assert state(bench) is ReceiverState.ABORTED
     assert bench.service.book.report(1).reason == "by the decode engine: client is gone"
 
@@ -692,37 +693,37 @@ def test_an_engine_that_keeps_a_cancelled_room_is_shown():
     assert bench.book.state(OWNER) is PageState.QUARANTINED
     [reason] = bench.book.quarantine_reasons()
     assert "engines engine have not let go of it (limit: timeouts.drain_s)" in reason
-    bench.service.verbs.release("engine", 1)
+    bench.verbs.release("engine", 1)
     assert bench.free == 16
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_an_engine_aborts_what_nobody_has_claimed(early):
     bench = offered() if early else committed()
-    bench.service.engines.abort("engine", 1, "no")
+    bench.verbs.abort("engine", 1, "no")
     if early:
         assert state(bench) is ReceiverState.ABORTING
         drained(bench)
     assert state(bench) is ReceiverState.ABORTED
     assert bench.free == 16
-    bench.service.engines.abort("engine", 1, "no")
+    bench.verbs.abort("engine", 1, "no")
 
 
 def test_extending_reserves_what_is_missing_and_nothing_else():
     bench = claimed()
     before = bench.service.book.get(1).tables[IndexSpace.FULL].ids
     with pytest.raises(InvalidInputError, match="cannot shrink"):
-        bench.service.verbs.extend("engine", 1, TOKENS - 1)
-    assert len(bench.service.verbs.extend("engine", 1, TOKENS)[IndexSpace.FULL]) == 2
-    tables = bench.service.verbs.extend("engine", 1, TOKENS + 1)
+        bench.verbs.extend("engine", 1, TOKENS - 1)
+    assert len(bench.verbs.extend("engine", 1, TOKENS)[IndexSpace.FULL]) == 2
+    tables = bench.verbs.extend("engine", 1, TOKENS + 1)
     assert tables[IndexSpace.FULL].ids[:2].tolist() == before.tolist()
     assert len(tables[IndexSpace.FULL]) == 3
-    assert len(bench.service.verbs.extend("engine", 1, TOKENS + PAGE)[IndexSpace.FULL]) == 3
+    assert len(bench.verbs.extend("engine", 1, TOKENS + PAGE)[IndexSpace.FULL]) == 3
     admit(bench, room=2, prompt_tokens=13 * PAGE)
     with pytest.raises(CapacityError):
-        bench.service.verbs.extend("engine", 1, 4 * PAGE)
-    assert len(bench.service.verbs.extend("engine", 1, 3 * PAGE)[IndexSpace.FULL]) == 3
-    bench.service.verbs.release("engine", 1)
+        bench.verbs.extend("engine", 1, 4 * PAGE)
+    assert len(bench.verbs.extend("engine", 1, 3 * PAGE)[IndexSpace.FULL]) == 3
+    bench.verbs.release("engine", 1)
     bench.book.check_integrity()
 
 
@@ -739,17 +740,17 @@ def test_adopted_pages_are_asked_for_and_then_offered():
     assert admit(bench).state is RoomState.ADMITTED
     assert bench.engines.kinds == ["wanted"]
     with pytest.raises(InvalidInputError, match="needs 2 pages"):
-        bench.service.verbs.provide(1, tables(4))
+        bench.verbs.provide(1, tables(4))
     with pytest.raises(InvalidInputError, match="host pages belong to the daemon"):
-        bench.service.verbs.provide(1, {IndexSpace.HOST: PageTable(IndexSpace.HOST, np.array([1], dtype=np.int32))})
-    bench.service.verbs.provide(1, tables(4, 5))
+        bench.verbs.provide(1, {IndexSpace.HOST: PageTable(IndexSpace.HOST, np.array([1], dtype=np.int32))})
+    bench.verbs.provide(1, tables(4, 5))
     assert pick(bench.nodes.messages, Offer)[0].tables == to_wire(tables(4, 5))
     with pytest.raises(ConflictError, match="does not wait for pages"):
-        bench.service.verbs.provide(1, tables(6, 7))
+        bench.verbs.provide(1, tables(6, 7))
     done(bench)
-    bench.service.verbs.claim("engine", 1)
-    bench.service.verbs.extend("engine", 1, 10 * PAGE)
-    bench.service.verbs.release("engine", 1)
+    bench.verbs.claim("engine", 1)
+    bench.verbs.extend("engine", 1, 10 * PAGE)
+    bench.verbs.release("engine", 1)
     assert bench.free == 16
     assert bench.engines.kinds == ["wanted", "committed", "completed"]
 
@@ -763,8 +764,8 @@ def test_an_engine_says_what_its_pages_hold_already():
         with pytest.raises(
             InvalidInputError, match="prefix_tokens must be a multiple of 256 and at most prompt_tokens"
         ):
-            bench.service.verbs.provide(1, tables(4, 5), prefix_tokens=prefix)
-    bench.service.verbs.provide(1, tables(4, 5), prefix_tokens=PAGE)
+            bench.verbs.provide(1, tables(4, 5), prefix_tokens=prefix)
+    bench.verbs.provide(1, tables(4, 5), prefix_tokens=PAGE)
     assert pick(bench.nodes.messages, Offer)[0].prefix_tokens == PAGE
     assert bench.service.book.report(1).prefix_tokens == PAGE
     done(bench, amounts=full_amounts(TOKENS, PAGE))
@@ -776,17 +777,17 @@ def test_what_lies_in_the_nodes_host_pool_has_no_prefix():
     bench = ReceiverBench(adopted=True)
     bench.nodes.know()
     admit(bench)
-    verbs = bench.service.verbs
+    verbs = bench.service.calls[Provide].__self__
     settings = replace(verbs.pages.settings, host=frozenset({ComponentKind.MHA_KV}))
     verbs = replace(verbs, pages=replace(verbs.pages, settings=settings))
     with pytest.raises(InvalidInputError, match=r"mha_kv of the room lies in this node's host pool.*must be 0 here"):
-        verbs.provide(1, {}, prefix_tokens=PAGE)
+        verbs.provide(AttachedEngine("engine", 0, ()), Provide(call=1, room=1, tables=(), prefix_tokens=PAGE))
 
 
 def test_owned_pools_take_no_pages():
     bench = offered()
     with pytest.raises(ConflictError, match="owns its pools"):
-        bench.service.verbs.provide(1, tables(1, 2), prefix_tokens=PAGE)
+        bench.verbs.provide(1, tables(1, 2), prefix_tokens=PAGE)
 
 
 # ------------------------------------------------------------------------------------------- deadlines
@@ -843,8 +844,8 @@ def test_a_new_attempt_runs_beside_the_old_one_and_each_gets_its_own_messages():
     drained(bench, generation=1)
     assert state(bench, 1) is ReceiverState.FAILED
     assert bench.free == 14
-    bench.service.verbs.claim("engine", 1)
-    bench.service.verbs.release("engine", 1)
+    bench.verbs.claim("engine", 1)
+    bench.verbs.release("engine", 1)
     assert bench.free == 16
     bench.book.check_integrity()
 
@@ -856,16 +857,16 @@ def test_an_engine_releases_the_attempt_that_it_has_claimed():
     admit(bench, generation=2)
     done(bench, generation=2)
     with pytest.raises(ConflictError, match="an earlier attempt at room 1 is still claimed"):
-        bench.service.verbs.claim("a", 1)
-    bench.service.verbs.release("a", 1)
+        bench.verbs.claim("a", 1)
+    bench.verbs.release("a", 1)
     assert state(bench, 1) is ReceiverState.FAILED
-    assert bench.service.verbs.claim("a", 1).generation == 2
+    assert bench.verbs.claim("a", 1).generation == 2
     assert bench.free == 14
 
 
 def test_receipts_keep_little_and_are_forgotten():
     bench = claimed()
-    bench.service.verbs.release("engine", 1)
+    bench.verbs.release("engine", 1)
     room = bench.service.book.get(1)
     assert (room.tables, room.metadata, room.writers) == ({}, {}, {})
     bench.clock.advance(300)

@@ -22,7 +22,7 @@ from kvbridge.core.wire.engine_messages import Admit, Attach, Claim, Extend, Ref
 from kvbridge.core.wire.messages import Done, Drained, Failed, Offer, to_wire
 from kvbridge.core.wire.worker_messages import RoomClosed
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
+from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.pool.accounts.page_states import PageState
 from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, R1, ReceiverBench, SenderBench
@@ -101,7 +101,7 @@ def test_prefill_a_ticket_that_no_engine_uses(offered):
     assert (report.state, report.reason_code, report.reason) == (RoomState.FAILED, "deadline", why)
     assert bench.service.book.not_begun() == []
     with pytest.raises(ConflictError, match="no prefill engine has begun it in time"):
-        bench.service.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
+        bench.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
     if offered:
         bench.service.workers.room_closed(RoomClosed(rank=R0, room=1, generation=1, quiet=True))
         failed, drained = [message for _, message in bench.peers.messages]
@@ -117,7 +117,7 @@ def test_prefill_a_ticket_that_an_engine_has_used_in_time_has_no_end(offered):
     if offered:
         bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
     bench.clock.advance(19)
-    bench.service.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
+    bench.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
     assert limit(bench) == (("timeouts.room_s", 581) if offered else ("timeouts.offer_s", 41))
     assert bench.service.book.not_begun() == []
     bench.clock.advance(2)
@@ -144,8 +144,8 @@ def test_prefill_a_room_that_no_engine_begins():
 def test_prefill_an_engine_that_stops_publishing_holds_its_pages_until_it_lets_go():
     bench = sender()
     bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
-    bench.service.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
-    bench.service.verbs.publish("engine", (R0,), 1, upto_token=PAGE, layers=None)
+    bench.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
+    bench.verbs.publish("engine", (R0,), 1, upto_token=PAGE, layers=None)
     assert run_out(bench).state is RoomState.FAILED
     assert limit(bench) == ("timeouts.drain_s", 50)
     assert bench.book.pages_being_released()[IndexSpace.FULL] == 2
@@ -275,16 +275,15 @@ class Api:
             clock=bench.clock,
             draw=lambda: 0.0,
         )
-        kind = PrefillEngineApi if isinstance(bench, SenderBench) else DecodeEngineApi
         engines = AttachedEngines(lambda engine, answer: self.answers.append(answer), (R0,), bench.events)
-        self.api = kind(
+        self.api = EngineApi(
             bench.service,  # type: ignore[arg-type]
             admission,
             engines,
             pid=lambda engine: 7,
             attached=lambda call, ranks: None,  # type: ignore[arg-type,return-value]
         )
-        self.call(Attach(call=1, role=self.api.role))
+        self.call(Attach(call=1, role=self.bench.service.book.role))
 
     def call(self, message: object) -> object:
         self.api.handle("engine", message)  # type: ignore[arg-type]
@@ -330,5 +329,5 @@ def test_an_extension_that_lacks_pages_is_told_when_to_come_back():
 def test_a_room_in_use_has_no_limit():
     bench = receiver()
     bench.service.book.get(1).state = ReceiverState.COMMITTED
-    bench.service.verbs.claim("engine", 1)
+    bench.verbs.claim("engine", 1)
     assert limit(bench) == ("", None)

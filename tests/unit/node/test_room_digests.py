@@ -240,10 +240,10 @@ def sending(digest: DigestKind = DigestKind.CRC32C, ranks=(R0,)) -> SenderBench:
     bench.service.peers.offer(
         DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=to_wire(tables), digest=digest)
     )
-    bench.service.verbs.begin("engine", ranks, 1, prompt_tokens=TOKENS, tables={})
+    bench.verbs.begin("engine", ranks, 1, prompt_tokens=TOKENS, tables={})
     for upto in (PAGE, TOKENS):
-        bench.service.verbs.publish("engine", ranks, 1, upto_token=upto, layers=None)
-    bench.service.verbs.finish("engine", ranks, 1, metadata=b"")
+        bench.verbs.publish("engine", ranks, 1, upto_token=upto, layers=None)
+    bench.verbs.finish("engine", ranks, 1, metadata=b"")
     return bench
 
 

@@ -45,15 +45,15 @@ def admit(bench: SenderBench, room: int = 1, generation: int = 1, tokens: int = 
 
 def begin(bench: SenderBench, engine: str = "engine", ranks=None, room: int = 1, **fields):
     fields = {"prompt_tokens": TOKENS, "tables": {}} | fields
-    return bench.service.verbs.begin(engine, ranks or bench.ranks, room, **fields)
+    return bench.verbs.begin(engine, ranks or bench.ranks, room, **fields)
 
 
 def publish(bench: SenderBench, upto: int = TOKENS, engine: str = "engine", ranks=None, layers=None):
-    bench.service.verbs.publish(engine, ranks or bench.ranks, 1, upto_token=upto, layers=layers)
+    bench.verbs.publish(engine, ranks or bench.ranks, 1, upto_token=upto, layers=layers)
 
 
 def finish(bench: SenderBench, engine: str = "engine", ranks=None, metadata: bytes = b"meta", **fields):
-    bench.service.verbs.finish(engine, ranks or bench.ranks, 1, metadata=metadata, **fields)
+    bench.verbs.finish(engine, ranks or bench.ranks, 1, metadata=metadata, **fields)
 
 
 def orders(bench: SenderBench, rank=None) -> list[Send]:
@@ -104,7 +104,7 @@ def test_a_room_is_sent_while_it_is_computed():
     assert bench.service.book.report(1).state is RoomState.TRANSFERRING
     opening = pick(bench.workers.messages, OpenRoom)[0]
     assert opening.peer == DECODE
-    assert opening.source == to_wire(room.tables)
+    assert opening.source == room.tables
     assert opening.destination == offer().tables
     assert bench.book.state(Owner(1, 1)) is PageState.LEASED
     publish(bench)
@@ -208,11 +208,11 @@ def test_a_publication_that_one_rank_refuses_counts_for_none():
     admit(bench)
     bench.service.peers.offer(DECODE, offer())
     begin(bench)
-    bench.service.verbs.publish("engine", (R1,), 1, upto_token=TOKENS, layers=None)
+    bench.verbs.publish("engine", (R1,), 1, upto_token=TOKENS, layers=None)
     before = len(orders(bench))
     with pytest.raises(ConflictError, match="backwards"):
         publish(bench, PAGE)
-    bench.service.verbs.publish("engine", (R0,), 1, upto_token=1, layers=None)
+    bench.verbs.publish("engine", (R0,), 1, upto_token=1, layers=None)
     assert len(orders(bench)) == before + 1
 
 
@@ -346,7 +346,7 @@ def test_an_offer_that_cannot_be_right_fails_the_room_on_both_sides(fields):
 def test_an_offer_for_a_room_that_is_over_gets_its_reason():
     bench = SenderBench()
     admit(bench)
-    bench.service.engines.abort("engine", 1, "out of memory")
+    bench.verbs.abort("engine", 1, "out of memory")
     bench.service.peers.offer(DECODE, offer())
     [failed] = pick(bench.peers.messages, Failed)
     assert failed.code == "aborted"
@@ -360,7 +360,7 @@ def test_an_offer_for_a_room_that_is_over_gets_its_reason():
 def test_an_abort_while_sending_frees_nothing_before_every_rank_is_quiet():
     bench = sending(ranks=(R0, R1))
     bench.service.peers.abort(DECODE, abort())
-    bench.service.engines.abort("engine", 1, "ok")
+    bench.verbs.abort("engine", 1, "ok")
     assert state(bench) is SenderState.ABORTING
     assert pick(bench.peers.messages, Failed)[0].message == "by the decode side: enough"
     assert len(pick(bench.workers.messages, CloseRoom)) == 2
@@ -384,7 +384,7 @@ def test_an_abort_before_the_offer_ends_at_once(who):
     admit(bench)
     begin(bench)
     if who == "engine":
-        bench.service.engines.abort("engine", 1, "no")
+        bench.verbs.abort("engine", 1, "no")
     else:
         room = bench.service.book.get(1)
         bench.service.driver.stop(room, "by its client")
@@ -394,7 +394,7 @@ def test_an_abort_before_the_offer_ends_at_once(who):
         assert bench.free == 14
         with pytest.raises(ConflictError, match="is over"):
             publish(bench)
-        bench.service.engines.abort("engine", 1, "understood")
+        bench.verbs.abort("engine", 1, "understood")
     assert bench.free == 16
 
 
@@ -594,7 +594,7 @@ def test_a_dead_worker_ends_the_room_and_is_not_waited_for(stage):
         begin(bench)
         publish(bench)
     if stage == "aborting":
-        bench.service.engines.abort("engine", 1, "no")
+        bench.verbs.abort("engine", 1, "no")
     if stage == "completed":
         finish(bench)
         answer(bench, R0)
@@ -608,7 +608,7 @@ def test_a_dead_worker_ends_the_room_and_is_not_waited_for(stage):
         assert state(bench) is SenderState.FAILING
         assert "rank worker pp0.tp0 of the prefill node died" in bench.service.book.report(1).reason
         assert len(pick(bench.workers.messages, CloseRoom, R1)) == 1
-        bench.service.engines.abort("engine", 1, "ok")
+        bench.verbs.abort("engine", 1, "ok")
         assert bench.free == 14
     if stage in {"sending", "aborting"}:
         assert pick(bench.peers.messages, Drained) == []
@@ -668,7 +668,7 @@ def test_a_room_that_is_not_sent_in_time_fails_and_one_that_is_not_quiet_in_time
     bench = sending()
     bench.clock.advance(600)
     bench.tick()
-    bench.service.engines.abort("engine", 1, "ok")
+    bench.verbs.abort("engine", 1, "ok")
     assert state(bench) is SenderState.FAILING
     assert "timeouts.room_s" in bench.service.book.report(1).reason
     for _ in range(3):
@@ -700,7 +700,7 @@ def test_pages_that_an_engine_does_not_let_go_of_are_quarantined_in_the_end():
     [reason] = bench.book.quarantine_reasons()
     assert "engines engine have not let go of it (limit: timeouts.drain_s)" in reason
     assert bench.service.book.quarantined()["engine_not_released"] == 1
-    bench.service.engines.abort("engine", 1, "at last")
+    bench.verbs.abort("engine", 1, "at last")
     assert bench.free == 16
     bench.book.check_integrity()
 
@@ -708,7 +708,7 @@ def test_pages_that_an_engine_does_not_let_go_of_are_quarantined_in_the_end():
 def test_a_transport_that_is_not_quiet_quarantines_at_once_and_says_which():
     bench = sending()
     answer(bench, error_code="transport_failed", error="cable", quiet=False, in_transit=True)
-    bench.service.engines.abort("engine", 1, "ok")
+    bench.verbs.abort("engine", 1, "ok")
     bench.service.workers.room_closed(RoomClosed(room=1, generation=1, rank=R0, quiet=False, reason="mooncake is loud"))
     assert state(bench) is SenderState.FAILING
     [reason] = bench.book.quarantine_reasons()
@@ -746,7 +746,7 @@ def test_a_new_attempt_runs_beside_the_old_one_and_each_gets_its_own_messages():
     # The engine has not heard of the failure: its words are about the attempt that it has begun.
     with pytest.raises(ConflictError, match=r"is over: rank pp0\.tp0: cable"):
         publish(bench)
-    bench.service.engines.abort("engine", 1, "understood")
+    bench.verbs.abort("engine", 1, "understood")
     assert state(bench, 2) is SenderState.SENDING
     close(bench, generation=1)
     assert state(bench, 1) is SenderState.FAILED
@@ -784,7 +784,7 @@ def test_an_engine_with_a_gpu_aborts_an_earlier_attempt_before_it_begins_anew():
     ):
         begin(bench, by_gpu=True)
     assert bench.free == 12
-    bench.service.engines.abort("engine", 1, "its GPU is through")
+    bench.verbs.abort("engine", 1, "its GPU is through")
     assert bench.free == 14
     begin(bench, by_gpu=True)
 
@@ -796,19 +796,19 @@ def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through
     for order in orders(bench):
         answer(bench, order=order)
     assert (state(bench), bench.free) == (SenderState.COMPLETED, 16), "every point was reached before that was sent"
-    bench.service.verbs.release("engine", 1, 1)
+    bench.verbs.release("engine", 1, 1)
     failing = sending()
     with pytest.raises(ConflictError, match="room 1 is not finished by this engine"):
-        failing.service.verbs.release("engine", 1, 1)
+        failing.verbs.release("engine", 1, 1)
     publish(failing)
     finish(failing, by_gpu=True)
     failing.service.peers.abort(DECODE, abort())
     close(failing)
     assert (state(failing), failing.free) == (SenderState.ABORTED, 14)
-    failing.service.verbs.release("engine", 1, 2)
-    failing.service.verbs.release("somebody else", 1, 1)
+    failing.verbs.release("engine", 1, 2)
+    failing.verbs.release("somebody else", 1, 1)
     assert failing.free == 14
-    failing.service.verbs.release("engine", 1, 1)
+    failing.verbs.release("engine", 1, 1)
     assert failing.free == 16
 
 
@@ -831,7 +831,7 @@ def test_finish_of_a_room_that_is_over_does_not_let_go_of_what_a_gpu_writes():
     with pytest.raises(ConflictError, match="is over: by the decode side"):
         finish(bench, by_gpu=True)
     assert bench.free == 14
-    bench.service.verbs.release("engine", 1, 1)
+    bench.verbs.release("engine", 1, 1)
     assert bench.free == 16
 
 
@@ -858,7 +858,7 @@ def test_a_room_whose_pages_an_engine_still_writes_is_not_forgotten():
     bench.service.peers.abort(DECODE, abort())
     bench.clock.advance(1_000)
     bench.tick()
-    bench.service.engines.abort("engine", 1, "at last")
+    bench.verbs.abort("engine", 1, "at last")
     assert bench.free == 16
 
 
@@ -906,7 +906,7 @@ def test_an_adopted_room_can_be_aborted_before_it_has_pages(offered):
     admit(bench)
     if offered:
         bench.service.peers.offer(DECODE, offer())
-    bench.service.engines.abort("engine", 1, "no")
+    bench.verbs.abort("engine", 1, "no")
     assert state(bench) is SenderState.ABORTED
     assert len(pick(bench.peers.messages, Drained)) == offered
     with pytest.raises(ConflictError, match="is over"):
@@ -942,7 +942,7 @@ def point(number: int) -> StreamPoint:
 
 def publish_at(bench: SenderBench, upto: int, **points: StreamPoint) -> None:
     named = {name.replace("_", "."): one for name, one in points.items()}
-    bench.service.verbs.publish("engine", bench.ranks, 1, upto_token=upto, layers=None, after=named)
+    bench.verbs.publish("engine", bench.ranks, 1, upto_token=upto, layers=None, after=named)
 
 
 def test_orders_name_the_points_of_all_that_they_send_each_rank_its_own():

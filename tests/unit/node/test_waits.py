@@ -45,12 +45,12 @@ def test_prefill_says_what_it_waits_for_from_its_admission_to_its_end() -> None:
     assert told(bench) == ("admitted", "a prefill engine to begin it, and for the decode node to offer its pages")
     offer(bench)
     assert told(bench) == ("offered", "a prefill engine to begin it"), "nothing is transferred before there is anything"
-    bench.service.verbs.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
-    bench.service.verbs.publish("engine", bench.ranks, 1, upto_token=PAGE, layers=None)
+    bench.verbs.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
+    bench.verbs.publish("engine", bench.ranks, 1, upto_token=PAGE, layers=None)
     progress = f"({PAGE} of {TOKENS} tokens are published)"
     assert told(bench) == ("transferring", f"the prefill engine to publish and finish it {progress}")
-    bench.service.verbs.publish("engine", bench.ranks, 1, upto_token=TOKENS, layers=None)
-    bench.service.verbs.finish("engine", bench.ranks, 1, metadata=b"")
+    bench.verbs.publish("engine", bench.ranks, 1, upto_token=TOKENS, layers=None)
+    bench.verbs.finish("engine", bench.ranks, 1, metadata=b"")
     assert told(bench) == ("transferring", "rank workers pp0.tp0 to send it")
     report = bench.service.book.report(1)
     assert (report.peers, report.pages) == ((PEER,), {IndexSpace.FULL: 2})
@@ -72,9 +72,9 @@ def test_decode_says_what_it_waits_for_from_its_admission_to_its_end() -> None:
         PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(TOKENS), phases_s={}, metadata=b"")
     )
     assert told(bench) == ("committed", "a decode engine to claim it")
-    bench.service.verbs.claim("engine", 1)
+    bench.verbs.claim("engine", 1)
     assert told(bench) == ("claimed", "engines engine to release it")
-    bench.service.verbs.release("engine", 1)
+    bench.verbs.release("engine", 1)
     assert told(bench) == ("completed", "")
     report = bench.service.book.report(1)
     assert (report.peers, report.pages) == ((name,), {}), "a receipt still says who it came from"
@@ -106,7 +106,7 @@ def test_a_reason_names_no_state_that_users_cannot_know(begun: bool) -> None:
     bench = SenderBench()
     offered(bench)
     if begun:
-        bench.service.verbs.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
+        bench.verbs.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
     bench.clock.advance(1_000)
     bench.tick()
     report = bench.service.book.report(1)
