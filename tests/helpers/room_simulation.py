@@ -128,7 +128,7 @@ class PrefillNode:
             events=EventStream(),
             send=lambda peer, message: world.to_decode(message),
         )
-        self.nodes.watch(self.service)
+        self.nodes.watch(self.service.peers)
 
     @property
     def layers(self) -> dict[Rank, tuple[int, ...]]:

@@ -118,7 +118,7 @@ class RoomsMachine(RuleBasedStateMachine):
 
     @rule(room=ROOMS, engine=DECODE_ENGINES, tokens=TOKENS)
     def extend(self, room, engine, tokens):
-        self.tried(self.world.receiver.extend, engine, room, tokens)
+        self.tried(self.world.receiver_verbs.extend, engine, room, tokens)
 
     @rule(room=ROOMS, engine=DECODE_ENGINES, well=st.booleans())
     def decode_engine_ends(self, room, engine, well):

@@ -1,18 +1,22 @@
-"""What rank workers are told about the rooms of a prefill node, and what follows when they have sent.
+"""What engines publish on a prefill node, what rank workers are told to send of it, and what follows when they have sent it.
 
-Owns: the numbers of orders; when a rank is done. Must not know: the table, who raised an event.
+Owns: the numbers of orders; when a rank is done. Must not know: the table, sockets.
 """
 
 from __future__ import annotations
 
 from kvbridge.core.clock import Clock
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.core.session.sender import SenderState
+from kvbridge.core.wire.engine_messages import Publish
 from kvbridge.core.wire.messages import Digests, Done, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
 from kvbridge.node.driver import RoomDriver
+from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.room import slowest
+from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom
 from kvbridge.telemetry.events import OrderBegan, OrderEnded
@@ -21,7 +25,8 @@ from kvbridge.telemetry.events import OrderBegan, OrderEnded
 class Orders:
     """The orders of all rooms. Called from the event loop's thread only."""
 
-    def __init__(self, ports: SenderPorts, pages: RoomPages, clock: Clock) -> None:
+    def __init__(self, ports: SenderPorts, rooms: RoomBook[SenderRoom], pages: RoomPages, clock: Clock) -> None:
+        self._rooms = rooms
         self._ports = ports
         self._pages = pages
         self._clock = clock
@@ -46,6 +51,23 @@ class Orders:
             for rank, work in room.ranks.items():
                 self._ports.workers.send(rank, opening)
                 work.open = True
+        self.flush(room)
+
+    def publish(self, engine: AttachedEngine, message: Publish) -> None:
+        """An engine has made tokens final on its ranks. See RankProgress.publish for what is refused."""
+        room = self._rooms.used_by(engine.name, message.room)
+        room.require_alive()
+        room.require_begun(engine.name, engine.ranks)
+        upto_token, layers = message.upto_token, message.layers
+        chosen = {rank: room.ranks[rank].own_layers(layers) for rank in engine.ranks}
+        unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen.values())))
+        if unknown:
+            raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
+        for rank in engine.ranks:
+            room.ranks[rank].progress.check(upto_token, chosen[rank])
+        for rank in engine.ranks:
+            room.ranks[rank].progress.publish(upto_token, chosen[rank])
+            room.ranks[rank].note_point(message.after.get(str(rank)))
         self.flush(room)
 
     def flush(self, room: SenderRoom) -> None:

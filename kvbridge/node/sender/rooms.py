@@ -66,7 +66,7 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
     book = RoomBook[SenderRoom](Role.PREFILL, user_state, clock=clock, keep_s=settings.limits.room_keep_s)
     facts = RoomFacts(book, ports.engines, ports.events, ENGINE_WORDS, clock)
     pages = RoomPages(ports.book, settings, ports.events)
-    orders = Orders(ports, pages, clock)
+    orders = Orders(ports, book, pages, clock)
     driver: RoomDriver[SenderRoom] = RoomDriver(SenderRules(facts, pages, orders, ports.nodes, clock), facts)
     completion = Completion(ports, driver, clock)
     early = EarlyOffers(wait_s=settings.limits.early_offer_s, clock=clock)
@@ -81,7 +81,7 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
         engines=engines,
         calls={
             Begin: verbs.begin,
-            Publish: verbs.publish,
+            Publish: orders.publish,
             Finish: verbs.finish,
             Release: verbs.release,
             AbortRoom: engines.abort,

@@ -1,4 +1,4 @@
-"""The verbs of prefill engines: begin, publish, finish, release.
+"""The verbs of prefill engines: begin, finish, release (`orders` has publish).
 
 Owns: what an engine may say about a room of a prefill node, and in which order it makes sense. Must not know: sockets, how bytes
 move, what a transition leads to.
@@ -13,13 +13,13 @@ from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.pages import tables_cover
 from kvbridge.core.geometry.tables import same_tables, tables_from_wire
 from kvbridge.core.ids import Tables
-from kvbridge.core.wire.engine_messages import Begin, Finish, Pages, Publish, Release
+from kvbridge.core.wire.engine_messages import Begin, Finish, Pages, Release
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.orders import Completion, Orders
-from kvbridge.node.sender.room import SenderRoom, user_state
+from kvbridge.node.sender.room import SenderRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class SenderVerbs:
         """
         room = self.rooms.get(message.room)
         tables = tables_from_wire(message.tables)
-        self._require_alive(room)
+        room.require_alive()
         if message.prompt_tokens != room.prompt_tokens:
             raise InvalidInputError(
                 f"room {room.room} was admitted with {room.prompt_tokens} prompt tokens, "
@@ -85,23 +85,6 @@ class SenderVerbs:
         tables_cover(tables, self.pages.settings.geometry, tokens=room.prompt_tokens)
         self.pages.adopt(room, tables)
 
-    def publish(self, engine: AttachedEngine, message: Publish) -> None:
-        """An engine has made tokens final on its ranks. See RankProgress.publish for what is refused."""
-        room = self.rooms.used_by(engine.name, message.room)
-        self._require_alive(room)
-        self._require_begun(room, engine)
-        upto_token, layers = message.upto_token, message.layers
-        chosen = {rank: room.ranks[rank].own_layers(layers) for rank in engine.ranks}
-        unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen.values())))
-        if unknown:
-            raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
-        for rank in engine.ranks:
-            room.ranks[rank].progress.check(upto_token, chosen[rank])
-        for rank in engine.ranks:
-            room.ranks[rank].progress.publish(upto_token, chosen[rank])
-            room.ranks[rank].note_point(message.after.get(str(rank)))
-        self.orders.flush(room)
-
     def finish(self, engine: AttachedEngine, message: Finish) -> None:
         """An engine has published everything; it does not write the room's pages any more.
 
@@ -113,8 +96,8 @@ class SenderVerbs:
         if room.over or room.stopping:
             if not message.by_gpu:
                 self.driver.let_go(room, engine.name)
-            self._require_alive(room)
-        self._require_begun(room, engine)
+            room.require_alive()
+        room.require_begun(engine.name, engine.ranks)
         for rank in engine.ranks:
             work = room.ranks[rank]
             if work.finished:
@@ -143,14 +126,3 @@ class SenderVerbs:
         if unfinished and not (room.over or room.stopping):
             raise ConflictError(f"room {room.room} is not finished by this engine; finish or abort it")
         self.driver.let_go(room, engine.name)
-
-    @staticmethod
-    def _require_alive(room: SenderRoom) -> None:
-        if room.over or room.stopping:
-            raise ConflictError(f"room {room.room} is over: {room.reason or user_state(room)}")
-
-    @staticmethod
-    def _require_begun(room: SenderRoom, engine: AttachedEngine) -> None:
-        for rank in engine.ranks:
-            if room.ranks[rank].engine != engine.name:
-                raise ConflictError(f"room {room.room} was not begun on rank {rank} by this engine")
