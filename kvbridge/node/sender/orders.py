@@ -1,6 +1,6 @@
-"""What engines publish on a prefill node, what rank workers are told to send of it, and what follows when they have sent it.
+"""What engines publish on a prefill node, and what rank workers are told to send of it.
 
-Owns: the numbers of orders; when a rank is done. Must not know: the table, sockets.
+Owns: the numbers of orders. Must not know: the table, sockets.
 """
 
 from __future__ import annotations
@@ -8,17 +8,15 @@ from __future__ import annotations
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Rank
-from kvbridge.core.plan.operations import Amounts, add_amounts
+from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.wire.engine_messages import Publish
-from kvbridge.core.wire.messages import Digests, Done, to_wire
+from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
-from kvbridge.node.driver import RoomDriver
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.node.room import slowest
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
-from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom
+from kvbridge.node.sender.room import SenderPorts, SenderRoom
 from kvbridge.telemetry.events import OrderBegan, OrderEnded
 
 
@@ -109,44 +107,3 @@ class Orders:
         for order in tuple(work.outstanding):
             self.ended(room, rank, order, {})
         work.open = False
-
-
-class Completion:
-    """When a rank of a room is done, and what the decode node is told then."""
-
-    def __init__(self, ports: SenderPorts, driver: RoomDriver[SenderRoom], clock: Clock) -> None:
-        self._nodes = ports.nodes
-        self._driver = driver
-        self._clock = clock
-
-    def settle(self, room: SenderRoom) -> None:
-        """Say Done for every rank that has nothing left to do; when all have, the room is complete."""
-        if room.state is not SenderState.SENDING or not room.open_ranks:
-            return
-        for rank, work in room.ranks.items():
-            if not work.finished or work.done or work.outstanding:
-                continue
-            work.done = True
-            room.amounts = add_amounts(room.amounts, work.amounts)
-            slowest(room.phases_s, work.phases_s)
-            done = Done(
-                room=room.room,
-                generation=room.generation,
-                writer=rank,
-                amounts=work.amounts,
-                phases_s=work.phases_s,
-                metadata=work.metadata,
-                digest_parts=self._tell_digests(room, rank, work),
-                transport=work.transport,
-                under_way_ago_s=work.under_way_ago_s(self._clock()),
-            )
-            self._nodes.send(room.peer, done)
-        self._driver.advance(room)
-
-    def _tell_digests(self, room: SenderRoom, rank: Rank, work: RankWork) -> int:
-        """Say what a rank has sent, ahead of its Done; returns in how many parts."""
-        parts = list(work.digests.parts()) if work.digests is not None else []
-        for number, part in enumerate(parts):
-            message = Digests(room=room.room, generation=room.generation, writer=rank, part=number, digests=part)
-            self._nodes.send(room.peer, message)
-        return len(parts)

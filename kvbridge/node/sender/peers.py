@@ -16,8 +16,8 @@ from kvbridge.node.driver import RoomDriver
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
-from kvbridge.node.sender.orders import Completion
 from kvbridge.node.sender.room import SenderRoom, user_state
+from kvbridge.node.sender.workers import SenderWorkers
 from kvbridge.telemetry.events import RoomRejected
 
 
@@ -27,7 +27,7 @@ class SenderPeers:
 
     rooms: RoomBook[SenderRoom]
     driver: RoomDriver[SenderRoom]
-    completion: Completion
+    workers: SenderWorkers
     nodes: DecodeNodes
     early: EarlyOffers
     geometry: ModelGeometry
@@ -73,7 +73,7 @@ class SenderPeers:
         room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
         room.phases_s["admit_to_offer_received"] = room.offered_s - room.created_s
         self.driver.advance(room, SenderEvent.OFFER)
-        self.completion.settle(room)
+        self.workers.settle(room)
 
     def _refuse_offer(self, peer: str, offer: Offer, code: str, message: str) -> None:
         """Nothing was ever written for this offer, nor will be: saying so at once is the truth."""

@@ -19,7 +19,7 @@ from kvbridge.node.room_facts import RoomFacts
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.node.rooms import RoomEngines, RoomRequests, Rooms
 from kvbridge.node.sender.offers import EarlyOffers
-from kvbridge.node.sender.orders import Completion, Orders
+from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.peers import SenderPeers
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, user_state
 from kvbridge.node.sender.rules import ENGINE_WORDS, SenderRules
@@ -68,11 +68,11 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
     pages = RoomPages(ports.book, settings, ports.events)
     orders = Orders(ports, book, pages, clock)
     driver: RoomDriver[SenderRoom] = RoomDriver(SenderRules(facts, pages, orders, ports.nodes, clock), facts)
-    completion = Completion(ports, driver, clock)
+    workers = SenderWorkers(book, driver, pages, orders, ports.nodes, clock)
     early = EarlyOffers(wait_s=settings.limits.early_offer_s, clock=clock)
-    peers = SenderPeers(book, driver, completion, ports.nodes, early, settings.geometry, clock)
+    peers = SenderPeers(book, driver, workers, ports.nodes, early, settings.geometry, clock)
     engines = RoomEngines(book, driver, pages)
-    verbs = SenderVerbs(book, driver, pages, orders, completion, clock)
+    verbs = SenderVerbs(book, driver, pages, orders, workers, clock)
     admission = SenderAdmission(pages, ports.workers, peers)
     return SenderRooms(
         book=book,
@@ -88,5 +88,5 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
         },
         deadlines=Deadlines(book, driver, clock),
         peers=peers,
-        workers=SenderWorkers(book, driver, pages, orders, completion),
+        workers=workers,
     )

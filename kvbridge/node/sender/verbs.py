@@ -18,8 +18,9 @@ from kvbridge.node.driver import RoomDriver
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
-from kvbridge.node.sender.orders import Completion, Orders
+from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.room import SenderRoom
+from kvbridge.node.sender.workers import SenderWorkers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class SenderVerbs:
     driver: RoomDriver[SenderRoom]
     pages: RoomPages
     orders: Orders
-    completion: Completion
+    workers: SenderWorkers
     clock: Clock
 
     def begin(self, engine: AttachedEngine, message: Begin) -> Pages:
@@ -112,7 +113,7 @@ class SenderVerbs:
             room.ranks[rank].metadata = message.metadata
         if not message.by_gpu:
             self.driver.let_go(room, engine.name)
-        self.completion.settle(room)
+        self.workers.settle(room)
 
     def release(self, engine: AttachedEngine, message: Release) -> None:
         """The GPU of an engine is through with an attempt that it has finished. Harmless when that is over and forgotten.

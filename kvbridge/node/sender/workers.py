@@ -1,22 +1,27 @@
 """What the rank workers of a prefill node say about its rooms.
 
-Owns: what it means for a room. Must not know: processes, what workers are told (`orders`), what a transition leads to.
+Owns: what it means for a room, and when a rank is done. Must not know: processes, what workers are told (`orders`), what a
+transition leads to.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.operations import add_amounts
+from kvbridge.core.session.sender import SenderState
+from kvbridge.core.wire.messages import Digests, Done
 from kvbridge.core.wire.worker_messages import Digested, RoomClosed, Sent
 from kvbridge.node.driver import WORKER_GONE, RoomDriver
-from kvbridge.node.room import Quarantine
+from kvbridge.node.handshake.decode_nodes import DecodeNodes
+from kvbridge.node.room import Quarantine, slowest
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
-from kvbridge.node.sender.orders import Completion, Orders
+from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.room import RankWork, SenderRoom
 
 
@@ -28,7 +33,40 @@ class SenderWorkers:
     driver: RoomDriver[SenderRoom]
     pages: RoomPages
     orders: Orders
-    completion: Completion
+    nodes: DecodeNodes
+    clock: Clock
+
+    def settle(self, room: SenderRoom) -> None:
+        """Say Done for every rank that has nothing left to do; when all have, the room is complete."""
+        if room.state is not SenderState.SENDING or not room.open_ranks:
+            return
+        for rank, work in room.ranks.items():
+            if not work.finished or work.done or work.outstanding:
+                continue
+            work.done = True
+            room.amounts = add_amounts(room.amounts, work.amounts)
+            slowest(room.phases_s, work.phases_s)
+            done = Done(
+                room=room.room,
+                generation=room.generation,
+                writer=rank,
+                amounts=work.amounts,
+                phases_s=work.phases_s,
+                metadata=work.metadata,
+                digest_parts=self._tell_digests(room, rank, work),
+                transport=work.transport,
+                under_way_ago_s=work.under_way_ago_s(self.clock()),
+            )
+            self.nodes.send(room.peer, done)
+        self.driver.advance(room)
+
+    def _tell_digests(self, room: SenderRoom, rank: Rank, work: RankWork) -> int:
+        """Say what a rank has sent, ahead of its Done; returns in how many parts."""
+        parts = list(work.digests.parts()) if work.digests is not None else []
+        for number, part in enumerate(parts):
+            message = Digests(room=room.room, generation=room.generation, writer=rank, part=number, digests=part)
+            self.nodes.send(room.peer, message)
+        return len(parts)
 
     def _rank_work(self, message: Digested | Sent | RoomClosed) -> tuple[SenderRoom | None, RankWork | None]:
         """What a worker speaks of, unless that is forgotten."""
@@ -63,7 +101,7 @@ class SenderWorkers:
         work.amounts = add_amounts(work.amounts, message.amounts)
         for phase, seconds in message.seconds.items():
             work.phases_s[phase] = work.phases_s.get(phase, 0.0) + seconds
-        self.completion.settle(room)
+        self.settle(room)
 
     def room_closed(self, message: RoomClosed) -> None:
         """A worker proved that nothing of a room is in flight."""
