@@ -29,8 +29,9 @@ STEP_S = 60
 CURL = "fail-with-body\nsilent\nshow-error\nmax-time = 45\n"
 """An answer that is an error fails the command."""
 CLUSTER = """
-kvbridge init cluster --one-host
-keep cluster env KVBRIDGE_TIMEOUTS__ROOM_KEEP_S=3600 kvbridge up cluster
+kvbridge init cluster --one-host --complete
+sed --in-place 's/room_keep_s: .*/room_keep_s: 3600/' cluster/*.yaml  # pages may take long
+keep cluster kvbridge up cluster
 kvbridge wait cluster --timeout 60
 export BOOTSTRAP=http://127.0.0.1:7900 DAEMON=http://127.0.0.1:7902
 export ROOM=$(curl -X POST $BOOTSTRAP/v1/requests -H 'content-type: application/json' -d '{"prompt_tokens": 1000}' \
