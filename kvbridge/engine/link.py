@@ -38,7 +38,7 @@ class EngineLink:
 
         `timeout_s` bounds every call.
         """
-        path = runtime_dir / ENGINE_SOCKET
+        path = runtime_dir.absolute() / ENGINE_SOCKET
         self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(
             name, path, NODE_TO_ENGINE, ENGINE_TO_NODE, daemon_user=daemon_user
         )
