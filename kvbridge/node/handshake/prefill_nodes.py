@@ -14,12 +14,12 @@ from typing import Protocol
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import PrefillNodeStatus
 from kvbridge.core.errors import (
-    ERROR_OF_CODE,
     BridgeError,
     FeatureError,
     InvalidInputError,
     PeerError,
     UnauthorizedError,
+    errors_by_code,
 )
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
@@ -213,7 +213,7 @@ class PrefillNodes:
         known = self._known.get(address)
         if known is None:
             return
-        kind = ERROR_OF_CODE.get(message.code, PeerError)
+        kind = errors_by_code().get(message.code, PeerError)
         self._reject(known, kind(f"the prefill node at {address.endpoint} rejected us: {message.message}"))
 
     def _reject(self, known: _KnownPrefill, error: BridgeError) -> None:
