@@ -187,6 +187,11 @@ class Announcer:
             self.problem = self.refusal = ""
             self._failures = 0
         except NotFoundError as error:
+            if not self._registered:
+                self._replaced = False
+                self._refused(f"{self._client.base_url} is no bootstrap (bootstrap.url): {error}", error.code)
+                self._ask_another()
+                return
             self._registered = False  # the directory is new, or forgot us
             self._report(str(error), error.code)
             self._changed.set()
