@@ -27,7 +27,8 @@ from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.numbers import DESCRIBED_QUERY, NUMBER, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.rooms import Rooms
+from kvbridge.node.room_book import RoomBook
+from kvbridge.node.rooms import RoomRequests
 
 MAX_LISTED = 200
 """Rooms on one page of a listing."""
@@ -54,12 +55,13 @@ ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everyb
 def create_daemon_app(
     *,
     admission: AdmissionController,
-    rooms: Rooms[Any],
+    requests: RoomRequests[Any],
+    rooms: RoomBook[Any],
     status: StatusPort[NodeStatus],
     settings: AppSettings,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
-    routers = [_admission_router(admission, rooms), _rooms_router(rooms, settings)]
+    routers = [_admission_router(admission, requests), _rooms_router(requests, rooms, settings)]
     return assemble_app(f"kvbridge {rooms.role} daemon", routers, status=status, kind=NodeStatus, settings=settings)
 
 
@@ -68,7 +70,7 @@ def _router() -> APIRouter:
     return APIRouter(prefix="/v1/requests", tags=["requests"], responses=answers, dependencies=[DESCRIBED_QUERY])
 
 
-def _admission_router(admission: AdmissionController, rooms: Rooms[Any]) -> APIRouter:
+def _admission_router(admission: AdmissionController, requests: RoomRequests[Any]) -> APIRouter:
     router = _router()
 
     @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)], responses=ADMISSION_ANSWERS)
@@ -80,7 +82,7 @@ def _admission_router(admission: AdmissionController, rooms: Rooms[Any]) -> APIR
         """
         if request.wait_s:
             report = await while_connected(
-                connection, admission.admit(request), lambda late: rooms.cancel(late.room, LEFT)
+                connection, admission.admit(request), lambda late: requests.cancel(late.room, LEFT)
             )
         else:
             report = await admission.admit(request)
@@ -90,7 +92,7 @@ def _admission_router(admission: AdmissionController, rooms: Rooms[Any]) -> APIR
     return router
 
 
-def _rooms_router(rooms: Rooms[Any], settings: AppSettings) -> APIRouter:
+def _rooms_router(requests: RoomRequests[Any], rooms: RoomBook[Any], settings: AppSettings) -> APIRouter:
     router = _router()
 
     @router.get("")
@@ -128,6 +130,6 @@ def _rooms_router(rooms: Rooms[Any], settings: AppSettings) -> APIRouter:
             raise StaleError(
                 f"room {room} is in generation {present.generation}, not {generation}: it was not cancelled"
             )
-        return await rooms.cancel(room, reason)
+        return await requests.cancel(room, reason)
 
     return router
