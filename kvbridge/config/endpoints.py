@@ -121,7 +121,7 @@ class TokenConfig(FrozenModel):
     token: SecretStr | None = None
     """Bearer token. Better kept in `token_file`."""
     token_file: Path | None = None
-    """File whose first line is the bearer token; `kvbridge keys token` makes one."""
+    """File whose first line is the bearer token; `kvbridge keys token` makes one. What may stand behind it: see `http`."""
 
     @model_validator(mode="after")
     def _check_token(self) -> Self:
@@ -131,7 +131,8 @@ class TokenConfig(FrozenModel):
 
 
 class HttpConfig(TokenConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well, while it is being changed."""
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well. A line is a token, whose bearer may
+    name the default namespace, or `TOKEN namespaces=A,B`, whose bearer may name these (`*`: any, `-`: the default one)."""
 
     host: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s/]+$")] = "127.0.0.1"
     """Where to listen; anything but a loopback address needs a token."""
@@ -176,14 +177,16 @@ class HttpConfig(TokenConfig):
 
 
 class PrefillHttpConfig(HttpConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well, while it is being changed."""
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well. A line is a token, whose bearer may
+    name the default namespace, or `TOKEN namespaces=A,B`, whose bearer may name these (`*`: any, `-`: the default one)."""
 
     port: Port = 7901
     """0 takes a free port."""
 
 
 class DecodeHttpConfig(HttpConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well, while it is being changed."""
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well. A line is a token, whose bearer may
+    name the default namespace, or `TOKEN namespaces=A,B`, whose bearer may name these (`*`: any, `-`: the default one)."""
 
     port: Port = 7902
     """0 takes a free port."""

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from kvbridge import __version__
 from kvbridge.api.status import Readiness, StatusPort
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.prefixes import TokenGrant
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
 from kvbridge.http.description import describe, operation_id, problems
 from kvbridge.http.middleware import BearerToken, BodyLimit, Observed, UnhandledErrors
@@ -36,9 +37,9 @@ METRICS_PAGE = {
 class AppSettings(FrozenModel):
     """What applications are told of their surroundings."""
 
-    tokens: tuple[str, ...] = ()
-    """Bearer tokens, one as good as the other; none: no token is asked for."""
-    tokens_now: Callable[[], tuple[str, ...]] | None = None
+    grants: tuple[TokenGrant, ...] = ()
+    """Bearer tokens; none: no token is asked for, and everybody may name any namespace."""
+    grants_now: Callable[[], tuple[TokenGrant, ...]] | None = None
     """The tokens at the moment, where they change while the daemon runs."""
     open_metrics: bool = False
     max_body_bytes: Positive = 1 << 20
@@ -71,17 +72,17 @@ def assemble_app(
         redoc_url=None,
         generate_unique_id_function=operation_id,
     )
-    for router in [*routers, _operators_router(status, kind), page_router(asks_token=bool(settings.tokens))]:
+    for router in [*routers, _operators_router(status, kind), page_router(asks_token=bool(settings.grants))]:
         app.include_router(router)
         for route in router.routes:
             if isinstance(route, APIRoute):
                 status.serves(route.path, sorted(route.methods or ()), route.status_code or 200)
     open_paths = OPEN_PATHS | ({"/metrics"} if settings.open_metrics else set())
-    _serve_description(app, token=bool(settings.tokens), open_paths=open_paths)
+    _serve_description(app, token=bool(settings.grants), open_paths=open_paths)
     install_problem_handlers(app)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(BearerToken, tokens=settings.tokens_now or (lambda: settings.tokens), open_paths=open_paths)
+    app.add_middleware(BearerToken, grants=settings.grants_now or (lambda: settings.grants), open_paths=open_paths)
     app.add_middleware(UnhandledErrors)
     app.add_middleware(Observed, answered=status.answered)
     return app
