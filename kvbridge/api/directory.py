@@ -69,7 +69,7 @@ class NodeRegistration(FrozenModel):
     ranks: tuple[Rank, ...]
     """The ranks that live on this node."""
     fingerprint: Name
-    model: ModelIdentity | None = None
+    model_identity: ModelIdentity | None = None
     """Which model it holds, by its `tier` section; null: it does not say."""
     geometry: ModelGeometry
     host: tuple[ComponentKind, ...] = ()
@@ -143,6 +143,8 @@ class InstanceView(FrozenModel):
     role: Role
     model: str
     fingerprint: str
+    model_identity: ModelIdentity | None = None
+    """Which model it says it holds; null: it does not say."""
     pp_size: Positive
     tp_size: Positive
     meets_by: tuple[ControlMode, ...]

@@ -36,7 +36,11 @@ def _from_base64(given: object) -> object:
 
 
 _MAX_TEXT = -(-MAX_PAGE_HASHES_BYTES // 3) * 4
-_THREE_KEYS, _TWO_KEYS, _ONE_KEY = "[A-Za-z0-9+/]{64}", "[A-Za-z0-9+/]{42}[AEIMQUYcgkosw048]=", "[A-Za-z0-9+/]{21}[AQgw]=="
+_THREE_KEYS, _TWO_KEYS, _ONE_KEY = (
+    "[A-Za-z0-9+/]{64}",
+    "[A-Za-z0-9+/]{42}[AEIMQUYcgkosw048]=",
+    "[A-Za-z0-9+/]{21}[AQgw]==",
+)
 PageHashes = Annotated[
     bytes,
     BeforeValidator(_from_base64),

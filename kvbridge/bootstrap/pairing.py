@@ -49,6 +49,7 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.ids import ROOM_BITS, FrozenModel, Positive, Role, RoomId
+from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.core.session.states import RoomState
 
 log = structlog.get_logger(__name__)
@@ -133,16 +134,18 @@ class PairingService:
         """Let `ended(outcome, seconds)` hear of every request: `paired`, or the code of its error. Must not raise."""
         self._ended = ended
 
-    async def pair(self, request: PairRequest) -> Ticket:
+    async def pair(self, request: PairRequest, may_name: Namespaces = ANY_NAMESPACE) -> Ticket:
         """Return a ticket for a request that is now reserved on both ends, or raise with nothing reserved.
 
-        Raises ConflictError when the room is in use, CapacityError (NotReadyError, ClientLimitError) when nobody can take
-        it now, or within its `wait_s`, or the store is away, FingerprintMismatchError, InvalidInputError, DeadlineError when
-        `timeouts.pair_s` is over. CapacityError at once while `max_under_way` others are being paired: asked for more than this
-        process can do, all of them would take longer and longer, and in the end none would be paired in time.
+        `may_name`: the namespaces of whoever asks; raises NamespaceError for another one. Raises ConflictError when the room is in
+        use, CapacityError (NotReadyError, ClientLimitError) when nobody can take it now, or within its `wait_s`, or the store is
+        away, FingerprintMismatchError, InvalidInputError, DeadlineError when `timeouts.pair_s` is over. CapacityError at once while
+        `max_under_way` others are being paired: asked for more than this process can do, all of them would take longer and longer,
+        and in the end none would be paired in time.
         """
         begun_s, outcome = self._clock(), CANCELLED
         try:
+            may_name.require(request.namespace, keyed=bool(request.page_hashes))
             ticket = await self._pair_within_limits(request)
             outcome = PAIRED
         except BridgeError as error:
@@ -336,6 +339,8 @@ class PairingService:
     def _admission(self, attempt: _Attempt, candidate: Candidate, role: Role) -> AdmissionRequest:
         """Return what one side is asked to reserve; only decode learns of the writers."""
         decode, request = role is Role.DECODE, attempt.request
+        # An instance that says nothing of its model shares nothing; it may be of a release that does not know page keys.
+        keyed = (candidate.decode if decode else candidate.prefill).first.model_identity is not None
         return AdmissionRequest(
             room=attempt.room,
             generation=attempt.generation,
@@ -345,6 +350,8 @@ class PairingService:
             client=request.client,
             wait_s=self._wait_left_s(attempt),
             begin_within_s=self._ticket_left_s(attempt),
+            page_hashes=request.page_hashes if keyed else b"",
+            namespace=request.namespace if keyed else "",
         )
 
 

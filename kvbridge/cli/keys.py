@@ -29,8 +29,8 @@ from kvbridge.control.keys import (
     write_keys,
     write_secret,
 )
-from kvbridge.core.prefixes import TokenGrant
 from kvbridge.core.errors import BridgeError
+from kvbridge.core.prefixes import TokenGrant
 
 TOKEN_BYTES = 32
 SHORTEST_TOKEN = 16

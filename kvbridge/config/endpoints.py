@@ -121,7 +121,7 @@ class TokenConfig(FrozenModel):
     token: SecretStr | None = None
     """Bearer token. Better kept in `token_file`."""
     token_file: Path | None = None
-    """File whose first line is the bearer token; `kvbridge keys token` makes one. What may stand behind it: see `http`."""
+    """File whose first line is the bearer token; `kvbridge keys token` makes one."""
 
     @model_validator(mode="after")
     def _check_token(self) -> Self:
@@ -131,9 +131,11 @@ class TokenConfig(FrozenModel):
 
 
 class HttpConfig(TokenConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well. A line is a token, whose bearer may
-    name the default namespace, or `TOKEN namespaces=A,B`, whose bearer may name these (`*`: any, `-`: the default one)."""
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well."""
 
+    token_file: Path | None = None
+    """File with bearer tokens, one a line; `kvbridge keys token` makes one. Who shows a token may name the default namespace, and with
+    `TOKEN namespaces=A,B` in its line those instead (`*`: any; `-`: the default one)."""
     host: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s/]+$")] = "127.0.0.1"
     """Where to listen; anything but a loopback address needs a token."""
     port: Port = 7900
@@ -177,16 +179,14 @@ class HttpConfig(TokenConfig):
 
 
 class PrefillHttpConfig(HttpConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well. A line is a token, whose bearer may
-    name the default namespace, or `TOKEN namespaces=A,B`, whose bearer may name these (`*`: any, `-`: the default one)."""
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well."""
 
     port: Port = 7901
     """0 takes a free port."""
 
 
 class DecodeHttpConfig(HttpConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well. A line is a token, whose bearer may
-    name the default namespace, or `TOKEN namespaces=A,B`, whose bearer may name these (`*`: any, `-`: the default one)."""
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well."""
 
     port: Port = 7902
     """0 takes a free port."""

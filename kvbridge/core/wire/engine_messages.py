@@ -181,7 +181,7 @@ class Attached(Answer):
     instance: Name
     incarnation: Name
     geometry: ModelGeometry
-    model: ModelIdentity | None = None
+    model_identity: ModelIdentity | None = None
     """Which model the node says it holds; page keys begin with it."""
     ranks: tuple[Rank, ...]
     layers: dict[str, tuple[int, ...]]

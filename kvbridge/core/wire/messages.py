@@ -122,7 +122,7 @@ class NodeDescription(FrozenModel):
     node: Name
     role: Role
     incarnation: Name
-    model: ModelIdentity | None = None
+    model_identity: ModelIdentity | None = None
     """Which model it holds, by its `tier` section; None: it does not say."""
     geometry: ModelGeometry
     ranks: Annotated[tuple[PackedRank, ...], Field(max_length=MAX_NODE_RANKS)]
@@ -146,7 +146,7 @@ class Welcome(FrozenModel):
     instance: Name
     node: Name
     incarnation: Name
-    model: ModelIdentity | None = None
+    model_identity: ModelIdentity | None = None
     """As in NodeDescription."""
     pp_size: Positive
     tp_size: Positive
