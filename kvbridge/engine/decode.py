@@ -101,8 +101,8 @@ class DecodeEngine(Engine):
     ) -> None:
         """Say that the request is over: submit nothing more that touches its pages.
 
-        `valid_tokens`: so many tokens have all their rows in the pages: those of the prompt, and those that were *fed* after it, which
-        are one less than were produced. `page_hashes`: the `page_keys` of these tokens. Without them, and in a room without keys,
+        `valid_tokens`: so many tokens have all their rows in the pages: the prompt's, and those that were *fed* after it, which are
+        one less than were produced. `page_hashes`: the `page_keys` of these tokens. Without them, and in a room without keys,
         nothing of the answer is kept. All engines of the node have to say the same. InvalidInputError, KeyMismatchError and
         ConflictError mean that nothing is kept; the pages are let go of all the same.
 

@@ -144,8 +144,8 @@ class ReceiverVerbs:
             if heard != said:
                 raise ConflictError(
                     f"nothing of the answer of room {room.room} is kept: engine {other} has released it with valid_tokens="
-                    f"{heard.valid_tokens if heard else 0}, this one with {said.valid_tokens}, or with other keys; all engines of a "
-                    "node have to say the same"
+                    f"{heard.valid_tokens if heard else 0}, this one with {said.valid_tokens}, or with other keys; all engines of "
+                    "a node have to say the same"
                 )
 
     @property
