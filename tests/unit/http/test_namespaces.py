@@ -139,6 +139,6 @@ async def test_bootstrap_hands_on_what_its_caller_may_name():
     assert pairing.asked == [("globex", False, True), ("globex", True, False)]
 
 
-def test_a_request_is_written_without_what_it_does_not_say():
+async def test_a_request_is_written_without_what_it_does_not_say():
     """A release that does not know page keys refuses a request that has them."""
     assert AdmissionRequest(prompt_tokens=1).model_dump_json(exclude_defaults=True) == '{"prompt_tokens":1}'
