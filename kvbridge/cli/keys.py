@@ -30,7 +30,7 @@ from kvbridge.control.keys import (
     write_secret,
 )
 from kvbridge.core.errors import BridgeError
-from kvbridge.core.prefixes import TokenGrant
+from kvbridge.core.prefixes import Namespaces, TokenGrant
 
 TOKEN_BYTES = 32
 SHORTEST_TOKEN = 16
@@ -169,6 +169,9 @@ def _token(section: str, inline: SecretStr | None, file: Path | None) -> Iterato
     if shortest < SHORTEST_TOKEN:
         text = f"{section}: a token of {shortest} characters can be guessed; `kvbridge keys token` draws one"
         yield Finding(False, text)
+    for number, grant in enumerate(found, 1):
+        if section == "http" and grant.namespaces != Namespaces():
+            yield Finding(True, f"http: token {number} of {len(found)} may name {grant.namespaces}")
     if len(found) > 1:
         yield Finding(
             True, f"{section}: {len(found)} tokens are taken; take the former ones out once nobody shows them"

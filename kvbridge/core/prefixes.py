@@ -93,6 +93,8 @@ class TokenGrant:
         `*` stands for any namespace, `-` for the default one. Raises ConfigError, which names `key` and never the token.
         """
         found = _GRANT.fullmatch(line)
+        if line.startswith("namespaces="):
+            raise ConfigError(f"{key}: a line begins with namespaces=, expected the token in front of it")
         if found is None:
             return cls(line)
         names = frozenset(filter(None, found["names"].split(",")))

@@ -59,6 +59,11 @@ def test_a_line_with_a_name_that_is_none_is_refused_without_showing_the_token(na
         TypeAdapter(Namespace).validate_python(name)
 
 
+def test_a_line_without_its_token_is_refused():
+    with pytest.raises(ConfigError, match="expected the token in front of it"):
+        parse("namespaces=acme")
+
+
 def test_a_grant_is_shown_without_its_token():
     assert SECRET not in repr(parse(f"{SECRET} namespaces=acme"))
 

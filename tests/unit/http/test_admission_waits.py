@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
-from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.core.errors import CapacityError, ClientLimitError
+from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.server import HttpServer

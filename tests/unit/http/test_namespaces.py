@@ -132,9 +132,7 @@ async def test_bootstrap_hands_on_what_its_caller_may_name():
     )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://bootstrap") as http:
         for token in ("plain", "tenant"):
-            answer = await http.post(
-                "/v1/requests", json=body("globex"), headers={"Authorization": f"Bearer {token}"}
-            )
+            answer = await http.post("/v1/requests", json=body("globex"), headers={"Authorization": f"Bearer {token}"})
             assert (answer.status_code, answer.json()["code"]) == (403, "namespace_forbidden")
     assert pairing.asked == [("globex", False, True), ("globex", True, False)]
 

@@ -149,7 +149,9 @@ def test_an_engine_that_states_none_is_told_what_to_do_and_the_room_goes_on():
 @pytest.mark.parametrize("page", [0, 1, 2])
 def test_other_tokens_fail_the_room_and_the_first_other_page_is_named(page):
     bench = prefill()
-    with pytest.raises(KeyMismatchError, match=rf"prefill engine's tokens .*page {page} \(tokens {page * PAGE} to ") as error:
+    with pytest.raises(
+        KeyMismatchError, match=rf"prefill engine's tokens .*page {page} \(tokens {page * PAGE} to "
+    ) as error:
         begin(bench, other_from(page))
     assert (report(bench).state, report(bench).reason_code) == (RoomState.FAILED, "key_mismatch")
     assert report(bench).reason in str(error.value)
@@ -207,7 +209,7 @@ def test_a_claim_states_its_keys():
 
 def test_a_claim_with_other_tokens_fails_the_room_on_both_sides():
     bench = decode()
-    with pytest.raises(KeyMismatchError, match="decode engine's tokens .*page 2"):
+    with pytest.raises(KeyMismatchError, match=r"decode engine's tokens .*page 2"):
         bench.verbs.claim("engine", 1, other_from(2))
     assert (report(bench).state, report(bench).reason_code) == (RoomState.FAILED, "key_mismatch")
     assert bench.free == 16
@@ -281,12 +283,17 @@ def test_a_release_carries_the_answer(answers):
 def test_all_engines_have_to_say_the_same(answers):
     said = {"valid_tokens": WHOLE, "page_hashes": ANSWER.data}
     less = {"valid_tokens": PROMPT, "page_hashes": KEYS}
-    for one, two, refused, kept in ((said, said, False, True), (said, {}, False, False), (said, less, True, False), ({}, said, True, False)):
+    for one, two, refused, kept in (
+        (said, said, False, True),
+        (said, {}, False, False),
+        (said, less, True, False),
+        ({}, said, True, False),
+    ):
         bench, room = claimed("a", "b")
         found = answers(bench, room)
         bench.verbs.release("a", 1, **one)
         if refused:
-            with pytest.raises(ConflictError, match="engine a has released it with .* have to say the same"):
+            with pytest.raises(ConflictError, match=r"engine a has released it with .* have to say the same"):
                 bench.verbs.release("b", 1, **two)
         else:
             bench.verbs.release("b", 1, **two)
