@@ -5,8 +5,8 @@ The generator skips what it does not understand with a warning, so there must be
 
 from __future__ import annotations
 
-import importlib
 import base64
+import importlib
 import json
 import sys
 from pathlib import Path
