@@ -38,7 +38,7 @@ NODE, TENANT, PLAIN = (f"token-of-the-{who}" for who in ("nodes", "tenant", "oth
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveCluster]:
-    """Nodes that say which model they hold. One file of tokens for everybody: bootstrap shows its first line, like engines' routers."""
+    """Nodes that say which model they hold. One file of tokens for everybody: bootstrap shows its first line."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tokens"
         file.write_text(f"{NODE} namespaces=*\n{TENANT} namespaces=acme\n{PLAIN}\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -111,6 +113,20 @@ def test_a_prompt_shorter_than_a_page_has_no_keys():
     assert bench.service.book.get(1).keys == Keys()
     with pytest.raises(InvalidInputError, match="0 whole pages"):
         bench.service.requests.admit(request(room=2, prompt_tokens=PAGE - 1, page_hashes=bytes(16)))
+
+
+@pytest.mark.asyncio
+async def test_wrong_keys_are_told_at_once_however_many_wait():
+    bench = SenderBench(pages=4)
+    admission = AdmissionController(bench.service.requests, bench.book, limits=AdmissionConfig(), events=bench.events)
+    await admission.admit(request())
+    waiting = asyncio.ensure_future(admission.admit(request(room=2, wait_s=20.0)))
+    await asyncio.sleep(0)
+    assert admission.waiting == 1
+    with pytest.raises(InvalidInputError, match="page_hashes has 16 bytes"):
+        await admission.admit(request(room=3, wait_s=20.0, page_hashes=bytes(16)))
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
 
 
 @pytest.mark.asyncio
