@@ -139,7 +139,7 @@ def _trace(config: DecodeConfig, trace: Path, pools: str, *, as_json: bool, plot
     except BridgeError as error:
         fail(error, EXIT_CONFIG if isinstance(error, InvalidInputError) else EXIT_FAILED)
     except OSError as error:
-        fail(error, EXIT_FAILED)
+        fail(BridgeError(f"--plot {plot_file}: {error.strerror or error}"), EXIT_FAILED)
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:

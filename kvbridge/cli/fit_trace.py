@@ -166,7 +166,7 @@ def draw_trace_fit(report: TraceFit, path: Path) -> None:
             style: dict[str, Any] = {"color": colour, "marker": marker, "label": TITLES[name]}
             hits.plot(sizes, [100 * pool.hit_rate for pool in shown], **style)
             runs.plot(sizes, [pool.pages_in_a_run or float("nan") for pool in shown], **style)
-            _label(hits, shown, -14 if name == "greedy_dual" else 7)
+        _label(hits, report.pools)
         ticks = sorted({pool.pool_bytes / GIB for pool in report.pools if pool.pool_bytes})
         for axes in (hits, runs):
             axes.set_xscale("log", base=2)
@@ -183,12 +183,20 @@ def draw_trace_fit(report: TraceFit, path: Path) -> None:
         )
 
 
-def _label(axes: Any, shown: list[PoolFit], above: int) -> None:  # noqa: ANN401 - of matplotlib, an extra
-    for pool in shown:
-        at = ((pool.pool_bytes or 0) / GIB, 100 * pool.hit_rate)
-        axes.annotate(
-            f"{pool.hit_rate:.1%}", at, xytext=(0, above), textcoords="offset points", ha="center", color=INK
-        )
+def _label(axes: Any, pools: tuple[PoolFit, ...]) -> None:  # noqa: ANN401 - of matplotlib, an extra
+    """Write the rates beside their points, the higher of two above and the lower below."""
+    for size in sorted({pool.pool_bytes for pool in pools if pool.pool_bytes}):
+        low, high = sorted(pool.hit_rate for pool in pools if pool.pool_bytes == size)
+        for rate, above in ((high, 7), (low, -14)):
+            axes.annotate(
+                f"{rate:.1%}",
+                (size / GIB, 100 * rate),
+                xytext=(0, above),
+                textcoords="offset points",
+                ha="center",
+                color=INK,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )
 
 
 def _prompts(geometry: ModelGeometry, requests: tuple[TraceRequest, ...]) -> list[tuple[float, Keys]]:

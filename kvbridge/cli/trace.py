@@ -69,7 +69,9 @@ def prompt_tokens(request: TraceRequest, number: int) -> npt.NDArray[np.uint32]:
 
     Blocks without an id are shared with no request of another `number`.
     """
-    ids = np.full(-(-request.input_length // BLOCK_TOKENS), (1 << 63) + number, dtype="<u8")  # no block of a trace has such an id
+    ids = np.full(
+        -(-request.input_length // BLOCK_TOKENS), (1 << 63) + number, dtype="<u8"
+    )  # no block of a trace has such an id
     told = request.hash_ids[: len(ids)]
     ids[: len(told)] = told
     return np.repeat(ids, BLOCK_TOKENS // 2).view("<u4")[: request.input_length]

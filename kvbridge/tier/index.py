@@ -36,8 +36,9 @@ Pages = dict[IndexSpace, PageIdArray]
 CHECKPOINT_SPACE = IndexSpace.SWA
 
 _FINISH_PAGES = 16
-"""A path that has been begun is finished when no more than so many pages beyond those lacking are as old. It costs hardly a hit,
-and pages that came together become free together: without it, the free runs of a pool that is full grow shorter with every use."""
+"""A path that has been begun is finished when no more than so many pages beyond those lacking are as old, and they are less than
+1/256 of all. It costs hardly a hit, and pages that came together become free together: without it, the runs of free pages in a
+pool that is full grow shorter with every use."""
 _SPARE_CANDIDATES = 1024
 """So many outdated candidates for eviction are always tolerated."""
 
@@ -79,6 +80,7 @@ class PrefixIndex:
         self._rank = np.zeros(capacity, dtype=np.float64)
         self._uses = np.zeros(capacity, dtype=np.int32)
         self._pins_at, self._rank_at = self._pins.data, self._rank.data
+        self._finish_pages = min(_FINISH_PAGES, capacity // 256)
         self._pinned = 0
         self._candidates: list[tuple[float, int]] = []
         """A heap of (rank, record) that has every leaf that nobody pins, and some that are outdated."""
@@ -287,9 +289,7 @@ class PrefixIndex:
             raise IntegrityError(f"{verb}: {len(records)} records from {records[0]} on are no path of {self!r}")
         return True
 
-    def _require_arrays(
-        self, count: int, pages: Mapping[IndexSpace, PageIdArray], digests: DigestArray | None
-    ) -> None:
+    def _require_arrays(self, count: int, pages: Mapping[IndexSpace, PageIdArray], digests: DigestArray | None) -> None:
         lengths = {space: len(ids) for space, ids in pages.items()}
         if count < 0 or lengths != dict.fromkeys(self.spaces, count):
             raise InvalidInputError(f"{count} keys need so many pages of each of {list(self.spaces)}, got {lengths}")
@@ -331,9 +331,9 @@ class PrefixIndex:
         return np.array(found, dtype=np.int32)
 
     def _is_long(self, record: int, rank: float) -> bool:
-        """Whether more than `_FINISH_PAGES` of a path, up from this leaf, are of this rank."""
+        """Whether more than `_finish_pages` of a path, up from this leaf, are of this rank."""
         records = self._records
-        for _ in range(_FINISH_PAGES):
+        for _ in range(self._finish_pages):
             record = records.parent_at[record]
             if record == NO_RECORD or records.children_at[record] > 1 or self._pins_at[record]:
                 return False

@@ -24,12 +24,14 @@ from tests.bench import (
     bench_load,
     bench_overhead,
     bench_plan,
+    bench_prefix,
     bench_telemetry,
     bench_transport,
 )
 
 BENCHMARKS: dict[str, Any] = {
     "plan": bench_plan,
+    "prefix": bench_prefix,
     "transport": bench_transport,
     "overhead": bench_overhead,
     "directory": bench_directory,

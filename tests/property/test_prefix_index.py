@@ -51,6 +51,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.is_lru = not greedy
         policy = GreedyDual() if greedy else LeastRecentlyUsed()
         self.index = PrefixIndex([FULL, HOST], PAGES[FULL], policy=policy, digest_words=1)
+        self.index._finish_pages = FINISH
         self.known: dict[str, Page] = {}
         self.unreachable: list[Page] = []
         self.readers: list[Reader] = []
@@ -205,7 +206,7 @@ class IndexMachine(RuleBasedStateMachine):
     def require_pages(self, found, pages):
         assert sorted(found.get(FULL, np.array([])).tolist()) == sorted(page.full for page in pages)
         assert sorted(found.get(HOST, np.array([])).tolist()) == sorted(page.host for page in pages)
-        assert sorted(found.get(SWA, np.array([])).tolist()) == sorted(id for page in pages for id in page.checkpoint)
+        assert sorted(found.get(SWA, np.array([])).tolist()) == sorted(one for page in pages for one in page.checkpoint)
 
     @rule(count=st.integers(1, 8), space=st.sampled_from([FULL, HOST]))
     def evict(self, count, space):
@@ -301,7 +302,7 @@ class IndexMachine(RuleBasedStateMachine):
         cached = self.index.all_pages()
         there = [*self.known.values(), *self.unreachable]
         assert sorted(cached[FULL].tolist()) == sorted(page.full for page in there)
-        assert sorted(cached[SWA].tolist()) == sorted(id for page in there for id in page.checkpoint)
+        assert sorted(cached[SWA].tolist()) == sorted(one for page in there for one in page.checkpoint)
         for space, count in PAGES.items():
             assert sorted(self.free[space] + cached[space].tolist()) == list(range(count))
         unpinned = sum(not page.pins for page in self.known.values())
@@ -311,9 +312,8 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 @pytest.fixture(autouse=True)
-def _short_paths(monkeypatch):
-    """Paths here are so short that the real number would finish every one, and candidates so few that none would be left out."""
-    monkeypatch.setattr(index_module, "_FINISH_PAGES", FINISH)
+def _few_candidates(monkeypatch):
+    """There are so few candidates here that outdated ones would never be left out."""
     monkeypatch.setattr(index_module, "_SPARE_CANDIDATES", 4)
 
 
