@@ -94,9 +94,7 @@ def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
             metavar="FILE", help="In place of all that: how much of a trace's prompts would be kept, by pool size."
         ),
     ] = None,
-    pools: Annotated[str, typer.Option("--pool", help="With --trace: sizes of pools, separated by commas.")] = (
-        DEFAULT_POOLS
-    ),
+    pools: Annotated[str, typer.Option("--pool", help="With --trace: sizes, separated by commas.")] = DEFAULT_POOLS,
     plot_file: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE.png", help="With --trace: draw it, too; needs the extra 'plot'."),
@@ -107,7 +105,7 @@ def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
     With --trace: how much of the prompts of a trace would be found in pools of some sizes, without moving a byte.
     """
     loaded = load_or_exit(DecodeConfig, config, overrides)
-    if trace is not None:
+    if trace is not None or plot_file is not None:
         _trace(loaded, trace, pools, as_json=as_json, plot_file=plot_file)
         return
     try:
@@ -129,8 +127,10 @@ def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
     console.print(_explanation(new_tokens, rank, plan), style="dim")
 
 
-def _trace(config: DecodeConfig, trace: Path, pools: str, *, as_json: bool, plot_file: Path | None) -> None:
+def _trace(config: DecodeConfig, trace: Path | None, pools: str, *, as_json: bool, plot_file: Path | None) -> None:
     try:
+        if trace is None:
+            raise InvalidInputError("--plot: draws what --trace finds, which is not given")
         if plot_file is not None:
             require_plots()
         report = fit_trace(load_geometry(config.model), trace, pools)

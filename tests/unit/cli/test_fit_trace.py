@@ -100,6 +100,12 @@ def test_a_trace_that_says_nothing_of_prefixes_is_refused(tmp_path):
     assert "no request has 'hash_ids'" in result.stderr
 
 
+def test_a_picture_of_nothing_is_refused(tmp_path):
+    result = CliRunner().invoke(app, ["fit", "--config", CONFIG, "--plot", str(tmp_path / "fit.png")])
+    assert result.exit_code == 2
+    assert "--trace" in result.stderr
+
+
 def test_blocks_without_an_id_are_shared_with_nobody():
     request = TraceRequest(timestamp=0, input_length=1500, output_length=1, hash_ids=(2**62, 5))
     one, other = prompt_tokens(request, 1), prompt_tokens(request, 2)
