@@ -6,7 +6,6 @@ import importlib.metadata
 import re
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +29,7 @@ DATA = {
     "examples": "examples/*.py",
     "configs": "configs/*.*",
     "prometheus": "deploy/prometheus/*.yaml",
+    "docs": "docs/runbook.md",
     "grafana": "deploy/grafana/dashboards/*.json",
 }
 """Each folder of `share/kvbridge` and what it has of the checkout."""
@@ -55,7 +55,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 
 
 @pytest.fixture(scope="module")
-def installed(built: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+def installed(built: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return install(built.wheel, tmp_path_factory.mktemp("environment") / "venv")
 
 
