@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 # A build of torch without CUDA saves gigabytes; say TORCH= to take whatever pip chooses.
 TORCH ?= torch==2.13.0
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs
 ROOMS ?= 100000
 # Test files that run at once (as many as there are cores, up to 8, when empty), and the order in which they do (drawn when empty).
 WORKERS ?=
@@ -13,8 +14,9 @@ TESTS := $(BIN)/python -m tests.run $(if $(WORKERS),--workers $(WORKERS)) $(if $
 # Makes a client from what the HTTP APIs say of themselves, which a test then uses.
 CLIENT_GENERATOR := openapi-python-client==0.29.1 ruamel.yaml==0.19.1
 SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
-# Real servers for the tests of the shared directory and of metrics; systemd-analyze, unshare, setpriv and openssl for those of deploying.
-TEST_SERVERS := redis-server systemd util-linux prometheus openssl
+# Real servers for the tests of the shared directory and of metrics; systemd-analyze, unshare, setpriv and openssl for those of
+# deploying; curl for the request that `kvbridge up` says to try.
+TEST_SERVERS := redis-server systemd util-linux prometheus openssl curl
 # The tests of the status page run in a real browser.
 TEST_BROWSER := chromium chromium-driver fonts-dejavu-core
 
@@ -59,7 +61,7 @@ $(READY): pyproject.toml | system
 
 # Mooncake's wheel is linked against libraries that pip cannot bring.
 system:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvbridge: needs Python 3.11 or later; say make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "kvbridge: needs Python 3.11 to 3.13; say make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || bash docker/system-libraries.sh python3-venv
 	@bash docker/system-libraries.sh $(SYSTEM_LIBRARIES)
 
@@ -97,9 +99,12 @@ test-operate: $(READY) | servers
 dashboards: $(READY)
 	$(BIN)/python -m deploy.grafana.build
 
-docs: $(READY)
+$(DOCS_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
-	$(BIN)/mkdocs build --strict
+	touch $@
+
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: $(READY)
 	$(BIN)/ruff format --check .
