@@ -117,7 +117,7 @@ def test_the_metadata_is_what_a_package_index_accepts(built: Distributions) -> N
     assert not parsed.project_urls, "no address is ours yet"
     page = readme_renderer.markdown.render(parsed.description)
     assert page, "an index would show the source of the README instead"
-    assert re.search(r"<h1>.*kvbridge.*</h1>", page)
+    assert re.search("<h1[^>]*>kvbridge", page)
 
 
 def test_it_runs_from_the_wheel_alone(installed: Installed, tmp_path: Path) -> None:
