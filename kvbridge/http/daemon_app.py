@@ -28,6 +28,7 @@ from kvbridge.http.numbers import NUMBER, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.rooms import Rooms
+from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 
 MAX_LISTED = 200
 """Rooms on one page of a listing."""
@@ -57,13 +58,16 @@ def create_daemon_app(
     rooms: Rooms[Any],
     status: StatusPort[NodeStatus],
     settings: AppSettings,
+    begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
-    router = _rooms_router(admission, rooms, settings)
+    router = _rooms_router(admission, rooms, settings, begin_trace)
     return assemble_app(f"kvbridge {rooms.role} daemon", [router], status=status, kind=NodeStatus, settings=settings)
 
 
-def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: AppSettings) -> APIRouter:
+def _rooms_router(
+    admission: AdmissionController, rooms: Rooms[Any], settings: AppSettings, begin_trace: BeginTrace
+) -> APIRouter:
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=problems(InvalidInputError))
 
     @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)], responses=ADMISSION_ANSWERS)
@@ -73,6 +77,7 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
         503 with Retry-After when it does not fit, 429 when its client has as much as it may; nothing is kept then, nor
         when the caller closes the connection while it waits.
         """
+        TRACE.set(begin_trace(TRACE.get()))
         if request.wait_s:
             report = await while_connected(
                 connection, admission.admit(request), lambda late: rooms.cancel(late.room, LEFT)

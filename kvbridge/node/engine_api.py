@@ -232,4 +232,5 @@ def _pages(call: int, room: Room) -> Pages:  # type: ignore[type-arg]
         prompt_tokens=room.prompt_tokens,
         prefix_tokens=room.prefix_tokens,
         tables=to_wire(room.tables),
+        traceparent=room.trace.traceparent if room.trace is not None else "",
     )

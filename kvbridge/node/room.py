@@ -18,6 +18,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.telemetry.context import TraceContext
 
 StateT = TypeVar("StateT", bound=StrEnum)
 
@@ -83,6 +84,8 @@ class Room(Generic[StateT]):
     """The limit that has ended the room, if one has."""
     ids: Mapping[str, str] = field(default_factory=dict)
     """The request id and the trace id of its admission, those that there were."""
+    trace: TraceContext | None = None
+    """Its own span, or its caller's where nothing is traced here; None while there is no trace."""
     shown: RoomState | None = None
     """The state that users were told of last."""
     quarantine: Quarantine | None = None
@@ -118,6 +121,11 @@ class Room(Generic[StateT]):
     def identity(self) -> RoomIdentity:
         """What every fact about the room says of it."""
         return {"room": self.room, "generation": self.generation, "peer": self.first_peer}
+
+    @property
+    def offer_trace(self) -> TraceContext | None:
+        """Prefill: the decode node's span of what it has offered to be sent; None while there is none."""
+        return None
 
     @property
     def users(self) -> set[str]:

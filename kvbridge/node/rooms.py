@@ -34,7 +34,7 @@ from kvbridge.node.room_book import RoomBook
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.context import bound_ids
+from kvbridge.telemetry.context import TRACE, bound_ids, exemplar
 from kvbridge.telemetry.events import EventStream, PhasesEnded, RoomEntered, RoomMessageRefused, RoomQuarantined
 
 ABORTED = "aborted"
@@ -170,13 +170,14 @@ class Rooms(ABC, Generic[RoomT]):
                     prompt_tokens=room.prompt_tokens,
                     bytes=sum(amount.bytes for amount in room.amounts.values()),
                     ids=room.ids,
+                    trace=room.trace,
+                    offer_trace=room.offer_trace,
                 )
             )
 
     def phases_ended(self, room: RoomT, phases_s: Mapping[str, float]) -> None:
         """Say how long phases of a room took that are over."""
-        trace_id = room.ids.get("trace_id", "")
-        self._ports.events.emit(PhasesEnded(**room.identity, phases_s=phases_s, trace_id=trace_id))
+        self._ports.events.emit(PhasesEnded(**room.identity, phases_s=phases_s, trace_id=exemplar(room.trace)))
 
     def tell_engine(self, room: RoomT) -> None:
         """Tell every engine where the room stands."""
@@ -270,6 +271,7 @@ class Rooms(ABC, Generic[RoomT]):
             state=self.table.start,
             created_s=self._clock(),
             ids=bound_ids(),
+            trace=TRACE.get(),
         )
         ids = self._ports.book.reserve(room.owner, demand, state=PageState.HELD)
         room.tables = request_tables(self._geometry, ids, prompt_tokens=room.prompt_tokens)

@@ -26,6 +26,7 @@ from kvbridge.node.room import Quarantine, give_back
 from kvbridge.node.rooms import Rooms, RoomSettings
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.phases import PHASES
+from kvbridge.telemetry.spans import COMMIT
 
 log = structlog.get_logger(__name__)
 
@@ -123,6 +124,7 @@ class ReceiverDriver(Rooms[ReceiverRoom]):
             prefix_tokens=room.prefix_tokens,
             tables=to_wire(room.tables),
             digest=self._settings.digest,
+            traceparent=room.trace.part(COMMIT).traceparent if room.trace is not None else "",
         )
         for peer in room.writers:
             self._ports.nodes.send(peer, offer)

@@ -15,15 +15,18 @@ from typing import ClassVar
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.plan.operations import Amounts, add_amounts
+from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PeerMessage, to_wire
-from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
+from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send, Sent
 from kvbridge.node.room import Quarantine, give_back, slowest
 from kvbridge.node.rooms import Rooms, RoomSettings
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, user_state
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, RoomRejected
+
+NOT_FINISHED = "not_finished"
+"""Code of orders that ended because their room or their worker did."""
 
 
 class SenderDriver(Rooms[SenderRoom]):
@@ -140,13 +143,21 @@ class SenderDriver(Rooms[SenderRoom]):
                 self._ports.events.emit(OrderBegan(**room.identity, rank=rank, order=self._orders, transport=transport))
                 self._ports.workers.send(rank, order)
 
-    def order_ended(self, room: SenderRoom, rank: Rank, order: int, amounts: Amounts) -> bool:
-        """A worker has ended an order, in which it has sent `amounts`; whether it was under way."""
+    def order_ended(self, room: SenderRoom, rank: Rank, order: int, sent: Sent | None) -> bool:
+        """An order has ended as its worker says, or with its room or its worker (None); whether it was under way."""
         transport = room.ranks[rank].order_ended(order, self._clock())
         if transport is None:
             return False
         self._ports.events.emit(
-            OrderEnded(**room.identity, rank=rank, order=order, transport=transport, amounts=amounts)
+            OrderEnded(
+                **room.identity,
+                rank=rank,
+                order=order,
+                transport=transport,
+                amounts=sent.amounts if sent is not None else {},
+                seconds=sent.seconds if sent is not None else {},
+                code=sent.error_code if sent is not None else NOT_FINISHED,
+            )
         )
         return True
 
@@ -154,7 +165,7 @@ class SenderDriver(Rooms[SenderRoom]):
         """Nothing of the room is in flight on a rank, whose worker has proved it or has ended."""
         work = room.ranks[rank]
         for order in tuple(work.outstanding):
-            self.order_ended(room, rank, order, {})
+            self.order_ended(room, rank, order, None)
         work.open = False
 
     def settle(self, room: SenderRoom) -> None:

@@ -34,6 +34,8 @@ from kvbridge.node.rooms import WORKER_GONE, RoomSettings
 from kvbridge.node.sender.driver import SenderDriver
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, user_state
+from kvbridge.telemetry.context import parse_traceparent
+from kvbridge.telemetry.events import RoomBegun, RoomFinished
 
 
 class SenderRooms(SenderDriver):
@@ -103,6 +105,7 @@ class SenderRooms(SenderDriver):
             room.writing.add(engine)
         room.phases_s.setdefault("admit_to_begin", self._clock() - room.created_s)
         room.begin_by_s = None
+        self._ports.events.emit(RoomBegun(**room.identity, engine=engine))
         self.show(room)
         self._open_room(room)
         return room
@@ -177,6 +180,7 @@ class SenderRooms(SenderDriver):
         for rank in ranks:
             room.ranks[rank].finished = True
             room.ranks[rank].metadata = metadata
+        self._ports.events.emit(RoomFinished(**room.identity, engine=engine))
         if not by_gpu:
             self._let_go(room, engine)
         self.settle(room)
@@ -245,6 +249,12 @@ class SenderRooms(SenderDriver):
         room.peer, room.destination, room.offered_s = peer, offer.tables, self._clock()
         room.peers = (self._ports.nodes.name(peer),)
         room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
+        room.offer_trace = parse_traceparent(offer.traceparent)
+        if (
+            room.trace is None and room.offer_trace is not None
+        ):  # it was admitted by an engine, or by a caller that traces nothing
+            room.trace = room.offer_trace
+            room.ids = {**room.ids, "trace_id": room.trace.trace_id}
         room.phases_s["admit_to_offer_received"] = room.offered_s - room.created_s
         self.advance(room, SenderEvent.OFFER)
         self.settle(room)
@@ -306,7 +316,7 @@ class SenderRooms(SenderDriver):
         room, work = self._rank_work(message)
         if room is None or work is None:
             return
-        if not self.order_ended(room, message.rank, message.order, message.amounts):
+        if not self.order_ended(room, message.rank, message.order, message):
             return
         room.in_transit = room.in_transit or message.in_transit
         if message.error_code or not message.quiet:
