@@ -133,7 +133,7 @@ def _line(key: RoomKey, timeline: Timeline) -> RoomLine:
     )
 
 
-_NOT_SHOWN = {field.name for field in fields(RoomFact)} | {"state", "trace", "offer_trace"}
+_NOT_SHOWN = {field.name for field in fields(RoomFact)} | {"state", "trace"}
 """Beside what is shown of every fact, spans, whose trace is among the ids."""
 
 

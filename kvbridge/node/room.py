@@ -123,11 +123,6 @@ class Room(Generic[StateT]):
         return {"room": self.room, "generation": self.generation, "peer": self.first_peer}
 
     @property
-    def offer_trace(self) -> TraceContext | None:
-        """Prefill: the decode node's span of what it has offered to be sent; None while there is none."""
-        return None
-
-    @property
     def users(self) -> set[str]:
         """Engines that may use its pages."""
         raise NotImplementedError

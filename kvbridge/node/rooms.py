@@ -171,7 +171,6 @@ class Rooms(ABC, Generic[RoomT]):
                     bytes=sum(amount.bytes for amount in room.amounts.values()),
                     ids=room.ids,
                     trace=room.trace,
-                    offer_trace=room.offer_trace,
                 )
             )
 

@@ -53,8 +53,13 @@ class RoomEntered(RoomFact):
     """On whose behalf: the request id and the trace id of its admission, those that there were."""
     trace: TraceContext | None = None
     """The room's own span; None for one that nobody traces."""
-    offer_trace: TraceContext | None = None
-    """Prefill: the decode node's span of what it has offered to be sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomOffered(RoomFact):
+    """Prefill: a decode node has said where to send a room, and of which span that is a part."""
+
+    trace: TraceContext | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

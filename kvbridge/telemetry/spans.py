@@ -26,7 +26,9 @@ from kvbridge.telemetry.events import (
     RequestAnswered,
     RoomBegun,
     RoomEntered,
+    RoomFact,
     RoomFinished,
+    RoomOffered,
 )
 from kvbridge.telemetry.timelines import RoomKey
 
@@ -110,6 +112,7 @@ class SpanReader:
         self._table: dict[type[Any], Callable[[float, Any], None]] = {
             RequestAnswered: self._request_answered,
             RoomEntered: self._room_entered,
+            RoomOffered: self._room_offered,
             RoomBegun: self._room_begun,
             RoomFinished: self._room_finished,
             OrderBegan: self._order_began,
@@ -165,15 +168,14 @@ class SpanReader:
 
     def _room_entered(self, now_s: float, fact: RoomEntered) -> None:
         key = (fact.room, fact.generation)
-        room = self._rooms.get(key) or self._opened(now_s, fact)
+        room = self._rooms.get(key)
         if room is None:
-            return
-        if room.send is None and fact.offer_trace is not None and fact.offer_trace.sampled:
-            room.send = fact.offer_trace.child(f"{SEND} {self._name}")
-        part = self._parts.get(fact.state, "")
-        if part != room.part:
-            self._part_ended(room, now_s, fact)
-            room.part, room.part_s = part, now_s
+            if fact.trace is None or not fact.trace.recorded or fact.state.final:
+                return
+            room = self._open(now_s, fact, fact.trace)
+        about: Attributes = {"kvbridge.bytes": fact.bytes, "kvbridge.orders": room.orders} if room.part == SEND else {}
+        error = fact.reason if fact.state is RoomState.FAILED else ""
+        self._go_on(room, now_s, self._parts.get(fact.state, ""), about | _peer(fact), error=error)
         if not fact.state.final:
             return
         del self._rooms[key]
@@ -181,7 +183,7 @@ class SpanReader:
             self._published(room, engine, begun_s, now_s, error=fact.reason or fact.state.value)
         if room.trace is None:
             return
-        about: Attributes = {
+        about = {
             **room.about,
             "kvbridge.state": fact.state.value,
             "kvbridge.prompt_tokens": fact.prompt_tokens,
@@ -191,27 +193,29 @@ class SpanReader:
             about |= {"kvbridge.code": fact.code, "kvbridge.reason": fact.reason}
         if fact.limit:
             about["kvbridge.limit"] = fact.limit
-        error = fact.reason if fact.state is RoomState.FAILED else ""
         self._record(Span("room", room.trace, room.begin_s, now_s, about, serves=True, error=error))
 
-    def _opened(self, now_s: float, fact: RoomEntered) -> _Room | None:
-        trace = fact.trace if fact.trace is not None and fact.trace.recorded else None
-        offered = fact.offer_trace is not None and fact.offer_trace.sampled
-        if fact.state.final or (trace is None and not offered):
-            return None
+    def _room_offered(self, now_s: float, fact: RoomOffered) -> None:
+        """What is sent is a part of the decode node's trace, whoever has admitted the room here."""
+        if fact.trace is None or not fact.trace.sampled:
+            return
+        room = self._rooms.get((fact.room, fact.generation)) or self._open(now_s, fact, None)
+        room.send = fact.trace.child(f"{SEND} {self._name}")
+        self._go_on(room, now_s, SEND, _peer(fact))
+
+    def _open(self, now_s: float, fact: RoomFact, trace: TraceContext | None) -> _Room:
         about: Attributes = {"kvbridge.room": fact.room, "kvbridge.generation": fact.generation}
-        room = self._rooms[fact.room, fact.generation] = _Room(trace, now_s, about, part_s=now_s)
+        room = self._rooms[fact.room, fact.generation] = _Room(trace, now_s, about)
         return room
 
-    def _part_ended(self, room: _Room, now_s: float, fact: RoomEntered) -> None:
-        context = room.send if room.part == SEND else room.trace and room.trace.child(room.part)
-        if not room.part or context is None:
+    def _go_on(self, room: _Room, now_s: float, part: str, about: Attributes, *, error: str = "") -> None:
+        """The room waits for something else now; `about` and `error` say how the wait before has ended."""
+        if part == room.part:
             return
-        about = {**room.about, "kvbridge.peer": fact.peer} if fact.peer else room.about
-        if room.part == SEND:
-            about = {**about, "kvbridge.orders": room.orders, "kvbridge.bytes": fact.bytes}
-        error = fact.reason if fact.state is RoomState.FAILED else ""
-        self._record(Span(room.part, context, room.part_s, now_s, about, error=error))
+        context = room.send if room.part == SEND else room.trace and room.trace.child(room.part)
+        if room.part and context is not None:
+            self._record(Span(room.part, context, room.part_s, now_s, room.about | about, error=error))
+        room.part, room.part_s = part, now_s
 
     def _phases_ended(self, now_s: float, fact: PhasesEnded) -> None:
         """Only how long the comparison of checksums took is no state of a room; it ends with the wait that it is a part of."""
@@ -281,6 +285,10 @@ class SpanReader:
         for name, begin_s, end_s in steps:
             if name == "wait" or name in seconds:
                 self._record(Span(name, order.context.child(name), max(begin_s, order.begin_s), end_s, about))
+
+
+def _peer(fact: RoomFact) -> Attributes:
+    return {"kvbridge.peer": fact.peer} if fact.peer else {}
 
 
 def _about(fact: OrderEnded) -> Attributes:

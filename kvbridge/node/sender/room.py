@@ -20,7 +20,6 @@ from kvbridge.core.wire.worker_messages import MAX_POINTS
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.room import Room, named
 from kvbridge.node.rooms import RoomPorts
-from kvbridge.telemetry.context import TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,6 @@ class SenderRoom(Room[SenderState]):
     digest: DigestKind = DigestKind.NONE
     """What the decode node asks for."""
     offered_s: float = 0.0
-    offer_trace: TraceContext | None = None
     writing: set[str] = field(default_factory=set)
     """Engines that may still write source pages of ours."""
     in_transit: bool = False

@@ -35,7 +35,7 @@ from kvbridge.node.sender.driver import SenderDriver
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
 from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, user_state
 from kvbridge.telemetry.context import parse_traceparent
-from kvbridge.telemetry.events import RoomBegun, RoomFinished
+from kvbridge.telemetry.events import RoomBegun, RoomFinished, RoomOffered
 
 
 class SenderRooms(SenderDriver):
@@ -249,12 +249,10 @@ class SenderRooms(SenderDriver):
         room.peer, room.destination, room.offered_s = peer, offer.tables, self._clock()
         room.peers = (self._ports.nodes.name(peer),)
         room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
-        room.offer_trace = parse_traceparent(offer.traceparent)
-        if (
-            room.trace is None and room.offer_trace is not None
-        ):  # it was admitted by an engine, or by a caller that traces nothing
-            room.trace = room.offer_trace
-            room.ids = {**room.ids, "trace_id": room.trace.trace_id}
+        trace = parse_traceparent(offer.traceparent)
+        if room.trace is None and trace is not None:  # admitted by an engine, or by a caller that names no trace
+            room.trace, room.ids = trace, {**room.ids, "trace_id": trace.trace_id}
+        self._ports.events.emit(RoomOffered(**room.identity, trace=trace))
         room.phases_s["admit_to_offer_received"] = room.offered_s - room.created_s
         self.advance(room, SenderEvent.OFFER)
         self.settle(room)
