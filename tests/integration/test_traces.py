@@ -12,7 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from kvbridge.telemetry.context import parse_traceparent
 from tests.helpers.cluster import eventually
-from tests.helpers.live_rooms import LiveCluster, http, live_cluster, metric
+from tests.helpers.live_rooms import LiveCluster, http, live_cluster, metric, report
 from tests.helpers.span_collector import Collector, ReceivedSpan, span_collector
 
 TOKENS = 1000
@@ -159,7 +159,7 @@ def test_a_request_is_one_trace_over_all_processes(live: LiveCluster, collector:
     assert {line["trace_id"] for line in lines(live, room)} == {trace_id}
     for daemon, name in (
         (live.decode, "kvbridge_admission_to_claim_seconds"),
-        (live.prefill, "kvbridge_phase_seconds"),
+        (live.prefill, "kvbridge_phase_duration_seconds"),
     ):
         page = http("GET", daemon, "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
         families = {family.name: family for family in text_string_to_metric_families(page.text)}
@@ -206,6 +206,7 @@ def test_a_room_that_fails_says_so_in_its_trace(live: LiveCluster, collector: Co
     trace_id = secrets.token_hex(16)
     room = ask(live, f"00-{trace_id}-{ROUTER_SPAN}-01")
     live.sender.begin(room, prompt_tokens=TOKENS)
+    eventually("the offer has come", lambda: report(live.prefill, room)["state"] == "transferring")
     live.detach()
     collector.wait("both rooms", lambda spans: sum(s.trace_id == trace_id and s.name == "room" for s in spans) == 2)
     collector.wait("what it was in", lambda spans: any(s.trace_id == trace_id and s.name == "send" for s in spans))
