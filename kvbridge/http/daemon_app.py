@@ -27,7 +27,8 @@ from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.numbers import NUMBER, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.rooms import Rooms
+from kvbridge.node.room_book import RoomBook
+from kvbridge.node.rooms import RoomRequests
 from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 
 MAX_LISTED = 200
@@ -55,18 +56,23 @@ ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everyb
 def create_daemon_app(
     *,
     admission: AdmissionController,
-    rooms: Rooms[Any],
+    requests: RoomRequests[Any],
+    rooms: RoomBook[Any],
     status: StatusPort[NodeStatus],
     settings: AppSettings,
     begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
-    router = _rooms_router(admission, rooms, settings, begin_trace)
+    router = _rooms_router(admission, requests, rooms, settings, begin_trace)
     return assemble_app(f"kvbridge {rooms.role} daemon", [router], status=status, kind=NodeStatus, settings=settings)
 
 
 def _rooms_router(
-    admission: AdmissionController, rooms: Rooms[Any], settings: AppSettings, begin_trace: BeginTrace
+    admission: AdmissionController,
+    requests: RoomRequests[Any],
+    rooms: RoomBook[Any],
+    settings: AppSettings,
+    begin_trace: BeginTrace,
 ) -> APIRouter:
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=problems(InvalidInputError))
 
@@ -80,7 +86,7 @@ def _rooms_router(
         TRACE.set(begin_trace(TRACE.get()))
         if request.wait_s:
             report = await while_connected(
-                connection, admission.admit(request), lambda late: rooms.cancel(late.room, LEFT)
+                connection, admission.admit(request), lambda late: requests.cancel(late.room, LEFT)
             )
         else:
             report = await admission.admit(request)
@@ -122,6 +128,6 @@ def _rooms_router(
             raise StaleError(
                 f"room {room} is in generation {present.generation}, not {generation}: it was not cancelled"
             )
-        return await rooms.cancel(room, reason)
+        return await requests.cancel(room, reason)
 
     return router

@@ -78,7 +78,9 @@ def test_an_endpoint_without_a_path_gets_the_usual_one(endpoint, url):
     assert TracesConfig(endpoint=endpoint).url == url
 
 
-@pytest.mark.parametrize("endpoint", ["c:4318", "grpc://c:4317", "http://user:secret@c:4318", "http://c/?key=1", "http://"])
+@pytest.mark.parametrize(
+    "endpoint", ["c:4318", "grpc://c:4317", "http://user:secret@c:4318", "http://c/?key=1", "http://"]
+)
 def test_what_is_no_endpoint_is_refused(endpoint):
     with pytest.raises(ValidationError):
         TracesConfig(endpoint=endpoint)
