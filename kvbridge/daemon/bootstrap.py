@@ -88,7 +88,7 @@ class BootstrapDaemon:
         )
         self._daemons = DaemonClient(token=token.current, timeout_s=timeouts.reserve_s)
         token.on_change = self._daemons.use_token
-        self._store = open_store(config, self.metrics)
+        self._store = open_store(config, self.metrics, self._secrets)
         self.directory = Directory(self._store, self._daemons, probe_s=timeouts.probe_s)
         self.pairing = PairingService(
             self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
@@ -254,7 +254,7 @@ def _state_of(instance: InstanceView) -> str:
     return "ready" if instance.ready else "not_ready"
 
 
-def open_store(config: BootstrapConfig, observer: StoreObserver) -> Store:
+def open_store(config: BootstrapConfig, observer: StoreObserver, files: SecretFiles) -> Store:
     """Return the store that the configuration names. Raises ConfigError when it cannot be used here."""
     directory, timeouts = config.directory, config.timeouts
     rooms = RoomTimes(
@@ -271,9 +271,11 @@ def open_store(config: BootstrapConfig, observer: StoreObserver) -> Store:
         raise ConfigError(
             f"directory.store is redis, which needs the package {error.name}: install kvbridge[redis]"
         ) from error
+    key, file = "directory.redis_password_file", directory.redis_password_file
+    password = files.add(key, (file,), lambda: read_secret(None, file, key=key))
     settings = RedisSettings(
         url=directory.redis_url.get_secret_value().strip(),
-        password=read_secret(None, directory.redis_password_file, key="directory.redis_password_file"),
+        password=lambda: password.current,
         namespace=directory.namespace,
         timeout_s=timeouts.store_s,
     )

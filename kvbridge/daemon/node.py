@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import structlog
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.loading import read_secret
+from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
@@ -59,6 +60,9 @@ class Peers(ShownPeers, Protocol):
 
     def open(self, identity: PeerIdentity) -> PeerAddress | None:
         """Open the ways to peers; returns the address to tell others, of a role that listens."""
+
+    def change_keys(self, keys: CurveKeys, told: Callable[[PeerAddress], None]) -> None:
+        """Go over to other keys, links and all. `told`: by a role that listens, with its address from then on."""
 
     async def close(self, timeout_s: float) -> None:
         """Let the last messages out and close the ways to peers. Harmless when closed."""
@@ -218,9 +222,11 @@ class NodeDaemon:
 
     def _open_peers(self) -> None:
         config = self.parts.config
-        keys = curve_keys(config.control.curve)
-        identity = PeerIdentity(self.parts.identity.incarnation, keys, insecure=config.insecure)
+        curve = config.control.curve
+        keys = self._secrets.add("control.curve.secret_key_file", (curve.secret_key_file,), lambda: curve_keys(curve))
+        identity = PeerIdentity(self.parts.identity.incarnation, keys.current, insecure=config.insecure)
         self.overview.control = self.peers.open(identity)
+        keys.on_change = lambda fresh: self.peers.change_keys(fresh, self._readdressed) if fresh else None
 
     def _app(self, settings: AppSettings) -> Application:
         app = create_daemon_app(
@@ -250,8 +256,15 @@ class NodeDaemon:
 
     # ------------------------------------------------------------------ the directory
 
-    def _announce(self, url: str) -> None:
-        config, identity, control = self.parts.config, self.parts.identity, self.overview.control
+    def _readdressed(self, control: PeerAddress) -> None:
+        self.overview.control = control
+        if self._http is not None:
+            self._write_endpoint(self._http.url)
+        if self.overview.announcer is not None:
+            self.overview.announcer.register_again()
+
+    def _write_endpoint(self, url: str) -> None:
+        identity = self.parts.identity
         endpoint = DaemonEndpoint(
             role=identity.role,
             instance=identity.instance,
@@ -259,9 +272,13 @@ class NodeDaemon:
             incarnation=identity.incarnation,
             pid=os.getpid(),
             http_url=url,
-            control=control,
+            control=self.overview.control,
         )
-        write_endpoint(config.runtime_dir, endpoint)
+        write_endpoint(self.parts.config.runtime_dir, endpoint)
+
+    def _announce(self, url: str) -> None:
+        config, control = self.parts.config, self.overview.control
+        self._write_endpoint(url)
         log.info("daemon_listens", http=url, control=control.endpoint if control else "")
         if not config.bootstrap.url:
             return

@@ -38,7 +38,7 @@ from kvbridge.core.errors import (
 from kvbridge.http.callers import LEFT, while_connected
 from kvbridge.http.daemon_app import ReasonQuery, RoomPath
 from kvbridge.http.description import LOCATION, problems
-from kvbridge.http.numbers import as_described
+from kvbridge.http.numbers import DESCRIBED_QUERY, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 
@@ -82,7 +82,8 @@ def create_bootstrap_app(
 
 
 def _pairs_router(pairing: PairingService, begin_trace: BeginTrace) -> APIRouter:
-    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=problems(InvalidInputError, NotReadyError))
+    answers = problems(InvalidInputError, NotReadyError)
+    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=answers, dependencies=[DESCRIBED_QUERY])
 
     @router.post("", status_code=201, dependencies=[as_described(PairRequest)], responses=PAIRING_ANSWERS)
     async def pair_request(request: PairRequest, response: Response, connection: Request) -> Ticket:

@@ -230,6 +230,8 @@ class Heartbeat(FrozenModel):
     """Either side: this incarnation lives."""
 
     type: Literal["heartbeat"] = "heartbeat"
+    public_key: Annotated[str, Field(max_length=40)] = ""
+    """Between nodes: the CURVE key that the sender goes on with, its own or the one that it is about to take."""
 
 
 PeerMessage = Annotated[
