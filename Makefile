@@ -53,7 +53,7 @@ $(READY): pyproject.toml | system
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,transformers,redis,plot,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,transformers,redis,plot,traces,docs,dev]'
 	# It asks for an older typer than the one here, for a command line of its own that nobody calls.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(CLIENT_GENERATOR)
 	touch $@

@@ -247,3 +247,6 @@ class StatusPort(Protocol[StatusT_co]):
 
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         """A request was answered, or its caller left before."""
+
+    def traceparent_ignored(self) -> None:
+        """A request had a `traceparent` that names no trace."""

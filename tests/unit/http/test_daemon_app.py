@@ -21,6 +21,7 @@ from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.problems import Problem
 from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
+OF_ROUTER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 pytestmark = pytest.mark.asyncio
 
 MEMBERS = {"type", "title", "status", "detail", "code", "instance"}
@@ -218,6 +219,15 @@ async def test_a_request_has_an_id_that_is_the_callers_when_it_gives_one(http, g
     answer = await http.get("/health", headers={"X-Request-Id": given.encode()})
     told = answer.headers["x-request-id"]
     assert told == given if given == "router-7/a.b:c" else re.fullmatch("[0-9a-f]{16}", told)
+
+
+@pytest.mark.parametrize("given", [[], ["garbage"], ["\u00e9"], [OF_ROUTER, OF_ROUTER], [OF_ROUTER]])
+async def test_a_traceparent_is_taken_over_or_ignored_and_never_the_callers_fault(http, rooms, status, given):
+    headers = [("traceparent", text.encode()) for text in given]
+    assert (await http.post("/v1/requests", json={"room": 3, "prompt_tokens": 5}, headers=headers)).status_code == 201
+    good = given == [OF_ROUTER]
+    assert [trace and trace.traceparent for trace in rooms.traces] == [OF_ROUTER if good else None]
+    assert status.traceparents_ignored == (bool(given) and not good)
 
 
 async def test_a_load_balancer_may_ask_without_wanting_an_answer(http, status):
