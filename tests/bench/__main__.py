@@ -26,6 +26,7 @@ from tests.bench import (
     bench_plan,
     bench_prefix,
     bench_telemetry,
+    bench_traces,
     bench_transport,
 )
 
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Any] = {
     "directory": bench_directory,
     "digest": bench_digest,
     "telemetry": bench_telemetry,
+    "traces": bench_traces,
     "load": bench_load,
 }
 LIBRARIES = ("numpy", "torch", "pyzmq", "mooncake-transfer-engine-non-cuda", "nixl-cu12")
