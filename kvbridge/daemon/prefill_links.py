@@ -125,10 +125,9 @@ class PrefillLinks:
         if client is not None:
             client.close()
 
-    def silent_s(self, endpoint: str) -> float:
-        """Seconds since a prefill node was heard of, the longest when it has several addresses there; 0 for an unknown one."""
-        links = (client.link for address, client in self._clients.items() if address.endpoint == endpoint)
-        return max((link.silent_s for link in links if link.peer), default=0.0)
+    def silences_s(self) -> dict[PeerAddress, float]:
+        """Seconds since each prefill node that has answered was heard of."""
+        return {address: client.link.silent_s for address, client in self._clients.items() if client.link.peer}
 
     def lost(self) -> list[tuple[PeerAddress, str]]:
         """The links that lead nowhere (any more), each with the reason."""
