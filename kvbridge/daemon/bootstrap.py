@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -211,8 +211,8 @@ class BootstrapDaemon:
         """See StatusPort."""
         self.metrics.answered(route, method, code, seconds)
 
-    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
-        """Set what is only known now, and return the metrics page in an accepted form, and its content type."""
+    def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
+        """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
         rooms, listing = self._overview.rooms, self._overview.listing
         self.metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in PairingState})
         states = Counter((one.role.value, _state_of(one)) for one in listing)

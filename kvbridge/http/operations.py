@@ -9,6 +9,7 @@ data; /metrics needs it unless opened. Load balancers may ask /health and /ready
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -106,7 +107,11 @@ def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel]) -> A
     @router.get("/metrics", response_class=Response, responses={200: METRICS_PAGE})
     async def get_metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
         """Return the metrics for Prometheus, with exemplars when OpenMetrics is asked for."""
-        body, content_type = status.render_metrics(accept)
+        pieces, content_type = status.render_metrics(accept)
+        body = b""
+        for piece in pieces:
+            body += piece
+            await asyncio.sleep(0)  # nobody waits for the whole page
         return Response(body, headers={"Content-Type": content_type})
 
     @router.get("/version")

@@ -24,8 +24,10 @@ from tests.bench import (
     bench_load,
     bench_overhead,
     bench_plan,
+    bench_scrape,
     bench_telemetry,
     bench_transport,
+    bench_watching,
 )
 
 BENCHMARKS: dict[str, Any] = {
@@ -35,6 +37,8 @@ BENCHMARKS: dict[str, Any] = {
     "directory": bench_directory,
     "digest": bench_digest,
     "telemetry": bench_telemetry,
+    "scrape": bench_scrape,
+    "watching": bench_watching,
     "load": bench_load,
 }
 LIBRARIES = ("numpy", "torch", "pyzmq", "mooncake-transfer-engine-non-cuda", "nixl-cu12")
