@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 from rich.console import Console
 
+from kvbridge.testbed.progress import ShownProgress
 from tests.bench import (
     bench_digest,
     bench_directory,
@@ -59,7 +60,9 @@ def main() -> int:
         begun_s = time.monotonic()
         console.rule(name)
         try:
-            results[name] = BENCHMARKS[name].run()
+            with ShownProgress(Console(stderr=True)) as progress:
+                progress.stage(name)
+                results[name] = BENCHMARKS[name].run()
             print(BENCHMARKS[name].table(results[name]))
         except Exception as error:  # noqa: BLE001 - the others are still worth running; the failure is the exit code
             console.print(f"[red]{name} failed:[/red] {type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """What a scrape does to a decode daemon that has much to tell: 1,000 open rooms, and 200 prefill nodes over real connections.
 
-The 200 are control sockets in a thread of this process that welcome the daemon, acknowledge and send heartbeats; each is offered its
-share of the rooms, and never sends one. Beside them a real prefill daemon and two engines move rooms of their own through the same
+The 200 are control sockets in a thread of this process that welcome the daemon, acknowledge and send heartbeats; each is offered
+its share of the rooms, and never sends one. Beside them a real prefill daemon and two engines move rooms of their own through the same
 decode daemon, a few at once. Turns with a scrape every half second and turns without alternate.
 
 - `scrape_ms`: from request to last byte, as Prometheus sees it.
