@@ -209,7 +209,7 @@ class DecodeEngineApi(EngineApi[ReceiverRooms]):
                 rooms.extend(engine.name, message.room, message.tokens)
                 return _pages(message.call, rooms.held(engine.name, message.room))
             case Release():
-                rooms.release(engine.name, message.room)
+                rooms.release(engine.name, message.room, message.sparse)
             case AbortRoom():
                 rooms.abort(engine.name, message.room, message.reason)
             case _:

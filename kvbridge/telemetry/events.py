@@ -109,6 +109,13 @@ class RankReceived(RoomFact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SparseDecoded(RoomFact):
+    """What the hot buffer of an engine did for a room: rows, by the names of `SparseRows`."""
+
+    rows: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PagesDiffer(RoomFact):
     """Pages of a component have arrived with other bytes than were sent."""
 

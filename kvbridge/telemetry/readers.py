@@ -45,6 +45,7 @@ from kvbridge.telemetry.events import (
     RoomMessageRefused,
     RoomQuarantined,
     RoomRejected,
+    SparseDecoded,
     WorkerLost,
     WorkerStarted,
     WritersShutOut,
@@ -63,6 +64,7 @@ from kvbridge.telemetry.metrics import (
     REGISTRATION,
     RESENT,
     ROOMS_ENDED,
+    SPARSE_ROWS,
     UNDELIVERED,
     WAIT,
     WORKER_RESTARTS,
@@ -118,6 +120,7 @@ class MetricsReader:
             RankReceived: self._received,
             PhasesEnded: self._phases_ended,
             PagesDiffer: lambda _, fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
+            SparseDecoded: self._sparse_decoded,
             RequestRefused: lambda _, fact: metrics.count(REFUSED, fact.code),
             RoomMessageRefused: lambda _, fact: metrics.count(MESSAGES_REFUSED, fact.code),
             RequestWaited: lambda _, fact: metrics.observe(WAIT, fact.seconds, fact.outcome.value),
@@ -164,6 +167,10 @@ class MetricsReader:
                 self._metrics.observe(ADMISSION_TO_CLAIM, seconds, trace_id=fact.trace_id)
             else:
                 self._metrics.observe(PHASE, seconds, phase, trace_id=fact.trace_id)
+
+    def _sparse_decoded(self, _now_s: float, fact: SparseDecoded) -> None:
+        for outcome, rows in fact.rows.items():
+            self._metrics.count(SPARSE_ROWS, outcome, by=rows)
 
     def _memory_registered(self, _now_s: float, fact: MemoryRegistered) -> None:
         """A node is as far as the slowest of its ranks."""

@@ -1,8 +1,8 @@
 """What a scrape does to a decode daemon that has much to tell: 1,000 open rooms, and 200 prefill nodes over real connections.
 
 The 200 are control sockets in a thread of this process that welcome the daemon, acknowledge and send heartbeats; each is offered
-its share of the rooms, and never sends one. Beside them a real prefill daemon and two engines move rooms of their own through the same
-decode daemon, a few at once. Turns with a scrape every half second and turns without alternate.
+its share of the rooms, and never sends one. Beside them a real prefill daemon and two engines move rooms of their own through the
+same decode daemon, a few at once. Turns with a scrape every half second and turns without alternate.
 
 - `scrape_ms`: from request to last byte, as Prometheus sees it.
 - `callback_ms`: the longest that one callback kept the daemon's event loop, in each turn: nothing else happens there meanwhile.

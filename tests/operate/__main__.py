@@ -120,6 +120,7 @@ def load(minutes: float, progress: ShownProgress) -> dict[str, Any]:
     """Replay requests under Prometheus with the rules as they are."""
     count = int(minutes * 60 * REQUESTS_A_SECOND)
     row: dict[str, Any] = {"what": f"{minutes:g} minutes of load", "fired": {}, "summaries": {}, "wrong": ""}
+    progress.stage(f"a replay under Prometheus: {row['what']}")
     with tempfile.TemporaryDirectory(prefix="kvb-") as name:
         folder = Path(name)
         (folder / "trace.jsonl").write_text("".join(request(number) for number in range(count)))
@@ -134,7 +135,6 @@ def load(minutes: float, progress: ShownProgress) -> dict[str, Any]:
             found = eventually("daemons of the replay", lambda: running(folder), LOAD_START_S)
             with prometheus(found, scrape_s=min(SCRAPE_S, minutes * 4)) as server:
                 began_s, told_s = time.monotonic(), 0
-                progress.stage(row["what"])
                 progress.bars({"seconds": round(minutes * 60)})
                 while replay.running and time.monotonic() - began_s < minutes * 60:
                     progress.advance("seconds", -told_s + (told_s := round(time.monotonic() - began_s)))

@@ -22,7 +22,7 @@ from kvbridge.core.geometry.tables import joined_tables, request_tables
 from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
-from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.engine_messages import RoomEvent, SparseRows
 from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Done, Drained, Failed
 from kvbridge.node.receiver.digests import ReceiverDigests
 from kvbridge.node.receiver.driver import ReceiverDriver
@@ -30,7 +30,7 @@ from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, user_state
 from kvbridge.node.room import slowest
 from kvbridge.node.rooms import WORKER_GONE, RoomSettings
 from kvbridge.pool.accounts.page_states import Owner
-from kvbridge.telemetry.events import RankReceived
+from kvbridge.telemetry.events import RankReceived, SparseDecoded
 
 _BEFORE_COMMIT = frozenset(
     {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}
@@ -164,9 +164,11 @@ class ReceiverRooms(ReceiverDriver):
         held = {space: len(table) for space, table in room.tables.items()}
         return {space: count - held.get(space, 0) for space, count in demand.items() if count > held.get(space, 0)}
 
-    def release(self, engine: str, room_id: int) -> None:
+    def release(self, engine: str, room_id: int, sparse: SparseRows | None = None) -> None:
         """An engine is through with a room. The pages are free once every engine that claimed it, or is to, is."""
         room = self.held(engine, room_id)
+        if sparse is not None:
+            self._ports.events.emit(SparseDecoded(**room.identity, rows=sparse.model_dump()))
         self._let_go(room, engine)
 
     def open_events(self) -> list[RoomEvent]:

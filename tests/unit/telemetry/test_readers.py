@@ -31,6 +31,7 @@ from kvbridge.telemetry.events import (
     RoomMessageRefused,
     RoomQuarantined,
     RoomRejected,
+    SparseDecoded,
     WaitOutcome,
     WorkerLost,
 )
@@ -177,12 +178,22 @@ def test_facts_count_in_their_metric(counted: Counted, fact: Fact, name: str, la
     assert counted.sample(name, **labels) == value
 
 
-def test_pages_that_differ_are_counted_on_decode() -> None:
+@pytest.mark.parametrize(
+    ("fact", "line"),
+    [
+        (
+            PagesDiffer(**ROOM, component=ComponentKind.C4_KV, pages=2),
+            b'kvbridge_digest_mismatches_total{component="c4_kv"} 2.0\n',
+        ),
+        (SparseDecoded(**ROOM, rows={"hit": 7, "loaded": 3}), b'kvbridge_sparse_rows_total{outcome="loaded"} 3.0\n'),
+    ],
+)
+def test_what_only_a_decode_node_counts(fact: Fact, line: bytes) -> None:
     metrics = Metrics(role="decode")
     events = EventStream()
     events.add_reader(MetricsReader(metrics, PeerNames()).table)
-    events.emit(PagesDiffer(**ROOM, component=ComponentKind.C4_KV, pages=2))
-    assert b'kvbridge_digest_mismatches_total{component="c4_kv"} 2.0' in b"".join(metrics.render()[0])
+    events.emit(fact)
+    assert line in b"".join(metrics.render()[0])
 
 
 class Logged:
