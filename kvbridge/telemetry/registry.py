@@ -13,6 +13,7 @@ import platform
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, chain, product
 from typing import TypeVar
@@ -20,6 +21,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Exemplar
 
@@ -217,6 +219,9 @@ class Metrics:
         only.
         """
         encode, content_type = choose_encoder(accept)
+        if content_type.startswith("application/openmetrics-text"):
+            # All of our names are plain, so no way of escaping changes them; the others look at each letter of each name.
+            encode = partial(encode, escaping=ALLOWUTF8)
         nothing = encode(CollectorRegistry())  # what ends a page of OpenMetrics
         pieces = (encode(_One(family)).removesuffix(nothing) for family in self.registry.collect())
         return chain(pieces, [nothing]), content_type
