@@ -215,13 +215,13 @@ class Metrics:
     def render(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Return the scrape's body, a piece for each metric, and its content type, in the form that the Accept header asks for.
 
-        A body takes some milliseconds: between two pieces the caller lets others have their turn. Exemplars are in OpenMetrics
-        only.
+        A body takes some milliseconds: between two pieces the caller can let others have their turn. Exemplars are in
+        OpenMetrics only.
         """
         encode, content_type = choose_encoder(accept)
         if content_type.startswith("application/openmetrics-text"):
             # All of our names are plain, so no way of escaping changes them; the others look at each letter of each name.
-            encode = partial(encode, escaping=ALLOWUTF8)
+            encode = partial(encode, escaping=ALLOWUTF8)  # type: ignore[call-arg]  # all encoders of OpenMetrics have it
         nothing = encode(CollectorRegistry())  # what ends a page of OpenMetrics
         pieces = (encode(_One(family)).removesuffix(nothing) for family in self.registry.collect())
         return chain(pieces, [nothing]), content_type

@@ -213,6 +213,7 @@ async def test_others_have_their_turn_while_a_long_page_of_metrics_is_made(http,
             yield b"kvbridge_rooms 1\n"
             seen.append("piece")
 
+    monkeypatch.setattr("kvbridge.http.operations.TURN_S", 0.0)
     monkeypatch.setattr(status, "render_metrics", lambda _accept: (pieces(), "text/plain"))
     beside = asyncio.create_task(others())
     assert (await http.get("/metrics")).content.count(b"\n") == 5
