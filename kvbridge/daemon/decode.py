@@ -5,9 +5,12 @@ Owns: which parts it has, in which order they are made, and what a message of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import FenceStatus, PrefillNodeStatus
 from kvbridge.config.schema import DecodeConfig
+from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.digests import DigestKind
@@ -18,12 +21,12 @@ from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import DecodeEngineApi
+from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.room import ReceiverPorts
-from kvbridge.node.receiver.service import ReceiverRooms
-from kvbridge.node.rooms import RoomSettings
+from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
+from kvbridge.node.room_pages import RoomSettings
 from kvbridge.telemetry.events import MessageUndelivered
 
 
@@ -39,7 +42,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
         names_of=links.names_of,
     )
     fence = Fence(parts.workers.layers, send=parts.workers.send, events=parts.events, fence_s=config.timeouts.fence_s)
-    rooms = ReceiverRooms(
+    rooms = receiver_rooms(
         ReceiverPorts(
             book=parts.book,
             workers=parts.workers,
@@ -56,19 +59,19 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             digest=config.integrity.digest,
         ),
     )
-    fence.watch(rooms)
-    nodes.watch(rooms)
+    fence.watch(rooms.writers)
+    nodes.watch(rooms.writers)
     peers = PrefillPeers(parts, links, nodes, rooms, fence)
     parts.worker_host.serve(
         peers,
         {
             EndpointsRevoked: lambda message: fence.revoked(message.rank, message.before_epoch),
-            Digested: rooms.digests.find,
-            Verified: rooms.digests.verified,
+            Digested: rooms.workers.digested,
+            Verified: rooms.workers.verified,
         },
     )
-    admission = AdmissionController(rooms, parts.book, limits=config.admission, events=parts.events)
-    api = DecodeEngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
+    admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
+    api = EngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
     return NodeDaemon(parts, peers, rooms, admission, api)
 
 
@@ -103,6 +106,10 @@ class PrefillPeers:
         """See Peers: a decode node listens to nobody, it connects to the prefill nodes of its rooms."""
         self._links.start(identity)
 
+    def change_keys(self, keys: CurveKeys, _told: Callable[[PeerAddress], None]) -> None:
+        """See Peers."""
+        self._links.change_keys(keys)
+
     async def close(self, timeout_s: float) -> None:
         """See Peers."""
         await self._links.stop(timeout_s)
@@ -111,8 +118,7 @@ class PrefillPeers:
         """See Peers: and look for prefill nodes whose key is not accepted any more."""
         for address, reason in dict(self._links.lost() + self._links.barred()).items():
             self._nodes.lost(address, reason)
-        for address in self._nodes.addresses():
-            self._links.send(address, Heartbeat())
+        self._links.heartbeats()
 
     def tick(self) -> None:
         """See Peers."""
@@ -146,7 +152,7 @@ class PrefillPeers:
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """See WorkerListener: perhaps with device memory that it made."""
         made = rank in self._parts.layout.orders
-        self._rooms.worker_gone(rank, reason, memory_lost=made)
+        self._rooms.workers.gone(rank, reason, memory_lost=made)
         self._parts.memory_lost(rank, reason)
 
     # ------------------------------------------------------------------ prefill nodes
@@ -162,15 +168,15 @@ class PrefillPeers:
                 text = f"{message.type} from {address.endpoint} in the name of {peer}"
                 self._events.frame_refused("unmet", text)
             case Digests():
-                self._rooms.digests.expect(peer, message)
+                self._rooms.peers.digests(peer, message)
             case Done():
-                self._rooms.done(peer, message)
+                self._rooms.peers.done(peer, message)
             case Failed():
-                self._rooms.failed(peer, message)
+                self._rooms.peers.failed(peer, message)
             case Drained():
-                self._rooms.drained(peer, message)
+                self._rooms.peers.drained(peer, message)
             case Heartbeat():
-                pass
+                self._nodes.goes_on_with(address, message.public_key)
             case _:
                 text = f"{message.type} from {peer}: a decode daemon does not take it"
                 self._events.frame_refused("wrong_direction", text)

@@ -34,7 +34,7 @@ from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.rooms import Rooms
+from kvbridge.node.room_book import RoomBook
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.metrics import (
     DIRECTORY_REGISTRATION,
@@ -81,7 +81,9 @@ class ShownPeers(Protocol):
 class NodeOverview:
     """Implements StatusPort[NodeStatus]. Three attributes are set while the daemon opens."""
 
-    def __init__(self, parts: NodeParts, peers: ShownPeers, rooms: Rooms[Any], admission: AdmissionController) -> None:
+    def __init__(
+        self, parts: NodeParts, peers: ShownPeers, rooms: RoomBook[Any], admission: AdmissionController
+    ) -> None:
         self._parts = parts
         self._peers = peers
         self._rooms = rooms
@@ -175,6 +177,10 @@ class NodeOverview:
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         """See StatusPort."""
         self._parts.metrics.answered(route, method, code, seconds)
+
+    def traceparent_ignored(self) -> None:
+        """See StatusPort."""
+        self._parts.metrics.traceparent_ignored()
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""

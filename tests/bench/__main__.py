@@ -27,6 +27,7 @@ from tests.bench import (
     bench_plan,
     bench_scrape,
     bench_telemetry,
+    bench_traces,
     bench_transport,
     bench_watching,
 )
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, Any] = {
     "telemetry": bench_telemetry,
     "scrape": bench_scrape,
     "watching": bench_watching,
+    "traces": bench_traces,
     "load": bench_load,
 }
 LIBRARIES = ("numpy", "torch", "pyzmq", "mooncake-transfer-engine-non-cuda", "nixl-cu12")

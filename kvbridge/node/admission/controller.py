@@ -31,16 +31,19 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
-from kvbridge.node.rooms import Rooms
+from kvbridge.node.rooms import RoomRequests
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import EventStream, RequestRefused, RequestWaited, WaitOutcome
+from kvbridge.telemetry.context import TRACE
+from kvbridge.telemetry.events import EventStream, RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
 
 log = structlog.get_logger(__name__)
 
 SHOWN_CLIENTS = 20
 QUEUE_FULL, WAIT_TIMEOUT = "queue_full", "wait_timeout"
 """Kinds of `capacity`, for those who count refusals."""
+LEFT = "left"
+"""Stands for the code of an error where the caller did not wait for one."""
 
 
 @dataclass(eq=False)
@@ -58,7 +61,7 @@ class AdmissionController:
 
     def __init__(
         self,
-        rooms: Rooms[Any],
+        requests: RoomRequests[Any],
         book: PageBook,
         *,
         limits: AdmissionConfig,
@@ -67,7 +70,8 @@ class AdmissionController:
         draw: Callable[[], float] = random.random,
     ) -> None:
         """`draw` spreads Retry-After."""
-        self._rooms = rooms
+        self._requests = requests
+        self._rooms = requests.rooms
         self._book = book
         self._limits = limits
         self._events = events
@@ -90,8 +94,27 @@ class AdmissionController:
 
         Raises CapacityError when it does not fit (in time), ClientLimitError, InvalidInputError, ConflictError, NotReadyError.
         """
-        if not request.wait_s:
-            return self.admit_now(request)
+        asked_s, code, report = self._clock(), LEFT, None
+        try:
+            report = self.admit_now(request) if not request.wait_s else await self._admit_in_time(request)
+            code = ""
+        except BridgeError as error:
+            code = error.code
+            raise
+        else:
+            return report
+        finally:
+            self._events.emit(
+                RequestAnswered(
+                    room=report.room if report is not None else request.room or 0,
+                    generation=request.generation,
+                    seconds=self._clock() - asked_s,
+                    code=code,
+                    trace=TRACE.get(),
+                )
+            )
+
+    async def _admit_in_time(self, request: AdmissionRequest) -> RoomReport:
         try:
             waiter = self._admit_or_wait(request)
         except BridgeError as error:
@@ -143,7 +166,7 @@ class AdmissionController:
         waiting = self._queue.waiting_of(request.client)
         if most and waiting >= most:
             raise self._over_cap(request.client, f"{waiting} waiting requests", key, most)
-        demand = self._rooms.demand(request)
+        demand = self._requests.demand(request)
         outcome: asyncio.Future[RoomReport] = asyncio.get_running_loop().create_future()
         waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome, copy_context())
         self._queue.join(waiter, self._book.free_pages())
@@ -154,13 +177,13 @@ class AdmissionController:
             raise NotReadyError(f"this daemon admits nothing more: {self.closed}")
 
     def _admitted(self, request: AdmissionRequest) -> RoomReport:
-        rooms = sum(self._rooms.in_use().values())
+        rooms = sum(self._rooms.in_use.values())
         if rooms >= self._limits.max_rooms:
             raise CapacityError(
                 f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms); a room counts until its pages are back",
                 retry_after_s=self._retry_after(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
             )
-        report = self._rooms.admit(request)
+        report = self._requests.admit(request)
         if self._starvation.starving:
             self._starvation.over()
         return report
@@ -168,8 +191,8 @@ class AdmissionController:
     def _serve(self) -> None:
         """Admit whoever's turn it is, as long as somebody fits."""
         self._serving_soon = False
-        while not self._rooms.missing():
-            waiter = self._queue.next(self._book.free_pages(), self._rooms.in_use())
+        while not self._requests.missing():
+            waiter = self._queue.next(self._book.free_pages(), self._rooms.in_use)
             if waiter is None:
                 return
             self._queue.granted(waiter)
@@ -195,7 +218,7 @@ class AdmissionController:
         if not waiter.outcome.done():
             self._leave(waiter, WaitOutcome.LEFT)
         elif waiter.outcome.exception() is None:
-            await self._rooms.cancel(waiter.outcome.result().room, "its client left before it was told")
+            await self._requests.cancel(waiter.outcome.result().room, "its client left before it was told")
 
     # ------------------------------------------------------------------ refusals
 
@@ -203,7 +226,7 @@ class AdmissionController:
         most, key = self._cap(client, "max_rooms")
         if not most:
             return
-        rooms, waiting = self._rooms.in_use().get(client, 0), self._queue.waiting_of(client)
+        rooms, waiting = self._rooms.in_use.get(client, 0), self._queue.waiting_of(client)
         if rooms + waiting >= most:
             raise self._over_cap(client, f"{rooms} rooms and {waiting} waiting requests", key, most)
 
@@ -215,7 +238,7 @@ class AdmissionController:
         return getattr(self._limits, f"client_{name}"), f"admission.client_{name}"
 
     def _over_cap(self, client: str, having: str, key: str, most: int) -> ClientLimitError:
-        in_use = self._rooms.in_use()
+        in_use = self._rooms.in_use
         own = [reservation for reservation in self._rooms.not_begun() if reservation.client == client]
         seconds = self._rates.seconds_until_a_room_ends(
             of=in_use.get(client, 0), rooms=sum(in_use.values()), reserved=own
@@ -227,7 +250,7 @@ class AdmissionController:
         )
 
     def _check_unclaimed(self, request: AdmissionRequest) -> None:
-        lacking = self._queue.lacking(self._rooms.demand(request), self._book.free_pages())
+        lacking = self._queue.lacking(self._requests.demand(request), self._book.free_pages())
         if lacking:
             raise CapacityError(
                 f"{len(self._queue)} requests wait for pages of {', '.join(map(repr, map(str, lacking)))} before this "
@@ -335,7 +358,7 @@ class AdmissionController:
         )
 
     def _clients(self) -> tuple[ClientStatus, ...]:
-        in_use, waiting = self._rooms.in_use(), self._queue.by_client()
+        in_use, waiting = self._rooms.in_use, self._queue.by_client()
         shown = sorted(
             in_use.keys() | waiting.keys(),
             key=lambda client: (-waiting.get(client, (0, 0.0))[0], -in_use.get(client, 0), client),
