@@ -25,6 +25,7 @@ from tests.bench import (
     bench_load,
     bench_overhead,
     bench_plan,
+    bench_prefix,
     bench_scrape,
     bench_telemetry,
     bench_traces,
@@ -34,6 +35,7 @@ from tests.bench import (
 
 BENCHMARKS: dict[str, Any] = {
     "plan": bench_plan,
+    "prefix": bench_prefix,
     "transport": bench_transport,
     "overhead": bench_overhead,
     "directory": bench_directory,
