@@ -120,7 +120,7 @@ class Bench:
 
     @property
     def free(self) -> int:
-        return self.book.free_pages()[FULL]
+        return self.book.available_pages()[FULL]
 
 
 async def turn() -> None:
