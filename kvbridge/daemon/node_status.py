@@ -36,6 +36,7 @@ from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.rooms import Rooms
 from kvbridge.telemetry.metrics import (
+    AVAILABLE,
     DIRECTORY_REGISTRATION,
     ENGINES,
     EPOCH,

@@ -185,8 +185,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_pages_expected_free",
         _GAUGE,
         ("space", "within"),
-        "Pages that are available now or will probably be within 1s, 10s and 60s: those of rooms that are ending, and the rest at the "
-        "rate of the last releases. The same estimate as Retry-After.",
+        "Pages that are available now or will probably be within 1s, 10s and 60s: those of rooms that are ending, and the rest at "
+        "the rate of the last releases. The same estimate as Retry-After.",
         values={"within": ("1s", "10s", "60s")},
     ),
     QUARANTINED := MetricSpec(

@@ -148,6 +148,14 @@ class PrefixIndex:
         """Return the digests of records, and which of them have one; those of the others are zeros."""
         return self._digests[records], self._is_digested[records]
 
+    def is_dropped(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records no key reaches any more."""
+        return self._is_unreachable[records]
+
+    def pins(self) -> tuple[npt.NDArray[np.int32], dict[int, int]]:
+        """Return the readers of each record, by its number, and those of each checkpoint, by its record's."""
+        return self._pins.copy(), {record: checkpoint.pins for record, checkpoint in self._checkpoints.items()}
+
     def evictable(self) -> dict[IndexSpace, int]:
         """How many pages of each space `evict` could give now."""
         return dict.fromkeys(self.spaces, len(self) - self._pinned) | {CHECKPOINT_SPACE: self._free_checkpoint_pages}

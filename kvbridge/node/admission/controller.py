@@ -5,8 +5,8 @@ room is on either side, HTTP, who comes next (`admission_queue`), how release is
 
 A request is admitted at once, refused at once, or waits (`wait_s`) and is looked at again whenever pages have become
 available: free, or cached and not read any more. It waits for all that it can need; which part of its prompt is cached is
-asked when its turn comes. While somebody waits, one that does not wait gets only pages that nobody who waits needs. Rooms that are there
-already come before all: an engine that extends one takes pages past the queue, since it has to go on to end.
+asked when its turn comes. While somebody waits, one that does not wait gets only pages that nobody who waits needs. Rooms
+that are there already come before all: an engine that extends one takes pages past the queue, since it has to go on to end.
 
 A client's rooms count until their pages are back, its waiting requests count with them: one that was let into the queue
 is never over its cap when its turn comes.
@@ -309,7 +309,7 @@ class AdmissionController:
         return self._starvation.seconds()
 
     def expected_free(self, within_s: float) -> dict[IndexSpace, int]:
-        """Estimate how many pages of each space will be available in `within_s` seconds if nobody takes any, quarantined ones never."""
+        """Estimate how many pages of each space are available in `within_s` seconds if nobody takes any, quarantined ones never."""
         soon, not_begun = self._book.pages_being_released(), self._rooms.not_begun()
         found, available = {}, self._book.available_pages()
         for space, states in self._book.counts().items():

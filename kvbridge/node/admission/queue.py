@@ -121,7 +121,9 @@ class AdmissionQueue(Generic[EntryT]):
     def lacking(self, demand: Pages, available: Pages) -> dict[IndexSpace, int]:
         """Return the pages that are missing until everybody who waits, and then `demand`, fits; empty when none are."""
         missing = {
-            space: count + self._demand.get(space, 0) - available.get(space, 0) for space, count in demand.items() if count
+            space: count + self._demand.get(space, 0) - available.get(space, 0)
+            for space, count in demand.items()
+            if count
         }
         return {space: count for space, count in missing.items() if count > 0}
 

@@ -268,6 +268,11 @@ class PageBook:
         evictable = self._evictable()
         return {space: account.free + evictable.get(space, 0) for space, account in self._spaces.items()}
 
+    def cached_pages(self) -> Pages:
+        """Every cached page of the spaces whose pages are given out here."""
+        owned = ((space, account) for space, account in self._spaces.items() if isinstance(account, OwnedSpace))
+        return {space: account.cached_ids() for space, account in owned}
+
     def owned_spaces(self) -> tuple[IndexSpace, ...]:
         """Spaces whose pages are given out here."""
         return tuple(space for space, account in self._spaces.items() if isinstance(account, OwnedSpace))

@@ -42,9 +42,9 @@ class OwnedSpace(RunAllocator):
         self.cached -= len(ids)
         self.give(ids)
 
-    def is_cached(self, ids: PageIdArray) -> bool:
-        """Whether all of `ids` are cached."""
-        return bool(self._is_cached[ids].all())
+    def cached_ids(self) -> PageIdArray:
+        """All cached pages."""
+        return np.flatnonzero(self._is_cached).astype(np.int32)
 
     def check_owners(self, owned: Sequence[PageIdArray], shared: Sequence[PageIdArray] = ()) -> None:
         """Check that the owners' pages are exactly those that are out and not cached, each once, and every inner structure."""
