@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, IntegrityError, NotFoundError
+from kvbridge.core.errors import BridgeError, ConflictError, IntegrityError, NotFoundError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
@@ -24,11 +25,12 @@ FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
 HELD, LEASED, QUARANTINED = PageState.HELD, PageState.LEASED, PageState.QUARANTINED
 GROWING = (FULL, HOST)
 TOTAL = {FULL: 14, HOST: 12, SWA: 6}
-OWNERS = st.builds(Owner, st.integers(1, 4), st.just(1))
-PROMPTS = st.lists(st.sampled_from("ab"), max_size=6).map("".join)
+MOST_OWNERS = 4
+PROMPTS = st.sampled_from(["aaaa", "aaaaab", "aaab", "aa", "aaaabb", "b", "bab", "a", ""])
 """A letter stands for the tokens of a page."""
 
 
+@cache
 def keys_of(prompt: str) -> Keys:
     return Keys.of([hashlib.blake2b(prompt[: end + 1].encode(), digest_size=16).digest() for end in range(len(prompt))])
 
@@ -59,6 +61,20 @@ class Has:
     owns: bool = True
 
 
+def of_one(wanted):
+    """A rule about one of the owners for whom `wanted(has)` holds; it is skipped while there is none."""
+
+    def of_a_rule(function):
+        def chosen(machine, data, **drawn):
+            owner = data.draw(st.sampled_from([owner for owner, has in machine.has.items() if wanted(has)]))
+            function(machine, owner, machine.has[owner], **drawn)
+
+        chosen.__name__ = function.__name__
+        return precondition(lambda machine: any(map(wanted, machine.has.values())))(chosen)
+
+    return of_a_rule
+
+
 class PrefixCacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +86,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.freed_pages = dict.fromkeys(TOTAL, 0)
         self.entries: list[Entry] = []
         self.has: dict[Owner, Has] = {}
+        self.rooms = 0
 
     # ------------------------------------------------------------------ the book's watcher
 
@@ -155,15 +172,33 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ owners come
 
-    @rule(
-        owner=OWNERS,
-        prompt=PROMPTS,
-        more=st.integers(0, 4),
-        windows=st.integers(0, 4),
-        at_most=st.none() | st.integers(0, 5),
-        from_checkpoint=st.booleans(),
-    )
-    def admit(self, owner, prompt, more, windows, at_most, from_checkpoint):
+    @precondition(lambda machine: len(machine.has) < MOST_OWNERS)
+    @rule(prompt=PROMPTS, more=st.integers(0, 2), windows=st.integers(0, 3), at_most=st.none() | st.integers(0, 5))
+    def admit(self, prompt, more, windows, at_most):
+        self.rooms += 1
+        self.admit_as(Owner(self.rooms, 1), prompt, more, windows, at_most, from_checkpoint=False)
+
+    @precondition(lambda machine: len(machine.has) < MOST_OWNERS)
+    @rule(prompt=PROMPTS, windows=st.integers(0, 3), from_checkpoint=st.booleans(), ends=st.booleans())
+    def serve(self, prompt, windows, from_checkpoint, ends):
+        """All of a request's life, as it mostly goes."""
+        self.rooms += 1
+        owner = Owner(self.rooms, 1)
+        self.admit_as(owner, prompt, 0, windows, None, from_checkpoint)
+        if has := self.has.get(owner):
+            self.keep_pages(owner, has, len(prompt))
+            if windows and has.path:
+                self.keep_checkpoint_at(owner, has, len(has.path), 1)
+            if ends:
+                self.end_of(owner)
+
+    @rule(data=st.data())
+    @of_one(lambda has: True)
+    def admit_again(self, owner, has):
+        with pytest.raises(ConflictError):
+            self.cache.admit(owner, keys_of(has.prompt), lambda prefix_pages: {FULL: 0})
+
+    def admit_as(self, owner, prompt, more, windows, at_most, from_checkpoint):
         def demand(prefix_pages):
             return dict.fromkeys(GROWING, len(prompt) + more - prefix_pages) | {SWA: windows}
 
@@ -176,15 +211,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             fits, path, restores = True, [], None
         assert fits or not self.fits(demand(0)), "without its prefix it would have been admitted"
         before = self.free_pages()
-        got = self.call(
-            fits and owner not in self.has,
-            self.cache.admit,
-            owner,
-            keys_of(prompt),
-            demand,
-            at_most=at_most,
-            from_checkpoint=from_checkpoint,
-        )
+        wanted = {"at_most": at_most, "from_checkpoint": from_checkpoint}
+        got = self.call(fits, self.cache.admit, owner, keys_of(prompt), demand, **wanted)
         if got is None:
             assert self.free_pages() == before, "what was refused has evicted something"
             return
@@ -198,34 +226,35 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             table = self.has[owner].table if space in GROWING else self.has[owner].loose
             table[space] = ids.tolist()
 
-    @rule(owner=OWNERS, demand=st.dictionaries(st.sampled_from(sorted(TOTAL)), st.integers(0, 4)))
-    def grow(self, owner, demand):
-        has = self.has.get(owner)
-        legal = has is not None and has.owns and has.state is not QUARANTINED
+    @rule(data=st.data(), demand=st.dictionaries(st.sampled_from(sorted(TOTAL)), st.integers(0, 4)))
+    @of_one(lambda has: has.owns)
+    def grow(self, owner, has, demand):
         before = self.free_pages()
-        more = self.call(legal and self.fits(demand), self.book.grow, owner, demand)
-        if more is not None:
-            self.notice_evictions(before, demand)
-            for space, ids in more.items():
-                has.loose.setdefault(space, []).extend(ids.tolist())
+        more = self.call(has.state is not QUARANTINED and self.fits(demand), self.book.grow, owner, demand)
+        if more is None:
+            assert self.free_pages() == before, "what was refused has evicted something"
+            return
+        self.notice_evictions(before, demand)
+        for space, ids in more.items():
+            has.loose.setdefault(space, []).extend(ids.tolist())
 
     # ------------------------------------------------------------------ pages stay
 
-    @rule(owner=OWNERS, pages=st.integers(0, 6), wrong_start=st.sampled_from([0, 0, 0, 1]))
-    def keep(self, owner, pages, wrong_start):
-        has = self.has.get(owner)
-        if has is None or not has.reads:
-            with pytest.raises(NotFoundError):
-                self.cache.keep(owner, Keys(), 0, dict.fromkeys(GROWING, np.empty(0, np.int32)))
-            return
+    @rule(data=st.data(), pages=st.integers(0, 6))
+    @of_one(lambda has: has.reads and len(has.path) < len(has.prompt))
+    def keep(self, owner, has, pages):
+        self.keep_pages(owner, has, pages)
+
+    @rule(data=st.data())
+    @of_one(lambda has: has.reads and has.state is HELD and len(has.path) < len(has.prompt))
+    def keep_all(self, owner, has):
+        self.keep_pages(owner, has, 6)
+
+    def keep_pages(self, owner, has, pages):
         start = len(has.path)
         stop = max(start, min(len(has.prompt), start + pages))
         prompt = has.prompt[:stop]
         given = {space: np.array(has.table[space][: stop - start], dtype=np.int32) for space in GROWING}
-        if wrong_start:
-            with pytest.raises(ConflictError, match=f"it reads {start} pages so far"):
-                self.cache.keep(owner, keys_of(prompt), start + 1, given)
-            return
         before = self.match(prompt)
         dropped = before[:start] != has.path
         legal = dropped or (has.owns and has.state is HELD)
@@ -246,55 +275,56 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                     has.loose.setdefault(space, []).append(page)
             has.path.append(entry)
 
-    @rule(owner=OWNERS)
-    def keep_what_is_not_its_own(self, owner):
-        has = self.has.get(owner)
-        others = [page for other in self.has.values() if other is not has and other.owns for page in other.table[FULL]]
-        if has is None or not has.reads or len(has.prompt) == len(has.path) or not others:
-            return
+    @rule(data=st.data())
+    @of_one(lambda has: has.reads)
+    def keep_from_elsewhere(self, owner, has):
+        with pytest.raises(ConflictError, match=f"it reads {len(has.path)} pages so far"):
+            self.cache.keep(owner, keys_of("a" * 9), len(has.path) + 1, {})
+
+    @rule(data=st.data())
+    @of_one(lambda has: has.reads and has.owns and len(has.path) < len(has.prompt))
+    def keep_what_is_not_its_own(self, owner, has):
+        others = [page for one in self.has.values() if one is not has and one.owns for page in one.table[FULL]]
         prompt = has.prompt[: len(has.path) + 1]
-        if self.match(prompt)[: len(has.path)] != has.path or self.known(prompt):
+        if not others or self.match(prompt) != has.path:
             return
         given = {FULL: np.array(others[:1], np.int32), HOST: np.array(has.table[HOST][:1], np.int32)}
-        with pytest.raises((ConflictError, NotFoundError)):
+        with pytest.raises(ConflictError):
             self.cache.keep(owner, keys_of(prompt), len(has.path), given)
         assert len(self.index.match(keys_of(prompt))) == len(has.path)
 
-    @rule(owner=OWNERS, at=st.integers(1, 6), count=st.integers(1, 2))
-    def keep_checkpoint(self, owner, at, count):
-        has = self.has.get(owner)
-        if has is None or not has.reads or at > len(has.path) or len(has.loose.get(SWA, [])) < count:
-            return
+    @rule(data=st.data(), at=st.integers(0, 5), count=st.integers(1, 2))
+    @of_one(lambda has: has.reads and has.path and has.loose.get(SWA))
+    def keep_checkpoint(self, owner, has, at, count):
+        self.keep_checkpoint_at(owner, has, at % len(has.path) + 1, count)
+
+    def keep_checkpoint_at(self, owner, has, at, count):
         entry, pages = has.path[at - 1], has.loose[SWA][:count]
         needless = bool(entry.checkpoint) or entry.dropped
         legal = needless or (has.owns and has.state is HELD)
         kept = self.call(legal, self.cache.keep_checkpoint, owner, at, np.array(pages, dtype=np.int32))
-        assert kept in ((not needless,) if legal else (None,))
+        assert kept is (not needless if legal else None)
         if kept:
             entry.checkpoint, has.loose[SWA] = pages, has.loose[SWA][count:]
 
     # ------------------------------------------------------------------ pages go
 
-    @rule(owner=OWNERS, lease=st.booleans())
-    def move(self, owner, lease):
-        has = self.has.get(owner)
-        before, after = (HELD, LEASED) if lease else (LEASED, HELD)
-        if has is not None and has.owns and has.state is before:
-            self.book.move(owner, before, after)
-            has.state = after
+    @rule(data=st.data())
+    @of_one(lambda has: has.owns and has.state is not QUARANTINED)
+    def lease_or_end_the_lease(self, owner, has):
+        before = has.state
+        has.state = LEASED if before is HELD else HELD
+        self.book.move(owner, before, has.state)
 
-    @rule(owner=OWNERS)
-    def quarantine(self, owner):
-        has = self.has.get(owner)
-        if has is not None and has.owns:
-            self.book.quarantine(owner, f"writer of {owner}")
-            has.state = QUARANTINED
+    @rule(data=st.data())
+    @of_one(lambda has: has.owns)
+    def quarantine(self, owner, has):
+        self.book.quarantine(owner, f"writer of {owner}")
+        has.state = QUARANTINED
 
-    @rule(owner=OWNERS)
-    def give_back(self, owner):
-        has = self.has.get(owner)
-        if has is None or not has.owns or has.state is LEASED:
-            return
+    @rule(data=st.data())
+    @of_one(lambda has: has.owns and has.state is not LEASED)
+    def give_back(self, owner, has):
         if has.state is QUARANTINED:
             self.book.release_quarantined(f"writer of {owner}")
         else:
@@ -302,28 +332,32 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         has.owns = False
         self.forget(owner)
 
-    @rule(owner=OWNERS)
-    def let_go(self, owner):
-        has = self.has.get(owner)
-        if has is None or not has.reads:
-            with pytest.raises(NotFoundError):
-                self.cache.let_go(owner)
-            return
+    @rule(data=st.data())
+    @of_one(lambda has: has.reads)
+    def let_go(self, owner, has):
         before, self.freed_pages = self.book.available_pages(), dict.fromkeys(TOTAL, 0)
         self.cache.let_go(owner)
         now = self.book.available_pages()
-        assert self.freed_pages == {space: now[space] - before[space] for space in TOTAL}, "those who wait were not told"
+        told = {space: now[space] - before[space] for space in TOTAL}
+        assert self.freed_pages == told, "those who wait were not told"
         has.reads = False
         self.forget_unread()
         self.forget(owner)
+        with pytest.raises(NotFoundError):
+            self.cache.let_go(owner)
 
-    @rule(owner=OWNERS)
-    def end(self, owner):
-        self.let_go(owner)
-        if owner in self.has and self.has[owner].state is LEASED:
-            self.move(owner, lease=False)
-        self.give_back(owner)
+    @rule(data=st.data())
+    @of_one(lambda has: has.reads and has.owns and has.state is HELD)
+    def end(self, owner, has):
+        self.end_of(owner)
 
+    def end_of(self, owner):
+        self.cache.let_go(owner)
+        self.book.free(owner)
+        del self.has[owner]
+        self.forget_unread()
+
+    @precondition(lambda machine: len(machine.entries) > 6)
     @rule()
     def drop(self):
         before = self.book.available_pages()
@@ -333,6 +367,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.forget_unread()
         assert all(count >= before[space] for space, count in self.book.available_pages().items())
 
+    @precondition(lambda machine: machine.entries)
     @rule(prompt=PROMPTS.filter(bool), page=st.integers(0, 5))
     def drop_page(self, prompt, page):
         page %= len(prompt)
@@ -355,7 +390,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def adds_up(self):
         self.cache.check_integrity()
         assert self.book.available_pages() == {space: self.available(space) for space in TOTAL}
-        for space in TOTAL:
+        for space, total in TOTAL.items():
             cached = [entry.pages[space] for entry in self.entries] if space in GROWING else []
             if space is SWA:
                 cached = [page for entry in self.entries for page in entry.checkpoint]
@@ -363,7 +398,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert len(set(everything)) == len(everything)
             counts = self.book.counts()[space]
             assert counts[PageState.CACHED] == len(cached)
-            assert counts[PageState.FREE] == TOTAL[space] - len(everything)
+            assert counts[PageState.FREE] == total - len(everything)
 
     @invariant()
     def every_reader_is_counted(self):

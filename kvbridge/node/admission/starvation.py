@@ -60,7 +60,8 @@ class Starvation:
 
     def _describe_space(self, space: IndexSpace) -> str:
         states = self._book.counts()[space]
-        used = ", ".join(f"{pages} {state}" for state, pages in states.items() if pages and state is not PageState.FREE)
+        names = {state: str(state) for state in states if state is not PageState.FREE} | {PageState.CACHED: "cached and read"}
+        used = ", ".join(f"{states[state]} {name}" for state, name in names.items() if states[state])
         return f"space '{space}' has no available page of {sum(states.values())} ({used})"
 
     def _describe_quarantine(self) -> str:

@@ -473,7 +473,7 @@ async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
     bench.clock.advance(0.1)
     bench.admission.tick()
     assert bench.admission.problem() == (
-        "nothing could be admitted for 30 s (limit: admission.unready_after_s): space 'full' has no free page of 8 "
+        "nothing could be admitted for 30 s (limit: admission.unready_after_s): space 'full' has no available page of 8 "
         "(5 held, 3 quarantined); quarantined for: worker pp0.tp0 is silent"
     )
     assert bench.admission.starved_s() == 30.0
