@@ -158,6 +158,8 @@ class PrefixCache:
         """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
         reader = self._reader(owner)
         del self._readers[owner]
+        if not len(reader.path):
+            return
         before = self._book.available_pages()
         self._book.uncache(_some(self._unpin(reader)))
         now = self._book.available_pages()

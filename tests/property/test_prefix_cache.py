@@ -146,16 +146,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def notice_evictions(self, free_before, taken):
         """What is not known any more was read by nobody, and was needed."""
         needed = any(count > free_before[space] for space, count in taken.items())
-        read, restored = self.read(), self.restored()
+        read, restored, checkpoints = self.read(), self.restored(), self.book.cached_pages()[SWA].tolist()
         for entry in list(self.entries):
-            if entry.dropped:
-                continue
-            records = self.index.match(keys_of(entry.prompt))
-            if len(records) < len(entry.prompt):
+            if not entry.dropped and len(self.index.match(keys_of(entry.prompt))) < len(entry.prompt):
                 assert needed
                 assert entry not in read
                 self.entries.remove(entry)
-            elif entry.checkpoint and not self.index.checkpointed(records)[-1]:
+            elif not set(entry.checkpoint) <= set(checkpoints):
                 assert needed
                 assert entry not in restored
                 entry.checkpoint = []

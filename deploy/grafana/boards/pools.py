@@ -8,8 +8,8 @@ from deploy.grafana.panels import Board, Query, Row, Variable, lines, number, ta
 BOARD = Board(
     "kvbridge-pools",
     "kvbridge / Pools, leases, quarantine",
-    "Pages of each index space: free, cached, held by engines, leased to transfers, in quarantine. What waits for them, and why they "
-    "do not come back.",
+    "Pages of each index space: free, cached, held by engines, leased to transfers, in quarantine. What waits for them, and why "
+    "they do not come back.",
     (
         Row(
             "Pages",
