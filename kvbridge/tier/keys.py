@@ -1,4 +1,4 @@
-"""Page keys: the names by which engines, routers and daemons know the same page of the same prompt.
+r"""Page keys: the names by which engines, routers and daemons know the same page of the same prompt.
 
 Owns: how a key is computed, and the value that carries the keys of one prompt. Must not know: who holds which page, tokenizers.
 
@@ -8,7 +8,7 @@ two prompts have equal keys exactly as far as they share whole pages. To compute
 
 1. `H(x)` is BLAKE2b (RFC 7693) with an output of 16 bytes and neither key, salt nor personalisation. The output length enters
    BLAKE2b's parameters: a longer output cut to 16 bytes is another value.
-2. `root = H(domain || field || field || ...)`. The domain is the 22 bytes `kvbridge page keys v1\\n` (ASCII, with the line feed).
+2. `root = H(domain || field || field || ...)`. The domain is the 22 bytes `kvbridge page keys v1\n` (ASCII, with the line feed).
    The fields, in this order: `model`, `revision`, `fingerprint`, `tokens_per_page`, `adapter`, `namespace`. Each is its length in
    bytes as an unsigned 32-bit little-endian integer, then so many bytes of UTF-8, as they are: nothing is trimmed, folded or
    normalised, and an absent adapter or namespace is the empty string. `tokens_per_page` is written in decimal digits.
@@ -112,7 +112,8 @@ class Keys(Sequence[bytes]):
 
     def to_list(self) -> list[bytes]:
         """All keys, for who needs every one: much faster than one at a time."""
-        return np.frombuffer(self.data, dtype=f"V{KEY_BYTES}").tolist()
+        found: list[bytes] = np.frombuffer(self.data, dtype=f"V{KEY_BYTES}").tolist()
+        return found
 
     def shared_with(self, other: Keys) -> int:
         """How many of the first pages are the same in both."""

@@ -1,0 +1,183 @@
+"""Records of cached pages: a flat map from keys, in which a page is never without the page before it.
+
+Owns: keys, parents and children, and the numbers that records have. Must not know: pages of memory, who reads, what goes first.
+
+A key names all tokens up to a page's end. As no record is ever without its *parent*, the record of the page before, what is
+known of a prompt is a run from its first page on, whose end a binary search finds: there is no tree to walk, to split or to join.
+A *path* is such a run: records from a prompt's first page on, each the parent of the next. A record without children is a *leaf*.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.errors import IntegrityError, InvalidInputError
+from kvbridge.tier.keys import Keys
+
+RecordArray = npt.NDArray[np.int32]
+"""Numbers of records, in the order of their pages in a prompt unless something else is said."""
+
+NO_RECORD = -1
+"""The parent of a prompt's first page; the children of a number that is no record now."""
+_NO_RECORDS = np.empty(0, dtype=np.int32)
+
+
+class Records:
+    """Up to `capacity` records, numbered from 0. Numbers are used again; a column of the caller's has `capacity` places."""
+
+    def __init__(self, capacity: int) -> None:
+        if not 1 <= capacity <= np.iinfo(np.int32).max:
+            raise InvalidInputError(f"an index has 1 to 2^31 - 1 records, got {capacity}")
+        self.capacity = capacity
+        self._record_of: dict[bytes, int] = {}
+        # What is never touched of zeros takes no memory.
+        self._key = np.zeros((capacity, 2), dtype=np.uint64)
+        self._depth = np.zeros(capacity, dtype=np.int32)
+        self._is_hidden = np.zeros(capacity, dtype=np.bool_)
+        self.parent = np.zeros(capacity, dtype=np.int32)
+        self.children = np.full(capacity, NO_RECORD, dtype=np.int32)
+        # One record at a time is read several times faster through these.
+        self.parent_at, self.children_at = self.parent.data, self.children.data
+        self.leaf_count = 0
+        self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        """A stack of the numbers that are no records, `_unused_count` high."""
+        self._unused_count = capacity
+
+    def __len__(self) -> int:
+        """How many there are, hidden ones among them."""
+        return self.capacity - self._unused_count
+
+    @property
+    def hidden_count(self) -> int:
+        """How many no key leads to any more."""
+        return len(self) - len(self._record_of)
+
+    def all(self) -> RecordArray:
+        """All records, hidden ones among them, by their number."""
+        return np.flatnonzero(self.children != NO_RECORD).astype(np.int32)
+
+    def match(self, keys: Keys, at_most: int) -> RecordArray:
+        """Return the path of the longest known run of `keys` from the first on, of at most so many pages."""
+        known, stop, last = 0, min(len(keys), len(self), max(0, at_most)), NO_RECORD
+        while known < stop:  # the key of page `known` (counted from 1) is known, those behind `stop` are not
+            middle = (known + stop + 1) // 2
+            record = self._record_of.get(keys[middle - 1])
+            if record is None:
+                stop = middle - 1
+            else:
+                known, last = middle, record
+        if not known:
+            return _NO_RECORDS
+        path = self._path(last)
+        # Keys come from outside: those that are no chain match as far as a path here has the same.
+        return path[: keys.shared_with(self._keys(path))]
+
+    def is_path(self, records: RecordArray) -> bool:
+        """Whether each is the parent of the next, wherever the first is."""
+        return bool((self.parent[records[1:]] == records[:-1]).all() and (self.children[records] >= 0).all())
+
+    def is_hidden(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records no key leads to any more."""
+        return self._is_hidden[records]
+
+    def create(self, keys: Keys, path: RecordArray) -> RecordArray:
+        """Make a record for each of the keys behind a path, the last of them a leaf.
+
+        Raises InvalidInputError for keys that are no chain, IntegrityError when there are more pages than can be.
+        """
+        known = len(path)
+        new = keys[known:].to_list()
+        if not self._record_of.keys().isdisjoint(new) or len(set(new)) != len(new):
+            raise InvalidInputError(f"keys from page {known} on are no chain: one of them is that of another page")
+        if len(new) > self._unused_count:
+            raise IntegrityError(f"{len(new)} pages are cached beside {len(self)}, of {self.capacity} that there are")
+        self._unused_count -= len(new)
+        records = self._unused[self._unused_count : self._unused_count + len(new)][::-1].copy()
+        self._record_of.update(zip(new, records.tolist(), strict=True))
+        self._key[records] = np.frombuffer(keys.data, np.uint64).reshape(-1, 2)[known:]
+        self._depth[records] = np.arange(known, len(keys))
+        parent = int(path[-1]) if known else NO_RECORD
+        self.parent[records[0]] = parent
+        self.parent[records[1:]] = records[:-1]
+        self.children[records] = 1
+        self.children_at[records[-1]] = 0
+        self.leaf_count += 1
+        if known:
+            self.leaf_count -= self.children_at[parent] == 0
+            self.children_at[parent] += 1
+        return records
+
+    def hide(self, records: RecordArray) -> None:
+        """Let no key lead to these any more; whatever depends on one of them is among them or hidden."""
+        for key in self._keys(records).to_list():
+            del self._record_of[key]
+        self._is_hidden[records] = True
+
+    def remove_leaf(self, record: int) -> int:
+        """Take a leaf off; it must be `forget`-ed next. Returns its parent if that is a leaf now, else NO_RECORD."""
+        children_at = self.children_at
+        children_at[record] = NO_RECORD
+        parent: int = self.parent_at[record]
+        if parent != NO_RECORD:
+            children_at[parent] -= 1
+            if not children_at[parent]:
+                return parent  # one leaf for the other
+        self.leaf_count -= 1
+        return NO_RECORD
+
+    def forget(self, records: RecordArray) -> None:
+        """Give the numbers of leaves that have been taken off back, and let no key lead to them."""
+        self.hide(records[~self._is_hidden[records]])
+        self._is_hidden[records] = False
+        self._unused[self._unused_count : self._unused_count + len(records)] = records
+        self._unused_count += len(records)
+
+    def descendants(self, records: RecordArray) -> RecordArray:
+        """Return records and all that depends on them, deepest first: each step looks twice as far up as the one before."""
+        there, top = self.all(), self.capacity
+        found = np.zeros(top + 1, dtype=np.bool_)
+        found[records] = True
+        above = np.full(top + 1, top, dtype=np.int32)
+        above[there] = np.where(self.parent[there] == NO_RECORD, top, self.parent[there])
+        while (above[there] != top).any():
+            found[there] |= found[above[there]]
+            above[there] = above[above[there]]
+        return self.deepest_first(there[found[there]])
+
+    def deepest_first(self, records: RecordArray) -> RecordArray:
+        """Return records in an order in which each comes before its parent."""
+        return records[np.argsort(-self._depth[records], kind="stable")]
+
+    def check_integrity(self) -> None:
+        """Compare every structure with every other. Raises IntegrityError that names the first contradiction."""
+        there, unused = self.all(), np.sort(self._unused[: self._unused_count])
+        seen = there[~self._is_hidden[there]]
+        parents = self.parent[there]
+        inner = parents != NO_RECORD
+        children = np.bincount(parents[inner], minlength=self.capacity)
+        facts = {
+            "used and unused numbers": np.array_equal(unused, np.flatnonzero(self.children == NO_RECORD)),
+            "keys": self._record_of == dict(zip(self._keys(seen).to_list(), seen.tolist(), strict=True)),
+            "parents": bool((self.children[parents[inner]] > 0).all()),
+            "depths": bool((self._depth[there] == np.where(inner, self._depth[parents] + 1, 0)).all()),
+            "children": bool((self.children[there] == children[there]).all()),
+            "leaves": self.leaf_count == np.count_nonzero(self.children == 0),
+            "hidden ones": not (self._is_hidden[parents] & inner & ~self._is_hidden[there]).any(),
+        }
+        for fact, holds in facts.items():
+            if not holds:
+                raise IntegrityError(f"prefix index: {fact} contradict the {len(self)} records")
+
+    def _path(self, record: int) -> RecordArray:
+        """All records from a prompt's first page to this one."""
+        parent_at = self.parent_at
+        found = []
+        while record != NO_RECORD:
+            found.append(record)
+            record = parent_at[record]
+        found.reverse()
+        return np.array(found, dtype=np.int32)
+
+    def _keys(self, records: RecordArray) -> Keys:
+        return Keys(self._key[records].tobytes())
