@@ -18,12 +18,12 @@ from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import DecodeEngineApi
+from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.room import ReceiverPorts
-from kvbridge.node.receiver.service import ReceiverRooms
-from kvbridge.node.rooms import RoomSettings
+from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
+from kvbridge.node.room_pages import RoomSettings
 from kvbridge.telemetry.events import MessageUndelivered
 
 
@@ -39,7 +39,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
         names_of=links.names_of,
     )
     fence = Fence(parts.workers.layers, send=parts.workers.send, events=parts.events, fence_s=config.timeouts.fence_s)
-    rooms = ReceiverRooms(
+    rooms = receiver_rooms(
         ReceiverPorts(
             book=parts.book,
             workers=parts.workers,
@@ -56,19 +56,19 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             digest=config.integrity.digest,
         ),
     )
-    fence.watch(rooms)
-    nodes.watch(rooms)
+    fence.watch(rooms.writers)
+    nodes.watch(rooms.writers)
     peers = PrefillPeers(parts, links, nodes, rooms, fence)
     parts.worker_host.serve(
         peers,
         {
             EndpointsRevoked: lambda message: fence.revoked(message.rank, message.before_epoch),
-            Digested: rooms.digests.find,
-            Verified: rooms.digests.verified,
+            Digested: rooms.workers.digested,
+            Verified: rooms.workers.verified,
         },
     )
-    admission = AdmissionController(rooms, parts.book, limits=config.admission, events=parts.events)
-    api = DecodeEngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
+    admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
+    api = EngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
     return NodeDaemon(parts, peers, rooms, admission, api)
 
 
@@ -143,7 +143,7 @@ class PrefillPeers:
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """See WorkerListener: perhaps with device memory that it made."""
         made = rank in self._parts.layout.orders
-        self._rooms.worker_gone(rank, reason, memory_lost=made)
+        self._rooms.workers.gone(rank, reason, memory_lost=made)
         self._parts.memory_lost(rank, reason)
 
     # ------------------------------------------------------------------ prefill nodes
@@ -159,13 +159,13 @@ class PrefillPeers:
                 text = f"{message.type} from {address.endpoint} in the name of {peer}"
                 self._events.frame_refused("unmet", text)
             case Digests():
-                self._rooms.digests.expect(peer, message)
+                self._rooms.peers.digests(peer, message)
             case Done():
-                self._rooms.done(peer, message)
+                self._rooms.peers.done(peer, message)
             case Failed():
-                self._rooms.failed(peer, message)
+                self._rooms.peers.failed(peer, message)
             case Drained():
-                self._rooms.drained(peer, message)
+                self._rooms.peers.drained(peer, message)
             case Heartbeat():
                 pass
             case _:

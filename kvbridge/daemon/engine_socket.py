@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -33,9 +32,9 @@ class EngineSocket:
         self._settle_s = settle_s
         self._events = events
         self._server: LocalServer[EngineToNode, NodeToEngine] | None = None
-        self._api: EngineApi[Any]
+        self._api: EngineApi
 
-    def open(self, incarnation: str, runtime_dir: Path, api: EngineApi[Any]) -> None:
+    def open(self, incarnation: str, runtime_dir: Path, api: EngineApi) -> None:
         """Listen for engines, whose calls `api` answers. Raises ConflictError when another daemon uses the directory."""
         self._api = api
         callbacks = LocalCallbacks(api.handle, on_gone=self._on_gone, on_refused=self._events.frame_refused)

@@ -72,13 +72,13 @@ class NodeDaemon:
     """A prefill or decode daemon. Drive it with `lifecycle.run_daemon`, or call start, drain and close yourself."""
 
     def __init__(
-        self, parts: NodeParts, peers: Peers, rooms: Rooms[Any], admission: AdmissionController, api: EngineApi[Any]
+        self, parts: NodeParts, peers: Peers, rooms: Rooms[Any], admission: AdmissionController, api: EngineApi
     ) -> None:
         self.parts = parts
         self.peers = peers
         self.rooms = rooms
         self.admission = admission
-        self.overview = NodeOverview(parts, peers, rooms, admission)
+        self.overview = NodeOverview(parts, peers, rooms.book, admission)
         self._live = LiveNode(parts, self.overview)
         self._feed = Feed(self._live.snapshot)
         self._api = api
@@ -126,11 +126,11 @@ class NodeDaemon:
         leaving = (
             [] if self.overview.announcer is None else [self._background(self.overview.announcer.leave(), "leave")]
         )
-        log.info("draining", rooms=len(self.rooms.open()), limit_s=limit_s)
+        log.info("draining", rooms=len(self.rooms.book.open()), limit_s=limit_s)
         if not await self._wait_idle(limit_s):
-            log.warning("rooms_aborted", rooms=len(self.rooms.open()), limit="timeouts.shutdown_rooms_s")
-            for room in self.rooms.open():
-                await self.rooms.cancel(room, "the daemon was shut down")
+            log.warning("rooms_aborted", rooms=len(self.rooms.book.open()), limit="timeouts.shutdown_rooms_s")
+            for room in self.rooms.book.open():
+                await self.rooms.requests.cancel(room.room, "the daemon was shut down")
             await self._wait_idle(self._closing_part_s)
         elif leaving:
             await asyncio.wait(leaving, timeout=self._closing_part_s)
@@ -164,9 +164,9 @@ class NodeDaemon:
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
-        while self.rooms.open() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - rooms end in many ways
+        while self.rooms.book.open() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - rooms end in many ways
             await asyncio.sleep(TICK_S)
-        return not self.rooms.open()
+        return not self.rooms.book.open()
 
     def _background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -184,7 +184,7 @@ class NodeDaemon:
         next_heartbeat_s = time.monotonic() + heartbeat_s
         while True:
             await asyncio.sleep(TICK_S)
-            self.rooms.tick()
+            self.rooms.deadlines.tick()
             self.admission.tick()
             self.peers.tick()
             self.parts.worker_host.watch()
@@ -207,7 +207,8 @@ class NodeDaemon:
     def _app(self, settings: AppSettings) -> Application:
         app = create_daemon_app(
             admission=self.admission,
-            rooms=self.rooms,
+            requests=self.rooms.requests,
+            rooms=self.rooms.book,
             status=self.overview,
             settings=settings,
         )

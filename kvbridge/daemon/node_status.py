@@ -34,7 +34,7 @@ from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.rooms import Rooms
+from kvbridge.node.room_book import RoomBook
 from kvbridge.telemetry.metrics import (
     AVAILABLE,
     DIRECTORY_REGISTRATION,
@@ -81,7 +81,9 @@ class ShownPeers(Protocol):
 class NodeOverview:
     """Implements StatusPort[NodeStatus]. Three attributes are set while the daemon opens."""
 
-    def __init__(self, parts: NodeParts, peers: ShownPeers, rooms: Rooms[Any], admission: AdmissionController) -> None:
+    def __init__(
+        self, parts: NodeParts, peers: ShownPeers, rooms: RoomBook[Any], admission: AdmissionController
+    ) -> None:
         self._parts = parts
         self._peers = peers
         self._rooms = rooms

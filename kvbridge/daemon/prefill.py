@@ -19,13 +19,13 @@ from kvbridge.daemon.inspector import Inspector
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import PrefillEngineApi
+from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
-from kvbridge.node.rooms import RoomSettings
+from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.sender.room import SenderPorts
-from kvbridge.node.sender.service import SenderRooms
+from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
 
 
 def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
@@ -41,24 +41,24 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         events=parts.events,
         names_of=links.names_of,
     )
-    rooms = SenderRooms(
+    rooms = sender_rooms(
         SenderPorts(book=parts.book, workers=parts.workers, nodes=nodes, engines=parts.engines, events=parts.events),
         RoomSettings(geometry=parts.geometry, limits=config.timeouts, adopted=parts.adopted),
     )
-    nodes.watch(rooms)
+    nodes.watch(rooms.peers)
     peers = DecodePeers(parts, links, nodes, rooms, inspections, inspector)
     inspections.deliver_to(peers.deliver)
     parts.worker_host.serve(
         peers,
         {
             PeerConnected: nodes.worker_connected,
-            Digested: rooms.digested,
-            Sent: rooms.sent,
-            RoomClosed: rooms.room_closed,
+            Digested: rooms.workers.digested,
+            Sent: rooms.workers.sent,
+            RoomClosed: rooms.workers.room_closed,
         },
     )
-    admission = AdmissionController(rooms, parts.book, limits=config.admission, events=parts.events)
-    api = PrefillEngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
+    admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
+    api = EngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
     return NodeDaemon(parts, peers, rooms, admission, api)
 
 
@@ -119,7 +119,8 @@ class DecodePeers:
         self._links.watch()
 
     def tick(self) -> None:
-        """See Peers: nothing here has a deadline of its own."""
+        """See Peers."""
+        self._rooms.peers.tick()
 
     def status(self) -> tuple[DecodeNodeStatus, ...]:
         """See ShownPeers."""
@@ -142,7 +143,7 @@ class DecodePeers:
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """See WorkerListener."""
-        self._rooms.worker_gone(rank, reason)
+        self._rooms.workers.gone(rank, reason)
         self._parts.memory_lost(rank, reason)
 
     # ------------------------------------------------------------------ decode nodes
@@ -172,14 +173,14 @@ class DecodePeers:
             case Offer() if not self.known(peer):
                 self._refuse_unknown(peer, message)
             case Offer():
-                self._rooms.offer(peer, message)
+                self._rooms.peers.offer(peer, message)
             case Abort():
                 if not self.known(peer):
                     text = f"an abort of room {message.room} from {peer}, which is not welcome here"
                     self._events.frame_refused("unmet", text)
-                self._rooms.peer_abort(peer, message)  # it ends the peer's own rooms only
+                self._rooms.peers.abort(peer, message)  # it ends the peer's own rooms only
             case Failed():
-                self._rooms.peer_failed(peer, message)
+                self._rooms.peers.failed(peer, message)
             case Heartbeat():
                 pass
             case _:

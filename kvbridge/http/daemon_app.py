@@ -27,7 +27,8 @@ from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.numbers import NUMBER, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.rooms import Rooms
+from kvbridge.node.room_book import RoomBook
+from kvbridge.node.rooms import RoomRequests
 
 MAX_LISTED = 200
 """Rooms on one page of a listing."""
@@ -54,16 +55,19 @@ ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everyb
 def create_daemon_app(
     *,
     admission: AdmissionController,
-    rooms: Rooms[Any],
+    requests: RoomRequests[Any],
+    rooms: RoomBook[Any],
     status: StatusPort[NodeStatus],
     settings: AppSettings,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
-    router = _rooms_router(admission, rooms, settings)
+    router = _rooms_router(admission, requests, rooms, settings)
     return assemble_app(f"kvbridge {rooms.role} daemon", [router], status=status, kind=NodeStatus, settings=settings)
 
 
-def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: AppSettings) -> APIRouter:
+def _rooms_router(
+    admission: AdmissionController, requests: RoomRequests[Any], rooms: RoomBook[Any], settings: AppSettings
+) -> APIRouter:
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=problems(InvalidInputError))
 
     @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)], responses=ADMISSION_ANSWERS)
@@ -75,7 +79,7 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
         """
         if request.wait_s:
             report = await while_connected(
-                connection, admission.admit(request), lambda late: rooms.cancel(late.room, LEFT)
+                connection, admission.admit(request), lambda late: requests.cancel(late.room, LEFT)
             )
         else:
             report = await admission.admit(request)
@@ -117,6 +121,6 @@ def _rooms_router(admission: AdmissionController, rooms: Rooms[Any], settings: A
             raise StaleError(
                 f"room {room} is in generation {present.generation}, not {generation}: it was not cancelled"
             )
-        return await rooms.cancel(room, reason)
+        return await requests.cancel(room, reason)
 
     return router

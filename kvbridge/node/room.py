@@ -1,7 +1,7 @@
-"""A room, as both sides keep it, and what becomes of its pages when somebody may still touch them.
+"""A room, as both sides keep it.
 
-Owns: `Room` (the facts common to both sides), why pages are quarantined, how they are given back. Must not know: which side it is
-on, messages, what a fact leads to.
+Owns: `Room` (the facts common to both sides), why pages are quarantined. Must not know: which side it is on, messages, what a fact
+leads to.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from kvbridge.core.ids import Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.page_states import Owner
 
 StateT = TypeVar("StateT", bound=StrEnum)
 
@@ -178,30 +177,3 @@ def slowest(phases_s: dict[str, float], of_rank_s: Mapping[str, float]) -> None:
     """Add the phases of a rank to those of its room, which is as slow as the slowest of its ranks."""
     for phase, seconds in of_rank_s.items():
         phases_s[phase] = max(phases_s.get(phase, 0.0), seconds)
-
-
-def quarantine(book: PageBook, room: Room[StateT], cause: Quarantine, why: str) -> bool:
-    """Keep the pages of a room from everybody until `give_back`; whether that is new."""
-    if room.owner not in book or room.quarantine is cause:
-        return False
-    room.quarantine = cause
-    book.quarantine(room.owner, f"{room.owner}: {why}")
-    return True
-
-
-def give_back(book: PageBook, room: Room[StateT]) -> None:
-    """Free the pages of a room, given proof that nobody touches them any more; harmless when it has none."""
-    owner, room.quarantine = room.owner, None
-    match book.state(owner):
-        case PageState.LEASED:
-            book.move(owner, PageState.LEASED, PageState.HELD)
-            book.free(owner)
-        case PageState.HELD:
-            book.free(owner)
-        case PageState.QUARANTINED:
-            # A room's reasons begin with its name, so they are nobody else's.
-            for reason, owners in book.quarantine_reasons().items():
-                if owners == (owner,):
-                    book.release_quarantined(reason)
-        case PageState.FREE:
-            pass

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from kvbridge.api.rooms import RoomReport
+from kvbridge.api.rooms import RoomPage, RoomQuery, RoomReport
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
 from kvbridge.core.ids import ROOM_BITS, Role
@@ -48,7 +48,7 @@ class RoomBook(Generic[RoomT]):
         keep_rooms: int = 10_000,
     ) -> None:
         """`describe_state` maps a room to what users see; ended rooms are kept `keep_s`, `keep_rooms` at most."""
-        self._role = role
+        self.role = role
         self._describe_state = describe_state
         self._clock = clock
         self._keep_s = keep_s
@@ -63,6 +63,9 @@ class RoomBook(Generic[RoomT]):
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self.in_use: Counter[str] = Counter()
         """Rooms that have not ended, or have not given everything back, by client."""
+
+    def __repr__(self) -> str:
+        return f"<RoomBook {self.states()}>"
 
     def __len__(self) -> int:
         return len(self._live) + len(self._ended)
@@ -110,7 +113,7 @@ class RoomBook(Generic[RoomT]):
         attempts = self._attempts.get(room)
         if not attempts:
             raise UnknownRoomError(
-                f"room {room} is not known to this {self._role} daemon (never admitted, or ended and forgotten)"
+                f"room {room} is not known to this {self.role} daemon (never admitted, or ended and forgotten)"
             )
         return attempts[-1]
 
@@ -166,14 +169,18 @@ class RoomBook(Generic[RoomT]):
             if not attempts:
                 del self._attempts[room.room]
 
-    def report(self, room: RoomT) -> RoomReport:
+    def report(self, room: int) -> RoomReport:
+        """Describe the newest attempt. Raises UnknownRoomError."""
+        return self.describe(self.get(room))
+
+    def describe(self, room: RoomT) -> RoomReport:
         """Describe a room for users."""
         now_s = self._clock()
         limit_s, limit = room.next_limit
         return RoomReport(
             room=room.room,
             generation=room.generation,
-            role=self._role,
+            role=self.role,
             state=self._describe_state(room),
             client=room.client,
             peers=room.peers,
@@ -191,21 +198,28 @@ class RoomBook(Generic[RoomT]):
             waits_for=room.waits_for,
         )
 
-    def page(self, wanted: Callable[[RoomT], bool], *, after: int, limit: int) -> tuple[list[RoomT], int | None]:
-        """Return the wanted rooms with a number above `after`, the oldest first, and where to go on when there may be more.
+    def page(self, query: RoomQuery) -> RoomPage:
+        """List rooms, the oldest first: those under way and the receipts that are kept, and where to go on when there may be more.
 
-        At most `limit`, and fewer although more follow when few of the next `LOOKED_AT` are wanted.
+        At most `query.limit`, and fewer although more follow when few of the next `LOOKED_AT` are wanted.
         """
         numbers = list(self._numbered)
-        start = bisect_right(numbers, after)
-        found: list[RoomT] = []
+        start = bisect_right(numbers, query.after)
+        found: list[RoomReport] = []
         place, end = start, min(start + LOOKED_AT, len(numbers))
-        while place < end and len(found) < limit:
+        while place < end and len(found) < query.limit:
             room = self._numbered[numbers[place]]
             place += 1
-            if wanted(room):
-                found.append(room)
-        return found, numbers[place - 1] if place < len(numbers) else None
+            if self._wanted(room, query):
+                found.append(self.describe(room))
+        return RoomPage(rooms=tuple(found), next=numbers[place - 1] if place < len(numbers) else None)
+
+    def _wanted(self, room: RoomT, query: RoomQuery) -> bool:
+        return (
+            (not query.states or self._describe_state(room) in query.states)
+            and (query.client is None or room.client == query.client)
+            and (not query.peer or any(query.peer in {peer, peer.partition("/")[0]} for peer in room.peers))
+        )
 
     def not_begun(self) -> list[Reservation]:
         """Return what rooms have that end unless a prefill engine begins them, those that end first in front."""
@@ -227,13 +241,13 @@ class RoomBook(Generic[RoomT]):
             state = self._describe_state(found)
             left_s = deadline_s - self._clock()
             if state in until or state.final or left_s <= 0:
-                return self.report(found)
+                return self.describe(found)
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.setdefault(room, []).append(waiter)
             try:
                 await asyncio.wait_for(waiter, left_s)
             except TimeoutError:
-                return self.report(self.get(room))
+                return self.report(room)
             finally:
                 self._forget_waiter(room, waiter)
 

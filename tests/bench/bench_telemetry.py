@@ -30,6 +30,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.http.middleware import Observed
+from kvbridge.node.receiver.peers import RoomWriters
 from kvbridge.telemetry import readers
 from kvbridge.telemetry.events import (
     EventStream,
@@ -148,10 +149,10 @@ def busy_daemon() -> NodeDaemon:
     prefill = (PeerAddress(endpoint="tcp://127.0.0.1:1"),)
     with (
         mock.patch.object(daemon.parts.workers, "missing", return_value=""),
-        mock.patch.object(daemon.rooms, "find_writers", create=True),
+        mock.patch.object(RoomWriters, "find"),
     ):
         for number in range(1, ROOMS + 1):
-            daemon.rooms.admit(AdmissionRequest(room=number, prompt_tokens=128, prefill=prefill))
+            daemon.rooms.requests.admit(AdmissionRequest(room=number, prompt_tokens=128, prefill=prefill))
     for number in range(PEERS):
         name = f"prefill-{number}/node-0"
         daemon.parts.events.emit(PeerAccepted(peer=f"peer-{number}", name=name, features=()))

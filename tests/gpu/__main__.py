@@ -77,6 +77,7 @@ def main() -> int:
     parser.add_argument("-k", dest="chosen", default="", help="pytest's expression for the tests to run")
     parser.add_argument("--at-once", type=int, default=steps_at_once(cores), help="processes side by side")
     given = parser.parse_args()
+    heed_interruptions()
     if reason_without_device():
         print(f"no GPU tests here: {reason_without_device()}", file=sys.stderr)
         return NO_DEVICE
@@ -185,6 +186,11 @@ def add_up(part: str, outcomes: Sequence[Outcome]) -> Outcome:
     else:
         verdict = PASSED if counts["passed"] else f"failed: {NOTHING}"
     return Outcome(part, verdict, not verdict.startswith("failed") and not wrong, took_s, counts, reasons)
+
+
+def heed_interruptions() -> None:
+    """Have SIGINT mean what Ctrl-C does, here and in what is started: what a script runs in its background ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 async def run_limited(command: Sequence[str], deadline_s: float, environment: dict[str, str], log: Path) -> int | None:

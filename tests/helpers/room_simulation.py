@@ -52,10 +52,10 @@ from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom
-from kvbridge.node.receiver.service import ReceiverRooms
-from kvbridge.node.rooms import RoomSettings
+from kvbridge.node.receiver.rooms import receiver_rooms
+from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.sender.room import SenderPorts, SenderRoom
-from kvbridge.node.sender.service import SenderRooms
+from kvbridge.node.sender.rooms import sender_rooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import EventStream
@@ -68,6 +68,7 @@ from tests.helpers.rooms import (
     R1,
     RECEIVER_LIMITS,
     SENDER_LIMITS,
+    EngineVerbs,
     pages_in,
     run_inspection,
 )
@@ -99,11 +100,12 @@ class PrefillNode:
         self.book = PageBook({}, adopted=space) if world.adopted else PageBook(space)
         self.succeeded: set[int] = set()
         self.ordered: dict[Owner, set[int]] = {}
-        self.service = SenderRooms(
+        self.service = sender_rooms(
             SenderPorts(book=self.book, workers=self, nodes=self, engines=self.engines, events=EventStream()),
             RoomSettings(geometry=GEOMETRY, adopted=world.adopted, limits=SENDER_LIMITS),
             clock=world.clock,
         )
+        self.verbs = EngineVerbs(self.service)
         inspections = Inspections(
             lambda work, ended: world.inspections.append((work, ended)), limit_s=20, clock=world.clock
         )
@@ -126,7 +128,7 @@ class PrefillNode:
             events=EventStream(),
             send=lambda peer, message: world.to_decode(message),
         )
-        self.nodes.watch(self.service)
+        self.nodes.watch(self.service.peers)
 
     @property
     def layers(self) -> dict[Rank, tuple[int, ...]]:
@@ -157,11 +159,11 @@ class PrefillNode:
             case Hello():
                 self.nodes.hello(DECODE, message)
             case Offer():
-                self.service.offer(DECODE, message)
+                self.service.peers.offer(DECODE, message)
             case Abort():
-                self.service.peer_abort(DECODE, message)
+                self.service.peers.abort(DECODE, message)
             case Failed():
-                self.service.peer_failed(DECODE, message)
+                self.service.peers.failed(DECODE, message)
 
     def hear(self, rank: Rank) -> None:
         message = self.workers[rank].outbox.popleft()
@@ -169,18 +171,18 @@ class PrefillNode:
             case PeerConnected():
                 self.nodes.worker_connected(message)
             case Digested():
-                self.service.digested(message)
+                self.service.workers.digested(message)
             case Sent():
                 if not message.error_code:
                     self.succeeded.add(message.order)
-                self.service.sent(message)
+                self.service.workers.sent(message)
             case RoomClosed():
-                self.service.room_closed(message)
+                self.service.workers.room_closed(message)
 
     def kill_worker(self, rank: Rank) -> None:
         self.world.lose(self.workers[rank])
         self.workers[rank] = Worker(rank)
-        self.service.worker_gone(rank, "killed")
+        self.service.workers.gone(rank, "killed")
         self.nodes.worker_ready(rank)
 
     def in_flight(self) -> set[tuple[Owner, int]]:
@@ -255,7 +257,7 @@ class World:
             links=OneLink(self),
             events=EventStream(),
         )
-        self.receiver = ReceiverRooms(
+        self.receiver = receiver_rooms(
             ReceiverPorts(
                 book=self.book,
                 workers=self.ranks,
@@ -267,8 +269,9 @@ class World:
             RoomSettings(geometry=GEOMETRY, adopted=adopted, digest=digest, limits=RECEIVER_LIMITS),
             clock=self.clock,
         )
-        self.fence.watch(self.receiver)
-        self.decode_nodes.watch(self.receiver)
+        self.receiver_verbs = EngineVerbs(self.receiver)
+        self.fence.watch(self.receiver.writers)
+        self.decode_nodes.watch(self.receiver.writers)
         self.prefill = self.new_life()
 
     def describe(self) -> NodeDescription:
@@ -329,13 +332,13 @@ class World:
             case Rejected():
                 self.decode_nodes.rejected(ADDRESS, message)
             case Digests():
-                self.receiver.digests.expect(peer, message)
+                self.receiver.peers.digests(peer, message)
             case Done():
-                self.receiver.done(peer, message)
+                self.receiver.peers.done(peer, message)
             case Failed():
-                self.receiver.failed(peer, message)
+                self.receiver.peers.failed(peer, message)
             case Drained():
-                self.receiver.drained(peer, message)
+                self.receiver.peers.drained(peer, message)
 
     def verify(self, order: Verify, *, changed: bool = False, error: str = "") -> None:
         """Our rank looks at what has arrived: as it was sent, or `changed`, or it cannot look."""
@@ -345,9 +348,9 @@ class World:
         if not changed and not error:
             self.verified.add(owner)
         if not error:
-            self.receiver.digests.find(digested(order, R0, value))
+            self.receiver.workers.digested(digested(order, R0, value))
         code = "unsupported" if error else ""
-        self.receiver.digests.verified(
+        self.receiver.workers.verified(
             Verified(room=order.room, generation=order.generation, rank=R0, error_code=code, error=error)
         )
 
@@ -372,7 +375,7 @@ class World:
     def decode_rank_dies(self) -> None:
         """Its successor gives out endpoints of the present epoch from the start."""
         self.towards_rank.clear()
-        self.receiver.worker_gone(R0, "killed")
+        self.receiver.workers.gone(R0, "killed")
         self._give_out(self.fence.epoch)
 
     def _give_out(self, epoch: int) -> None:
@@ -416,22 +419,20 @@ class World:
             prefill=() if on_prefill else (ADDRESS,),
         )
         if on_prefill:
-            self.prefill.service.admit(request)
+            self.prefill.service.requests.admit(request)
         else:
-            self.receiver.admit(request)
+            self.receiver.requests.admit(request)
 
     # ------------------------------------------------------------------ engines
 
     def begin(self, engine: str, room: int) -> None:
-        found = self.prefill.service.rooms.get(room)
+        found = self.prefill.service.book.get(room)
         tables = {}
         if self.adopted:
             fresh = found.owner not in self.prefill.engines.given
             tables = self.prefill.engines.give(found.owner, cover(found.prompt_tokens))
         try:
-            self.prefill.service.begin(
-                engine, (rank_of(engine),), room, prompt_tokens=found.prompt_tokens, tables=tables
-            )
+            self.prefill.verbs.begin(engine, (rank_of(engine),), room, prompt_tokens=found.prompt_tokens, tables=tables)
         except BridgeError:
             if self.adopted and fresh:
                 self.prefill.engines.take_back(found.owner)
@@ -446,13 +447,13 @@ class World:
         mine = next((owner for owner in sorted(using) if owner.room == room), None)
         if well:
             try:
-                self.prefill.service.finish(engine, ranks, room, metadata=engine.encode())
+                self.prefill.verbs.finish(engine, ranks, room, metadata=engine.encode())
             except BridgeError:
-                ended = mine is not None and self.over(self.prefill.service.rooms.find(*mine))
+                ended = mine is not None and self.over(self.prefill.service.book.find(*mine))
                 if not ended:
                     raise
         else:
-            self.prefill.service.abort(engine, room, "enough")
+            self.prefill.verbs.abort(engine, room, "enough")
         if mine is not None:
             using.discard(mine)
 
@@ -461,23 +462,23 @@ class World:
         return room is None or room.over or room.stopping
 
     def prefill_engine_dies(self, engine: str) -> None:
-        self.prefill.service.engine_gone(engine, "killed")
+        self.prefill.service.engines.gone(engine, "killed")
         self.check()  # its GPU still writes what it had begun: nobody else may have those pages
         self.prefill.engines.using[engine].clear()
-        self.prefill.service.engine_ended(engine)
+        self.prefill.service.engines.ended(engine)
 
     def provide(self, room: int) -> None:
-        found = self.receiver.rooms.get(room)
+        found = self.receiver.book.get(room)
         fresh = found.owner not in self.engines.given
         try:
-            self.receiver.provide(room, self.engines.give(found.owner, cover(found.prompt_tokens)))
+            self.receiver_verbs.provide(room, self.engines.give(found.owner, cover(found.prompt_tokens)))
         except BridgeError:
             if fresh:
                 self.engines.take_back(found.owner)
             raise
 
     def claim(self, engine: str, room: int) -> None:
-        self.engines.using[engine].add(self.receiver.claim(engine, room).owner)
+        self.engines.using[engine].add(self.receiver_verbs.claim(engine, room).owner)
 
     def decode_engine_ends(self, engine: str, room: int, *, well: bool) -> None:
         using = self.engines.using[engine]
@@ -486,20 +487,20 @@ class World:
         if mine is not None:
             using.discard(mine)
         if well:
-            self.receiver.release(engine, room)
+            self.receiver_verbs.release(engine, room)
         else:
-            self.receiver.abort(engine, room, "enough")
+            self.receiver_verbs.abort(engine, room, "enough")
 
     def decode_engine_dies(self, engine: str) -> None:
         self.engines.names.discard(engine)
-        self.receiver.engine_gone(engine, "killed")
+        self.receiver.engines.gone(engine, "killed")
         self.check()
         self.engines.using[engine].clear()
-        self.receiver.engine_ended(engine)
+        self.receiver.engines.ended(engine)
         self.engines.names.add(engine)
 
     def publish(self, engine: str, room: int, upto: int, layers: tuple[int, ...] | None = None) -> None:
-        self.prefill.service.publish(engine, (rank_of(engine),), room, upto_token=upto, layers=layers)
+        self.prefill.verbs.publish(engine, (rank_of(engine),), room, upto_token=upto, layers=layers)
 
     # ------------------------------------------------------------------ a room that nobody disturbs
 
@@ -533,7 +534,7 @@ class World:
                 assert prefill.book.state(owner) is not PageState.FREE, f"{owner} is free while an engine writes it"
         for owner in self.engines.in_use():
             assert self.book.state(owner) in {PageState.HELD, PageState.QUARANTINED}, f"{owner} is read, not held"
-        for room in self.receiver.rooms:
+        for room in self.receiver.book:
             self._check_commit(room)
 
     def _check_commit(self, room: ReceiverRoom) -> None:
@@ -593,9 +594,10 @@ class World:
             self.check()
 
     def tick(self) -> None:
-        self.receiver.tick()
+        self.receiver.deadlines.tick()
         self.fence.tick()
-        self.prefill.service.tick()
+        self.prefill.service.deadlines.tick()
+        self.prefill.service.peers.tick()
 
     def free(self) -> tuple[int, int]:
         return pages_in(self.prefill.book, PageState.FREE), pages_in(self.book, PageState.FREE)

@@ -13,20 +13,34 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
+from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Tables
 from kvbridge.core.plan.accounting import Demand, LaneRows
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount, Amounts
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import PeerMessage
+from kvbridge.core.wire.engine_messages import (
+    AbortRoom,
+    Begin,
+    Call,
+    Claim,
+    Extend,
+    Finish,
+    Pages,
+    Provide,
+    Publish,
+    Release,
+    RoomEvent,
+)
+from kvbridge.core.wire.messages import PeerMessage, to_wire
 from kvbridge.core.wire.worker_messages import NodeToWorker
+from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.handshake.prefill_nodes import KnownNode
 from kvbridge.node.receiver.room import ReceiverPorts
-from kvbridge.node.receiver.service import ReceiverRooms
-from kvbridge.node.rooms import RoomSettings
+from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
+from kvbridge.node.room import Room
+from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.sender.room import SenderPorts
-from kvbridge.node.sender.service import SenderRooms
+from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import (
@@ -264,6 +278,47 @@ def pages_in(book: PageBook, state: PageState) -> int:
     return sum(counts[state] for counts in book.counts().values())
 
 
+@dataclass(frozen=True)
+class EngineVerbs:
+    """The verbs of engines on the rooms of a node, carried out as its API does."""
+
+    rooms: SenderRooms | ReceiverRooms
+
+    def _call(self, engine: str, ranks: tuple[Rank, ...], message: Call) -> Pages | None:
+        return self.rooms.calls[type(message)](AttachedEngine(engine, 0, ranks), message)
+
+    def begin(self, engine, ranks, room, *, prompt_tokens, tables, by_gpu=False) -> Pages:
+        wire = to_wire(tables or {})
+        return self._call(
+            engine, ranks, Begin(call=1, room=room, prompt_tokens=prompt_tokens, tables=wire, by_gpu=by_gpu)
+        )
+
+    def publish(self, engine, ranks, room, *, upto_token, layers, after=None) -> None:
+        self._call(
+            engine, ranks, Publish(call=1, room=room, upto_token=upto_token, layers=layers, after=dict(after or {}))
+        )
+
+    def finish(self, engine, ranks, room, *, metadata, by_gpu=False) -> None:
+        self._call(engine, ranks, Finish(call=1, room=room, metadata=metadata, by_gpu=by_gpu))
+
+    def provide(self, room, tables, *, prefix_tokens=0) -> None:
+        self._call("", (), Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens))
+
+    def claim(self, engine, room) -> Room:
+        self._call(engine, (), Claim(call=1, room=room))
+        return self.rooms.book.used_by(engine, room)
+
+    def extend(self, engine, room, tokens) -> Tables:
+        self._call(engine, (), Extend(call=1, room=room, tokens=tokens))
+        return self.rooms.book.used_by(engine, room).tables
+
+    def release(self, engine, room, generation=0) -> None:
+        self._call(engine, (), Release(call=1, room=room, generation=generation))
+
+    def abort(self, engine, room, reason) -> None:
+        self._call(engine, (), AbortRoom(call=1, room=room, reason=reason))
+
+
 @dataclass
 class SenderBench:
     """A sending service and all that surrounds it. `pages` pages of the full space."""
@@ -280,13 +335,19 @@ class SenderBench:
         space = {IndexSpace.FULL: self.pages}
         self.workers = FakeWorkers(*self.ranks)
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
-        self.service = SenderRooms(
+        self.service = sender_rooms(
             SenderPorts(
                 book=self.book, workers=self.workers, nodes=self.peers, engines=self.engines, events=self.events
             ),
             RoomSettings(geometry=GEOMETRY, adopted=self.adopted, limits=SENDER_LIMITS),
             clock=self.clock,
         )
+        self.verbs = EngineVerbs(self.service)
+
+    def tick(self) -> None:
+        """As its daemon does."""
+        self.service.deadlines.tick()
+        self.service.peers.tick()
 
     @property
     def free(self) -> int:
@@ -314,7 +375,7 @@ class ReceiverBench:
         if self.request_slots:
             space[IndexSpace.REQUEST] = self.request_slots
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
-        self.service = ReceiverRooms(
+        self.service = receiver_rooms(
             ReceiverPorts(
                 book=self.book,
                 workers=self.ranks,
@@ -326,6 +387,11 @@ class ReceiverBench:
             RoomSettings(geometry=GEOMETRY, adopted=self.adopted, digest=self.digest, limits=RECEIVER_LIMITS),
             clock=self.clock,
         )
+        self.verbs = EngineVerbs(self.service)
+
+    def tick(self) -> None:
+        """As its daemon does."""
+        self.service.deadlines.tick()
 
     @property
     def free(self) -> int:

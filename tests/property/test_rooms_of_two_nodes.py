@@ -65,7 +65,7 @@ class RoomsMachine(RuleBasedStateMachine):
     @rule(room=ROOMS, on_prefill=st.booleans())
     def cancel(self, room, on_prefill):
         service = self.world.prefill.service if on_prefill else self.world.receiver
-        coroutine = service.cancel(room, "by its client")
+        coroutine = service.requests.cancel(room, "by its client")
         with pytest.raises((StopIteration, UnknownRoomError)):
             coroutine.send(None)
 
@@ -77,7 +77,7 @@ class RoomsMachine(RuleBasedStateMachine):
         """A next attempt at a room that nobody disturbs until it has come to a stage."""
         world = self.world
         services = (world.prefill.service, world.receiver)
-        owner = Owner(room, 1 + max(service.rooms.newest_generation(room) for service in services))
+        owner = Owner(room, 1 + max(service.book.newest_generation(room) for service in services))
         for step in STAGES[: STAGES.index(stage) + 1]:
             for call in world.calls(step, owner, tokens):
                 self.tried(call)
@@ -91,7 +91,7 @@ class RoomsMachine(RuleBasedStateMachine):
 
     @rule(room=ROOMS, engine=PREFILL_ENGINES, share=st.sampled_from([0.3, 1.0]), layers=st.sampled_from([None, (0, 2)]))
     def publish(self, room, engine, share, layers):
-        found = self.world.prefill.service.rooms.attempts(room)
+        found = self.world.prefill.service.book.attempts(room)
         upto = int(found[-1].prompt_tokens * share) if found else 1
         self.tried(self.world.publish, engine, room, upto, layers)
 
@@ -118,7 +118,7 @@ class RoomsMachine(RuleBasedStateMachine):
 
     @rule(room=ROOMS, engine=DECODE_ENGINES, tokens=TOKENS)
     def extend(self, room, engine, tokens):
-        self.tried(self.world.receiver.extend, engine, room, tokens)
+        self.tried(self.world.receiver_verbs.extend, engine, room, tokens)
 
     @rule(room=ROOMS, engine=DECODE_ENGINES, well=st.booleans())
     def decode_engine_ends(self, room, engine, well):
@@ -253,15 +253,15 @@ class RoomsMachine(RuleBasedStateMachine):
         world = self.world
         world.everybody_lets_go()
         # Whatever is not free now is waiting for a proof, and says so.
-        for book, rooms in ((world.prefill.book, world.prefill.service.rooms), (world.book, world.receiver.rooms)):
+        for book, rooms in ((world.prefill.book, world.prefill.service.book), (world.book, world.receiver.book)):
             for owner in book._holdings:
                 assert book.state(owner) in {PageState.LEASED, PageState.QUARANTINED}, f"{owner} is {book.state(owner)}"
                 assert rooms.find(*owner) is not None, f"{owner} is booked and forgotten"
         for _ in range(4):
             world.settle()
             world.everybody_lets_go()
-        assert [room for room in world.prefill.service.rooms if not room.over] == []
-        assert [room for room in world.receiver.rooms if not room.over] == []
+        assert [room for room in world.prefill.service.book if not room.over] == []
+        assert [room for room in world.receiver.book if not room.over] == []
         assert world.free() == (PAGES, PAGES)
         assert world.book.quarantine_reasons() == {}
         if world.adopted:

@@ -32,7 +32,7 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
-from kvbridge.node.rooms import Rooms
+from kvbridge.node.rooms import RoomRequests
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import EventStream, RequestRefused, RequestWaited, WaitOutcome
@@ -59,7 +59,7 @@ class AdmissionController:
 
     def __init__(
         self,
-        rooms: Rooms[Any],
+        requests: RoomRequests[Any],
         book: PageBook,
         *,
         limits: AdmissionConfig,
@@ -68,7 +68,8 @@ class AdmissionController:
         draw: Callable[[], float] = random.random,
     ) -> None:
         """`draw` spreads Retry-After."""
-        self._rooms = rooms
+        self._requests = requests
+        self._rooms = requests.rooms
         self._book = book
         self._limits = limits
         self._events = events
@@ -144,7 +145,7 @@ class AdmissionController:
         waiting = self._queue.waiting_of(request.client)
         if most and waiting >= most:
             raise self._over_cap(request.client, f"{waiting} waiting requests", key, most)
-        demand = self._rooms.demand(request)
+        demand = self._requests.demand(request)
         outcome: asyncio.Future[RoomReport] = asyncio.get_running_loop().create_future()
         waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome, copy_context())
         self._queue.join(waiter, self._book.available_pages())
@@ -155,13 +156,13 @@ class AdmissionController:
             raise NotReadyError(f"this daemon admits nothing more: {self.closed}")
 
     def _admitted(self, request: AdmissionRequest) -> RoomReport:
-        rooms = sum(self._rooms.in_use().values())
+        rooms = sum(self._rooms.in_use.values())
         if rooms >= self._limits.max_rooms:
             raise CapacityError(
                 f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms); a room counts until its pages are back",
                 retry_after_s=self._retry_after(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
             )
-        report = self._rooms.admit(request)
+        report = self._requests.admit(request)
         if self._starvation.starving:
             self._starvation.over()
         return report
@@ -169,8 +170,8 @@ class AdmissionController:
     def _serve(self) -> None:
         """Admit whoever's turn it is, as long as somebody fits."""
         self._serving_soon = False
-        while not self._rooms.missing():
-            waiter = self._queue.next(self._book.available_pages(), self._rooms.in_use())
+        while not self._requests.missing():
+            waiter = self._queue.next(self._book.available_pages(), self._rooms.in_use)
             if waiter is None:
                 return
             self._queue.granted(waiter)
@@ -196,7 +197,7 @@ class AdmissionController:
         if not waiter.outcome.done():
             self._leave(waiter, WaitOutcome.LEFT)
         elif waiter.outcome.exception() is None:
-            await self._rooms.cancel(waiter.outcome.result().room, "its client left before it was told")
+            await self._requests.cancel(waiter.outcome.result().room, "its client left before it was told")
 
     # ------------------------------------------------------------------ refusals
 
@@ -204,7 +205,7 @@ class AdmissionController:
         most, key = self._cap(client, "max_rooms")
         if not most:
             return
-        rooms, waiting = self._rooms.in_use().get(client, 0), self._queue.waiting_of(client)
+        rooms, waiting = self._rooms.in_use.get(client, 0), self._queue.waiting_of(client)
         if rooms + waiting >= most:
             raise self._over_cap(client, f"{rooms} rooms and {waiting} waiting requests", key, most)
 
@@ -216,7 +217,7 @@ class AdmissionController:
         return getattr(self._limits, f"client_{name}"), f"admission.client_{name}"
 
     def _over_cap(self, client: str, having: str, key: str, most: int) -> ClientLimitError:
-        in_use = self._rooms.in_use()
+        in_use = self._rooms.in_use
         own = [reservation for reservation in self._rooms.not_begun() if reservation.client == client]
         seconds = self._rates.seconds_until_a_room_ends(
             of=in_use.get(client, 0), rooms=sum(in_use.values()), reserved=own
@@ -228,7 +229,7 @@ class AdmissionController:
         )
 
     def _check_unclaimed(self, request: AdmissionRequest) -> None:
-        lacking = self._queue.lacking(self._rooms.demand(request), self._book.available_pages())
+        lacking = self._queue.lacking(self._requests.demand(request), self._book.available_pages())
         if lacking:
             raise CapacityError(
                 f"{len(self._queue)} requests wait for pages of {', '.join(map(repr, map(str, lacking)))} before this "
@@ -336,7 +337,7 @@ class AdmissionController:
         )
 
     def _clients(self) -> tuple[ClientStatus, ...]:
-        in_use, waiting = self._rooms.in_use(), self._queue.by_client()
+        in_use, waiting = self._rooms.in_use, self._queue.by_client()
         shown = sorted(
             in_use.keys() | waiting.keys(),
             key=lambda client: (-waiting.get(client, (0, 0.0))[0], -in_use.get(client, 0), client),

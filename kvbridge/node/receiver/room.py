@@ -53,6 +53,10 @@ class WriterNode:
         return self.quiet and not self.in_transit
 
 
+BEFORE_COMMIT = frozenset(
+    {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}
+)
+ARRIVED = frozenset({ReceiverState.COMMITTED, ReceiverState.CLAIMED})
 _WAITS_FOR = {
     ReceiverState.AWAITING_PAGES: "the decode engine to name its pages",
     ReceiverState.VERIFYING: "the digests of what has arrived",

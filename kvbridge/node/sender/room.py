@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvbridge.core.errors import ConflictError
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.digests import DigestKind
@@ -159,6 +160,17 @@ class SenderRoom(Room[SenderState]):
     def open_ranks(self) -> list[Rank]:
         """Ranks whose worker has not proved that it let the room go."""
         return [rank for rank, work in self.ranks.items() if work.open]
+
+    def require_alive(self) -> None:
+        """Raise ConflictError when it is over, or is being stopped."""
+        if self.over or self.stopping:
+            raise ConflictError(f"room {self.room} is over: {self.reason or user_state(self)}")
+
+    def require_begun(self, engine: str, ranks: tuple[Rank, ...]) -> None:
+        """Raise ConflictError unless this engine has begun it on these ranks."""
+        for rank in ranks:
+            if self.ranks[rank].engine != engine:
+                raise ConflictError(f"room {self.room} was not begun on rank {rank} by this engine")
 
     def forget_details(self) -> None:
         """Keep what a receipt needs."""

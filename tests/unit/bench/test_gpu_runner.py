@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from tests.gpu.__main__ import (
     Outcome,
     Run,
     add_up,
+    heed_interruptions,
     judge,
     read_report,
     run_all,
@@ -156,7 +159,16 @@ def test_a_part_is_the_sum_of_its_steps() -> None:
     assert not add_up("tests", [well, late]).good
 
 
-def test_a_hanging_step_ends_at_its_deadline_with_its_children(tmp_path: Path) -> None:
+@pytest.fixture
+def sigint_ignored() -> Iterator[None]:
+    """As for whatever a script starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_hanging_step_ends_at_its_deadline_with_its_children(tmp_path: Path, sigint_ignored: None) -> None:
+    heed_interruptions()
     child, log = tmp_path / "child", tmp_path / "log"
     script = (
         "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']);"

@@ -46,7 +46,7 @@ def test_sizes_that_do_not_suit_the_model_are_refused_at_start():
 
 
 def admit(bench: ReceiverBench, room: int):
-    return bench.service.admit(AdmissionRequest(room=room, prompt_tokens=PAGE, prefill=(ADDRESS,)))
+    return bench.service.requests.admit(AdmissionRequest(room=room, prompt_tokens=PAGE, prefill=(ADDRESS,)))
 
 
 def test_a_room_takes_a_slot_and_gives_it_back_with_its_pages():
@@ -54,20 +54,20 @@ def test_a_room_takes_a_slot_and_gives_it_back_with_its_pages():
     bench.nodes.know()
     for room in (1, 2):
         admit(bench, room)
-    slots = {int(bench.service.rooms.get(room).tables[IndexSpace.REQUEST].ids[0]) for room in (1, 2)}
+    slots = {int(bench.service.book.get(room).tables[IndexSpace.REQUEST].ids[0]) for room in (1, 2)}
     assert slots == {0, 1}
     before = bench.book.counts()
     with pytest.raises(CapacityError, match="space 'request' lacks 1 pages") as refused:
         admit(bench, 3)
     assert refused.value.lacking == {IndexSpace.REQUEST: 1}
     assert bench.book.counts() == before, "nothing of it was kept"
-    bench.service.stop(bench.service.rooms.get(1), "by its client")
-    assert bench.service.rooms.get(1).state is not ReceiverState.OFFERED
+    bench.service.driver.stop(bench.service.book.get(1), "by its client")
+    assert bench.service.book.get(1).state is not ReceiverState.OFFERED
     bench.book.check_integrity()
 
 
 def test_without_a_hot_buffer_nothing_is_asked_of_the_request_space():
     bench = ReceiverBench()
-    assert bench.service.demand(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,))) == {
+    assert bench.service.requests.demand(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,))) == {
         IndexSpace.FULL: 1
     }

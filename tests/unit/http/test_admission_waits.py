@@ -60,7 +60,7 @@ def rooms() -> SlowRooms:
 
 @pytest_asyncio.fixture
 async def server(rooms: SlowRooms) -> AsyncIterator[HttpServer]:
-    app = create_daemon_app(admission=rooms, rooms=rooms, status=FakeStatus(), settings=settings())
+    app = create_daemon_app(admission=rooms, requests=rooms, rooms=rooms, status=FakeStatus(), settings=settings())
     started = await HttpServer.start(app, host="127.0.0.1", port=0, shutdown_s=5.0)
     yield started
     await started.stop()

@@ -38,7 +38,7 @@ def bootstrap() -> FastAPI:
 
 def daemon() -> FastAPI:
     rooms = FakeRooms()
-    return create_daemon_app(admission=rooms, rooms=rooms, status=FakeStatus(), settings=settings())
+    return create_daemon_app(admission=rooms, requests=rooms, rooms=rooms, status=FakeStatus(), settings=settings())
 
 
 def calls(app: FastAPI) -> set[tuple[str, str]]:

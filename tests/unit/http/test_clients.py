@@ -39,6 +39,7 @@ def answering(handler) -> DaemonClient:
 def daemon(rooms: FakeRooms, status: FakeStatus | None = None, *, token: str = "t") -> DaemonClient:
     app = create_daemon_app(
         admission=rooms,
+        requests=rooms,
         rooms=rooms,
         status=status or FakeStatus(),
         settings=settings(tokens=("t",)),

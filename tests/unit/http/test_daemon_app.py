@@ -36,7 +36,7 @@ def status() -> FakeStatus:
 
 
 def caller(rooms, status, **changes) -> httpx.AsyncClient:
-    app = create_daemon_app(admission=rooms, rooms=rooms, status=status, settings=settings(**changes))
+    app = create_daemon_app(admission=rooms, requests=rooms, rooms=rooms, status=status, settings=settings(**changes))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://daemon")
 
 

@@ -158,7 +158,11 @@ async def until(look: Callable[[], bool]) -> None:
 
 async def serve(feed: Feed) -> HttpServer:
     app = create_daemon_app(
-        admission=FakeRooms(), rooms=FakeRooms(), status=FakeStatus(), settings=settings(tokens=("t",))
+        admission=FakeRooms(),
+        requests=FakeRooms(),
+        rooms=FakeRooms(),
+        status=FakeStatus(),
+        settings=settings(tokens=("t",)),
     )
     app.include_router(events_router(feed))
     return await HttpServer.start(app, host="127.0.0.1", port=0, shutdown_s=20.0)

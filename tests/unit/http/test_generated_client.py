@@ -79,7 +79,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 async def test_a_client_of_a_daemon(made) -> None:
     rooms = FakeRooms()
-    app = create_daemon_app(admission=rooms, rooms=rooms, status=FakeStatus(), settings=settings(tokens=("t",)))
+    app = create_daemon_app(
+        admission=rooms, requests=rooms, rooms=rooms, status=FakeStatus(), settings=settings(tokens=("t",))
+    )
     client = await made("of_a_daemon", httpx.ASGITransport(app))
     request = client.model("AdmissionRequest", {"room": 5, "prompt_tokens": 7})
     status, report = await client.call("requests.admit_room", body=request)
@@ -122,7 +124,11 @@ async def test_a_client_of_bootstrap(made) -> None:
 
 async def test_a_client_with_a_wrong_token_is_told(made) -> None:
     app = create_daemon_app(
-        admission=FakeRooms(), rooms=FakeRooms(), status=FakeStatus(), settings=settings(tokens=("t",))
+        admission=FakeRooms(),
+        requests=FakeRooms(),
+        rooms=FakeRooms(),
+        status=FakeStatus(),
+        settings=settings(tokens=("t",)),
     )
     client = await made("of_a_daemon", httpx.ASGITransport(app), token="x")
     status, problem = await client.call("operations.get_status")

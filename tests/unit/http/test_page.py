@@ -16,7 +16,11 @@ from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 def client(*tokens: str) -> httpx.AsyncClient:
     app = create_daemon_app(
-        admission=FakeRooms(), rooms=FakeRooms(), status=FakeStatus(), settings=settings(tokens=tokens)
+        admission=FakeRooms(),
+        requests=FakeRooms(),
+        rooms=FakeRooms(),
+        status=FakeStatus(),
+        settings=settings(tokens=tokens),
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://d")
 

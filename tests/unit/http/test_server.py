@@ -29,7 +29,9 @@ TLS = TlsFiles(certificate=DATA / "tls-certificate.pem", key=DATA / "tls-key.pem
 
 
 def app(rooms: FakeRooms):
-    return create_daemon_app(admission=rooms, rooms=rooms, status=FakeStatus(), settings=settings(tokens=("t",)))
+    return create_daemon_app(
+        admission=rooms, requests=rooms, rooms=rooms, status=FakeStatus(), settings=settings(tokens=("t",))
+    )
 
 
 async def serve(

@@ -41,6 +41,7 @@ class Rooms:
 
     def __init__(self, book: PageBook) -> None:
         self.book = book
+        self.rooms = self
         self.used: Counter[str] = Counter()
         self.clients: dict[int, str] = {}
         self.lacking = ""
@@ -68,6 +69,7 @@ class Rooms:
         self.admitted.append(room)
         return self.report(room)
 
+    @property
     def in_use(self) -> Counter[str]:
         return self.used
 

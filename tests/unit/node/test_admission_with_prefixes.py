@@ -39,7 +39,7 @@ class Rooms:
     """Rooms whose pages are their prompt tokens; a client's name is its prompt."""
 
     def __init__(self, book: PageBook, cache: PrefixCache) -> None:
-        self.book, self.cache = book, cache
+        self.book, self.cache, self.rooms = book, cache, self
         self.got: dict[int, Admitted] = {}
         self.keys: dict[int, Keys] = {}
 
@@ -58,6 +58,7 @@ class Rooms:
         self.keys[room] = keys
         return self.report(room)
 
+    @property
     def in_use(self) -> Mapping[str, int]:
         return Counter({"": len(self.got)})
 

@@ -30,8 +30,9 @@ from kvbridge.core.wire.engine_messages import (
 from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import DecodeEngineApi, PrefillEngineApi
+from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
+from kvbridge.node.rooms import RoomEngines
 from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineFact, EngineLost
 from tests.helpers.rooms import (
     ADDRESS,
@@ -53,14 +54,16 @@ TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([4, 5], d
 class Api:
     """A api in front of a bench's service, whose engines are those attached here."""
 
-    def __init__(self, kind, bench, ranks=(R0,)) -> None:
+    def __init__(self, bench, ranks=(R0,)) -> None:
         self.bench = bench
         self.messages: list[tuple[str, object]] = []
         self.ready = True
-        admission = AdmissionController(bench.service, bench.book, limits=AdmissionConfig(), events=bench.events)
+        admission = AdmissionController(
+            bench.service.requests, bench.book, limits=AdmissionConfig(), events=bench.events
+        )
         send = lambda engine, message: self.messages.append((engine, message))  # noqa: E731
         self.engines = AttachedEngines(send, ranks, bench.events)
-        self.api = kind(bench.service, admission, self.engines, pid=lambda engine: 77, attached=self.describe)
+        self.api = EngineApi(bench.service, admission, self.engines, pid=lambda engine: 77, attached=self.describe)
 
     def describe(self, call: int, ranks) -> Attached:
         if not self.ready:
@@ -74,17 +77,17 @@ class Api:
         return self.messages[-1][1]
 
     def attach(self, engine: str = "engine", role: Role | None = None, ranks=()) -> object:
-        return self.call(Attach(call=1, role=role or self.api.role, ranks=ranks), engine)
+        return self.call(Attach(call=1, role=role or self.bench.service.book.role, ranks=ranks), engine)
 
 
 def prefill(**fields) -> Api:
-    return Api(PrefillEngineApi, SenderBench(**fields), fields.get("ranks", (R0,)))
+    return Api(SenderBench(**fields), fields.get("ranks", (R0,)))
 
 
 def decode(**fields) -> Api:
     bench = ReceiverBench(**fields)
     bench.nodes.know()
-    return Api(DecodeEngineApi, bench)
+    return Api(bench)
 
 
 def test_an_engine_attaches_for_ranks_of_this_node():
@@ -136,12 +139,12 @@ def test_the_prefill_verbs():
     assert api.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE)) == Accepted(call=2)
     pages = api.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
     assert isinstance(pages, Pages)
-    assert pages.tables == to_wire(api.bench.service.rooms.get(1).tables)
-    api.bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=TABLES))
+    assert pages.tables == to_wire(api.bench.service.book.get(1).tables)
+    api.bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=TABLES))
     assert api.call(Publish(call=4, room=1, upto_token=2 * PAGE)) == Accepted(call=4)
     assert api.call(Finish(call=5, room=1, metadata=b"m")) == Accepted(call=5)
     assert api.call(AbortRoom(call=6, room=1, reason="x" * 4_000)) == Accepted(call=6)
-    assert api.bench.service.report(1).state is RoomState.ABORTING
+    assert api.bench.service.book.report(1).state is RoomState.ABORTING
     refused = api.call(Publish(call=7, room=1, upto_token=2 * PAGE))
     assert (refused.call, refused.code) == (7, "conflict")
     assert len(refused.message) <= 4_000
@@ -151,12 +154,12 @@ def test_the_decode_verbs():
     api = decode()
     api.attach()
     api.bench.engines.names = set()
-    api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+    api.bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
     refused = api.call(Claim(call=2, room=1))
     assert refused.code == "conflict"
     amounts = full_amounts(2 * PAGE)
     done = Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={"move": 1.0}, metadata=b"first token")
-    api.bench.service.done(PREFILL, done)
+    api.bench.service.peers.done(PREFILL, done)
     pages = api.call(Claim(call=3, room=1))
     assert (pages.metadata, pages.amounts) == ({"pp0.tp0": b"first token"}, amounts)
     assert pages.phases_s["move"] == 1.0
@@ -172,7 +175,7 @@ def test_the_decode_verbs():
 def test_malformed_tables_are_refused():
     api = decode(adopted=True)
     api.attach()
-    api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+    api.bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
     bad = WireTable(space=IndexSpace.FULL, ids=b"abc")
     refused = api.call(Provide(call=2, room=1, tables=(bad,)))
     assert (refused.code, "malformed" in refused.message) == ("invalid_input", True)
@@ -180,10 +183,11 @@ def test_malformed_tables_are_refused():
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_is_gone_is_told_to_the_rooms_once(role):
+def test_an_engine_that_is_gone_is_told_to_the_rooms_once(role, monkeypatch):
     api = prefill() if role == "prefill" else decode()
     told: list[str] = []
-    api.bench.service.engine_gone = lambda engine, reason, followed: bool(told.append(reason))
+    heard = lambda _, engine, reason, followed: bool(told.append(reason))  # noqa: E731
+    monkeypatch.setattr(RoomEngines, "gone", heard)
     api.attach()
     api.api.gone("engine", "killed", followed=True)
     api.api.gone("engine", "killed", followed=True)
@@ -198,7 +202,7 @@ def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
     api.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
     api.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
     assert api.api.gone("engine", "its connection has ended", followed=True)
-    assert api.bench.service.report(1).state is RoomState.FAILED
+    assert api.bench.service.book.report(1).state is RoomState.FAILED
     assert api.bench.free == 14
     [left] = api.engines.status()
     assert (left.pid, left.gone) == (77, "its connection has ended; its process has not ended")
@@ -224,12 +228,12 @@ def test_an_engine_that_detaches_waits_for_nothing(role):
         api.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
         api.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
     else:
-        api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
+        api.bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
         amounts = full_amounts(2 * PAGE)
-        api.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
+        api.bench.service.peers.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
         api.call(Claim(call=3, room=1))
     assert api.call(Detach(call=4)) == Accepted(call=4)
-    assert (api.bench.free, api.bench.service.report(1).state) == (16, RoomState.FAILED)
+    assert (api.bench.free, api.bench.service.book.report(1).state) == (16, RoomState.FAILED)
     assert not api.api.gone("engine", "its connection has ended", followed=True)
     assert api.call(Detach(call=5)).code == "conflict"
 
@@ -261,7 +265,7 @@ def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attac
     for _ in range(2):
         api.engines.memory_lost(R0, "rank worker pp0.tp0 is gone: killed")
     assert api.messages == [("of both", Detached(reason="rank worker pp0.tp0 is gone: killed"))]
-    api.bench.service.worker_gone(R0, "killed")
+    api.bench.service.workers.gone(R0, "killed")
     refused = api.call(Publish(call=4, room=1, upto_token=PAGE), "of both")
     assert (refused.code, "attach again" in refused.message) == ("detached", True)
     assert api.bench.free == 15
@@ -275,11 +279,13 @@ def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attac
 def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
     api = decode()
     api.attach()
-    api.bench.service.admit(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,)))
-    api.bench.service.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(PAGE), phases_s={}))
+    api.bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,)))
+    api.bench.service.peers.done(
+        PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(PAGE), phases_s={})
+    )
     assert isinstance(api.call(Claim(call=2, room=1)), Pages)
     api.engines.memory_lost(R0, "killed")
-    api.bench.service.worker_gone(R0, "killed", memory_lost=True)
+    api.bench.service.workers.gone(R0, "killed", memory_lost=True)
     assert api.call(Extend(call=3, room=1, tokens=2 * PAGE)).code == "detached"
     assert isinstance(api.call(Release(call=4, room=1)), Accepted)
     assert api.bench.free == 16

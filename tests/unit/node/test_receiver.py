@@ -22,7 +22,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.codec import NODE_TO_ENGINE, Envelope
-from kvbridge.core.wire.engine_messages import Pages
+from kvbridge.core.wire.engine_messages import Pages, Provide
 from kvbridge.core.wire.messages import (
     MAX_METADATA_BYTES,
     MAX_NODE_RANKS,
@@ -37,6 +37,7 @@ from kvbridge.core.wire.messages import (
     WireTable,
     to_wire,
 )
+from kvbridge.node.engines import AttachedEngine
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import PhasesEnded, RoomEntered
 from tests.helpers.rooms import (
@@ -60,31 +61,31 @@ OWNER = Owner(1, 1)
 
 def admit(bench: ReceiverBench, room: int = 1, generation: int = 1, **fields):
     fields = {"prompt_tokens": TOKENS, "prefill": (ADDRESS,)} | fields
-    return bench.service.admit(AdmissionRequest(room=room, generation=generation, **fields))
+    return bench.service.requests.admit(AdmissionRequest(room=room, generation=generation, **fields))
 
 
 def state(bench: ReceiverBench, generation: int = 1) -> ReceiverState:
-    found = bench.service.rooms.find(1, generation)
+    found = bench.service.book.find(1, generation)
     assert found is not None
     return found.state
 
 
 def done(bench: ReceiverBench, peer: str = PREFILL, rank=R0, generation: int = 1, **fields) -> None:
     fields = {"amounts": full_amounts(TOKENS), "phases_s": {"move": 1.0}, "metadata": b"meta"} | fields
-    bench.service.done(peer, Done(room=1, generation=generation, writer=rank, **fields))
+    bench.service.peers.done(peer, Done(room=1, generation=generation, writer=rank, **fields))
 
 
 def failed(bench: ReceiverBench, peer: str = PREFILL, message: str = "cable") -> None:
-    bench.service.failed(peer, Failed(room=1, generation=1, code="transport_failed", message=message))
+    bench.service.peers.failed(peer, Failed(room=1, generation=1, code="transport_failed", message=message))
 
 
 def drained(bench: ReceiverBench, peer: str = PREFILL, generation: int = 1, *, in_transit: bool = False) -> None:
-    bench.service.drained(peer, Drained(room=1, generation=generation, in_transit=in_transit))
+    bench.service.peers.drained(peer, Drained(room=1, generation=generation, in_transit=in_transit))
 
 
 def cancel(bench: ReceiverBench) -> None:
-    room = bench.service.rooms.get(1)
-    bench.service.stop(room, "by its client")
+    room = bench.service.book.get(1)
+    bench.service.driver.stop(room, "by its client")
 
 
 def offered(**fields) -> ReceiverBench:
@@ -114,7 +115,7 @@ def committed(*engines: str) -> ReceiverBench:
 def claimed(*engines: str) -> ReceiverBench:
     bench = committed(*engines)
     for engine in engines or ("engine",):
-        bench.service.claim(engine, 1)
+        bench.verbs.claim(engine, 1)
     return bench
 
 
@@ -127,19 +128,19 @@ def test_a_room_is_offered_committed_claimed_and_released():
     assert admit(bench, max_new_tokens=PAGE).state is RoomState.OFFERED
     [offer] = pick(bench.nodes.messages, Offer, PREFILL)
     assert (offer.prompt_tokens, offer.prefix_tokens) == (TOKENS, 0)
-    assert offer.tables == to_wire(bench.service.rooms.get(1).tables)
+    assert offer.tables == to_wire(bench.service.book.get(1).tables)
     assert bench.book.state(OWNER) is PageState.LEASED
     bench.clock.advance(3)
     done(bench)
     assert bench.book.state(OWNER) is PageState.HELD
     assert bench.engines.kinds == ["committed"]
     bench.clock.advance(2)
-    room = bench.service.claim("engine", 1)
+    room = bench.verbs.claim("engine", 1)
     assert room.metadata == {"pp0.tp0": b"meta"}
     assert bench.free == 13
-    bench.service.release("engine", 1)
+    bench.verbs.release("engine", 1)
     assert bench.free == 16
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     assert report.state is RoomState.COMPLETED
     assert report.phases_s["offer_to_commit"] == 3.0
     assert report.phases_s["commit_to_claim"] == 2.0
@@ -172,10 +173,10 @@ def test_every_rank_of_every_node_has_to_report():
     done(bench, amounts=halves(), metadata=b"one")
     done(bench, SECOND, R0, amounts=halves())
     assert bench.events.refusals["foreign_done"] == 1
-    assert bench.service.report(1).state is RoomState.TRANSFERRING
+    assert bench.service.book.report(1).state is RoomState.TRANSFERRING
     done(bench, SECOND, R1, amounts=halves(), metadata=b"two")
     assert state(bench) is ReceiverState.COMMITTED
-    assert bench.service.rooms.get(1).metadata == {"pp0.tp0": b"one", "pp0.tp1": b"two"}
+    assert bench.service.book.get(1).metadata == {"pp0.tp0": b"one", "pp0.tp1": b"two"}
 
 
 def test_a_node_under_two_addresses_is_one_writer():
@@ -193,12 +194,12 @@ def test_a_wrong_amount_fails_closed_and_waits_for_nobody_who_is_done(factor):
     bench = offered()
     wrong = {kind: Amount(lane_rows=amount.lane_rows * factor) for kind, amount in full_amounts(TOKENS).items()}
     done(bench, amounts=wrong)
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "integrity")
     assert "rank pp0.tp0 of prefill node prefill/aaaa is done, but mha_kv" in report.reason
     assert bench.free == 16
     with pytest.raises(RoomFailedError, match="is done, but"):
-        bench.service.claim("engine", 1)
+        bench.verbs.claim("engine", 1)
 
 
 # ------------------------------------------------------------------------------------------- admission and handshake
@@ -219,7 +220,7 @@ def test_admission_is_all_or_nothing():
     with pytest.raises(CapacityError):
         admit(bench, room=2)
     with pytest.raises(UnknownRoomError):
-        bench.service.report(2)
+        bench.service.book.report(2)
     assert bench.free == 1
 
 
@@ -228,11 +229,11 @@ def test_a_room_waits_until_every_node_is_met():
     assert admit(bench, prefill=(ADDRESS, OTHER_ADDRESS)).state is RoomState.ADMITTED
     assert bench.nodes.asked == [ADDRESS, OTHER_ADDRESS]
     bench.nodes.know(tp_size=2)
-    bench.service.nodes_changed()
+    bench.service.writers.nodes_changed()
     assert bench.nodes.messages == []
     assert bench.book.state(OWNER) is PageState.HELD
     bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
-    bench.service.nodes_changed()
+    bench.service.writers.nodes_changed()
     assert {peer for peer, _ in bench.nodes.messages} == {PREFILL, SECOND}
 
 
@@ -240,8 +241,8 @@ def test_a_node_that_rejects_us_fails_the_room():
     bench = ReceiverBench()
     admit(bench)
     bench.nodes.answers[ADDRESS] = FingerprintMismatchError("layer_count is 3 here and 4 on the peer")
-    bench.service.nodes_changed()
-    report = bench.service.report(1)
+    bench.service.writers.nodes_changed()
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "fingerprint_mismatch")
     assert bench.free == 16
 
@@ -307,7 +308,7 @@ def test_amounts_that_add_up_do_not_count_unless_each_rank_reports_its_own():
         {kind: Amount(lane_rows=amount.lane_rows * part // 4) for kind, amount in whole.items()} for part in (3, 1)
     )
     done(bench, amounts=more)
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "integrity")
     assert "rank pp0.tp0 of prefill node prefill/aaaa is done, but mha_kv: " in report.reason
     done(bench, SECOND, R1, amounts=less)
@@ -335,7 +336,7 @@ def test_an_abort_frees_at_once_only_what_was_never_offered(offered):
     cancel(bench)
     assert len(pick(bench.nodes.messages, Abort)) == 1
     with pytest.raises(RoomFailedError):
-        bench.service.claim("engine", 1)
+        bench.verbs.claim("engine", 1)
     drained(bench)
     assert bench.free == 16
     assert bench.engines.kinds == ["aborted"]
@@ -348,13 +349,13 @@ def test_a_failure_of_one_node_waits_for_the_proof_of_all():
     bench = offered_to_two()
     failed(bench, SECOND)
     assert state(bench) is ReceiverState.FAILING
-    assert bench.service.report(1).state is RoomState.FAILED
+    assert bench.service.book.report(1).state is RoomState.FAILED
     assert {peer for peer, message in bench.nodes.messages if isinstance(message, Abort)} == {PREFILL, SECOND}
     drained(bench, SECOND)
     assert bench.free == 14
     drained(bench, PREFILL)
     assert bench.free == 16
-    assert bench.service.report(1).reason == "prefill node prefill/bbbb: cable"
+    assert bench.service.book.report(1).reason == "prefill node prefill/bbbb: cable"
 
 
 def test_a_node_that_has_done_everything_is_quiet_and_is_not_asked():
@@ -372,7 +373,7 @@ def test_a_done_that_crosses_our_abort_is_proof_but_not_a_commit():
     cancel(bench)
     done(bench)
     assert state(bench) is ReceiverState.ABORTED
-    assert bench.service.report(1).amounts == {}
+    assert bench.service.book.report(1).amounts == {}
     assert bench.free == 16
     done(bench)
     assert bench.events.refusals["stale_done"] == 1
@@ -381,7 +382,7 @@ def test_a_done_that_crosses_our_abort_is_proof_but_not_a_commit():
 def test_drained_without_done_fails_the_room():
     bench = offered()
     drained(bench)
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "protocol")
     assert bench.free == 16
 
@@ -391,8 +392,8 @@ def test_what_writers_say_after_the_commit_changes_nothing():
     failed(bench)
     drained(bench)
     done(bench)
-    bench.service.peer_gone(PREFILL, "killed")
-    bench.service.worker_gone(R0, "killed")
+    bench.service.writers.peer_gone(PREFILL, "killed")
+    bench.service.workers.gone(R0, "killed")
     assert state(bench) is ReceiverState.COMMITTED
     assert bench.book.state(OWNER) is PageState.HELD
 
@@ -405,7 +406,7 @@ def test_strangers_and_stale_messages_are_harmless():
     failed(bench, STRANGER)
     done(bench, rank=R1)
     drained(bench, generation=7)
-    bench.service.peer_gone(STRANGER, "silent")
+    bench.service.writers.peer_gone(STRANGER, "silent")
     assert state(bench) is ReceiverState.OFFERED
     assert bench.events.refusals == {"foreign_done": 2, "stale_done": 1}
 
@@ -421,24 +422,24 @@ def test_a_reason_of_any_length_fits_into_the_messages():
 
 def test_a_vanished_node_leaves_its_pages_in_quarantine_until_it_has_been_shut_out():
     bench = offered()
-    bench.service.peer_gone(PREFILL, "silent for 10 s")
-    assert bench.service.report(1).state is RoomState.FAILED
+    bench.service.writers.peer_gone(PREFILL, "silent for 10 s")
+    assert bench.service.book.report(1).state is RoomState.FAILED
     assert bench.book.state(OWNER) is PageState.QUARANTINED
     assert pick(bench.nodes.messages, Abort) == []
     assert bench.fence.asked == [OWNER]
     for _ in range(3):
         bench.clock.advance(1_000)
-        bench.service.tick()
+        bench.tick()
     assert bench.free == 14
     [reason] = bench.book.quarantine_reasons()
     assert reason.startswith("room 1 generation 1: prefill node prefill/aaaa is gone (silent for 10 s), and what it")
-    assert bench.service.rooms.quarantined()["writer_being_shut_out"] == 1
-    bench.service.shut([OWNER, Owner(9, 1)])
+    assert bench.service.book.quarantined()["writer_being_shut_out"] == 1
+    bench.service.writers.shut([OWNER, Owner(9, 1)])
     assert bench.free == 16
     assert state(bench) is ReceiverState.FAILED
-    assert sum(bench.service.rooms.quarantined().values()) == 0
+    assert sum(bench.service.book.quarantined().values()) == 0
     bench.book.check_integrity()
-    bench.service.shut([OWNER])
+    bench.service.writers.shut([OWNER])
 
 
 def test_a_node_that_has_stopped_with_bytes_on_their_way_is_shut_out():
@@ -448,15 +449,15 @@ def test_a_node_that_has_stopped_with_bytes_on_their_way_is_shut_out():
     drained(bench, PREFILL, in_transit=True)
     assert bench.book.state(OWNER) is PageState.QUARANTINED
     assert bench.fence.asked == [OWNER]
-    assert bench.service.report(1).state is RoomState.ABORTING
-    bench.service.shut([OWNER])
+    assert bench.service.book.report(1).state is RoomState.ABORTING
+    bench.service.writers.shut([OWNER])
     assert bench.free == 16
     assert state(bench) is ReceiverState.ABORTED
 
 
 def test_nobody_is_shut_out_while_somebody_may_still_answer():
     bench = offered_to_two()
-    bench.service.peer_gone(PREFILL, "silent")
+    bench.service.writers.peer_gone(PREFILL, "silent")
     assert bench.fence.asked == []
     assert bench.book.state(OWNER) is PageState.LEASED
     drained(bench, SECOND)
@@ -467,30 +468,30 @@ def test_a_node_that_does_not_answer_an_abort_is_shut_out_in_the_end():
     bench = offered()
     cancel(bench)
     bench.clock.advance(49)
-    bench.service.tick()
+    bench.tick()
     assert bench.fence.asked == []
     bench.clock.advance(2)
-    bench.service.tick()
+    bench.tick()
     assert bench.book.state(OWNER) is PageState.QUARANTINED
     assert bench.fence.asked == [OWNER]
-    bench.service.shut([OWNER])
+    bench.service.writers.shut([OWNER])
     assert bench.free == 16
 
 
 def test_a_node_that_is_taken_for_gone_and_answers_after_all_is_believed():
     bench = offered()
-    bench.service.peer_gone(PREFILL, "silent")
+    bench.service.writers.peer_gone(PREFILL, "silent")
     drained(bench)
     assert state(bench) is ReceiverState.FAILED
     assert bench.free == 16
-    bench.service.shut(bench.fence.asked)
+    bench.service.writers.shut(bench.fence.asked)
     assert bench.free == 16
 
 
 def test_a_node_that_vanishes_after_its_last_done_is_not_missed():
     bench = offered_to_two()
     done(bench, amounts=halves())
-    bench.service.peer_gone(PREFILL, "silent")
+    bench.service.writers.peer_gone(PREFILL, "silent")
     assert state(bench) is ReceiverState.OFFERED
     done(bench, SECOND, R1, amounts=halves())
     assert state(bench) is ReceiverState.COMMITTED
@@ -498,9 +499,9 @@ def test_a_node_that_vanishes_after_its_last_done_is_not_missed():
 
 def test_rooms_that_are_being_written_are_known():
     bench = offered()
-    assert bench.service.open_offers() == {OWNER}
+    assert bench.service.writers.open_offers() == {OWNER}
     cancel(bench)
-    assert bench.service.open_offers() == set()
+    assert bench.service.writers.open_offers() == set()
 
 
 @pytest.mark.parametrize("stage", ["awaiting", "reserved", "offered"])
@@ -509,8 +510,8 @@ def test_a_dead_worker_fails_what_is_not_committed(stage):
     if stage == "offered":
         bench.nodes.know()
     admit(bench)
-    bench.service.worker_gone(R0, "killed")
-    assert bench.service.report(1).state is RoomState.FAILED
+    bench.service.workers.gone(R0, "killed")
+    assert bench.service.book.report(1).state is RoomState.FAILED
     assert [(fact.state, fact.code) for fact in bench.events.of(RoomEntered)][-1] == (RoomState.FAILED, "worker_gone")
     assert state(bench) is (ReceiverState.FAILING if stage == "offered" else ReceiverState.FAILED)
     assert bench.free == (14 if stage == "offered" else 16)
@@ -519,13 +520,13 @@ def test_a_dead_worker_fails_what_is_not_committed(stage):
 def test_device_memory_that_died_with_its_worker_takes_what_had_arrived_along():
     waiting, read = committed(), claimed()
     for bench in (waiting, read):
-        bench.service.worker_gone(R0, "killed", memory_lost=True)
-        assert bench.service.report(1).state is RoomState.FAILED
-        assert bench.service.report(1).reason_code == "worker_gone"
+        bench.service.workers.gone(R0, "killed", memory_lost=True)
+        assert bench.service.book.report(1).state is RoomState.FAILED
+        assert bench.service.book.report(1).reason_code == "worker_gone"
     assert (state(waiting), waiting.free) == (ReceiverState.FAILED, 16)
     assert (state(read), read.free) == (ReceiverState.FAILING_CLAIMED, 14)
     assert read.engines.kinds[-1] == "cancel"
-    read.service.release("engine", 1)
+    read.verbs.release("engine", 1)
     assert (state(read), read.free) == (ReceiverState.FAILED, 16)
 
 
@@ -535,63 +536,63 @@ def test_device_memory_that_died_with_its_worker_takes_what_had_arrived_along():
 def test_claims_are_refused_before_the_commit_after_the_end_and_twice():
     bench = offered()
     with pytest.raises(ConflictError, match="not committed yet"):
-        bench.service.claim("engine", 1)
+        bench.verbs.claim("engine", 1)
     done(bench)
-    for verb in (bench.service.release, lambda engine, room: bench.service.extend(engine, room, TOKENS)):
+    for verb in (bench.verbs.release, lambda engine, room: bench.verbs.extend(engine, room, TOKENS)):
         with pytest.raises(ConflictError, match="not claimed by this engine"):
             verb("engine", 1)
-    bench.service.claim("engine", 1)
+    bench.verbs.claim("engine", 1)
     with pytest.raises(ConflictError, match="already claimed"):
-        bench.service.claim("engine", 1)
-    bench.service.release("engine", 1)
+        bench.verbs.claim("engine", 1)
+    bench.verbs.release("engine", 1)
     with pytest.raises(RoomFailedError, match="is over"):
-        bench.service.claim("engine", 1)
+        bench.verbs.claim("engine", 1)
     with pytest.raises(ConflictError, match="not claimed by this engine"):
-        bench.service.release("engine", 1)
+        bench.verbs.release("engine", 1)
 
 
 def test_pages_are_held_until_every_engine_has_released():
     bench = claimed("a", "b")
-    bench.service.release("a", 1)
+    bench.verbs.release("a", 1)
     assert bench.free == 14
-    bench.service.release("b", 1)
+    bench.verbs.release("b", 1)
     assert bench.free == 16
 
 
 def test_an_engine_that_is_late_still_finds_the_room():
     bench = committed("a", "b")
-    bench.service.claim("a", 1)
-    bench.service.release("a", 1)
+    bench.verbs.claim("a", 1)
+    bench.verbs.release("a", 1)
     assert bench.free == 14
-    bench.service.claim("b", 1)
-    bench.service.release("b", 1)
+    bench.verbs.claim("b", 1)
+    bench.verbs.release("b", 1)
     assert bench.free == 16
 
 
 def test_an_engine_that_attaches_later_is_told_what_it_missed():
     bench = committed()
-    assert [(event.room, event.kind) for event in bench.service.open_events()] == [(1, "committed")]
-    bench.service.claim("a", 1)
-    assert bench.service.open_events() == []
+    assert [(event.room, event.kind) for event in bench.service.engines.open_events()] == [(1, "committed")]
+    bench.verbs.claim("a", 1)
+    assert bench.service.engines.open_events() == []
 
 
 def test_an_engine_that_attaches_later_is_not_waited_for():
     bench = committed("a")
-    bench.service.claim("a", 1)
+    bench.verbs.claim("a", 1)
     bench.engines.names.add("monitor")
-    bench.service.release("a", 1)
+    bench.verbs.release("a", 1)
     assert bench.free == 16
 
 
 def test_an_engine_that_never_claims_is_waited_for_until_the_limit():
     bench = committed("a", "b")
-    bench.service.claim("a", 1)
+    bench.verbs.claim("a", 1)
     bench.clock.advance(60)
-    bench.service.release("a", 1)
-    bench.service.tick()
+    bench.verbs.release("a", 1)
+    bench.tick()
     assert bench.free == 14
     bench.clock.advance(60)
-    bench.service.tick()
+    bench.tick()
     assert bench.free == 16
     assert state(bench) is ReceiverState.COMPLETED
 
@@ -600,7 +601,7 @@ def test_the_claim_limit_does_not_end_a_claimed_room():
     bench = claimed()
     for _ in range(3):
         bench.clock.advance(1_000)
-        bench.service.tick()
+        bench.tick()
     assert state(bench) is ReceiverState.CLAIMED
     assert bench.free == 14
 
@@ -608,121 +609,121 @@ def test_the_claim_limit_does_not_end_a_claimed_room():
 @pytest.mark.parametrize("has_claimed", [True, False])
 def test_an_engine_that_dies_takes_no_page_from_one_that_lives(has_claimed):
     bench = committed("a", "b")
-    bench.service.claim("a", 1)
+    bench.verbs.claim("a", 1)
     if has_claimed:
-        bench.service.claim("b", 1)
+        bench.verbs.claim("b", 1)
     bench.engines.names.discard("b")
-    bench.service.engine_gone("b", "killed")
+    bench.service.engines.gone("b", "killed")
     assert bench.free == 14
     if has_claimed:
-        assert bench.service.report(1).state is RoomState.FAILED
+        assert bench.service.book.report(1).state is RoomState.FAILED
         assert bench.engines.kinds == ["committed", "cancel"]
         with pytest.raises(ConflictError, match="is to end and cannot grow"):
-            bench.service.extend("a", 1, TOKENS + 1)
+            bench.verbs.extend("a", 1, TOKENS + 1)
     else:
         assert state(bench) is ReceiverState.CLAIMED
-    bench.service.release("a", 1)
+    bench.verbs.release("a", 1)
     assert bench.free == (14 if has_claimed else 16), "what b has claimed waits for the end of its process"
-    bench.service.engine_ended("b")
+    bench.service.engines.ended("b")
     assert bench.free == 16
     assert state(bench) is (ReceiverState.FAILED if has_claimed else ReceiverState.COMPLETED)
 
 
 def test_an_engine_that_dies_after_the_others_released_ends_the_room():
     bench = committed("a", "b")
-    bench.service.claim("a", 1)
-    bench.service.release("a", 1)
-    bench.service.engine_gone("b", "killed")
+    bench.verbs.claim("a", 1)
+    bench.verbs.release("a", 1)
+    bench.service.engines.gone("b", "killed")
     assert bench.free == 16
 
 
 def test_the_last_reader_s_death_frees():
     bench = claimed()
-    bench.service.engine_gone("engine", "killed")
-    report = bench.service.report(1)
+    bench.service.engines.gone("engine", "killed")
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "peer_failed")
     assert bench.free == 14, "its GPU may still write"
-    bench.service.engine_ended("engine")
+    bench.service.engines.ended("engine")
     assert (bench.free, state(bench)) == (16, ReceiverState.FAILED)
-    assert not bench.service.engine_gone("engine", "killed")
+    assert not bench.service.engines.gone("engine", "killed")
 
 
 @pytest.mark.parametrize("followed", [True, False])
 def test_pages_of_a_reader_whose_process_is_not_seen_to_end_are_quarantined(followed):
     bench = claimed()
-    assert bench.service.engine_gone("engine", "its connection has ended", followed=followed)
-    assert bench.service.rooms.quarantined()["engine_process_alive"] == (0 if followed else 1)
+    assert bench.service.engines.gone("engine", "its connection has ended", followed=followed)
+    assert bench.service.book.quarantined()["engine_process_alive"] == (0 if followed else 1)
     bench.clock.advance(1_000)
-    bench.service.tick()
-    assert bench.service.rooms.quarantined()["engine_process_alive"] == 1
+    bench.tick()
+    assert bench.service.book.quarantined()["engine_process_alive"] == 1
     assert bench.free == 14
-    bench.service.engine_ended("engine")
-    assert (bench.free, bench.service.rooms.quarantined()["engine_process_alive"]) == (16, 0)
+    bench.service.engines.ended("engine")
+    assert (bench.free, bench.service.book.quarantined()["engine_process_alive"]) == (16, 0)
 
 
 def test_a_cancelled_claim_waits_for_its_engines():
     bench = claimed("a", "b")
     cancel(bench)
     cancel(bench)
-    assert bench.service.report(1).state is RoomState.ABORTING
+    assert bench.service.book.report(1).state is RoomState.ABORTING
     assert bench.engines.kinds == ["committed", "cancel"]
-    bench.service.release("a", 1)
+    bench.verbs.release("a", 1)
     assert bench.free == 14
-    bench.service.abort("b", 1, "cancelled")
+    bench.verbs.abort("b", 1, "cancelled")
     assert bench.free == 16
     assert state(bench) is ReceiverState.ABORTED
-    assert bench.service.report(1).reason == "by its client"
+    assert bench.service.book.report(1).reason == "by its client"
 
 
 def test_an_engine_may_give_a_claimed_room_up():
     bench = claimed("a", "b")
-    bench.service.abort("a", 1, "client is gone")
+    bench.verbs.abort("a", 1, "client is gone")
     assert bench.free == 14
     assert bench.engines.kinds == ["committed", "cancel"]
-    bench.service.release("b", 1)
+    bench.verbs.release("b", 1)
     assert state(bench) is ReceiverState.ABORTED
-    assert bench.service.report(1).reason == "by the decode engine: client is gone"
+    assert bench.service.book.report(1).reason == "by the decode engine: client is gone"
 
 
 def test_an_engine_that_keeps_a_cancelled_room_is_shown():
     bench = claimed()
     cancel(bench)
     bench.clock.advance(50)
-    bench.service.tick()
+    bench.tick()
     assert bench.book.state(OWNER) is PageState.QUARANTINED
     [reason] = bench.book.quarantine_reasons()
     assert "engines engine have not let go of it (limit: timeouts.drain_s)" in reason
-    bench.service.release("engine", 1)
+    bench.verbs.release("engine", 1)
     assert bench.free == 16
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_an_engine_aborts_what_nobody_has_claimed(early):
     bench = offered() if early else committed()
-    bench.service.abort("engine", 1, "no")
+    bench.verbs.abort("engine", 1, "no")
     if early:
         assert state(bench) is ReceiverState.ABORTING
         drained(bench)
     assert state(bench) is ReceiverState.ABORTED
     assert bench.free == 16
-    bench.service.abort("engine", 1, "no")
+    bench.verbs.abort("engine", 1, "no")
 
 
 def test_extending_reserves_what_is_missing_and_nothing_else():
     bench = claimed()
-    before = bench.service.rooms.get(1).tables[IndexSpace.FULL].ids
+    before = bench.service.book.get(1).tables[IndexSpace.FULL].ids
     with pytest.raises(InvalidInputError, match="cannot shrink"):
-        bench.service.extend("engine", 1, TOKENS - 1)
-    assert len(bench.service.extend("engine", 1, TOKENS)[IndexSpace.FULL]) == 2
-    tables = bench.service.extend("engine", 1, TOKENS + 1)
+        bench.verbs.extend("engine", 1, TOKENS - 1)
+    assert len(bench.verbs.extend("engine", 1, TOKENS)[IndexSpace.FULL]) == 2
+    tables = bench.verbs.extend("engine", 1, TOKENS + 1)
     assert tables[IndexSpace.FULL].ids[:2].tolist() == before.tolist()
     assert len(tables[IndexSpace.FULL]) == 3
-    assert len(bench.service.extend("engine", 1, TOKENS + PAGE)[IndexSpace.FULL]) == 3
+    assert len(bench.verbs.extend("engine", 1, TOKENS + PAGE)[IndexSpace.FULL]) == 3
     admit(bench, room=2, prompt_tokens=13 * PAGE)
     with pytest.raises(CapacityError):
-        bench.service.extend("engine", 1, 4 * PAGE)
-    assert len(bench.service.extend("engine", 1, 3 * PAGE)[IndexSpace.FULL]) == 3
-    bench.service.release("engine", 1)
+        bench.verbs.extend("engine", 1, 4 * PAGE)
+    assert len(bench.verbs.extend("engine", 1, 3 * PAGE)[IndexSpace.FULL]) == 3
+    bench.verbs.release("engine", 1)
     bench.book.check_integrity()
 
 
@@ -739,17 +740,17 @@ def test_adopted_pages_are_asked_for_and_then_offered():
     assert admit(bench).state is RoomState.ADMITTED
     assert bench.engines.kinds == ["wanted"]
     with pytest.raises(InvalidInputError, match="needs 2 pages"):
-        bench.service.provide(1, tables(4))
+        bench.verbs.provide(1, tables(4))
     with pytest.raises(InvalidInputError, match="host pages belong to the daemon"):
-        bench.service.provide(1, {IndexSpace.HOST: PageTable(IndexSpace.HOST, np.array([1], dtype=np.int32))})
-    bench.service.provide(1, tables(4, 5))
+        bench.verbs.provide(1, {IndexSpace.HOST: PageTable(IndexSpace.HOST, np.array([1], dtype=np.int32))})
+    bench.verbs.provide(1, tables(4, 5))
     assert pick(bench.nodes.messages, Offer)[0].tables == to_wire(tables(4, 5))
     with pytest.raises(ConflictError, match="does not wait for pages"):
-        bench.service.provide(1, tables(6, 7))
+        bench.verbs.provide(1, tables(6, 7))
     done(bench)
-    bench.service.claim("engine", 1)
-    bench.service.extend("engine", 1, 10 * PAGE)
-    bench.service.release("engine", 1)
+    bench.verbs.claim("engine", 1)
+    bench.verbs.extend("engine", 1, 10 * PAGE)
+    bench.verbs.release("engine", 1)
     assert bench.free == 16
     assert bench.engines.kinds == ["wanted", "committed", "completed"]
 
@@ -763,10 +764,10 @@ def test_an_engine_says_what_its_pages_hold_already():
         with pytest.raises(
             InvalidInputError, match="prefix_tokens must be a multiple of 256 and at most prompt_tokens"
         ):
-            bench.service.provide(1, tables(4, 5), prefix_tokens=prefix)
-    bench.service.provide(1, tables(4, 5), prefix_tokens=PAGE)
+            bench.verbs.provide(1, tables(4, 5), prefix_tokens=prefix)
+    bench.verbs.provide(1, tables(4, 5), prefix_tokens=PAGE)
     assert pick(bench.nodes.messages, Offer)[0].prefix_tokens == PAGE
-    assert bench.service.report(1).prefix_tokens == PAGE
+    assert bench.service.book.report(1).prefix_tokens == PAGE
     done(bench, amounts=full_amounts(TOKENS, PAGE))
     assert state(bench) is ReceiverState.COMMITTED
 
@@ -776,15 +777,17 @@ def test_what_lies_in_the_nodes_host_pool_has_no_prefix():
     bench = ReceiverBench(adopted=True)
     bench.nodes.know()
     admit(bench)
-    bench.service._settings = replace(bench.service._settings, host=frozenset({ComponentKind.MHA_KV}))
+    verbs = bench.service.calls[Provide].__self__
+    settings = replace(verbs.pages.settings, host=frozenset({ComponentKind.MHA_KV}))
+    verbs = replace(verbs, pages=replace(verbs.pages, settings=settings))
     with pytest.raises(InvalidInputError, match=r"mha_kv of the room lies in this node's host pool.*must be 0 here"):
-        bench.service.provide(1, {}, prefix_tokens=PAGE)
+        verbs.provide(AttachedEngine("engine", 0, ()), Provide(call=1, room=1, tables=(), prefix_tokens=PAGE))
 
 
 def test_owned_pools_take_no_pages():
     bench = offered()
     with pytest.raises(ConflictError, match="owns its pools"):
-        bench.service.provide(1, tables(1, 2), prefix_tokens=PAGE)
+        bench.verbs.provide(1, tables(1, 2), prefix_tokens=PAGE)
 
 
 # ------------------------------------------------------------------------------------------- deadlines
@@ -807,11 +810,11 @@ def test_each_wait_has_a_name(stage, wait_s, limit):
     if stage == "committed":
         done(bench)
     bench.clock.advance(wait_s - 0.1)
-    bench.service.tick()
-    assert not bench.service.report(1).state.final
+    bench.tick()
+    assert not bench.service.book.report(1).state.final
     bench.clock.advance(0.1)
-    bench.service.tick()
-    report = bench.service.report(1)
+    bench.tick()
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
     assert limit in report.reason
     if stage != "offered":
@@ -819,7 +822,7 @@ def test_each_wait_has_a_name(stage, wait_s, limit):
         return
     assert bench.book.state(OWNER) is PageState.LEASED
     bench.clock.advance(50)
-    bench.service.tick()
+    bench.tick()
     [reason] = bench.book.quarantine_reasons()
     assert "prefill node prefill/aaaa is gone (it did not answer an abort, limit: timeouts.drain_s)" in reason
     drained(bench)
@@ -841,39 +844,39 @@ def test_a_new_attempt_runs_beside_the_old_one_and_each_gets_its_own_messages():
     drained(bench, generation=1)
     assert state(bench, 1) is ReceiverState.FAILED
     assert bench.free == 14
-    bench.service.claim("engine", 1)
-    bench.service.release("engine", 1)
+    bench.verbs.claim("engine", 1)
+    bench.verbs.release("engine", 1)
     assert bench.free == 16
     bench.book.check_integrity()
 
 
 def test_an_engine_releases_the_attempt_that_it_has_claimed():
     bench = claimed("a", "b")
-    bench.service.engine_gone("b", "killed")
-    bench.service.engine_ended("b")
+    bench.service.engines.gone("b", "killed")
+    bench.service.engines.ended("b")
     admit(bench, generation=2)
     done(bench, generation=2)
     with pytest.raises(ConflictError, match="an earlier attempt at room 1 is still claimed"):
-        bench.service.claim("a", 1)
-    bench.service.release("a", 1)
+        bench.verbs.claim("a", 1)
+    bench.verbs.release("a", 1)
     assert state(bench, 1) is ReceiverState.FAILED
-    assert bench.service.claim("a", 1).generation == 2
+    assert bench.verbs.claim("a", 1).generation == 2
     assert bench.free == 14
 
 
 def test_receipts_keep_little_and_are_forgotten():
     bench = claimed()
-    bench.service.release("engine", 1)
-    room = bench.service.rooms.get(1)
+    bench.verbs.release("engine", 1)
+    room = bench.service.book.get(1)
     assert (room.tables, room.metadata, room.writers) == ({}, {}, {})
     bench.clock.advance(300)
-    bench.service.tick()
+    bench.tick()
     with pytest.raises(UnknownRoomError):
-        bench.service.report(1)
+        bench.service.book.report(1)
 
 
 def test_repr_counts():
-    assert repr(offered().service) == "<ReceiverRooms {'offered': 1}>"
+    assert repr(offered().service.book) == "<RoomBook {'offered': 1}>"
     assert GEOMETRY.name == "tiny-gqa"
 
 
@@ -882,12 +885,12 @@ def test_metadata_beyond_what_the_answer_to_a_claim_holds_fails_the_room():
     bench = ReceiverBench()
     bench.nodes.know(ranks=ranks, tp_size=len(ranks))
     admit(bench)
-    shares = bench.service.rooms.get(1).writers[PREFILL].shares
+    shares = bench.service.book.get(1).writers[PREFILL].shares
     for rank in ranks:
         owed = shares[rank].rows(prompt_tokens=TOKENS, prefix_tokens=0)
         amounts = {kind: Amount(lane_rows=rows, bytes=rows) for kind, rows in owed.items() if rows}
         done(bench, rank=rank, amounts=amounts, metadata=bytes(MAX_METADATA_BYTES))
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "invalid_input")
     assert "1900544 bytes of metadata to `finish` on 29 ranks, a room carries at most 1835008" in report.reason
 

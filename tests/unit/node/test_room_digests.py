@@ -44,20 +44,20 @@ def page_digests(value: int):
 def offered(digest: DigestKind = DigestKind.CRC32C) -> ReceiverBench:
     bench = ReceiverBench(digest=digest)
     bench.nodes.know()
-    bench.service.admit(AdmissionRequest(room=1, prompt_tokens=TOKENS, prefill=(ADDRESS,)))
+    bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=TOKENS, prefill=(ADDRESS,)))
     return bench
 
 
 def expect(bench: ReceiverBench, value: int, part: int = 0, peer: str = PREFILL, writer=R0) -> None:
     message = Digests(room=1, generation=1, writer=writer, part=part, digests=page_digests(value))
-    bench.service.digests.expect(peer, message)
+    bench.service.peers.digests(peer, message)
 
 
 def done(bench: ReceiverBench, parts: int = 1) -> None:
     message = Done(
         room=1, generation=1, writer=R0, amounts=full_amounts(TOKENS), phases_s={"digest": 0.5}, digest_parts=parts
     )
-    bench.service.done(PREFILL, message)
+    bench.service.peers.done(PREFILL, message)
 
 
 def arrived(value: int = 5) -> ReceiverBench:
@@ -69,16 +69,16 @@ def arrived(value: int = 5) -> ReceiverBench:
 
 
 def find(bench: ReceiverBench, value: int) -> None:
-    bench.service.digests.find(digested(ABOUT, R0, value))
+    bench.service.workers.digested(digested(ABOUT, R0, value))
 
 
 def verified(bench: ReceiverBench, **fields) -> None:
     fields = {"seconds": {"verify": 2.0}} | fields
-    bench.service.digests.verified(Verified(room=1, generation=1, rank=R0, **fields))
+    bench.service.workers.verified(Verified(room=1, generation=1, rank=R0, **fields))
 
 
 def state(bench) -> object:
-    return bench.service.rooms.get(1).state
+    return bench.service.book.get(1).state
 
 
 def test_a_room_commits_when_what_has_arrived_is_what_was_sent():
@@ -89,7 +89,7 @@ def test_a_room_commits_when_what_has_arrived_is_what_was_sent():
     expect(bench, 6, part=1)
     done(bench, parts=2)
     assert state(bench) is ReceiverState.VERIFYING
-    assert bench.service.report(1).state is RoomState.TRANSFERRING
+    assert bench.service.book.report(1).state is RoomState.TRANSFERRING
     assert bench.book.state(OWNER) is PageState.HELD
     [order] = pick(bench.ranks.messages, Verify, R0)
     assert (order.prompt_tokens, order.prefix_tokens, order.host_index, order.host_count) == (TOKENS, 0, 0, 1)
@@ -100,7 +100,7 @@ def test_a_room_commits_when_what_has_arrived_is_what_was_sent():
     verified(bench)
     assert state(bench) is ReceiverState.COMMITTED
     assert bench.engines.kinds == ["committed"]
-    phases = bench.service.report(1).phases_s
+    phases = bench.service.book.report(1).phases_s
     assert (phases["verify"], phases["offer_to_commit"]) == (2.0, 3.0)
     assert bench.events.received_amounts == [full_amounts(TOKENS)]
     assert not bench.events.mismatches
@@ -118,10 +118,10 @@ def test_a_room_that_asks_for_no_digest_is_not_verified():
 @pytest.mark.parametrize(("sent", "found"), [(5, 4), (5, 0), (0, 5)])
 def test_a_page_that_differs_fails_the_room_by_name_on_both_sides(sent, found):
     bench = arrived(sent)
-    table = next(iter(bench.service.rooms.get(1).tables.values()))
+    table = next(iter(bench.service.book.get(1).tables.values()))
     find(bench, found)
     verified(bench)
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "digest_mismatch")
     assert f"{KIND} of layer 0, logical page 0: page {table.ids[0]} of space 'full' in rank pp0.tp0" in report.reason
     assert f"the digest {found:08x}, the prefill node read {sent:08x}" in report.reason
@@ -139,7 +139,7 @@ def test_parts_that_are_missing_or_come_twice_fail_the_room(parts):
     for part in parts:
         expect(bench, 5, part=part)
     assert state(bench) is ReceiverState.FAILING
-    assert "part" in bench.service.report(1).reason
+    assert "part" in bench.service.book.report(1).reason
     done(bench, parts=len(parts))
     assert bench.free == 16
 
@@ -148,7 +148,7 @@ def test_a_done_that_knows_of_more_parts_than_have_come_fails_the_room():
     bench = offered()
     expect(bench, 5)
     done(bench, parts=2)
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "protocol")
     assert "2 parts of digests, but 1" in report.reason
     assert bench.free == 16
@@ -157,9 +157,9 @@ def test_a_done_that_knows_of_more_parts_than_have_come_fails_the_room():
 def test_digests_of_what_the_room_does_not_have_fail_it():
     bench = offered()
     wrong = page_digests(5)[0].model_copy(update={"first_page": 2})
-    bench.service.digests.expect(PREFILL, Digests(room=1, generation=1, writer=R0, part=0, digests=(wrong,)))
-    assert bench.service.report(1).reason_code == "protocol"
-    assert "pages [0, 2)" in bench.service.report(1).reason
+    bench.service.peers.digests(PREFILL, Digests(room=1, generation=1, writer=R0, part=0, digests=(wrong,)))
+    assert bench.service.book.report(1).reason_code == "protocol"
+    assert "pages [0, 2)" in bench.service.book.report(1).reason
 
 
 def test_strangers_and_latecomers_change_nothing():
@@ -179,14 +179,14 @@ def test_strangers_and_latecomers_change_nothing():
     find(bench, 1)
     verified(bench, error_code="unsupported", error="too late")
     assert state(bench) is ReceiverState.COMMITTED
-    bench.service.digests.expect(PREFILL, Digests(room=9, generation=1, writer=R0, part=0, digests=()))
+    bench.service.peers.digests(PREFILL, Digests(room=9, generation=1, writer=R0, part=0, digests=()))
     assert bench.events.refusals["stale_digests"] == 1
 
 
 def test_a_rank_that_cannot_look_fails_the_room():
     bench = arrived()
     verified(bench, error_code="unsupported", error="no kernel")
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "unsupported")
     assert "rank worker pp0.tp0 could not verify what has arrived: no kernel" in report.reason
     assert bench.free == 16
@@ -194,19 +194,19 @@ def test_a_rank_that_cannot_look_fails_the_room():
 
 def test_a_rank_that_dies_fails_the_room():
     bench = arrived()
-    bench.service.worker_gone(R0, "killed")
-    assert bench.service.report(1).reason_code == "worker_gone"
+    bench.service.workers.gone(R0, "killed")
+    assert bench.service.book.report(1).reason_code == "worker_gone"
     assert bench.free == 16
 
 
 def test_verifying_has_a_deadline_of_its_own():
     bench = arrived()
     bench.clock.advance(39)
-    bench.service.tick()
+    bench.tick()
     assert state(bench) is ReceiverState.VERIFYING
     bench.clock.advance(2)
-    bench.service.tick()
-    report = bench.service.report(1)
+    bench.tick()
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
     assert "timeouts.verify_s" in report.reason
     assert bench.free == 16
@@ -214,17 +214,17 @@ def test_verifying_has_a_deadline_of_its_own():
 
 def test_an_abort_ends_a_room_that_is_being_verified_at_once():
     bench = arrived()
-    bench.service.stop(bench.service.rooms.get(1), "by its client")
-    assert bench.service.report(1).state is RoomState.ABORTED
+    bench.service.driver.stop(bench.service.book.get(1), "by its client")
+    assert bench.service.book.report(1).state is RoomState.ABORTED
     assert bench.free == 16
     find(bench, 5)
     verified(bench)
-    assert bench.service.report(1).state is RoomState.ABORTED
+    assert bench.service.book.report(1).state is RoomState.ABORTED
 
 
 def test_a_prefill_node_that_vanishes_while_its_room_is_verified_does_no_harm():
     bench = arrived()
-    bench.service.peer_gone(PREFILL, "silent")
+    bench.service.writers.peer_gone(PREFILL, "silent")
     find(bench, 5)
     verified(bench)
     assert state(bench) is ReceiverState.COMMITTED
@@ -235,22 +235,22 @@ def test_a_prefill_node_that_vanishes_while_its_room_is_verified_does_no_harm():
 
 def sending(digest: DigestKind = DigestKind.CRC32C, ranks=(R0,)) -> SenderBench:
     bench = SenderBench(ranks=ranks)
-    room = bench.service.admit(AdmissionRequest(room=1, prompt_tokens=TOKENS)).room
-    tables = bench.service.rooms.get(room).tables
-    bench.service.offer(
+    room = bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=TOKENS)).room
+    tables = bench.service.book.get(room).tables
+    bench.service.peers.offer(
         DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=to_wire(tables), digest=digest)
     )
-    bench.service.begin("engine", ranks, 1, prompt_tokens=TOKENS, tables={})
+    bench.verbs.begin("engine", ranks, 1, prompt_tokens=TOKENS, tables={})
     for upto in (PAGE, TOKENS):
-        bench.service.publish("engine", ranks, 1, upto_token=upto, layers=None)
-    bench.service.finish("engine", ranks, 1, metadata=b"")
+        bench.verbs.publish("engine", ranks, 1, upto_token=upto, layers=None)
+    bench.verbs.finish("engine", ranks, 1, metadata=b"")
     return bench
 
 
 def answer(bench: SenderBench, order: Send, rank=R0, value: int | None = None) -> None:
     if value is not None:
-        bench.service.digested(digested(order, rank, value, order=order.order))
-    bench.service.sent(Sent(room=1, generation=1, rank=rank, order=order.order, seconds={"digest": 0.25}))
+        bench.service.workers.digested(digested(order, rank, value, order=order.order))
+    bench.service.workers.sent(Sent(room=1, generation=1, rank=rank, order=order.order, seconds={"digest": 0.25}))
 
 
 def test_workers_are_told_what_decode_asks_for():
@@ -296,9 +296,9 @@ def test_late_digests_and_those_of_unknown_orders_count_for_nothing():
     bench = sending()
     first, second = pick(bench.workers.messages, Send)
     answer(bench, first, value=3)
-    bench.service.digested(digested(first, R0, 9, order=first.order))
-    bench.service.digested(digested(first, R1, 9, order=second.order))
-    bench.service.digested(Digested(room=8, generation=1, rank=R0, order=1, digests=()))
+    bench.service.workers.digested(digested(first, R0, 9, order=first.order))
+    bench.service.workers.digested(digested(first, R1, 9, order=second.order))
+    bench.service.workers.digested(Digested(room=8, generation=1, rank=R0, order=1, digests=()))
     answer(bench, second, value=0)
     [digests] = pick(bench.peers.messages, Digests)
     assert int.from_bytes(digests.digests[0].values[:4], "little") == 3
@@ -308,9 +308,9 @@ def test_a_worker_that_reports_what_the_room_does_not_have_fails_it():
     bench = sending()
     order = pick(bench.workers.messages, Send)[0]
     wrong = page_digests(1)[0].model_copy(update={"first_page": 7})
-    bench.service.digested(Digested(room=1, generation=1, rank=R0, order=order.order, digests=(wrong,)))
+    bench.service.workers.digested(Digested(room=1, generation=1, rank=R0, order=order.order, digests=(wrong,)))
     assert state(bench) is SenderState.FAILING
-    assert "rank pp0.tp0" in bench.service.report(1).reason
+    assert "rank pp0.tp0" in bench.service.book.report(1).reason
 
 
 def test_a_completed_room_keeps_why_its_bytes_were_refused():
@@ -318,11 +318,11 @@ def test_a_completed_room_keeps_why_its_bytes_were_refused():
     for order in pick(bench.workers.messages, Send):
         answer(bench, order, value=1)
     assert state(bench) is SenderState.COMPLETED
-    bench.service.peer_failed("eeee000000000001", Failed(room=1, generation=1, code="digest_mismatch", message="no"))
-    assert bench.service.report(1).reason_code == ""
+    bench.service.peers.failed("eeee000000000001", Failed(room=1, generation=1, code="digest_mismatch", message="no"))
+    assert bench.service.book.report(1).reason_code == ""
     before = len(bench.peers.messages)
-    bench.service.peer_failed(DECODE, Failed(room=1, generation=1, code="digest_mismatch", message="c4_kv of layer 2"))
-    report = bench.service.report(1)
+    bench.service.peers.failed(DECODE, Failed(room=1, generation=1, code="digest_mismatch", message="c4_kv of layer 2"))
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.COMPLETED, "digest_mismatch")
     assert report.reason == "by the decode side: c4_kv of layer 2"
     assert len(bench.peers.messages) == before, "nothing follows"

@@ -5,16 +5,19 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvbridge.api.rooms import RoomQuery
 from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.node import room_book
-from kvbridge.node.room import Quarantine, Room, give_back, quarantine
+from kvbridge.node.room import Quarantine, Room
 from kvbridge.node.room_book import RoomBook
+from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.rooms import GEOMETRY, SENDER_LIMITS, RecordedEvents
 
 OWNER = Owner(1, 1)
 
@@ -22,6 +25,10 @@ OWNER = Owner(1, 1)
 def make_book(clock: ManualClock | None = None, **settings) -> RoomBook:
     settings = {"keep_s": 100.0} | settings
     return RoomBook(Role.DECODE, lambda room: room.state, clock=clock or ManualClock(), **settings)
+
+
+def pages_of_rooms(book: PageBook) -> RoomPages:
+    return RoomPages(book, RoomSettings(geometry=GEOMETRY, limits=SENDER_LIMITS), RecordedEvents())
 
 
 @dataclass(eq=False)
@@ -214,8 +221,9 @@ def test_give_back_frees_from_every_state_and_touches_nobody_else(state):
         book.quarantine(OWNER, f"{OWNER}: lost")
         book.quarantine(OWNER, f"{OWNER}: late")
     room = make_room()
-    give_back(book, room)
-    give_back(book, room)
+    room_pages = pages_of_rooms(book)
+    room_pages.give_back(room)
+    room_pages.give_back(room)
     assert tuple(book._holdings) == (other,)
     assert book.counts()[IndexSpace.FULL][PageState.FREE] == 6
     book.check_integrity()
@@ -224,24 +232,25 @@ def test_give_back_frees_from_every_state_and_touches_nobody_else(state):
 def test_a_quarantine_is_said_once_and_counted_by_its_cause_until_the_pages_are_given_back():
     pages, rooms = PageBook({IndexSpace.FULL: 8}), make_book()
     room = make_room()
-    quarantine(pages, room, Quarantine.NOT_QUIET, "it has no pages")
+    pages_of_rooms(pages).quarantine(room, Quarantine.NOT_QUIET, "it has no pages")
     assert room.quarantine is None
     pages.reserve(OWNER, {IndexSpace.FULL: 3})
     pages.move(OWNER, PageState.HELD, PageState.LEASED)
     rooms.add(room)
     for _ in range(2):
-        quarantine(pages, room, Quarantine.NOT_RELEASED, "late")
-    quarantine(pages, room, Quarantine.WRITER_SHUT_OUT, "gone")
+        pages_of_rooms(pages).quarantine(room, Quarantine.NOT_RELEASED, "late")
+    pages_of_rooms(pages).quarantine(room, Quarantine.WRITER_SHUT_OUT, "gone")
     assert set(pages.quarantine_reasons()) == {f"{OWNER}: late", f"{OWNER}: gone"}
     assert rooms.quarantined() == dict.fromkeys(map(str, Quarantine), 0) | {"writer_being_shut_out": 1}
-    give_back(pages, room)
+    pages_of_rooms(pages).give_back(room)
     assert sum(rooms.quarantined().values()) == 0
     assert pages.quarantine_reasons() == {}
 
 
 def listed(book: RoomBook, *, after: int = 0, limit: int = 100, state: RoomState | None = None):
-    found, following = book.page(lambda room: state in {None, room.state}, after=after, limit=limit)
-    return [room.room for room in found], following
+    states = frozenset() if state is None else frozenset({state})
+    page = book.page(RoomQuery(states=states, after=after, limit=limit))
+    return [room.room for room in page.rooms], page.next
 
 
 def test_rooms_are_listed_in_the_order_of_their_admission_a_page_at_a_time():

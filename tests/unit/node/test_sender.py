@@ -40,20 +40,20 @@ def offer(room: int = 1, generation: int = 1, **fields) -> Offer:
 
 
 def admit(bench: SenderBench, room: int = 1, generation: int = 1, tokens: int = TOKENS):
-    return bench.service.admit(AdmissionRequest(room=room, generation=generation, prompt_tokens=tokens))
+    return bench.service.requests.admit(AdmissionRequest(room=room, generation=generation, prompt_tokens=tokens))
 
 
 def begin(bench: SenderBench, engine: str = "engine", ranks=None, room: int = 1, **fields):
     fields = {"prompt_tokens": TOKENS, "tables": {}} | fields
-    return bench.service.begin(engine, ranks or bench.ranks, room, **fields)
+    return bench.verbs.begin(engine, ranks or bench.ranks, room, **fields)
 
 
 def publish(bench: SenderBench, upto: int = TOKENS, engine: str = "engine", ranks=None, layers=None):
-    bench.service.publish(engine, ranks or bench.ranks, 1, upto_token=upto, layers=layers)
+    bench.verbs.publish(engine, ranks or bench.ranks, 1, upto_token=upto, layers=layers)
 
 
 def finish(bench: SenderBench, engine: str = "engine", ranks=None, metadata: bytes = b"meta", **fields):
-    bench.service.finish(engine, ranks or bench.ranks, 1, metadata=metadata, **fields)
+    bench.verbs.finish(engine, ranks or bench.ranks, 1, metadata=metadata, **fields)
 
 
 def orders(bench: SenderBench, rank=None) -> list[Send]:
@@ -63,11 +63,11 @@ def orders(bench: SenderBench, rank=None) -> list[Send]:
 def answer(bench: SenderBench, rank=R0, order: Send | None = None, **fields) -> None:
     last = order or orders(bench, rank)[-1]
     fields = {"amounts": full_amounts(TOKENS), "seconds": {"move": 1.0}} | fields
-    bench.service.sent(Sent(room=1, generation=last.generation, rank=rank, order=last.order, **fields))
+    bench.service.workers.sent(Sent(room=1, generation=last.generation, rank=rank, order=last.order, **fields))
 
 
 def close(bench: SenderBench, rank=R0, generation: int = 1, quiet: bool = True) -> None:
-    bench.service.room_closed(RoomClosed(room=1, generation=generation, rank=rank, quiet=quiet))
+    bench.service.workers.room_closed(RoomClosed(room=1, generation=generation, rank=rank, quiet=quiet))
 
 
 def abort(room: int = 1, generation: int = 1) -> Abort:
@@ -75,7 +75,7 @@ def abort(room: int = 1, generation: int = 1) -> Abort:
 
 
 def state(bench: SenderBench, generation: int = 1) -> SenderState:
-    found = bench.service.rooms.find(1, generation)
+    found = bench.service.book.find(1, generation)
     assert found is not None
     return found.state
 
@@ -84,7 +84,7 @@ def sending(**fields) -> SenderBench:
     """A bench with room 1 offered, begun, and half of it published."""
     bench = SenderBench(**fields)
     admit(bench)
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     begin(bench)
     publish(bench, PAGE)
     return bench
@@ -100,11 +100,11 @@ def test_a_room_is_sent_while_it_is_computed():
     publish(bench, PAGE)
     assert not bench.workers.messages
     bench.clock.advance(2)
-    bench.service.offer(DECODE, offer())
-    assert bench.service.report(1).state is RoomState.TRANSFERRING
+    bench.service.peers.offer(DECODE, offer())
+    assert bench.service.book.report(1).state is RoomState.TRANSFERRING
     opening = pick(bench.workers.messages, OpenRoom)[0]
     assert opening.peer == DECODE
-    assert opening.source == to_wire(room.tables)
+    assert opening.source == room.tables
     assert opening.destination == offer().tables
     assert bench.book.state(Owner(1, 1)) is PageState.LEASED
     publish(bench)
@@ -125,7 +125,7 @@ def test_a_room_is_sent_while_it_is_computed():
     assert pick(bench.workers.messages, CloseRoom)
     assert bench.engines.kinds == ["completed"]
     assert bench.free == 16
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     assert report.state is RoomState.COMPLETED
     assert report.phases_s["admit_to_offer_received"] == 2.0
     assert bench.events.states == [RoomState.ADMITTED, RoomState.TRANSFERRING, RoomState.COMPLETED]
@@ -154,7 +154,7 @@ def test_everything_published_and_finished_before_the_offer_is_sent_at_once():
     begin(bench)
     publish(bench)
     finish(bench)
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     assert [order.section.stop_token for order in orders(bench)] == [TOKENS]
     answer(bench)
     assert state(bench) is SenderState.COMPLETED
@@ -163,7 +163,7 @@ def test_everything_published_and_finished_before_the_offer_is_sent_at_once():
 def test_every_rank_reports_for_itself_and_the_room_ends_with_the_last():
     bench = SenderBench(ranks=(R0, R1))
     admit(bench)
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     for number, rank in enumerate(bench.ranks):
         begin(bench, f"engine{number}", (rank,))
         publish(bench, TOKENS, f"engine{number}", (rank,))
@@ -185,7 +185,7 @@ def test_a_rank_without_layers_has_nothing_to_send_and_says_so():
     admit(bench)
     begin(bench)
     finish(bench)
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     assert [done.amounts for done in pick(bench.peers.messages, Done)] == [{}]
     assert state(bench) is SenderState.COMPLETED
     assert bench.free == 16
@@ -194,7 +194,7 @@ def test_a_rank_without_layers_has_nothing_to_send_and_says_so():
 def test_a_layer_at_a_time():
     bench = SenderBench()
     admit(bench)
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     begin(bench)
     publish(bench, PAGE, layers=(1,))
     assert orders(bench)[-1].section.layers == (1,)
@@ -206,13 +206,13 @@ def test_a_layer_at_a_time():
 def test_a_publication_that_one_rank_refuses_counts_for_none():
     bench = SenderBench(ranks=(R0, R1))
     admit(bench)
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     begin(bench)
-    bench.service.publish("engine", (R1,), 1, upto_token=TOKENS, layers=None)
+    bench.verbs.publish("engine", (R1,), 1, upto_token=TOKENS, layers=None)
     before = len(orders(bench))
     with pytest.raises(ConflictError, match="backwards"):
         publish(bench, PAGE)
-    bench.service.publish("engine", (R0,), 1, upto_token=1, layers=None)
+    bench.verbs.publish("engine", (R0,), 1, upto_token=1, layers=None)
     assert len(orders(bench)) == before + 1
 
 
@@ -231,17 +231,19 @@ def test_admission_is_refused_with_the_reason_and_keeps_nothing():
     with pytest.raises(CapacityError):
         admit(bench, room=2)
     with pytest.raises(InvalidInputError, match="is for the decode daemon"):
-        bench.service.admit(AdmissionRequest(room=3, prompt_tokens=1, prefill=(PeerAddress(endpoint="tcp://x:1"),)))
+        bench.service.requests.admit(
+            AdmissionRequest(room=3, prompt_tokens=1, prefill=(PeerAddress(endpoint="tcp://x:1"),))
+        )
     with pytest.raises(UnknownRoomError):
-        bench.service.report(3)
+        bench.service.book.report(3)
     assert bench.free == 1
     bench.book.check_integrity()
 
 
 def test_a_room_without_an_id_gets_one():
     bench = SenderBench()
-    report = bench.service.admit(AdmissionRequest(prompt_tokens=1))
-    assert bench.service.report(report.room).state is RoomState.ADMITTED
+    report = bench.service.requests.admit(AdmissionRequest(prompt_tokens=1))
+    assert bench.service.book.report(report.room).state is RoomState.ADMITTED
 
 
 # ------------------------------------------------------------------------------------------- offers
@@ -249,8 +251,8 @@ def test_a_room_without_an_id_gets_one():
 
 def test_an_early_offer_waits_for_its_room():
     bench = SenderBench()
-    bench.service.offer(DECODE, offer())
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     assert not bench.peers.messages
     admit(bench)
     assert state(bench) is SenderState.SENDING
@@ -259,9 +261,9 @@ def test_an_early_offer_waits_for_its_room():
 
 def test_an_early_offer_whose_room_never_comes_is_answered():
     bench = SenderBench()
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     bench.clock.advance(10)
-    bench.service.tick()
+    bench.tick()
     assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
     assert pick(bench.peers.messages, Failed)[0].code == "unknown_room"
     admit(bench)
@@ -270,10 +272,10 @@ def test_an_early_offer_whose_room_never_comes_is_answered():
 
 def test_an_early_offer_is_withdrawn_by_its_peer_only():
     bench = SenderBench()
-    bench.service.offer(DECODE, offer())
-    bench.service.peer_abort(STRANGER, abort())
+    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.abort(STRANGER, abort())
     assert pick(bench.peers.messages, Drained, STRANGER)
-    bench.service.peer_abort(DECODE, abort())
+    bench.service.peers.abort(DECODE, abort())
     assert pick(bench.peers.messages, Drained, DECODE)
     admit(bench)
     assert state(bench) is SenderState.ADMITTED
@@ -281,34 +283,34 @@ def test_an_early_offer_is_withdrawn_by_its_peer_only():
 
 def test_a_second_offerer_is_turned_away():
     bench = SenderBench()
-    bench.service.offer(DECODE, offer())
-    bench.service.offer(STRANGER, offer())
+    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.offer(STRANGER, offer())
     assert len(pick(bench.peers.messages, Drained, STRANGER)) == 1
     admit(bench)
-    bench.service.offer("ffff000000000001", offer())
+    bench.service.peers.offer("ffff000000000001", offer())
     assert pick(bench.peers.messages, Failed, "ffff000000000001")[0].code == "conflict"
     assert state(bench) is SenderState.SENDING
-    assert bench.service.rooms.get(1).peer == DECODE
+    assert bench.service.book.get(1).peer == DECODE
 
 
 @pytest.mark.parametrize("second", [offer(), offer(tables=to_wire(tables(1, 2)))], ids=["same", "other tables"])
 def test_an_offer_sent_again_never_looks_like_proof(second):
     bench = sending()
-    bench.service.offer(DECODE, second)
+    bench.service.peers.offer(DECODE, second)
     assert bench.peers.messages == []
     assert state(bench) is SenderState.SENDING
-    bench.service.peer_abort(DECODE, abort())
-    bench.service.offer(DECODE, second)
+    bench.service.peers.abort(DECODE, abort())
+    bench.service.peers.offer(DECODE, second)
     assert pick(bench.peers.messages, Drained) == []
 
 
 def test_a_stale_offer_is_refused_and_one_for_the_next_generation_waits():
     bench = SenderBench()
     admit(bench, generation=2)
-    bench.service.offer(DECODE, offer(generation=1))
+    bench.service.peers.offer(DECODE, offer(generation=1))
     assert pick(bench.peers.messages, Failed)[0].code == "stale"
     assert len(pick(bench.peers.messages, Drained)) == 1
-    bench.service.offer(DECODE, offer(generation=3))
+    bench.service.peers.offer(DECODE, offer(generation=3))
     assert len(bench.peers.messages) == 2
     assert state(bench, 2) is SenderState.ADMITTED
 
@@ -317,7 +319,7 @@ def test_an_offer_of_an_old_generation_that_is_still_being_written_is_no_proof()
     bench = sending()
     answer(bench, error_code="transport_failed", error="cable")
     admit(bench, generation=2)
-    bench.service.offer(DECODE, offer(generation=1))
+    bench.service.peers.offer(DECODE, offer(generation=1))
     assert pick(bench.peers.messages, Drained) == []
     close(bench)
     assert len(pick(bench.peers.messages, Drained)) == 1
@@ -334,9 +336,9 @@ def test_an_offer_of_an_old_generation_that_is_still_being_written_is_no_proof()
 def test_an_offer_that_cannot_be_right_fails_the_room_on_both_sides(fields):
     bench = SenderBench()
     admit(bench)
-    bench.service.offer(DECODE, offer(**fields))
+    bench.service.peers.offer(DECODE, offer(**fields))
     assert state(bench) is SenderState.FAILED
-    assert bench.service.report(1).reason_code == "invalid_input"
+    assert bench.service.book.report(1).reason_code == "invalid_input"
     assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
     assert bench.free == 16
 
@@ -344,8 +346,8 @@ def test_an_offer_that_cannot_be_right_fails_the_room_on_both_sides(fields):
 def test_an_offer_for_a_room_that_is_over_gets_its_reason():
     bench = SenderBench()
     admit(bench)
-    bench.service.abort("engine", 1, "out of memory")
-    bench.service.offer(DECODE, offer())
+    bench.verbs.abort("engine", 1, "out of memory")
+    bench.service.peers.offer(DECODE, offer())
     [failed] = pick(bench.peers.messages, Failed)
     assert failed.code == "aborted"
     assert "out of memory" in failed.message
@@ -357,8 +359,8 @@ def test_an_offer_for_a_room_that_is_over_gets_its_reason():
 
 def test_an_abort_while_sending_frees_nothing_before_every_rank_is_quiet():
     bench = sending(ranks=(R0, R1))
-    bench.service.peer_abort(DECODE, abort())
-    bench.service.abort("engine", 1, "ok")
+    bench.service.peers.abort(DECODE, abort())
+    bench.verbs.abort("engine", 1, "ok")
     assert state(bench) is SenderState.ABORTING
     assert pick(bench.peers.messages, Failed)[0].message == "by the decode side: enough"
     assert len(pick(bench.workers.messages, CloseRoom)) == 2
@@ -372,7 +374,7 @@ def test_an_abort_while_sending_frees_nothing_before_every_rank_is_quiet():
     assert bench.free == 16
     assert len(pick(bench.peers.messages, Drained, DECODE)) == 1
     assert bench.engines.kinds == ["aborted"]
-    assert bench.service.report(1).reason == "by the decode side: enough"
+    assert bench.service.book.report(1).reason == "by the decode side: enough"
     bench.book.check_integrity()
 
 
@@ -382,17 +384,17 @@ def test_an_abort_before_the_offer_ends_at_once(who):
     admit(bench)
     begin(bench)
     if who == "engine":
-        bench.service.abort("engine", 1, "no")
+        bench.verbs.abort("engine", 1, "no")
     else:
-        room = bench.service.rooms.get(1)
-        bench.service.stop(room, "by its client")
+        room = bench.service.book.get(1)
+        bench.service.driver.stop(room, "by its client")
     assert state(bench) is SenderState.ABORTED
     if who != "engine":
         # The engine may be writing at this very moment: only its own word gives its pages to others.
         assert bench.free == 14
         with pytest.raises(ConflictError, match="is over"):
             publish(bench)
-        bench.service.abort("engine", 1, "understood")
+        bench.verbs.abort("engine", 1, "understood")
     assert bench.free == 16
 
 
@@ -403,17 +405,17 @@ def test_an_abort_that_crosses_the_last_done_gets_the_proof():
     for order in orders(bench):
         answer(bench, order=order)
     assert state(bench) is SenderState.COMPLETED
-    bench.service.peer_abort(DECODE, abort())
+    bench.service.peers.abort(DECODE, abort())
     assert len(pick(bench.peers.messages, Drained, DECODE)) == 1
     assert state(bench) is SenderState.COMPLETED
     assert bench.engines.kinds == ["completed"]
-    assert bench.service.report(1).reason_code == ""
+    assert bench.service.book.report(1).reason_code == ""
 
 
 def test_an_abort_by_a_stranger_changes_nothing_and_is_answered():
     bench = sending()
-    bench.service.peer_abort(STRANGER, abort())
-    bench.service.peer_abort(STRANGER, abort(room=99))
+    bench.service.peers.abort(STRANGER, abort())
+    bench.service.peers.abort(STRANGER, abort(room=99))
     assert len(pick(bench.peers.messages, Drained, STRANGER)) == 2
     assert state(bench) is SenderState.SENDING
 
@@ -421,18 +423,18 @@ def test_an_abort_by_a_stranger_changes_nothing_and_is_answered():
 def test_an_abort_ends_no_room_that_has_taken_no_offer_of_its_peer():
     bench = SenderBench()
     admit(bench)
-    bench.service.peer_abort(STRANGER, abort())
+    bench.service.peers.abort(STRANGER, abort())
     assert len(pick(bench.peers.messages, Drained, STRANGER)) == 1
     assert state(bench) is SenderState.ADMITTED
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     assert state(bench) is SenderState.SENDING
-    bench.service.peer_abort(DECODE, abort())
-    assert bench.service.report(1).state is not RoomState.TRANSFERRING
+    bench.service.peers.abort(DECODE, abort())
+    assert bench.service.book.report(1).state is not RoomState.TRANSFERRING
 
 
 def test_a_reason_of_any_length_fits_into_the_messages():
     bench = sending()
-    bench.service.peer_abort(DECODE, Abort(room=1, generation=1, code="aborted", message="x" * 4_000))
+    bench.service.peers.abort(DECODE, Abort(room=1, generation=1, code="aborted", message="x" * 4_000))
     assert pick(bench.peers.messages, Failed)
 
 
@@ -471,7 +473,7 @@ def test_finish_needs_everything_published_and_comes_once():
 def test_finish_of_a_room_that_is_over_lets_go_of_its_pages():
     bench = sending()
     publish(bench)
-    bench.service.peer_abort(DECODE, abort())
+    bench.service.peers.abort(DECODE, abort())
     close(bench)
     assert state(bench) is SenderState.ABORTED
     assert bench.free == 14
@@ -482,45 +484,45 @@ def test_finish_of_a_room_that_is_over_lets_go_of_its_pages():
 
 def test_an_engine_that_dies_fails_what_it_had_not_finished():
     bench = sending()
-    bench.service.engine_gone("somebody else", "killed")
+    bench.service.engines.gone("somebody else", "killed")
     assert state(bench) is SenderState.SENDING
-    bench.service.engine_gone("engine", "killed")
+    bench.service.engines.gone("engine", "killed")
     assert state(bench) is SenderState.FAILING
-    assert bench.service.report(1).state is RoomState.FAILED
+    assert bench.service.book.report(1).state is RoomState.FAILED
     close(bench)
     assert state(bench) is SenderState.FAILED
     assert bench.free == 14, "its process has not ended"
-    bench.service.engine_ended("somebody else")
+    bench.service.engines.ended("somebody else")
     assert bench.free == 14
-    bench.service.engine_ended("engine")
+    bench.service.engines.ended("engine")
     assert bench.free == 16
-    assert "engine engine is gone: killed" in bench.service.report(1).reason
+    assert "engine engine is gone: killed" in bench.service.book.report(1).reason
 
 
 def test_pages_of_an_engine_whose_process_does_not_end_are_quarantined_and_come_back_with_its_end():
     bench = sending()
-    assert bench.service.engine_gone("engine", "its connection has ended")
+    assert bench.service.engines.gone("engine", "its connection has ended")
     close(bench)
-    assert bench.service.rooms.quarantined()["engine_process_alive"] == 0
+    assert bench.service.book.quarantined()["engine_process_alive"] == 0
     bench.clock.advance(1_000)
-    bench.service.tick()
-    assert bench.service.rooms.quarantined()["engine_process_alive"] == 1
+    bench.tick()
+    assert bench.service.book.quarantined()["engine_process_alive"] == 1
     [reason] = bench.book.quarantine_reasons()
     assert "engines engine have left, and their processes have not ended (limit: timeouts.drain_s)" in reason
-    bench.service.engine_ended("engine")
+    bench.service.engines.ended("engine")
     assert bench.free == 16
-    assert bench.service.rooms.quarantined()["engine_process_alive"] == 0
+    assert bench.service.book.quarantined()["engine_process_alive"] == 0
 
 
 def test_pages_of_an_engine_whose_process_cannot_be_followed_are_quarantined_at_once():
     bench = sending()
-    assert bench.service.engine_gone("engine", "its connection has ended", followed=False)
-    assert bench.service.rooms.quarantined()["engine_process_alive"] == 1
+    assert bench.service.engines.gone("engine", "its connection has ended", followed=False)
+    assert bench.service.book.quarantined()["engine_process_alive"] == 1
     [reason] = bench.book.quarantine_reasons()
     assert "restart this daemon to have the pages back" in reason
     close(bench)
     bench.clock.advance(1_000_000)
-    bench.service.tick()
+    bench.tick()
     assert bench.free == 14
 
 
@@ -528,7 +530,7 @@ def test_an_engine_that_dies_after_finish_does_no_harm():
     bench = sending()
     publish(bench)
     finish(bench)
-    assert not bench.service.engine_gone("engine", "killed"), "no page waits for it"
+    assert not bench.service.engines.gone("engine", "killed"), "no page waits for it"
     assert state(bench) is SenderState.SENDING
     for order in orders(bench):
         answer(bench, order=order)
@@ -540,11 +542,11 @@ def test_an_engine_that_dies_gives_back_the_pages_of_ended_rooms():
     bench = SenderBench()
     admit(bench)
     begin(bench)
-    bench.service.stop(bench.service.rooms.get(1), "by its client")
+    bench.service.driver.stop(bench.service.book.get(1), "by its client")
     assert bench.free == 14
-    bench.service.engine_gone("engine", "killed")
+    bench.service.engines.gone("engine", "killed")
     assert (state(bench), bench.free) == (SenderState.ABORTED, 14)
-    bench.service.engine_ended("engine")
+    bench.service.engines.ended("engine")
     assert bench.free == 16
 
 
@@ -575,9 +577,9 @@ def test_answers_count_once_and_only_for_orders_that_were_given():
     answer(bench, order=order)
     answer(bench, order=order)
     answer(bench, rank=R1, order=order)
-    bench.service.sent(Sent(room=1, generation=1, rank=R0, order=999, amounts=full_amounts(TOKENS)))
-    bench.service.sent(Sent(room=5, generation=1, rank=R0, order=1, error_code="x", error="y"))
-    bench.service.room_closed(RoomClosed(room=5, generation=1, rank=R0, quiet=True))
+    bench.service.workers.sent(Sent(room=1, generation=1, rank=R0, order=999, amounts=full_amounts(TOKENS)))
+    bench.service.workers.sent(Sent(room=5, generation=1, rank=R0, order=1, error_code="x", error="y"))
+    bench.service.workers.room_closed(RoomClosed(room=5, generation=1, rank=R0, quiet=True))
     assert state(bench) is SenderState.SENDING
     answer(bench, amounts={})
     assert pick(bench.peers.messages, Done)[0].amounts == full_amounts(TOKENS)
@@ -588,25 +590,25 @@ def test_a_dead_worker_ends_the_room_and_is_not_waited_for(stage):
     bench = SenderBench(ranks=(R0, R1))
     admit(bench)
     if stage != "admitted":
-        bench.service.offer(DECODE, offer())
+        bench.service.peers.offer(DECODE, offer())
         begin(bench)
         publish(bench)
     if stage == "aborting":
-        bench.service.abort("engine", 1, "no")
+        bench.verbs.abort("engine", 1, "no")
     if stage == "completed":
         finish(bench)
         answer(bench, R0)
         answer(bench, R1)
     bench.workers.messages.clear()
-    bench.service.worker_gone(R0, "killed by SIGKILL")
+    bench.service.workers.gone(R0, "killed by SIGKILL")
     assert pick(bench.workers.messages, CloseRoom, R0) == []
     if stage == "admitted":
         assert state(bench) is SenderState.FAILED
     if stage == "sending":
         assert state(bench) is SenderState.FAILING
-        assert "rank worker pp0.tp0 of the prefill node died" in bench.service.report(1).reason
+        assert "rank worker pp0.tp0 of the prefill node died" in bench.service.book.report(1).reason
         assert len(pick(bench.workers.messages, CloseRoom, R1)) == 1
-        bench.service.abort("engine", 1, "ok")
+        bench.verbs.abort("engine", 1, "ok")
         assert bench.free == 14
     if stage in {"sending", "aborting"}:
         assert pick(bench.peers.messages, Drained) == []
@@ -616,14 +618,14 @@ def test_a_dead_worker_ends_the_room_and_is_not_waited_for(stage):
         assert state(bench) is SenderState.COMPLETED
     assert bench.free == 16
     bench.workers.messages.clear()
-    bench.service.worker_gone(R1, "as well")
+    bench.service.workers.gone(R1, "as well")
     assert bench.workers.messages == []
 
 
 def test_all_workers_dead_is_proof_enough():
     bench = sending(ranks=(R0, R1))
-    bench.service.worker_gone(R0, "killed")
-    bench.service.worker_gone(R1, "killed")
+    bench.service.workers.gone(R0, "killed")
+    bench.service.workers.gone(R1, "killed")
     assert state(bench) is SenderState.FAILED
     assert len(pick(bench.peers.messages, Drained)) == 1
 
@@ -634,14 +636,14 @@ def test_all_workers_dead_is_proof_enough():
 def test_a_lost_peer_fails_its_rooms_and_takes_its_early_offers_along():
     bench = sending()
     admit(bench, room=2)
-    bench.service.offer(DECODE, offer(room=3))
-    bench.service.peer_gone(DECODE, "silent for 10 s")
+    bench.service.peers.offer(DECODE, offer(room=3))
+    bench.service.peers.peer_gone(DECODE, "silent for 10 s")
     assert state(bench) is SenderState.FAILING
-    assert bench.service.report(2).state is RoomState.ADMITTED
+    assert bench.service.book.report(2).state is RoomState.ADMITTED
     admit(bench, room=3)
-    assert bench.service.report(3).state is RoomState.ADMITTED
+    assert bench.service.book.report(3).state is RoomState.ADMITTED
     close(bench)
-    bench.service.peer_gone(DECODE, "again")
+    bench.service.peers.peer_gone(DECODE, "again")
     assert state(bench) is SenderState.FAILED
 
 
@@ -652,11 +654,11 @@ def test_each_wait_has_a_name():
     bench = SenderBench()
     admit(bench)
     bench.clock.advance(59.9)
-    bench.service.tick()
+    bench.tick()
     assert state(bench) is SenderState.ADMITTED
     bench.clock.advance(0.1)
-    bench.service.tick()
-    report = bench.service.report(1)
+    bench.tick()
+    report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
     assert "timeouts.offer_s" in report.reason
     assert bench.free == 16
@@ -665,13 +667,13 @@ def test_each_wait_has_a_name():
 def test_a_room_that_is_not_sent_in_time_fails_and_one_that_is_not_quiet_in_time_is_quarantined():
     bench = sending()
     bench.clock.advance(600)
-    bench.service.tick()
-    bench.service.abort("engine", 1, "ok")
+    bench.tick()
+    bench.verbs.abort("engine", 1, "ok")
     assert state(bench) is SenderState.FAILING
-    assert "timeouts.room_s" in bench.service.report(1).reason
+    assert "timeouts.room_s" in bench.service.book.report(1).reason
     for _ in range(3):
         bench.clock.advance(50)
-        bench.service.tick()
+        bench.tick()
     assert bench.book.state(Owner(1, 1)) is PageState.QUARANTINED
     [reason] = bench.book.quarantine_reasons()
     assert "rank workers pp0.tp0" in reason
@@ -690,15 +692,15 @@ def test_pages_that_an_engine_does_not_let_go_of_are_quarantined_in_the_end():
     close(bench)
     assert state(bench) is SenderState.FAILED
     bench.clock.advance(49)
-    bench.service.tick()
+    bench.tick()
     assert bench.book.quarantine_reasons() == {}
     for _ in range(2):
         bench.clock.advance(1)
-        bench.service.tick()
+        bench.tick()
     [reason] = bench.book.quarantine_reasons()
     assert "engines engine have not let go of it (limit: timeouts.drain_s)" in reason
-    assert bench.service.rooms.quarantined()["engine_not_released"] == 1
-    bench.service.abort("engine", 1, "at last")
+    assert bench.service.book.quarantined()["engine_not_released"] == 1
+    bench.verbs.abort("engine", 1, "at last")
     assert bench.free == 16
     bench.book.check_integrity()
 
@@ -706,8 +708,8 @@ def test_pages_that_an_engine_does_not_let_go_of_are_quarantined_in_the_end():
 def test_a_transport_that_is_not_quiet_quarantines_at_once_and_says_which():
     bench = sending()
     answer(bench, error_code="transport_failed", error="cable", quiet=False, in_transit=True)
-    bench.service.abort("engine", 1, "ok")
-    bench.service.room_closed(RoomClosed(room=1, generation=1, rank=R0, quiet=False, reason="mooncake is loud"))
+    bench.verbs.abort("engine", 1, "ok")
+    bench.service.workers.room_closed(RoomClosed(room=1, generation=1, rank=R0, quiet=False, reason="mooncake is loud"))
     assert state(bench) is SenderState.FAILING
     [reason] = bench.book.quarantine_reasons()
     assert reason == "room 1 generation 1: rank pp0.tp0: mooncake is loud"
@@ -723,7 +725,7 @@ def test_a_worker_that_dies_with_an_order_may_have_left_something_on_its_way(out
     bench = sending()
     if not outstanding:
         answer(bench)
-    bench.service.worker_gone(R0, "killed")
+    bench.service.workers.gone(R0, "killed")
     [drained] = pick(bench.peers.messages, Drained)
     assert drained.in_transit is in_transit
 
@@ -739,12 +741,12 @@ def test_a_new_attempt_runs_beside_the_old_one_and_each_gets_its_own_messages():
         admit(bench)
     admit(bench, generation=2)
     assert bench.free == 12
-    bench.service.offer(DECODE, offer(generation=2))
-    assert bench.service.report(1).generation == 2
+    bench.service.peers.offer(DECODE, offer(generation=2))
+    assert bench.service.book.report(1).generation == 2
     # The engine has not heard of the failure: its words are about the attempt that it has begun.
     with pytest.raises(ConflictError, match=r"is over: rank pp0\.tp0: cable"):
         publish(bench)
-    bench.service.abort("engine", 1, "understood")
+    bench.verbs.abort("engine", 1, "understood")
     assert state(bench, 2) is SenderState.SENDING
     close(bench, generation=1)
     assert state(bench, 1) is SenderState.FAILED
@@ -762,27 +764,27 @@ def test_beginning_anew_lets_go_of_earlier_attempts():
     bench = SenderBench()
     admit(bench)
     begin(bench)
-    bench.service.stop(bench.service.rooms.get(1), "by its client")
+    bench.service.driver.stop(bench.service.book.get(1), "by its client")
     admit(bench, generation=2)
     assert bench.free == 12
     begin(bench)
     assert bench.free == 14
     publish(bench)
-    assert bench.service.rooms.find(1, 2).ranks[R0].progress.complete
+    assert bench.service.book.find(1, 2).ranks[R0].progress.complete
 
 
 def test_an_engine_with_a_gpu_aborts_an_earlier_attempt_before_it_begins_anew():
     bench = SenderBench()
     admit(bench)
     begin(bench, by_gpu=True)
-    bench.service.stop(bench.service.rooms.get(1), "by its client")
+    bench.service.driver.stop(bench.service.book.get(1), "by its client")
     admit(bench, generation=2)
     with pytest.raises(
         ConflictError, match=r"generation 1\) may still be written by this engine's GPU; abort it first"
     ):
         begin(bench, by_gpu=True)
     assert bench.free == 12
-    bench.service.abort("engine", 1, "its GPU is through")
+    bench.verbs.abort("engine", 1, "its GPU is through")
     assert bench.free == 14
     begin(bench, by_gpu=True)
 
@@ -794,19 +796,19 @@ def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through
     for order in orders(bench):
         answer(bench, order=order)
     assert (state(bench), bench.free) == (SenderState.COMPLETED, 16), "every point was reached before that was sent"
-    bench.service.release("engine", 1, 1)
+    bench.verbs.release("engine", 1, 1)
     failing = sending()
     with pytest.raises(ConflictError, match="room 1 is not finished by this engine"):
-        failing.service.release("engine", 1, 1)
+        failing.verbs.release("engine", 1, 1)
     publish(failing)
     finish(failing, by_gpu=True)
-    failing.service.peer_abort(DECODE, abort())
+    failing.service.peers.abort(DECODE, abort())
     close(failing)
     assert (state(failing), failing.free) == (SenderState.ABORTED, 14)
-    failing.service.release("engine", 1, 2)
-    failing.service.release("somebody else", 1, 1)
+    failing.verbs.release("engine", 1, 2)
+    failing.verbs.release("somebody else", 1, 1)
     assert failing.free == 14
-    failing.service.release("engine", 1, 1)
+    failing.verbs.release("engine", 1, 1)
     assert failing.free == 16
 
 
@@ -814,22 +816,22 @@ def test_a_finished_room_that_a_gpu_has_yet_to_write_fails_with_its_engine():
     bench = sending()
     publish(bench)
     finish(bench, by_gpu=True)
-    assert bench.service.engine_gone("engine", "its connection has ended")
+    assert bench.service.engines.gone("engine", "its connection has ended")
     close(bench)
     assert (state(bench), bench.free) == (SenderState.FAILED, 14)
-    bench.service.engine_ended("engine")
+    bench.service.engines.ended("engine")
     assert bench.free == 16
 
 
 def test_finish_of_a_room_that_is_over_does_not_let_go_of_what_a_gpu_writes():
     bench = sending()
     publish(bench)
-    bench.service.peer_abort(DECODE, abort())
+    bench.service.peers.abort(DECODE, abort())
     close(bench)
     with pytest.raises(ConflictError, match="is over: by the decode side"):
         finish(bench, by_gpu=True)
     assert bench.free == 14
-    bench.service.release("engine", 1, 1)
+    bench.verbs.release("engine", 1, 1)
     assert bench.free == 16
 
 
@@ -839,13 +841,13 @@ def test_receipts_keep_little_and_are_forgotten():
     finish(bench)
     for order in orders(bench):
         answer(bench, order=order)
-    room = bench.service.rooms.get(1)
+    room = bench.service.book.get(1)
     assert (room.ranks, room.tables, room.destination) == ({}, {}, ())
     bench.clock.advance(300)
-    bench.service.tick()
+    bench.tick()
     with pytest.raises(UnknownRoomError):
-        bench.service.report(1)
-    bench.service.peer_abort(DECODE, abort())
+        bench.service.book.report(1)
+    bench.service.peers.abort(DECODE, abort())
     assert len(pick(bench.peers.messages, Drained)) == 1
 
 
@@ -853,10 +855,10 @@ def test_a_room_whose_pages_an_engine_still_writes_is_not_forgotten():
     bench = SenderBench()
     admit(bench)
     begin(bench)
-    bench.service.peer_abort(DECODE, abort())
+    bench.service.peers.abort(DECODE, abort())
     bench.clock.advance(1_000)
-    bench.service.tick()
-    bench.service.abort("engine", 1, "at last")
+    bench.tick()
+    bench.verbs.abort("engine", 1, "at last")
     assert bench.free == 16
 
 
@@ -866,7 +868,7 @@ def test_a_room_whose_pages_an_engine_still_writes_is_not_forgotten():
 def test_adopted_pages_are_named_at_begin_and_the_room_opens_then():
     bench = SenderBench(ranks=(R0, R1), adopted=True)
     admit(bench)
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     assert state(bench) is SenderState.SENDING
     assert bench.workers.messages == []
     begin(bench, "engine0", (R0,), tables=tables(3, 4))
@@ -903,8 +905,8 @@ def test_an_adopted_room_can_be_aborted_before_it_has_pages(offered):
     bench = SenderBench(adopted=True)
     admit(bench)
     if offered:
-        bench.service.offer(DECODE, offer())
-    bench.service.abort("engine", 1, "no")
+        bench.service.peers.offer(DECODE, offer())
+    bench.verbs.abort("engine", 1, "no")
     assert state(bench) is SenderState.ABORTED
     assert len(pick(bench.peers.messages, Drained)) == offered
     with pytest.raises(ConflictError, match="is over"):
@@ -914,10 +916,10 @@ def test_an_adopted_room_can_be_aborted_before_it_has_pages(offered):
 def test_adopted_pages_are_the_engines_own_again_once_nothing_is_in_flight():
     bench = SenderBench(adopted=True)
     admit(bench)
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     begin(bench, tables=tables(3, 4))
     publish(bench)
-    bench.service.peer_abort(DECODE, abort())
+    bench.service.peers.abort(DECODE, abort())
     assert bench.free == 14
     assert bench.engines.kinds == []
     close(bench)
@@ -927,8 +929,8 @@ def test_adopted_pages_are_the_engines_own_again_once_nothing_is_in_flight():
 
 def test_repr_counts():
     bench = sending()
-    bench.service.offer(DECODE, offer(room=9))
-    assert repr(bench.service) == "<SenderRooms {'transferring': 1} early offers: 1>"
+    bench.service.peers.offer(DECODE, offer(room=9))
+    assert repr(bench.service.book) == "<RoomBook {'transferring': 1}>"
 
 
 # ------------------------------------------------------------------------------------------- points of an engine's GPU
@@ -940,7 +942,7 @@ def point(number: int) -> StreamPoint:
 
 def publish_at(bench: SenderBench, upto: int, **points: StreamPoint) -> None:
     named = {name.replace("_", "."): one for name, one in points.items()}
-    bench.service.publish("engine", bench.ranks, 1, upto_token=upto, layers=None, after=named)
+    bench.verbs.publish("engine", bench.ranks, 1, upto_token=upto, layers=None, after=named)
 
 
 def test_orders_name_the_points_of_all_that_they_send_each_rank_its_own():
@@ -949,7 +951,7 @@ def test_orders_name_the_points_of_all_that_they_send_each_rank_its_own():
     begin(bench)
     publish_at(bench, PAGE, pp0_tp0=point(1), pp0_tp1=point(2))
     publish_at(bench, PAGE, pp0_tp0=point(1), pp0_tp1=point(3))
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     assert [order.after for order in orders(bench, R0)] == [(point(1),)]
     assert [order.after for order in orders(bench, R1)] == [(point(2), point(3))]
     publish_at(bench, TOKENS, pp0_tp0=point(4))
@@ -963,7 +965,7 @@ def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
     begin(bench)
     for number in range(4):
         publish_at(bench, PAGE, pp0_tp0=point(number))
-    bench.service.offer(DECODE, offer())
+    bench.service.peers.offer(DECODE, offer())
     assert orders(bench)[0].after == (point(2), point(3))
 
 
@@ -971,8 +973,8 @@ def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
 def test_a_prompt_that_no_adopted_pool_could_hold_is_refused(tokens):
     bench = SenderBench(adopted=True)
     with pytest.raises(InvalidInputError, match=r"one page table names at most|the whole pool has"):
-        bench.service.admit(AdmissionRequest(room=1, prompt_tokens=tokens))
-    assert not bench.service.in_use()
+        bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=tokens))
+    assert not bench.service.book.in_use
 
 
 def order_facts(bench: SenderBench) -> list[object]:
@@ -991,7 +993,7 @@ def test_an_order_is_a_fact_from_its_beginning_to_its_end_with_room_peer_rank_an
 
 def test_an_order_ends_with_its_worker():
     bench = sending()
-    bench.service.worker_gone(R0, "killed")
+    bench.service.workers.gone(R0, "killed")
     assert [type(fact) for fact in order_facts(bench)] == [OrderBegan, OrderEnded]
     assert order_facts(bench)[-1].amounts == {}
     answer(bench)  # too late: it is forgotten

@@ -20,18 +20,18 @@ PEER = f"decode/{DECODE}"
 
 
 def told(bench: SenderBench | ReceiverBench) -> tuple[str, str]:
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     return report.state.value, report.waits_for
 
 
 def admit(bench: SenderBench | ReceiverBench, room: int = 1, **more: object) -> RoomReport:
     prefill = (ADDRESS,) if isinstance(bench, ReceiverBench) else ()
-    return bench.service.admit(AdmissionRequest(room=room, prompt_tokens=TOKENS, prefill=prefill, **more))
+    return bench.service.requests.admit(AdmissionRequest(room=room, prompt_tokens=TOKENS, prefill=prefill, **more))
 
 
 def offer(bench: SenderBench) -> None:
     tables = {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([7, 8], dtype=np.int32))}
-    bench.service.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=to_wire(tables)))
+    bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=to_wire(tables)))
 
 
 def offered(bench: SenderBench) -> None:
@@ -45,16 +45,16 @@ def test_prefill_says_what_it_waits_for_from_its_admission_to_its_end() -> None:
     assert told(bench) == ("admitted", "a prefill engine to begin it, and for the decode node to offer its pages")
     offer(bench)
     assert told(bench) == ("offered", "a prefill engine to begin it"), "nothing is transferred before there is anything"
-    bench.service.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
-    bench.service.publish("engine", bench.ranks, 1, upto_token=PAGE, layers=None)
+    bench.verbs.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
+    bench.verbs.publish("engine", bench.ranks, 1, upto_token=PAGE, layers=None)
     progress = f"({PAGE} of {TOKENS} tokens are published)"
     assert told(bench) == ("transferring", f"the prefill engine to publish and finish it {progress}")
-    bench.service.publish("engine", bench.ranks, 1, upto_token=TOKENS, layers=None)
-    bench.service.finish("engine", bench.ranks, 1, metadata=b"")
+    bench.verbs.publish("engine", bench.ranks, 1, upto_token=TOKENS, layers=None)
+    bench.verbs.finish("engine", bench.ranks, 1, metadata=b"")
     assert told(bench) == ("transferring", "rank workers pp0.tp0 to send it")
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     assert (report.peers, report.pages) == ((PEER,), {IndexSpace.FULL: 2})
-    bench.service.peer_abort(DECODE, Abort(room=1, generation=1, code="aborted", message="no"))
+    bench.service.peers.abort(DECODE, Abort(room=1, generation=1, code="aborted", message="no"))
     assert told(bench) == ("aborting", "rank workers pp0.tp0 to be quiet")
     states = [fact.state.value for fact in bench.events.of(RoomEntered)]
     assert states == ["admitted", "offered", "transferring", "aborting"]
@@ -65,18 +65,18 @@ def test_decode_says_what_it_waits_for_from_its_admission_to_its_end() -> None:
     admit(bench)
     assert told(bench) == ("admitted", f"prefill nodes {ADDRESS.endpoint} to answer")
     bench.nodes.know()
-    bench.service.nodes_changed()
-    (name,) = bench.service.report(1).peers
+    bench.service.writers.nodes_changed()
+    (name,) = bench.service.book.report(1).peers
     assert told(bench) == ("offered", f"prefill ranks pp0.tp0 of {name} to send everything")
-    bench.service.done(
+    bench.service.peers.done(
         PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(TOKENS), phases_s={}, metadata=b"")
     )
     assert told(bench) == ("committed", "a decode engine to claim it")
-    bench.service.claim("engine", 1)
+    bench.verbs.claim("engine", 1)
     assert told(bench) == ("claimed", "engines engine to release it")
-    bench.service.release("engine", 1)
+    bench.verbs.release("engine", 1)
     assert told(bench) == ("completed", "")
-    report = bench.service.report(1)
+    report = bench.service.book.report(1)
     assert (report.peers, report.pages) == ((name,), {}), "a receipt still says who it came from"
 
 
@@ -84,20 +84,20 @@ def test_decode_says_whose_proof_it_waits_for() -> None:
     bench = ReceiverBench()
     bench.nodes.know()
     admit(bench)
-    (name,) = bench.service.report(1).peers
-    bench.service.stop(bench.service.rooms.get(1), "no")
+    (name,) = bench.service.book.report(1).peers
+    bench.service.driver.stop(bench.service.book.get(1), "no")
     assert told(bench) == ("aborting", f"prefill nodes {name} to prove that they write nothing more")
-    bench.service.drained(PREFILL, Drained(room=1, generation=1, in_transit=True))
+    bench.service.peers.drained(PREFILL, Drained(room=1, generation=1, in_transit=True))
     assert told(bench) == ("aborting", "its writers to be shut out")
-    assert bench.service.report(1).quarantine == "writer_being_shut_out"
+    assert bench.service.book.report(1).quarantine == "writer_being_shut_out"
 
 
 def test_the_present_wait_counts_down() -> None:
     bench = SenderBench()
     admit(bench, begin_within_s=30.0)
-    before = bench.service.report(1)
+    before = bench.service.book.report(1)
     bench.clock.advance(10)
-    after = bench.service.report(1)
+    after = bench.service.book.report(1)
     assert (before.expires_in_s, after.expires_in_s, after.limit) == (30.0, 20.0, "begin_within_s")
 
 
@@ -106,10 +106,10 @@ def test_a_reason_names_no_state_that_users_cannot_know(begun: bool) -> None:
     bench = SenderBench()
     offered(bench)
     if begun:
-        bench.service.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
+        bench.verbs.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
     bench.clock.advance(1_000)
-    bench.service.tick()
-    report = bench.service.report(1)
+    bench.tick()
+    report = bench.service.book.report(1)
     internal = {state.value for kind in (SenderState, ReceiverState) for state in kind} - set(RoomState)
     assert report.reason
     assert not [word for word in internal if word in report.reason]
@@ -132,7 +132,7 @@ def test_rooms_are_listed_by_state_client_and_peer() -> None:
     admit(bench, room=3, client="b")
 
     def rooms(**query: object) -> list[int]:
-        return [report.room for report in bench.service.page(RoomQuery(**query)).rooms]
+        return [report.room for report in bench.service.book.page(RoomQuery(**query)).rooms]
 
     assert rooms() == [1, 2, 3]
     assert rooms(states={"admitted"}) == [2, 3]
@@ -140,5 +140,5 @@ def test_rooms_are_listed_by_state_client_and_peer() -> None:
     assert rooms(client="") == [1]
     assert rooms(peer=PEER) == rooms(peer="decode") == [1]
     assert rooms(peer="dec") == []
-    page = bench.service.page(RoomQuery(limit=2))
-    assert [report.room for report in bench.service.page(RoomQuery(after=page.next)).rooms] == [3]
+    page = bench.service.book.page(RoomQuery(limit=2))
+    assert [report.room for report in bench.service.book.page(RoomQuery(after=page.next)).rooms] == [3]

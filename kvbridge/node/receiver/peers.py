@@ -1,0 +1,185 @@
+"""What prefill nodes say about the rooms of a decode node, who writes each of them, and who cannot any more.
+
+Owns: what it means for a room. Must not know: sockets, how a node becomes known, what a transition leads to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvbridge.core.errors import BridgeError, IntegrityError, InvalidInputError, PeerError, ProtocolError
+from kvbridge.core.plan.accounting import shortfall
+from kvbridge.core.plan.operations import add_amounts
+from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
+from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Digests, Done, Drained, Failed
+from kvbridge.node.driver import RoomDriver
+from kvbridge.node.handshake.prefill_nodes import PrefillNodes
+from kvbridge.node.receiver.room import ReceiverRoom, WriterNode
+from kvbridge.node.receiver.writers import WriterSets
+from kvbridge.node.room import slowest
+from kvbridge.node.room_book import RoomBook
+from kvbridge.node.workers import WorkerSet
+from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.telemetry.events import RankReceived
+
+
+@dataclass(frozen=True, slots=True)
+class RoomWriters:
+    """Who writes the rooms. Hears of prefill nodes and of the fence. Called from the event loop's thread only."""
+
+    rooms: RoomBook[ReceiverRoom]
+    driver: RoomDriver[ReceiverRoom]
+    nodes: PrefillNodes
+    workers: WorkerSet
+    sets: WriterSets
+
+    def find(self, room: ReceiverRoom) -> None:
+        """Offer the room once every prefill node that it names is known; those that are not are said hello to."""
+        if room.state is not ReceiverState.RESERVED:
+            return
+        try:
+            found = [self.nodes.known_node(address) for address in room.addresses]
+            nodes = [node for node in found if node is not None]
+            if len(nodes) == len(found):
+                room.writers = self.sets.writers(nodes, self.workers.manifests())
+                room.peers = tuple(node.name for node in nodes)
+        except BridgeError as error:
+            self.driver.fail(room, error.code, str(error))
+        else:
+            self.driver.advance(room)
+
+    def nodes_changed(self) -> None:
+        """A prefill node welcomed or rejected us, or vanished: look at every room that still waits for one."""
+        for room in self.rooms:
+            self.find(room)
+
+    def peer_gone(self, peer: str, reason: str) -> None:
+        """A prefill node vanished. Whether its process has ended or not, it may have sent what has not arrived yet."""
+        for room in self.rooms:
+            writer = room.writers.get(peer)
+            if writer is None:
+                continue
+            writer.gone = reason
+            if room.state is ReceiverState.OFFERED and writer.missing:
+                why = f"prefill node {writer.node.name} is gone: {reason}"
+                self.driver.fail(room, PeerError.code, why)
+            self.driver.advance(room)
+
+    def open_offers(self) -> set[Owner]:
+        """Rooms that are being written to."""
+        return {room.owner for room in self.rooms if room.state is ReceiverState.OFFERED}
+
+    def shut(self, owners: Collection[Owner]) -> None:
+        """Whoever wrote to these rooms cannot reach this node any more, nor can anything arrive that was on its way."""
+        for owner in owners:
+            room = self.rooms.find(owner.room, owner.generation)
+            if room is not None and room.awaits_writers:
+                room.shut = True
+                self.driver.advance(room)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverPeers:
+    """What writers say. Called from the event loop's thread only."""
+
+    rooms: RoomBook[ReceiverRoom]
+    driver: RoomDriver[ReceiverRoom]
+
+    def digests(self, peer: str, message: Digests) -> None:
+        """A writer says what it has sent. What cannot be right fails the room: nobody could say later what arrived."""
+        room = self.rooms.find(message.room, message.generation)
+        writer = None if room is None else room.writers.get(peer)
+        if room is None or room.over:
+            self.driver.facts.refuse_message(peer, message, "stale_digests")
+            return
+        if writer is None or message.writer not in writer.node.ranks or room.verification is None:
+            self.driver.facts.refuse_message(peer, message, "foreign_digests")
+            return
+        if room.state is not ReceiverState.OFFERED or message.writer not in writer.missing:
+            return
+        try:
+            room.verification.expect(message)
+        except BridgeError as error:
+            self.driver.fail(room, ProtocolError.code, f"prefill node {writer.node.name}: {error}")
+
+    def done(self, peer: str, message: Done) -> None:
+        """A writer has sent everything that was its to send."""
+        room = self.rooms.find(message.room, message.generation)
+        writer = None if room is None else room.writers.get(peer)
+        if room is None or room.over:
+            self.driver.facts.refuse_message(peer, message, "stale_done")
+            return
+        if writer is None or message.writer not in writer.node.ranks:
+            self.driver.facts.refuse_message(peer, message, "foreign_done")
+            return
+        if message.writer not in writer.missing:
+            return  # sent again
+        writer.missing.discard(message.writer)
+        if room.state is not ReceiverState.OFFERED:
+            self.driver.advance(room)  # it crossed our abort; that the writer is quiet counts all the same
+            return
+        room.begin_by_s = None
+        room.amounts = add_amounts(room.amounts, message.amounts)
+        room.metadata[str(message.writer)] = message.metadata
+        metadata_bytes = sum(map(len, room.metadata.values()))
+        if metadata_bytes > MAX_ROOM_METADATA_BYTES:
+            why = (
+                f"the prefill engines have given {metadata_bytes} bytes of metadata to `finish` on {len(room.metadata)} ranks, a "
+                f"room carries at most {MAX_ROOM_METADATA_BYTES}; give it on fewer ranks, or less of it"
+            )
+            self.driver.fail(room, InvalidInputError.code, why)
+            return
+        slowest(room.phases_s, message.phases_s)
+        self.driver.facts.events.emit(
+            RankReceived(
+                room=room.room,
+                generation=room.generation,
+                peer=peer,
+                rank=message.writer,
+                amounts=message.amounts,
+                transport=message.transport,
+                under_way_ago_s=message.under_way_ago_s,
+            )
+        )
+        self.driver.facts.show(room)
+        self._account(room, writer, message)
+
+    def _account(self, room: ReceiverRoom, writer: WriterNode, done: Done) -> None:
+        """Fail closed unless a rank reports exactly what it owes, and all its digests; commit or verify once every rank has."""
+        try:
+            if room.verification is not None:
+                room.verification.require_all(done)
+        except ProtocolError as error:
+            self.driver.fail(room, error.code, str(error))
+            return
+        reported = {kind: amount.lane_rows for kind, amount in done.amounts.items()}
+        owed = writer.shares[done.writer].rows(prompt_tokens=room.prompt_tokens, prefix_tokens=room.prefix_tokens)
+        wrong = shortfall(owed, reported)
+        if wrong:
+            why = f"rank {done.writer} of prefill node {writer.node.name} is done, but {wrong}"
+            self.driver.fail(room, IntegrityError.code, why)
+            return
+        if any(writer.missing for writer in room.writers.values()):
+            return
+        self.driver.advance(room, ReceiverEvent.ALL_DONE if room.verification is None else ReceiverEvent.ARRIVED)
+
+    def failed(self, peer: str, message: Failed) -> None:
+        """A prefill node will not complete a room. Means nothing once the room is committed."""
+        room = self.rooms.find(message.room, message.generation)
+        if room is not None and room.state is ReceiverState.OFFERED and peer in room.writers:
+            why = f"prefill node {room.writers[peer].node.name}: {message.message}"
+            self.driver.fail(room, message.code, why)
+
+    def drained(self, peer: str, message: Drained) -> None:
+        """A prefill node proved that it does not write to a room."""
+        room = self.rooms.find(message.room, message.generation)
+        writer = None if room is None else room.writers.get(peer)
+        if room is None or writer is None:
+            return
+        writer.drained = True
+        writer.in_transit = writer.in_transit or message.in_transit
+        if room.state is ReceiverState.OFFERED and writer.missing:
+            why = f"prefill node {writer.node.name} stopped without having sent everything"
+            self.driver.fail(room, ProtocolError.code, why)
+        self.driver.advance(room)

@@ -1,0 +1,186 @@
+"""What a decode node makes of its table: the actions are carried out here, the facts amount to events here.
+
+Owns: what the states of `RECEIVER_TABLE` mean for time, pages, writers and digests. Must not know: who raised an event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import structlog
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.ids import Role
+from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
+from kvbridge.core.wire.messages import Abort, Failed, Offer, to_wire
+from kvbridge.node.driver import RoomDriver
+from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom
+from kvbridge.node.receiver.verification import Verification
+from kvbridge.node.room import Quarantine
+from kvbridge.node.room_facts import RoomFacts
+from kvbridge.node.room_pages import RoomPages
+from kvbridge.telemetry.phases import PHASES
+
+log = structlog.get_logger(__name__)
+
+ENGINE_WORDS = {
+    ReceiverState.AWAITING_PAGES: "wanted",
+    ReceiverState.COMMITTED: "committed",
+    ReceiverState.ABORTING_CLAIMED: "cancel",
+    ReceiverState.FAILING_CLAIMED: "cancel",
+    ReceiverState.COMPLETED: "completed",
+    ReceiverState.ABORTED: "aborted",
+    ReceiverState.FAILED: "failed",
+}
+"""What engines are told, by the state that the room is in."""
+
+
+@dataclass(slots=True)
+class ReceiverRules:
+    """Implements RoomRules."""
+
+    table = RECEIVER_TABLE
+    ABORT, FAULT = ReceiverEvent.ABORT, ReceiverEvent.FAULT
+    ports: ReceiverPorts
+    facts: RoomFacts
+    pages: RoomPages
+    clock: Clock
+
+    @staticmethod
+    def next_event(room: ReceiverRoom) -> ReceiverEvent | None:
+        """See RoomRules."""
+        if room.state is ReceiverState.RESERVED and room.writers:
+            return ReceiverEvent.WRITERS_KNOWN
+        if room.awaits_writers and not room.active and (room.shut or room.clean):
+            return ReceiverEvent.DRAINED
+        return ReceiverEvent.RELEASE if room.released else None
+
+    def entered(self, room: ReceiverRoom) -> None:
+        """See RoomRules."""
+        now_s, limits = self.clock(), self.pages.settings.limits
+        if room.state not in {ReceiverState.RESERVED, ReceiverState.OFFERED}:
+            room.begin_by_s = None
+        match room.state:
+            case ReceiverState.RESERVED:
+                room.wait_until(now_s + limits.handshake_s, "timeouts.handshake_s")
+            case ReceiverState.OFFERED:
+                room.wait_until(now_s + limits.room_s, "timeouts.room_s")
+            case ReceiverState.VERIFYING:
+                room.wait_until(now_s + limits.verify_s, "timeouts.verify_s")
+            case ReceiverState.COMMITTED:
+                self._committed(room, now_s)
+                room.wait_until(now_s + limits.claim_s, "timeouts.claim_s")
+            case ReceiverState.CLAIMED:
+                pass  # The other engines of the node still have what is left of `claim_s`.
+            case _ if room.awaits_writers or room.awaits_readers:
+                room.wait_until(now_s + limits.drain_s, "timeouts.drain_s")
+                self.pages.expect_free(room)
+            case _:
+                room.wait_until(None)
+        if room.over and room.claimed_s:
+            self.facts.phases_ended(room, {"claim_to_release": now_s - room.claimed_s})
+
+    def _committed(self, room: ReceiverRoom, now_s: float) -> None:
+        room.committed_s = now_s
+        room.phases_s["offer_to_commit"] = now_s - room.offered_s
+        room.phases_s["admit_to_commit"] = now_s - room.created_s
+        own_s = {phase: seconds for phase, seconds in room.phases_s.items() if phase in PHASES[Role.DECODE]}
+        self.facts.phases_ended(room, own_s)
+
+    def act(self, room: ReceiverRoom, action: StrEnum) -> None:
+        """See RoomRules."""
+        match action:
+            case ReceiverAction.OFFER:
+                self._offer(room)
+            case ReceiverAction.TELL_ABORT:
+                self._tell_abort(room)
+            case ReceiverAction.VERIFY:
+                self._verify(room)
+            case ReceiverAction.REJECT:
+                self._reject(room)
+            case ReceiverAction.HOLD:
+                self.pages.hold(room)
+            case ReceiverAction.FREE:
+                self.pages.give_back(room)
+                room.forget_details()
+                self.facts.rooms.ended(room)
+            case ReceiverAction.TELL_ENGINE:
+                self.facts.tell_engine(room)
+
+    def _offer(self, room: ReceiverRoom) -> None:
+        self.pages.lease(room)
+        room.offered_s = self.clock()
+        room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
+        if self.pages.settings.digest is not DigestKind.NONE:
+            room.verification = Verification(
+                self.pages.settings.geometry,
+                self.ports.workers.manifests(),
+                prompt_tokens=room.prompt_tokens,
+                prefix_tokens=room.prefix_tokens,
+            )
+        offer = Offer(
+            room=room.room,
+            generation=room.generation,
+            prompt_tokens=room.prompt_tokens,
+            prefix_tokens=room.prefix_tokens,
+            tables=to_wire(room.tables),
+            digest=self.pages.settings.digest,
+        )
+        for peer in room.writers:
+            self.ports.nodes.send(peer, offer)
+
+    def _tell_abort(self, room: ReceiverRoom) -> None:
+        abort = Abort(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)
+        for writer in room.active:
+            self.ports.nodes.send(writer.node.peer, abort)
+
+    def _reject(self, room: ReceiverRoom) -> None:
+        failed = Failed(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)
+        for writer in room.writers.values():
+            if not writer.gone:
+                self.ports.nodes.send(writer.node.peer, failed)
+
+    def _verify(self, room: ReceiverRoom) -> None:
+        assert room.verification is not None, "ARRIVED is raised for rooms with digests only"
+        for rank, order in room.verification.orders(room.room, room.generation, room.tables):
+            self.ports.workers.send(rank, order)
+
+    def at_rest(self, room: ReceiverRoom) -> None:
+        """Shut writers out that give no proof themselves."""
+        if not room.awaits_writers or room.active:
+            return
+        unclean = next(writer for writer in room.writers.values() if not writer.clean)
+        name = unclean.node.name
+        why = f"prefill node {name} is gone ({unclean.gone})" if unclean.gone else f"prefill node {name} has failed"
+        why += ", and what it has sent may still arrive until every endpoint that it knows has been revoked"
+        self.pages.quarantine(room, Quarantine.WRITER_SHUT_OUT, why)
+        self.ports.fence.ask(room.owner)
+
+    def late(self, driver: RoomDriver[ReceiverRoom], room: ReceiverRoom, limit: str) -> None:
+        """The pages of a room that is being stopped and is still used stay away from everybody, and that shows.
+
+        Writers that do not answer are shut out, which is the proof that they do not give; for engines there is none.
+        """
+        if room.awaits_readers:
+            self.pages.quarantine_used(room, limit)
+        elif room.awaits_writers:
+            for writer in room.active:
+                writer.gone = f"it did not answer an abort, limit: {limit}"
+            driver.advance(room)
+        elif room.state is ReceiverState.CLAIMED:
+            self._stop_expecting(room, limit)
+            driver.advance(room)
+        elif limit == room.begin_limit and room.state is ReceiverState.OFFERED:
+            pass  # The prefill nodes know whether an engine has begun, and say Failed if none has.
+        else:
+            driver.miss(room, limit)
+
+    @staticmethod
+    def _stop_expecting(room: ReceiverRoom, limit: str) -> None:
+        """Engines that never claimed a room do not read it: it need not wait for them."""
+        absent = room.expected_by - room.claimed_by
+        if absent:
+            log.warning("room_not_claimed_by_all", room=room.room, engines=sorted(absent), limit=limit)
+        room.expected_by.clear()

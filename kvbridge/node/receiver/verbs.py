@@ -1,0 +1,119 @@
+"""The verbs of decode engines: provide, claim, extend, release.
+
+Owns: what an engine may say about a room of a decode node, and in which order it makes sense. Must not know: sockets, what a
+transition leads to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import ConflictError, InvalidInputError, RoomFailedError
+from kvbridge.core.geometry.pages import tables_cover
+from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.ids import IndexSpace
+from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
+from kvbridge.core.wire.engine_messages import Claim, Extend, Pages, Provide, Release
+from kvbridge.node.driver import RoomDriver
+from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.receiver.peers import RoomWriters
+from kvbridge.node.receiver.room import BEFORE_COMMIT, ReceiverRoom, user_state
+from kvbridge.node.room_book import RoomBook
+from kvbridge.node.room_pages import RoomPages
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverVerbs:
+    """Called from the event loop's thread only."""
+
+    rooms: RoomBook[ReceiverRoom]
+    driver: RoomDriver[ReceiverRoom]
+    pages: RoomPages
+    writers: RoomWriters
+    clock: Clock
+
+    def provide(self, _engine: AttachedEngine, message: Provide) -> None:
+        """Adopted pools: the engine names the device pages of a room that wanted them, and what they hold already."""
+        room, tables = self.rooms.get(message.room), tables_from_wire(message.tables)
+        if not self.pages.settings.adopted:
+            raise ConflictError("this node owns its pools: pages are not provided by the engine")
+        if room.state is not ReceiverState.AWAITING_PAGES:
+            raise ConflictError(f"room {room.room} does not wait for pages (state '{user_state(room)}')")
+        if IndexSpace.HOST in tables:
+            raise InvalidInputError("host pages belong to the daemon; provide device spaces only")
+        self._check_prefix(message.prefix_tokens, room.prompt_tokens)
+        together = room.tables | tables
+        tables_cover(together, self.pages.settings.geometry, tokens=room.prompt_tokens, host=self.pages.settings.host)
+        self.pages.adopt(room, tables)
+        room.prefix_tokens = message.prefix_tokens
+        self.driver.advance(room, ReceiverEvent.PAGES)
+        self.writers.find(room)
+
+    def _check_prefix(self, prefix_tokens: int, prompt_tokens: int) -> None:
+        page = self.pages.settings.geometry.tokens_per_page
+        if prefix_tokens > prompt_tokens or prefix_tokens % page:
+            raise InvalidInputError(
+                f"prefix_tokens must be a multiple of {page} and at most prompt_tokens ({prompt_tokens}), "
+                f"got {prefix_tokens}"
+            )
+        if prefix_tokens and self.pages.settings.host:
+            raise InvalidInputError(
+                f"{', '.join(sorted(self.pages.settings.host))} of the room lies in this node's host pool, in pages that hold "
+                f"nothing of the prompt yet: prefix_tokens must be 0 here, got {prefix_tokens}"
+            )
+
+    def claim(self, engine: AttachedEngine, message: Claim) -> Pages:
+        """An engine takes a committed room. Raises RoomFailedError with the first cause when it will never be."""
+        room_id = message.room
+        room = self.rooms.get(room_id)
+        if any(engine.name in earlier.users for earlier in self.rooms.attempts(room_id)[:-1]):
+            raise ConflictError(
+                f"an earlier attempt at room {room_id} is still claimed by this engine; release it first"
+            )
+        if room.state not in {ReceiverState.COMMITTED, ReceiverState.CLAIMED}:
+            if room.state in BEFORE_COMMIT:
+                raise ConflictError(f"room {room_id} is not committed yet (state '{user_state(room)}')")
+            raise RoomFailedError(f"room {room_id} is over ({user_state(room)}): {room.reason or 'released'}")
+        if engine.name in room.claimed_by:
+            raise ConflictError(f"room {room_id} was already claimed by this engine")
+        if room.state is ReceiverState.COMMITTED:
+            room.expected_by = set(self.driver.facts.engines.serving())
+            room.claimed_s = self.clock()
+            room.phases_s["commit_to_claim"] = room.claimed_s - room.committed_s
+            ended_s = {
+                "commit_to_claim": room.claimed_s - room.committed_s,
+                "admit_to_claim": room.claimed_s - room.created_s,
+            }
+            self.driver.facts.phases_ended(room, ended_s)
+        room.claimed_by.add(engine.name)
+        self.driver.advance(room, ReceiverEvent.CLAIM)
+        if room.expected_by <= room.claimed_by:
+            room.wait_until(None)  # nobody is waited for any more: the engines use it
+        told = {"metadata": room.metadata, "amounts": room.amounts, "phases_s": room.phases_s}
+        return self.driver.facts.pages(message.call, room).model_copy(update=told)
+
+    def _held(self, engine: AttachedEngine, room_id: int) -> ReceiverRoom:
+        """Return the room that an engine has claimed and not released. Raises ConflictError when it has not."""
+        room = self.rooms.used_by(engine.name, room_id)
+        if engine.name not in room.users:
+            raise ConflictError(f"room {room_id} is not claimed by this engine (state '{user_state(room)}')")
+        return room
+
+    def extend(self, engine: AttachedEngine, message: Extend) -> Pages:
+        """Make room for so many tokens in all and return the tables for that length. Raises CapacityError."""
+        room, tokens = self._held(engine, message.room), message.tokens
+        if room.state is not ReceiverState.CLAIMED:
+            raise ConflictError(f"room {room.room} is to end and cannot grow: {room.reason}; release it")
+        if tokens < room.prompt_tokens:
+            raise InvalidInputError(
+                f"room {room.room} cannot shrink to {tokens} tokens, its prompt has {room.prompt_tokens}"
+            )
+        if tokens > room.reserved_tokens:
+            self.pages.grow(room, tokens)
+            room.reserved_tokens = tokens
+        return self.driver.facts.pages(message.call, room)
+
+    def release(self, engine: AttachedEngine, message: Release) -> None:
+        """An engine is through with a room. The pages are free once every engine that claimed it, or is to, is."""
+        self.driver.let_go(self._held(engine, message.room), engine.name)

@@ -1,0 +1,138 @@
+"""The pages of a node's rooms: how many a room needs, who may touch them, and when they go back.
+
+Owns: every change to what the page book keeps for a room. Must not know: which side it is on, messages, what a fact leads to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbridge.config.timeouts import DaemonTimeouts
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.pages import pages_needed
+from kvbridge.core.geometry.tables import check_demand, joined_tables, request_tables
+from kvbridge.core.ids import IndexSpace, Tables
+from kvbridge.core.plan.digests import DigestKind
+from kvbridge.node.room import Quarantine, Room
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.telemetry.events import EventStream, RoomQuarantined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomSettings:
+    """What is the same for all rooms of a node."""
+
+    geometry: ModelGeometry
+    limits: DaemonTimeouts
+    adopted: bool = False
+    """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
+    host: frozenset[ComponentKind] = frozenset()
+    """Decode: the components that live in the host pool."""
+    digest: DigestKind = DigestKind.NONE
+    """Decode: what writers are asked to compute, our ranks compute once everything has arrived, and a room commits by."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoomPages:
+    """Called from the event loop's thread only."""
+
+    book: PageBook
+    settings: RoomSettings
+    events: EventStream
+    always: frozenset[IndexSpace] = field(default_factory=frozenset)
+    """Spaces of which every room takes a page, where this node gives them out."""
+
+    def needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
+        """Pages to give out for `tokens` tokens. Raises InvalidInputError when the pools are too small for them ever to be free."""
+        settings = self.settings
+        needed = pages_needed(settings.geometry, tokens=tokens, prompt_tokens=prompt_tokens, host=settings.host)
+        check_demand(needed)
+        self.book.require_possible(needed)
+        if settings.adopted:
+            needed = {space: count for space, count in needed.items() if space is IndexSpace.HOST}
+        for space in self.always.intersection(self.book.owned_spaces()):
+            needed.setdefault(space, 1)
+        return needed
+
+    def reserve(self, room: Room[Any], demand: dict[IndexSpace, int]) -> None:
+        """Give a room its pages, all or nothing. Raises CapacityError."""
+        ids = self.book.reserve(room.owner, demand, state=PageState.HELD)
+        room.tables = request_tables(self.settings.geometry, ids, prompt_tokens=room.prompt_tokens)
+
+    def grow(self, room: Room[Any], tokens: int) -> None:
+        """Give a room what it lacks for `tokens` tokens, all or nothing. Raises CapacityError."""
+        held = {space: len(table) for space, table in room.tables.items()}
+        demand = self.needed(tokens, room.prompt_tokens)
+        lacking = {space: count - held.get(space, 0) for space, count in demand.items() if count > held.get(space, 0)}
+        more = request_tables(
+            self.settings.geometry, self.book.grow(room.owner, lacking), prompt_tokens=room.prompt_tokens
+        )
+        room.tables = joined_tables(room.tables, more)
+
+    def adopt(self, room: Room[Any], tables: Tables) -> None:
+        """Book the pages that an engine names for a room."""
+        self.book.adopt(room.owner, {space: table.ids for space, table in tables.items()})
+        room.tables = room.tables | tables
+
+    def lease(self, room: Room[Any]) -> None:
+        """Transfers touch the pages from now on."""
+        self.book.move(room.owner, PageState.HELD, PageState.LEASED)
+
+    def hold(self, room: Room[Any]) -> None:
+        """The lease has ended by proof: the pages belong to the room alone."""
+        self.book.move(room.owner, PageState.LEASED, PageState.HELD)
+
+    def expect_free(self, room: Room[Any]) -> None:
+        """The room is being stopped: its pages, if it has any, are coming back."""
+        if room.owner in self.book:
+            self.book.expect_free(room.owner)
+
+    def give_back(self, room: Room[Any]) -> None:
+        """Free the pages of a room, given proof that nobody touches them any more; harmless when it has none."""
+        owner, room.quarantine = room.owner, None
+        match self.book.state(owner):
+            case PageState.LEASED:
+                self.hold(room)
+                self.book.free(owner)
+            case PageState.HELD:
+                self.book.free(owner)
+            case PageState.QUARANTINED:
+                # A room's reasons begin with its name, so they are nobody else's.
+                for reason, owners in self.book.quarantine_reasons().items():
+                    if owners == (owner,):
+                        self.book.release_quarantined(reason)
+            case PageState.FREE:
+                pass
+
+    def quarantine(self, room: Room[Any], cause: Quarantine, why: str) -> None:
+        """Keep the pages of a room from everybody until `give_back`, and say why. Harmless when that was said before."""
+        if room.owner not in self.book or room.quarantine is cause:
+            return
+        room.quarantine = cause
+        self.book.quarantine(room.owner, f"{room.owner}: {why}")
+        self.events.emit(RoomQuarantined(**room.identity, cause=cause, reason=why))
+
+    def await_process(self, room: Room[Any], engine: str, *, followed: bool) -> None:
+        """Note that only the end of an engine's process proves that it uses no page any more: its connection has ended.
+
+        `followed`: that end will be seen. Otherwise the pages are quarantined at once, since nobody will say when they are free.
+        """
+        room.departed.add(engine)
+        if not followed:
+            why = (
+                f"engine {engine} has left without letting go of it, and the end of its process cannot be seen from here (it is "
+                "in another pid namespace); when you know that it has ended, restart this daemon to have the pages back"
+            )
+            self.quarantine(room, Quarantine.ENGINE_ALIVE, why)
+
+    def quarantine_used(self, room: Room[Any], limit: str) -> None:
+        """Keep pages that engines have not let go of in time from everybody, and say whether they could."""
+        departed = sorted(room.users & room.departed)
+        if departed:
+            why = f"engines {', '.join(departed)} have left, and their processes have not ended (limit: {limit}); end them"
+            self.quarantine(room, Quarantine.ENGINE_ALIVE, why)
+        else:
+            why = f"engines {', '.join(sorted(room.users))} have not let go of it (limit: {limit})"
+            self.quarantine(room, Quarantine.NOT_RELEASED, why)

@@ -1,0 +1,109 @@
+"""What engines publish on a prefill node, and what rank workers are told to send of it.
+
+Owns: the numbers of orders. Must not know: the table, sockets.
+"""
+
+from __future__ import annotations
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.ids import Rank
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.session.sender import SenderState
+from kvbridge.core.wire.engine_messages import Publish
+from kvbridge.core.wire.messages import to_wire
+from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
+from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.room_book import RoomBook
+from kvbridge.node.room_pages import RoomPages
+from kvbridge.node.sender.room import SenderPorts, SenderRoom
+from kvbridge.telemetry.events import OrderBegan, OrderEnded
+
+
+class Orders:
+    """The orders of all rooms. Called from the event loop's thread only."""
+
+    def __init__(self, ports: SenderPorts, rooms: RoomBook[SenderRoom], pages: RoomPages, clock: Clock) -> None:
+        self._rooms = rooms
+        self._ports = ports
+        self._pages = pages
+        self._clock = clock
+        self._last = 0
+
+    def open(self, room: SenderRoom) -> None:
+        """Tell the workers both ends, once both are known, and order what has been published."""
+        if room.state is not SenderState.SENDING or not room.tables:
+            return
+        if not room.open_ranks:
+            opening = OpenRoom(
+                room=room.room,
+                generation=room.generation,
+                peer=room.peer,
+                prompt_tokens=room.prompt_tokens,
+                prefix_tokens=room.prefix_tokens,
+                source=to_wire(room.tables),
+                destination=room.destination,
+                digest=room.digest,
+            )
+            self._pages.lease(room)
+            for rank, work in room.ranks.items():
+                self._ports.workers.send(rank, opening)
+                work.open = True
+        self.flush(room)
+
+    def publish(self, engine: AttachedEngine, message: Publish) -> None:
+        """An engine has made tokens final on its ranks. See RankProgress.publish for what is refused."""
+        room = self._rooms.used_by(engine.name, message.room)
+        room.require_alive()
+        room.require_begun(engine.name, engine.ranks)
+        upto_token, layers = message.upto_token, message.layers
+        chosen = {rank: room.ranks[rank].own_layers(layers) for rank in engine.ranks}
+        unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen.values())))
+        if unknown:
+            raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
+        for rank in engine.ranks:
+            room.ranks[rank].progress.check(upto_token, chosen[rank])
+        for rank in engine.ranks:
+            room.ranks[rank].progress.publish(upto_token, chosen[rank])
+            room.ranks[rank].note_point(message.after.get(str(rank)))
+        self.flush(room)
+
+    def flush(self, room: SenderRoom) -> None:
+        """Order what has been published and not been ordered yet."""
+        if room.state is not SenderState.SENDING or not room.open_ranks:
+            return
+        for rank, work in room.ranks.items():
+            sections = work.progress.next_sections(room.prefix_tokens)
+            after = tuple(work.after)
+            if sections:  # else a later order waits for them
+                work.after.clear()
+            for section in sections:
+                self._last += 1
+                transport = self._ports.nodes.transport(room.peer, rank)
+                work.order_began(self._last, transport, self._clock())
+                work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
+                order = Send(room=room.room, generation=room.generation, order=self._last, section=section, after=after)
+                self._ports.events.emit(OrderBegan(**room.identity, rank=rank, order=self._last, transport=transport))
+                self._ports.workers.send(rank, order)
+
+    def ended(self, room: SenderRoom, rank: Rank, order: int, amounts: Amounts) -> bool:
+        """A worker has ended an order, in which it has sent `amounts`; whether it was under way."""
+        transport = room.ranks[rank].order_ended(order, self._clock())
+        if transport is None:
+            return False
+        self._ports.events.emit(
+            OrderEnded(**room.identity, rank=rank, order=order, transport=transport, amounts=amounts)
+        )
+        return True
+
+    def close(self, room: SenderRoom) -> None:
+        """Tell the workers to stop."""
+        for rank in room.open_ranks:
+            self._ports.workers.send(rank, CloseRoom(room=room.room, generation=room.generation))
+
+    def closed(self, room: SenderRoom, rank: Rank) -> None:
+        """Nothing of the room is in flight on a rank, whose worker has proved it or has ended."""
+        work = room.ranks[rank]
+        for order in tuple(work.outstanding):
+            self.ended(room, rank, order, {})
+        work.open = False

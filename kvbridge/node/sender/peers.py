@@ -1,0 +1,121 @@
+"""What decode nodes say about the rooms of a prefill node.
+
+Owns: whether it is believed, and what it means for a room. Must not know: sockets, addresses, what a transition leads to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import BridgeError, ConflictError, PeerError, StaleError, UnknownRoomError
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.session.sender import SenderEvent, SenderState
+from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Offer
+from kvbridge.node.driver import RoomDriver
+from kvbridge.node.handshake.decode_nodes import DecodeNodes
+from kvbridge.node.room_book import RoomBook
+from kvbridge.node.sender.offers import EarlyOffers, check_offer
+from kvbridge.node.sender.room import SenderRoom, user_state
+from kvbridge.node.sender.workers import SenderWorkers
+from kvbridge.telemetry.events import RoomRejected
+
+
+@dataclass(frozen=True, slots=True)
+class SenderPeers:
+    """Called from the event loop's thread only."""
+
+    rooms: RoomBook[SenderRoom]
+    driver: RoomDriver[SenderRoom]
+    workers: SenderWorkers
+    nodes: DecodeNodes
+    early: EarlyOffers
+    geometry: ModelGeometry
+    clock: Clock
+
+    def offer(self, peer: str, offer: Offer) -> None:
+        """A decode node names the destination of a room, perhaps before the room is admitted here."""
+        room = self.rooms.find(offer.room, offer.generation)
+        if room is not None:
+            self._take_offer(room, peer, offer)
+            return
+        newest = self.rooms.newest_generation(offer.room)
+        if offer.generation < newest:
+            stale = f"generation {offer.generation} of the room is older than {newest}, which prefill works on"
+            self._refuse_offer(peer, offer, StaleError.code, stale)
+            return
+        turned_away = self.early.put(peer, offer)
+        if turned_away is not None:
+            self._refuse_offer(
+                turned_away.peer,
+                turned_away.offer,
+                UnknownRoomError.code,
+                "the room is not admitted on the prefill side, and another offer has taken this one's place",
+            )
+
+    def _take_offer(self, room: SenderRoom, peer: str, offer: Offer) -> None:
+        if room.peer == peer:
+            # Sent again, or a second thought: neither may end what the first offer began.
+            self.driver.facts.refuse_message(peer, offer, "duplicate_offer")
+            return
+        if room.state is not SenderState.ADMITTED:
+            why = room.reason or f"the room is already {user_state(room)} on the prefill side"
+            self._refuse_offer(peer, offer, room.reason_code or ConflictError.code, why)
+            return
+        try:
+            check_offer(offer, self.geometry, prompt_tokens=room.prompt_tokens)
+        except BridgeError as error:
+            self._refuse_offer(peer, offer, error.code, str(error))
+            self.driver.fail(room, error.code, str(error))
+            return
+        room.peer, room.destination, room.offered_s = peer, offer.tables, self.clock()
+        room.peers = (self.nodes.name(peer),)
+        room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
+        room.phases_s["admit_to_offer_received"] = room.offered_s - room.created_s
+        self.driver.advance(room, SenderEvent.OFFER)
+        self.workers.settle(room)
+
+    def _refuse_offer(self, peer: str, offer: Offer, code: str, message: str) -> None:
+        """Nothing was ever written for this offer, nor will be: saying so at once is the truth."""
+        self.driver.facts.refuse_message(peer, offer, code)
+        text = message[:REASON_CHARS]
+        self.nodes.send(peer, Failed(room=offer.room, generation=offer.generation, code=code, message=text))
+        self.nodes.send(peer, Drained(room=offer.room, generation=offer.generation))
+
+    def abort(self, peer: str, message: Abort) -> None:
+        """The decode side wants a room stopped. Always answered with Drained, at once or when it is quiet."""
+        self.early.withdraw(peer, message.room, message.generation)
+        room = self.rooms.find(message.room, message.generation)
+        if room is None or room.peer != peer:
+            # We do not write to this peer's pages of the room, and its offer, if any, is withdrawn. An Abort follows
+            # its Offer on one ordered link, so a room that has taken no offer of this peer is not its to end.
+            self.nodes.send(peer, Drained(room=message.room, generation=message.generation))
+            return
+        self.driver.stop(room, f"by the decode side: {message.message}", message.code)
+
+    def failed(self, peer: str, message: Failed) -> None:
+        """Everything of a room was sent, and the decode side could not use it: too late to fail, not to say why."""
+        room = self.rooms.find(message.room, message.generation)
+        if room is not None and room.peer == peer and room.state is SenderState.COMPLETED:
+            room.blame(message.code, f"by the decode side: {message.message}")
+            self.driver.facts.events.emit(RoomRejected(**room.identity, code=message.code, reason=room.reason))
+
+    def peer_gone(self, peer: str, reason: str) -> None:
+        """A decode node's process has ended, or it is silent: its rooms fail."""
+        self.early.forget_peer(peer)
+        for room in self.rooms:
+            if room.peer == peer:
+                why = f"the decode node is gone: {reason}"
+                self.driver.fail(room, PeerError.code, why)
+
+    def admitted(self, room: SenderRoom) -> None:
+        """A room is there: its offer may have come before."""
+        early = self.early.take(room.room, room.generation)
+        if early is not None:
+            self._take_offer(room, early.peer, early.offer)
+
+    def tick(self) -> None:
+        """Refuse offers whose rooms are not admitted in time."""
+        for late in self.early.expired():
+            why = "the room was never admitted on the prefill side (limit: timeouts.early_offer_s)"
+            self._refuse_offer(late.peer, late.offer, UnknownRoomError.code, why)

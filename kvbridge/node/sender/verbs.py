@@ -1,0 +1,129 @@
+"""The verbs of prefill engines: begin, finish, release (`orders` has publish).
+
+Owns: what an engine may say about a room of a prefill node, and in which order it makes sense. Must not know: sockets, how bytes
+move, what a transition leads to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import ConflictError, InvalidInputError
+from kvbridge.core.geometry.pages import tables_cover
+from kvbridge.core.geometry.tables import same_tables, tables_from_wire
+from kvbridge.core.ids import Tables
+from kvbridge.core.wire.engine_messages import Begin, Finish, Pages, Release
+from kvbridge.node.driver import RoomDriver
+from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.room_book import RoomBook
+from kvbridge.node.room_pages import RoomPages
+from kvbridge.node.sender.orders import Orders
+from kvbridge.node.sender.room import SenderRoom
+from kvbridge.node.sender.workers import SenderWorkers
+
+
+@dataclass(frozen=True, slots=True)
+class SenderVerbs:
+    """Called from the event loop's thread only."""
+
+    rooms: RoomBook[SenderRoom]
+    driver: RoomDriver[SenderRoom]
+    pages: RoomPages
+    orders: Orders
+    workers: SenderWorkers
+    clock: Clock
+
+    def begin(self, engine: AttachedEngine, message: Begin) -> Pages:
+        """An engine starts to compute a room on its ranks. Raises ConflictError on a second begin.
+
+        With that it has let go of every earlier attempt at the room, unless a GPU writes for it (`by_gpu`): then it is refused
+        with a ConflictError until it has aborted that.
+        """
+        room = self.rooms.get(message.room)
+        tables = tables_from_wire(message.tables)
+        room.require_alive()
+        if message.prompt_tokens != room.prompt_tokens:
+            raise InvalidInputError(
+                f"room {room.room} was admitted with {room.prompt_tokens} prompt tokens, "
+                f"the engine begins it with {message.prompt_tokens}"
+            )
+        for rank in engine.ranks:
+            if room.ranks[rank].engine:
+                raise ConflictError(
+                    f"room {room.room} was already begun on rank {rank} by engine {room.ranks[rank].engine}"
+                )
+        earlier = [attempt for attempt in self.rooms.attempts(room.room)[:-1] if engine.name in attempt.writing]
+        if earlier and message.by_gpu:
+            raise ConflictError(
+                f"an earlier attempt at room {room.room} (generation {earlier[0].generation}) may still be written by this "
+                "engine's GPU; abort it first"
+            )
+        self._take_tables(room, tables)
+        for attempt in earlier:
+            self.driver.let_go(attempt, engine.name)
+        for rank in engine.ranks:
+            room.ranks[rank].engine = engine.name
+        if not self.pages.settings.adopted:
+            room.writing.add(engine.name)
+        room.phases_s.setdefault("admit_to_begin", self.clock() - room.created_s)
+        room.begin_by_s = None
+        self.driver.facts.show(room)
+        self.orders.open(room)
+        return self.driver.facts.pages(message.call, room)
+
+    def _take_tables(self, room: SenderRoom, tables: Tables) -> None:
+        if not self.pages.settings.adopted:
+            if tables:
+                raise InvalidInputError("this node owns its pools: `begin` takes no page tables, it returns them")
+            return
+        if room.tables:
+            if not same_tables(room.tables, tables):
+                raise ConflictError(
+                    f"room {room.room} was begun with other page tables on another rank; all ranks name the same pages"
+                )
+            return
+        tables_cover(tables, self.pages.settings.geometry, tokens=room.prompt_tokens)
+        self.pages.adopt(room, tables)
+
+    def finish(self, engine: AttachedEngine, message: Finish) -> None:
+        """An engine has published everything; it does not write the room's pages any more.
+
+        `by_gpu`: its GPU may still, until everything that was published has been sent, or until `release`.
+        Raises ConflictError when it has not published everything, or when the room is over (the pages are let go of
+        all the same).
+        """
+        room = self.rooms.used_by(engine.name, message.room)
+        if room.over or room.stopping:
+            if not message.by_gpu:
+                self.driver.let_go(room, engine.name)
+            room.require_alive()
+        room.require_begun(engine.name, engine.ranks)
+        for rank in engine.ranks:
+            work = room.ranks[rank]
+            if work.finished:
+                raise ConflictError(f"room {room.room} was already finished on rank {rank}")
+            if not work.progress.complete:
+                raise ConflictError(
+                    f"room {room.room} cannot finish: rank {rank} has published {work.progress.published_tokens} "
+                    f"of {room.prompt_tokens} tokens"
+                )
+        for rank in engine.ranks:
+            room.ranks[rank].finished = True
+            room.ranks[rank].metadata = message.metadata
+        if not message.by_gpu:
+            self.driver.let_go(room, engine.name)
+        self.workers.settle(room)
+
+    def release(self, engine: AttachedEngine, message: Release) -> None:
+        """The GPU of an engine is through with an attempt that it has finished. Harmless when that is over and forgotten.
+
+        Raises ConflictError for one that it has yet to finish.
+        """
+        room = self.rooms.find(message.room, message.generation)
+        if room is None:
+            return
+        unfinished = any(work.engine == engine.name and not work.finished for work in room.ranks.values())
+        if unfinished and not (room.over or room.stopping):
+            raise ConflictError(f"room {room.room} is not finished by this engine; finish or abort it")
+        self.driver.let_go(room, engine.name)

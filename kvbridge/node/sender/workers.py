@@ -1,0 +1,126 @@
+"""What the rank workers of a prefill node say about its rooms.
+
+Owns: what it means for a room, and when a rank is done. Must not know: processes, what workers are told (`orders`), what a
+transition leads to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.core.ids import Rank
+from kvbridge.core.plan.digest_sums import DigestSums
+from kvbridge.core.plan.operations import add_amounts
+from kvbridge.core.session.sender import SenderState
+from kvbridge.core.wire.messages import Digests, Done
+from kvbridge.core.wire.worker_messages import Digested, RoomClosed, Sent
+from kvbridge.node.driver import WORKER_GONE, RoomDriver
+from kvbridge.node.handshake.decode_nodes import DecodeNodes
+from kvbridge.node.room import Quarantine, slowest
+from kvbridge.node.room_book import RoomBook
+from kvbridge.node.room_pages import RoomPages
+from kvbridge.node.sender.orders import Orders
+from kvbridge.node.sender.room import RankWork, SenderRoom
+
+
+@dataclass(frozen=True, slots=True)
+class SenderWorkers:
+    """Called from the event loop's thread only."""
+
+    rooms: RoomBook[SenderRoom]
+    driver: RoomDriver[SenderRoom]
+    pages: RoomPages
+    orders: Orders
+    nodes: DecodeNodes
+    clock: Clock
+
+    def settle(self, room: SenderRoom) -> None:
+        """Say Done for every rank that has nothing left to do; when all have, the room is complete."""
+        if room.state is not SenderState.SENDING or not room.open_ranks:
+            return
+        for rank, work in room.ranks.items():
+            if not work.finished or work.done or work.outstanding:
+                continue
+            work.done = True
+            room.amounts = add_amounts(room.amounts, work.amounts)
+            slowest(room.phases_s, work.phases_s)
+            done = Done(
+                room=room.room,
+                generation=room.generation,
+                writer=rank,
+                amounts=work.amounts,
+                phases_s=work.phases_s,
+                metadata=work.metadata,
+                digest_parts=self._tell_digests(room, rank, work),
+                transport=work.transport,
+                under_way_ago_s=work.under_way_ago_s(self.clock()),
+            )
+            self.nodes.send(room.peer, done)
+        self.driver.advance(room)
+
+    def _tell_digests(self, room: SenderRoom, rank: Rank, work: RankWork) -> int:
+        """Say what a rank has sent, ahead of its Done; returns in how many parts."""
+        parts = list(work.digests.parts()) if work.digests is not None else []
+        for number, part in enumerate(parts):
+            message = Digests(room=room.room, generation=room.generation, writer=rank, part=number, digests=part)
+            self.nodes.send(room.peer, message)
+        return len(parts)
+
+    def _rank_work(self, message: Digested | Sent | RoomClosed) -> tuple[SenderRoom | None, RankWork | None]:
+        """What a worker speaks of, unless that is forgotten."""
+        room = self.rooms.find(message.room, message.generation)
+        return room, None if room is None else room.ranks.get(message.rank)
+
+    def digested(self, message: Digested) -> None:
+        """A worker has computed digests over what an order sends."""
+        room, work = self._rank_work(message)
+        if room is None or work is None or message.order not in work.outstanding:
+            return
+        if work.digests is None:
+            prompt, prefix = room.prompt_tokens, room.prefix_tokens
+            work.digests = DigestSums.of_room(self.pages.settings.geometry, prompt_tokens=prompt, prefix_tokens=prefix)
+        try:
+            work.digests.merge(message.digests)
+        except BridgeError as error:
+            self.driver.fail(room, error.code, f"rank {message.rank}: {error}")
+
+    def sent(self, message: Sent) -> None:
+        """A worker ended an order."""
+        room, work = self._rank_work(message)
+        if room is None or work is None:
+            return
+        if not self.orders.ended(room, message.rank, message.order, message.amounts):
+            return
+        room.in_transit = room.in_transit or message.in_transit
+        if message.error_code or not message.quiet:
+            code = message.error_code or TransportError.code
+            self.driver.fail(room, code, f"rank {message.rank}: {message.error}")
+            return
+        work.amounts = add_amounts(work.amounts, message.amounts)
+        for phase, seconds in message.seconds.items():
+            work.phases_s[phase] = work.phases_s.get(phase, 0.0) + seconds
+        self.settle(room)
+
+    def room_closed(self, message: RoomClosed) -> None:
+        """A worker proved that nothing of a room is in flight."""
+        room, work = self._rank_work(message)
+        if room is None or work is None:
+            return
+        if not message.quiet:
+            self.pages.quarantine(room, Quarantine.NOT_QUIET, f"rank {message.rank}: {message.reason}")
+            return
+        self.orders.closed(room, message.rank)
+        self.driver.advance(room)
+
+    def gone(self, rank: Rank, reason: str) -> None:
+        """A rank worker's process ended, and with it everything that it had in flight."""
+        for room in self.rooms:
+            work = room.ranks.get(rank)
+            if work is None:
+                continue
+            room.in_transit = room.in_transit or bool(work.outstanding)
+            self.orders.closed(room, rank)
+            why = f"rank worker {rank} of the prefill node died: {reason}"
+            self.driver.fail(room, WORKER_GONE, why)
