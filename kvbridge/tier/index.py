@@ -293,9 +293,7 @@ class PrefixIndex:
             raise IntegrityError(f"{verb}: {len(records)} records from {records[0]} on are no path of {self!r}")
         return True
 
-    def _require_arrays(
-        self, count: int, pages: Mapping[IndexSpace, PageIdArray], digests: DigestArray | None
-    ) -> None:
+    def _require_arrays(self, count: int, pages: Mapping[IndexSpace, PageIdArray], digests: DigestArray | None) -> None:
         lengths = {space: len(ids) for space, ids in pages.items()}
         if count < 0 or lengths != dict.fromkeys(self.spaces, count):
             raise InvalidInputError(f"{count} keys need so many pages of each of {list(self.spaces)}, got {lengths}")

@@ -122,6 +122,7 @@ class PrefixCache:
             raise ConflictError(
                 f"{owner}: pages from {start} on cannot be kept, it reads {len(reader.path)} pages so far"
             )
+        self._book.cache(owner, {})  # refuses what is not held before the index takes anything
         if not np.array_equal(self._index.match(keys, at_most=start), reader.path):
             return 0
         inserted = self._index.insert(keys, start, pages, now=self._clock(), digests=digests)

@@ -254,7 +254,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         given = {space: np.array(has.table[space][: stop - start], dtype=np.int32) for space in GROWING}
         before = self.match(prompt)
         dropped = before[:start] != has.path
-        legal = dropped or (has.owns and has.state is HELD)
+        legal = has.owns and has.state is HELD
         found = self.call(legal, self.cache.keep, owner, keys_of(prompt), start, given)
         if found is None or dropped:
             assert not found

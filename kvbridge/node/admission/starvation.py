@@ -60,7 +60,9 @@ class Starvation:
 
     def _describe_space(self, space: IndexSpace) -> str:
         states = self._book.counts()[space]
-        names = {state: str(state) for state in states if state is not PageState.FREE} | {PageState.CACHED: "cached and read"}
+        names = {state: str(state) for state in states if state is not PageState.FREE} | {
+            PageState.CACHED: "cached and read"
+        }
         used = ", ".join(f"{states[state]} {name}" for state, name in names.items() if states[state])
         return f"space '{space}' has no available page of {sum(states.values())} ({used})"
 

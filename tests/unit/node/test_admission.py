@@ -207,7 +207,7 @@ async def test_who_waits_too_long_is_refused_with_the_limit(made):
     bench.now(1, 6)
     error = await refused("capacity", await bench.waits(2, 4, wait_s=0.01))
     assert "0.01 s (limit: the request's wait_s" in str(error)
-    assert "4 of 'full' (2 free)" in str(error)
+    assert "4 of 'full' (2 available)" in str(error)
     assert error.lacking == {FULL: 2}
     assert bench.events.refusals == {"wait_timeout": 1}
     assert bench.events.waits[0][0] == "timeout"
