@@ -75,16 +75,16 @@ class RoomPages:
         )
         room.tables = joined_tables(room.tables, more)
 
-    def adopt(self, room: Room[Any], tables: Tables, *, cached_tokens: int) -> None:
+    def adopt(self, room: Room[Any], tables: Tables, *, cached_tokens: int, written_by_peers: bool) -> None:
         """Book the pages that an engine names for a room.
 
         Those that hold none but the prompt's first `cached_tokens` tokens, which are in the engine's own prefix cache, the room
-        only reads, and others may have them as well.
+        only reads, and others may have them as well. `written_by_peers`: see PageBook.adopt.
         """
         whole = cached_tokens // self.settings.geometry.tokens_per_page
         shared = {space: table.ids[:whole] for space, table in tables.items() if space in _GROWING}
         own = {space: table.ids[len(shared.get(space, ())) :] for space, table in tables.items()}
-        self.book.adopt(room.owner, own, shared=shared)
+        self.book.adopt(room.owner, own, shared=shared, written_by_peers=written_by_peers)
         room.tables = room.tables | tables
 
     def lease(self, room: Room[Any]) -> None:

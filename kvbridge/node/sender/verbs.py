@@ -92,7 +92,7 @@ class SenderVerbs:
                 )
             return
         tables_cover(tables, self.pages.settings.geometry, tokens=room.prompt_tokens)
-        self.pages.adopt(room, tables, cached_tokens=computed_tokens)
+        self.pages.adopt(room, tables, cached_tokens=computed_tokens, written_by_peers=False)
         room.computed_tokens = computed_tokens
 
     def finish(self, engine: AttachedEngine, message: Finish) -> None:

@@ -94,21 +94,22 @@ class PageBook:
         pages: Mapping[IndexSpace, npt.ArrayLike],
         *,
         shared: Mapping[IndexSpace, npt.ArrayLike] | None = None,
-        state: PageState = PageState.HELD,
+        written_by_peers: bool = False,
     ) -> Pages:
         """Note down pages of adopted spaces that the engine gives to an owner, all or nothing; returns `pages` as they are kept.
 
-        A new owner gets them in `state`; one that has pages already gets them in the state of those. `shared` are pages that
-        the owner only reads, since the engine's own prefix cache has written them: other owners may have them too, whether they
-        wrote them or read them as well, and nobody may write them until the last of their readers is gone.
+        A new owner holds them; one that has pages already gets them in the state of those. `shared` are pages that the owner
+        only reads, since they are in the engine's own prefix cache: other owners may have them too, whether they wrote them or
+        read them as well, and nobody may write them until the last of their readers is gone. `written_by_peers`: leases here are
+        for writing, so nothing of a page is final before its lease has ended by proof.
 
         Raises PageOutOfBoundsError, InvalidInputError for an id named twice, and ConflictError for one of `pages` that another
-        owner has.
+        owner has, or one of `shared` that a peer may still write.
         """
         if owner in self._holdings:
             self._holdings.growable(owner)
         else:
-            self._require_new(owner, state)
+            self._require_new(owner, _H)
         written = {space: self._space(space, AdoptedSpace).check(ids) for space, ids in pages.items()}
         read = {space: self._space(space, AdoptedSpace).check(ids) for space, ids in (shared or {}).items()}
         for space in written.keys() & read.keys():
@@ -121,7 +122,14 @@ class PageBook:
                     f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {others}; the engine must not give it "
                     "away before that is over, and what its own prefix cache holds for several it has to name as their prefix"
                 )
-        self._holdings.open(owner, state)
+        for space, ids in read.items() if written_by_peers else ():
+            writer = self._holdings.in_transfer(space, self._space(space, AdoptedSpace).written(ids))
+            if writer is not None:
+                raise ConflictError(
+                    f"{owner}: pages of adopted space '{space}' that are to be its prefix are {self.state(writer)}, a peer may "
+                    f"still write them for {writer}; the engine must not take them for a prefix before that is committed"
+                )
+        self._holdings.open(owner, _H)
         holding = self._holdings.of(owner)
         for space, ids in read.items():
             before = holding.shared.get(space, ids[:0])
@@ -270,8 +278,7 @@ class PageBook:
 
     def cached_pages(self) -> Pages:
         """Every cached page of the spaces whose pages are given out here."""
-        owned = ((space, account) for space, account in self._spaces.items() if isinstance(account, OwnedSpace))
-        return {space: account.cached_ids() for space, account in owned}
+        return {space: self._space(space, OwnedSpace).cached_ids() for space in self.owned_spaces()}
 
     def owned_spaces(self) -> tuple[IndexSpace, ...]:
         """Spaces whose pages are given out here."""
@@ -351,8 +358,8 @@ class PageBook:
 
     def _make_free(self, owner: Owner, demand: Mapping[IndexSpace, int]) -> None:
         """Evict what `demand` needs beyond the free pages, or raise CapacityError and evict nothing."""
-        short = {space: count - self._spaces[space].free for space, count in demand.items()}
-        short = {space: count for space, count in short.items() if count > 0}
+        free = {space: account.free for space, account in self._spaces.items()}
+        short = {space: count - free[space] for space, count in demand.items() if count > free[space]}
         if not short:
             return
         evictable = self._evictable()

@@ -122,6 +122,13 @@ class Holdings:
             if page in holding.pages.get(space, ()) or page in holding.shared.get(space, ())
         ]
 
+    def in_transfer(self, space: IndexSpace, ids: PageIdArray) -> Owner | None:
+        """An owner of one of `ids` whose pages a transfer may touch, if there is one."""
+        if not len(ids):
+            return None
+        touched = (owner for owner, holding in self._of.items() if holding.state is not PageState.HELD)
+        return next((owner for owner in touched if np.isin(ids, self._of[owner].pages.get(space, ids[:0])).any()), None)
+
     def arrays(self, space: IndexSpace) -> tuple[list[PageIdArray], list[PageIdArray]]:
         """The pages of a space that owners have, and those that they only read, one array an owner."""
         of = self._of.values()

@@ -104,6 +104,10 @@ class AdoptedSpace:
         """Those of `ids` that have a writer or readers, so that nobody else may write them."""
         return ids[self._is_written[ids] | (self._readers[ids] > 0)]
 
+    def written(self, ids: PageIdArray) -> PageIdArray:
+        """Those of `ids` that a room writes, or has written and not let go of."""
+        return ids[self._is_written[ids]]
+
     def mark(self, ids: PageIdArray) -> None:
         """Note that a room writes these pages; they were checked before."""
         self._is_written[ids] = True

@@ -779,6 +779,8 @@ def test_rooms_may_have_the_pages_of_a_common_prefix_and_only_the_rest_is_leased
         admit(bench, room=room)
     bench.verbs.provide(1, tables(4, 5), prefix_tokens=PAGE)
     bench.verbs.provide(2, tables(4, 6), prefix_tokens=PAGE)
+    with pytest.raises(ConflictError, match="are leased, a peer may still write them for room 1 generation 1"):
+        bench.verbs.provide(3, tables(5, 7), prefix_tokens=PAGE)
     with pytest.raises(ConflictError, match="page 4 .* belongs to room 1 generation 1 and room 2 generation 1"):
         bench.verbs.provide(3, tables(4, 7))
     with pytest.raises(ConflictError, match="page 6 .* belongs to room 2 generation 1;"):

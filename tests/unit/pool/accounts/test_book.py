@@ -242,7 +242,8 @@ def test_adopted_pages_join_those_that_the_owner_has(adopting):
     assert adopting.pages(A)[FULL].dtype == np.int32
     adopting.move(A, HELD, LEASED)
     assert adopting.counts()[FULL] == {FREE: 13, HELD: 0, LEASED: 3, QUARANTINED: 0, CACHED: 0}
-    adopting.adopt(B, {FULL: [3]}, state=LEASED)
+    adopting.adopt(B, {FULL: [3]})
+    adopting.move(B, HELD, LEASED)
     assert adopting.counts()[FULL][LEASED] == 4
     adopting.move(A, LEASED, HELD)
     assert adopting.free(A) == 6
@@ -286,7 +287,8 @@ def test_owned_and_adopted_spaces_are_not_mixed_up(adopting):
 
 
 def test_an_adopted_quarantine_keeps_the_engines_pages(adopting):
-    adopting.adopt(A, {FULL: [1]}, state=LEASED)
+    adopting.adopt(A, {FULL: [1]})
+    adopting.move(A, HELD, LEASED)
     adopting.quarantine(A, "worker")
     with pytest.raises(ConflictError, match="quarantined"):
         adopting.adopt(A, {FULL: [2]})
@@ -315,7 +317,8 @@ def test_integrity_check_finds_what_is_wrong(spoil):
 
 
 def test_a_page_may_be_read_by_several_rooms_while_one_writes_it_or_none(adopting):
-    adopting.adopt(A, {FULL: [1, 2, 3]}, state=LEASED)
+    adopting.adopt(A, {FULL: [1, 2, 3]})
+    adopting.move(A, HELD, LEASED)
     adopting.adopt(B, {FULL: [4]}, shared={FULL: [1, 2, 9]})
     assert adopting.pages(B)[FULL].tolist() == [4]
     assert adopting.counts()[FULL] == {FREE: 11, HELD: 1, LEASED: 3, QUARANTINED: 0, CACHED: 1}
@@ -341,6 +344,22 @@ def test_what_others_read_is_nobodys_to_write(adopting):
     adopting.adopt(C, {FULL: [1]})
     adopting.free(B)
     adopting.adopt(C, {FULL: [2]})
+
+
+@pytest.mark.parametrize("end", ["committed", "quarantined"])
+def test_what_a_peer_may_still_write_is_nobodys_prefix(adopting, end):
+    adopting.adopt(A, {FULL: [1, 2]})
+    adopting.move(A, HELD, LEASED)
+    if end == "quarantined":
+        adopting.quarantine(A, "a writer that may still write")
+    with pytest.raises(ConflictError, match="may still write them for room 7 generation 1"):
+        adopting.adopt(B, {FULL: [3]}, shared={FULL: [2]}, written_by_peers=True)
+    assert B not in adopting
+    if end == "committed":
+        adopting.move(A, LEASED, HELD)
+    else:
+        adopting.release_quarantined("a writer that may still write")
+    adopting.adopt(B, {FULL: [3]}, shared={FULL: [2]}, written_by_peers=True)
 
 
 def test_a_room_in_quarantine_keeps_what_it_reads(adopting):
