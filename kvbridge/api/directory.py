@@ -11,6 +11,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from kvbridge.api.examples import REGISTRATION
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId, examples
@@ -49,7 +50,7 @@ Reasons = Annotated[tuple[Annotated[str, Field(max_length=2_000)], ...], Field(m
 class NodeRegistration(FrozenModel):
     """One daemon's entry in the directory. What a later release adds to it is ignored."""
 
-    model_config = examples(additionalProperties=True)
+    model_config = examples(REGISTRATION, additionalProperties=True)
 
     instance: Name
     node: Name

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from pydantic import BaseModel
 
 from kvbridge.api.directory import InstanceView
+from kvbridge.api.examples import BOOTSTRAP_STATUS, DECODE_STATUS, PREFILL_STATUS
 from kvbridge.core.ids import FrozenModel, IndexSpace, Role, examples
 from kvbridge.pool.accounts.page_states import PageState
 
@@ -170,6 +171,8 @@ class TrafficStatus(FrozenModel):
 class NodeStatus(FrozenModel):
     """A prefill or decode daemon."""
 
+    model_config = examples(PREFILL_STATUS, DECODE_STATUS)
+
     role: Role
     instance: str
     node: str
@@ -198,7 +201,7 @@ class NodeStatus(FrozenModel):
     """The oldest first."""
     traffic: dict[str, TrafficStatus]
     """By the peer's incarnation."""
-    fence: FenceStatus | None
+    fence: FenceStatus | None = None
     """Null on a prefill node, to which nobody writes."""
 
 
@@ -212,6 +215,8 @@ class StoreStatus(FrozenModel):
 
 class BootstrapStatus(FrozenModel):
     """A bootstrap daemon."""
+
+    model_config = examples(BOOTSTRAP_STATUS)
 
     role: str = "bootstrap"
     incarnation: str
@@ -244,3 +249,6 @@ class StatusPort(Protocol[StatusT_co]):
 
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         """A request was answered, or its caller left before."""
+
+    def traceparent_ignored(self) -> None:
+        """A request had a `traceparent` that names no trace."""

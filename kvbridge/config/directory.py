@@ -38,7 +38,7 @@ class DirectoryConfig(FrozenModel):
     redis_url: SecretStr | None = None
     """redis://HOST:PORT/DB, rediss:// for TLS (?ssl_ca_certs=FILE), or unix:///PATH. Never shown: it may hold a password."""
     redis_password_file: Path | None = None
-    """File whose first line is Redis's password."""
+    """File whose first line is Redis's password; new connections show what is there then."""
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=100)] = "kvbridge"
     """What all keys in Redis begin with; one for each cluster of kvbridge."""
 

@@ -1,4 +1,4 @@
-"""Settings of what listens and of what is called: control socket, HTTP, bootstrap, logs.
+"""Settings of what listens and of what is called: control socket, HTTP, bootstrap, logs, traces.
 
 Owns: those sections and the relations inside each. Must not know: sockets, keys' contents.
 """
@@ -38,9 +38,10 @@ class CurveConfig(FrozenModel):
     """Keys of the control sockets. All empty: no encryption and no authentication."""
 
     secret_key_file: Path | None = None
-    """File with our CURVE secret key, 40 characters of Z85, mode 0600; `kvbridge keys generate` makes one."""
+    """File with our CURVE secret key, 40 characters of Z85, mode 0600; `kvbridge keys generate` makes one. Read again when it
+    has changed."""
     public_key: CurveKey | None = None
-    """Our public key; null: derived from the secret key."""
+    """Our public key; null: derived from the secret key, as it has to be for a secret key that is changed."""
     allowed_public_keys: tuple[AllowedKey, ...] = ()
     """Public keys of peers, each alone or as "KEY INSTANCE"; our own pair's needs no entry. On a prefill node: who may
     connect. On a decode node: whom it lets write its memory; empty: whichever node a request names."""
@@ -223,10 +224,28 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
+class TracesConfig(FrozenModel):
+    """OpenTelemetry traces, which the extra `traces` is needed for."""
+
+    endpoint: Annotated[str, Field(pattern=r"^(|https?://[^/\s@?#]+(/[^\s?#]*)?)$", max_length=500)] = ""
+    """Where spans are sent, by OTLP over HTTP: http://HOST:4318 of a collector, where they go to /v1/traces, or a URL with another
+    path. Empty: nothing is traced here; what callers trace keeps its ids."""
+    sampled_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
+    """Share of the requests that are traced, of those whose caller has sent no `traceparent`; the others are as that says."""
+    headers_file: Path | None = None
+    """File of headers that the collector asks for, a line `Name: value` each; read again when it changes."""
+
+    @property
+    def url(self) -> str:
+        """The endpoint with its path."""
+        return self.endpoint if urlsplit(self.endpoint).path.strip("/") else f"{self.endpoint.rstrip('/')}/v1/traces"
+
+
 class TelemetryConfig(FrozenModel):
-    """Logs."""
+    """Logs and traces."""
 
     log_level: LogLevel = LogLevel.INFO
     """The least important record that is written: `debug`, `info`, `warning` or `error`."""
     log_format: LogFormat = LogFormat.AUTO
     """`console`, `json`, or `auto`: `console` on a terminal, `json` otherwise."""
+    traces: TracesConfig = TracesConfig()

@@ -46,6 +46,10 @@ class ConnectionLimit:
             self._cut(descriptor)
             self._on_refused()
 
+    def all_gone(self) -> None:
+        """Take note that the address was taken away, which ends every connection without an event."""
+        self._open.clear()
+
     def close(self) -> None:
         """Give up the descriptors held in reserve."""
         self._copy.close()

@@ -107,6 +107,8 @@ class Link:
         self.route = b""
         self.user = ""
         """The CURVE public key that the peer proved to own, empty without keys."""
+        self.other_user = ""
+        """Another key that the peer said is its own: the one that it is about to take, then the former one."""
         self.heard_at_s = -math.inf
         self.cut_at_s = math.inf
         """Since when no frame could be handed to a connection; infinity while that is possible, as far as we know."""
@@ -162,6 +164,10 @@ class Link:
         self._hand_on(ready)
         self._owe()
 
+    def probe(self) -> bytes:
+        """Return a frame that says nothing: a server answers one that comes a new way."""
+        return self._frame(0, b"")
+
     def retry(self) -> None:
         """The way to the peer is new: let it know, and send again at once what is unacknowledged."""
         if self.peer:
@@ -212,17 +218,19 @@ class Link:
             self._transmit(sequence, packed.body)
         self._arm()
 
-    def _transmit(self, sequence: int, body: bytes) -> None:
-        shared = self._shared
+    def _frame(self, sequence: int, body: bytes) -> bytes:
         envelope: Envelope[PeerMessage] = Envelope(
-            sender=shared.incarnation,
+            sender=self._shared.incarnation,
             recipient=self.peer,
             link=self.number,
             sequence=sequence,
             floor=self._outbox.floor,
             acks=self._inbox.acks(),
         )
-        if shared.put(self, shared.codec.encode(envelope, body)):
+        return self._shared.codec.encode(envelope, body)
+
+    def _transmit(self, sequence: int, body: bytes) -> None:
+        if self._shared.put(self, self._frame(sequence, body)):
             self.cut_at_s = math.inf
         else:
             self.cut_at_s = min(self.cut_at_s, monotonic())

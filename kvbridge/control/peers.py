@@ -15,11 +15,13 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from contextvars import Context
+from dataclasses import dataclass, replace
 
 import zmq
 
 from kvbridge.control.authentication import ZAP_DOMAIN, Authenticator, Gate, user_of
+from kvbridge.control.client_connection import ClientConnection, ConnectionCallbacks
 from kvbridge.control.connections import ConnectionLimit
 from kvbridge.control.envelopes import EnvelopeSocket
 from kvbridge.control.keys import CurveKeys, check_key
@@ -29,22 +31,18 @@ from kvbridge.control.monitor import (
     DISCONNECTED,
     HANDSHAKE_FAILED,
     HANDSHAKE_FAILED_AUTH,
-    HANDSHAKE_SUCCEEDED,
 )
-from kvbridge.control.sockets import SocketContext
+from kvbridge.control.sockets import SocketContext, set_limits
 from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.clock import monotonic
-from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError
+from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, UnauthorizedError
 from kvbridge.core.wire.codec import Envelope
 from kvbridge.core.wire.messages import PeerMessage
 
 MAX_PEERS = 4_096
 """Peers that a server knows at once."""
 _FLUSH_POLL_S = 0.005
-_ZMTP_PING_MS = 5_000
-_ZMTP_TIMEOUT_MS = 15_000
-_RECONNECT_FIRST_MS = 50
-_RECONNECT_MOST_MS = 2_000
+_LISTEN_AGAIN_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class PeerServer:
                 raw.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
                 raw.setsockopt(zmq.CURVE_SERVER, 1)
                 raw.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-            _set_limits(raw, shared.settings, endpoint)
+            set_limits(raw, endpoint, handshake_s=shared.settings.handshake_s)
             self._connections = ConnectionLimit(shared.settings.max_connections, self._on_too_many)
             opened.callback(self._connections.close)
             self._socket = EnvelopeSocket(
@@ -139,6 +137,32 @@ class PeerServer:
         link = self._links.pop(peer, None)
         if link is not None:
             link.close()
+
+    def announces(self, peer: str, key: str) -> None:
+        """A known peer says that a key is its own too, as one that changes its key does. Raises UnauthorizedError."""
+        link = self.link(peer)
+        if key == link.user:
+            return
+        if not self.gate.allows(key):
+            raise UnauthorizedError(
+                f"{peer} is about to take the key {key}, which is not in the list of allowed keys; add it there, or its "
+                "connection goes on with the former one"
+            )
+        link.other_user = key
+
+    def change_keys(self, keys: CurveKeys) -> None:
+        """Listen with other keys from now on. Connections end, and peers that know the new key connect again: links go on."""
+        self._identity = replace(self._identity, keys=keys)
+        self.gate.own = frozenset({keys.public})
+        self._socket.catch_up()
+        self._socket.unbind(self.endpoint)
+        self._connections.all_gone()
+        self._listen_again(keys)
+
+    def _listen_again(self, keys: CurveKeys) -> None:
+        """ZeroMQ gives an address free in a thread of its own, milliseconds after it was told to."""
+        if not self._socket.closed and not self._socket.bind_again(self.endpoint, keys):
+            self._shared.loop.call_later(_LISTEN_AGAIN_S, self._listen_again, keys, context=Context())
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
@@ -187,7 +211,7 @@ class PeerServer:
         if not self.gate.allows(user):
             self._refuse(Refusal.UNAUTHENTICATED, f"the key {user} of {sender} is not allowed any more")
             return None
-        if link is not None and link.user != user:
+        if link is not None and user not in {link.user, link.other_user}:
             self._refuse(Refusal.UNAUTHENTICATED, f"incarnation {sender} belongs to another key than {user}")
             return None
         known = link is not None and envelope.link == link.number
@@ -199,6 +223,8 @@ class PeerServer:
         if link is not None and link.route != route:
             came_back = link.route != b""
             link.route = route
+            if link.user != user:
+                link.user, link.other_user = user, link.user
             if came_back:
                 link.retry()
         return link
@@ -254,28 +280,20 @@ class PeerClient:
         shared = self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
         # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
         self._link = Link(shared, time.monotonic_ns())
-        raw = context.open(zmq.DEALER)
-        raw.setsockopt(zmq.IMMEDIATE, 1)  # Nothing queues for a connection that does not stand: delivery resends.
-        raw.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_FIRST_MS)
-        raw.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
-        _set_limits(raw, shared.settings, endpoint)
-        if identity.keys is not None and server_key:
-            raw.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
-            raw.setsockopt(zmq.CURVE_PUBLICKEY, identity.keys.public.encode())
-            raw.setsockopt(zmq.CURVE_SECRETKEY, identity.keys.secret.encode())
-        self._socket = EnvelopeSocket(
-            raw,
-            shared.codec,
-            self._on_envelope,
-            on_refused=self._refuse,
-            on_event=self._on_handshake,
-            events=HANDSHAKE_FAILED | HANDSHAKE_SUCCEEDED,
+        self.connection = ClientConnection(
+            context,
+            endpoint,
+            keys=identity.keys,
+            server_key=server_key,
+            handshake_s=shared.settings.handshake_s,
+            callbacks=ConnectionCallbacks(
+                on_envelope=self._on_envelope,
+                on_stands=self._on_stands,
+                on_refused=self._refuse,
+                on_handshake_failed=self._on_handshake_failed,
+                probe=lambda: self._link.probe() if self._link.peer else b"",
+            ),
         )
-        try:
-            self._socket.connect(endpoint)
-        except ConfigError:
-            self._socket.close()
-            raise
 
     def __repr__(self) -> str:
         return f"<PeerClient to {self._endpoint}: {self._link!r}>"
@@ -298,7 +316,7 @@ class PeerClient:
     def close(self) -> None:
         """Close the connection. Nothing is reported undelivered any more."""
         self._link.drop()
-        self._socket.close()
+        self.connection.close()
 
     def _check(self, server_key: str) -> None:
         endpoint = self._endpoint
@@ -312,15 +330,15 @@ class PeerClient:
             self._identity.require_keys(endpoint, "connect to")
 
     def _put(self, _link: Link, frame: bytes) -> bool:
-        return self._socket.send(frame)
+        return self.connection.send(frame)
 
     def _refuse(self, kind: str, detail: str) -> None:
         self._callbacks.on_refused(kind, f"{detail} (server {self._endpoint})")
 
-    def _on_handshake(self, event: int, _value: int) -> None:
-        if event == HANDSHAKE_SUCCEEDED:
-            self._link.retry()
-            return
+    def _on_stands(self) -> None:
+        self._link.retry()
+
+    def _on_handshake_failed(self) -> None:
         kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
         self._refuse(kind, "the handshake failed: our key is not allowed there, or its public key is another one")
 
@@ -342,14 +360,6 @@ class PeerClient:
             link.close()
             self._callbacks.on_reset(envelope.sender)
         return False
-
-
-def _set_limits(socket: zmq.Socket[bytes], settings: PeerSettings, endpoint: str) -> None:
-    socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(settings.handshake_s * 1_000)))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
-    # Only where it is meant: an IPv6 socket would report an IPv4 address that it was bound to as ::ffff:a.b.c.d.
-    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
 
 
 async def _flush(links: Callable[[], Iterable[Link]], timeout_s: float) -> bool:

@@ -20,6 +20,8 @@ CLOSE_LINGER_MS = 200
 FRAMES_PER_TURN = 128
 TURN_S = 0.02
 """After so many frames, or so long, a socket lets the rest of the loop run before it goes on."""
+_ZMTP_PING_MS = 5_000
+_ZMTP_TIMEOUT_MS = 15_000
 
 # As plain numbers: whatever is done with ZeroMQ's own enumerations is done by Python, several times for each frame.
 _READABLE = int(zmq.POLLIN)
@@ -27,6 +29,15 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _MORE_FOLLOWS = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 Parts = list[zmq.Frame]
+
+
+def set_limits(socket: zmq.Socket[bytes], endpoint: str, *, handshake_s: float) -> None:
+    """Set what connections between nodes have to keep to, before `socket` is bound or connected."""
+    socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(handshake_s * 1_000)))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
+    # Only where it is meant: an IPv6 socket would report an IPv4 address that it was bound to as ::ffff:a.b.c.d.
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
 
 
 class SocketContext:

@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-ERROR_OF_CODE: dict[str, type[BridgeError]] = {}
-"""Every stable code with its class."""
-
 
 class BridgeError(Exception):
     """Base of all deliberate errors. `code` is stable; `http_status` is what an HTTP API answers with.
@@ -28,12 +25,19 @@ class BridgeError(Exception):
         super().__init_subclass__()
         if code:
             cls.code = code
-            ERROR_OF_CODE[code] = cls
         if http_status:
             cls.http_status = http_status
 
 
-ERROR_OF_CODE[BridgeError.code] = BridgeError
+def errors_by_code() -> dict[str, type[BridgeError]]:
+    """Return every stable code with its class, of all modules that were imported."""
+    found: dict[str, type[BridgeError]] = {}
+    kinds = [BridgeError]
+    for kind in kinds:
+        if "code" in vars(kind):
+            found[kind.code] = kind
+        kinds += kind.__subclasses__()
+    return found
 
 
 class InvalidInputError(BridgeError, ValueError, code="invalid_input", http_status=400):

@@ -115,6 +115,7 @@ class Announcer:
         self._pause_s = min(pause_s, interval_s)
         self._told = Load()
         self._registered = False
+        self._outdated = False
         self._left = False
         self._calling = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -150,6 +151,11 @@ class Announcer:
                 await asyncio.wait_for(self._changed.wait(), self._interval_s - self._pause_s)
             self._changed.clear()
 
+    def register_again(self) -> None:
+        """What the registration says has changed: tell the directory at once."""
+        self._outdated = True
+        self._changed.set()
+
     def changed(self) -> None:
         """The daemon became ready, or stopped being it: do not wait for the next interval."""
         self._changed.set()
@@ -171,7 +177,8 @@ class Announcer:
     async def _beat(self) -> None:
         entry = self._registration()
         try:
-            if not self._registered:
+            if self._outdated or not self._registered:
+                self._outdated = False
                 await self._client.register(entry)
                 self._registered = True
                 log.info("registered", url=self._client.base_url)
@@ -181,6 +188,11 @@ class Announcer:
             self.problem = self.refusal = ""
             self._failures = 0
         except NotFoundError as error:
+            if not self._registered:
+                self._replaced = False
+                self._refused(f"{self._client.base_url} is no bootstrap (bootstrap.url): {error}", error.code)
+                self._ask_another()
+                return
             self._registered = False  # the directory is new, or forgot us
             self._report(str(error), error.code)
             self._changed.set()

@@ -36,6 +36,7 @@ from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.live_view import bootstrap_snapshot
 from kvbridge.daemon.secret_files import SecretFiles
+from kvbridge.daemon.traces import Traces
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.feed import Feed
@@ -44,6 +45,7 @@ from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.telemetry.events import Fact, PairingEnded
 from kvbridge.telemetry.metrics import BUILD, HEARTBEAT_AGE, INSTANCES, PAIRING_DURATION, PAIRINGS, READY, ROOMS
 from kvbridge.telemetry.registry import Metrics, library_versions
 
@@ -86,12 +88,13 @@ class BootstrapDaemon:
         )
         self._daemons = DaemonClient(token=token.current, timeout_s=timeouts.reserve_s)
         token.on_change = self._daemons.use_token
-        self._store = open_store(config, self.metrics)
+        self._store = open_store(config, self.metrics, self._secrets)
         self.directory = Directory(self._store, self._daemons, probe_s=timeouts.probe_s)
         self.pairing = PairingService(
             self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
         )
-        self.pairing.watch(self._paired)
+        self.pairing.events.add_reader(self._read)
+        self._traces = Traces()
         self._overview = _Overview()
         self._told = ToldReadiness()
         self._feed = Feed(lambda: bootstrap_snapshot(self.status()))
@@ -107,6 +110,14 @@ class BootstrapDaemon:
     async def start(self) -> None:
         """Open the endpoint. A store that is away does not keep it shut: `/ready` gives the reason."""
         await self._look()
+        self._traces.open(
+            self.config.telemetry.traces,
+            timeout_s=self.config.timeouts.trace_export_s,
+            names={"role": "bootstrap", "incarnation": self.incarnation},
+            metrics=self.metrics,
+            secrets=self._secrets,
+        )
+        self._traces.read(self.pairing.events)
         self._http = await open_http(
             self.config.http, self._app, self._secrets, shutdown_s=self.config.timeouts.shutdown_s / 2
         )
@@ -130,6 +141,7 @@ class BootstrapDaemon:
             pairing=self.pairing,
             status=self,
             settings=settings,
+            begin_trace=self._traces.begin,
         )
         app.include_router(events_router(self._feed))
         return app
@@ -159,6 +171,7 @@ class BootstrapDaemon:
             await self._http.stop()
         await self._daemons.close()
         await self._store.close()
+        await self._traces.close(self.config.timeouts.shutdown_s / 5)
         if self._endpoint_dir is not None:
             remove_endpoint(self._endpoint_dir, self.incarnation)
 
@@ -167,6 +180,7 @@ class BootstrapDaemon:
             await asyncio.sleep(OVERVIEW_S)
             await self._look()
             self._told.look(self.readiness())
+            self._traces.look()
 
     async def _look(self) -> None:
         """Forget what has expired and take the overview; a store that cannot be asked is part of it."""
@@ -211,6 +225,10 @@ class BootstrapDaemon:
         """See StatusPort."""
         self.metrics.answered(route, method, code, seconds)
 
+    def traceparent_ignored(self) -> None:
+        """See StatusPort."""
+        self.metrics.traceparent_ignored()
+
     def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
         """Set what is only known now, and return the metrics page in an accepted form, and its content type."""
         rooms, listing = self._overview.rooms, self._overview.listing
@@ -224,9 +242,10 @@ class BootstrapDaemon:
         self.metrics.assign(READY, self.readiness().ready)
         return self.metrics.render(accept)
 
-    def _paired(self, outcome: str, seconds: float) -> None:
-        self.metrics.count(PAIRINGS, outcome)
-        self.metrics.observe(PAIRING_DURATION, seconds, outcome)
+    def _read(self, _now_s: float, fact: Fact) -> None:
+        if isinstance(fact, PairingEnded):
+            self.metrics.count(PAIRINGS, fact.outcome)
+            self.metrics.observe(PAIRING_DURATION, fact.seconds, fact.outcome)
 
 
 def _state_of(instance: InstanceView) -> str:
@@ -235,7 +254,7 @@ def _state_of(instance: InstanceView) -> str:
     return "ready" if instance.ready else "not_ready"
 
 
-def open_store(config: BootstrapConfig, observer: StoreObserver) -> Store:
+def open_store(config: BootstrapConfig, observer: StoreObserver, files: SecretFiles) -> Store:
     """Return the store that the configuration names. Raises ConfigError when it cannot be used here."""
     directory, timeouts = config.directory, config.timeouts
     rooms = RoomTimes(
@@ -252,9 +271,11 @@ def open_store(config: BootstrapConfig, observer: StoreObserver) -> Store:
         raise ConfigError(
             f"directory.store is redis, which needs the package {error.name}: install kvbridge[redis]"
         ) from error
+    key, file = "directory.redis_password_file", directory.redis_password_file
+    password = files.add(key, (file,), lambda: read_secret(None, file, key=key))
     settings = RedisSettings(
         url=directory.redis_url.get_secret_value().strip(),
-        password=read_secret(None, directory.redis_password_file, key="directory.redis_password_file"),
+        password=lambda: password.current,
         namespace=directory.namespace,
         timeout_s=timeouts.store_s,
     )

@@ -5,9 +5,12 @@ Owns: which parts it has, in which order they are made, and what a message of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import FenceStatus, PrefillNodeStatus
 from kvbridge.config.schema import DecodeConfig
+from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.digests import DigestKind
@@ -103,6 +106,10 @@ class PrefillPeers:
         """See Peers: a decode node listens to nobody, it connects to the prefill nodes of its rooms."""
         self._links.start(identity)
 
+    def change_keys(self, keys: CurveKeys, _told: Callable[[PeerAddress], None]) -> None:
+        """See Peers."""
+        self._links.change_keys(keys)
+
     async def close(self, timeout_s: float) -> None:
         """See Peers."""
         await self._links.stop(timeout_s)
@@ -111,8 +118,7 @@ class PrefillPeers:
         """See Peers: and look for prefill nodes whose key is not accepted any more."""
         for address, reason in dict(self._links.lost() + self._links.barred()).items():
             self._nodes.lost(address, reason)
-        for address in self._nodes.addresses():
-            self._links.send(address, Heartbeat())
+        self._links.heartbeats()
 
     def tick(self) -> None:
         """See Peers."""
@@ -167,7 +173,7 @@ class PrefillPeers:
             case Drained():
                 self._rooms.peers.drained(peer, message)
             case Heartbeat():
-                pass
+                self._nodes.goes_on_with(address, message.public_key)
             case _:
                 text = f"{message.type} from {peer}: a decode daemon does not take it"
                 self._events.frame_refused("wrong_direction", text)

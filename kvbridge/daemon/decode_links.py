@@ -5,12 +5,15 @@ Owns: the socket, the list of allowed keys, heartbeats. Must not know: what a me
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import PrefillConfig
+from kvbridge.control.keys import CurveKeys
 from kvbridge.control.link import PeerCallbacks
 from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.errors import BridgeError
@@ -20,6 +23,18 @@ from kvbridge.daemon.peer_setup import peer_settings, why_lost
 from kvbridge.telemetry.events import EventStream, MessageUndelivered
 
 log = structlog.get_logger(__name__)
+
+TELL_HEARTBEATS = 2
+"""After how many heartbeats decode nodes know of another key."""
+
+
+@dataclass
+class _Changing:
+    """Keys that are to be taken, and how far that has come."""
+
+    keys: CurveKeys
+    told: Callable[[PeerAddress], None]
+    heartbeats: int = 0
 
 
 class DecodeListener(Protocol):
@@ -43,6 +58,8 @@ class DecodeLinks:
         self._events = events
         self._server: PeerServer | None = None
         self._allowed: AllowedPeers
+        self._address = PeerAddress(endpoint="ipc:///")
+        self._changing: _Changing | None = None
         self._listener: DecodeListener
 
     def serve(self, listener: DecodeListener) -> None:
@@ -63,7 +80,46 @@ class DecodeLinks:
         control, keys = self._config.control, identity.keys
         self._server = PeerServer(identity, callbacks, control.bind, settings=peer_settings(self._config))
         endpoint = control.advertised(self._server.endpoint)
-        return PeerAddress(endpoint=endpoint, public_key=keys.public if keys else "")
+        self._address = PeerAddress(endpoint=endpoint, public_key=keys.public if keys else "")
+        return self._address
+
+    def change_keys(self, keys: CurveKeys, told: Callable[[PeerAddress], None]) -> None:
+        """Listen with other keys in a few heartbeats, which tell decode nodes before, so that they come back at once.
+
+        `told(address)` is called one heartbeat before, when all of them know: those that come new wait until we listen.
+        """
+        if self._server is None or keys.public == self._goes_on_with:
+            return
+        self._changing = _Changing(keys, told)
+        self._server.gate.own |= {keys.public}
+        self._heartbeat(self._server)
+
+    @property
+    def _goes_on_with(self) -> str:
+        return self._changing.keys.public if self._changing else self._address.public_key
+
+    def _heartbeat(self, server: PeerServer) -> None:
+        for peer in server.peers:
+            self.send(peer, Heartbeat(public_key=self._goes_on_with))
+
+    def _change(self, server: PeerServer) -> None:
+        """Do what a change of keys has come to by this heartbeat."""
+        change = self._changing
+        if change is None:
+            return
+        change.heartbeats += 1
+        if change.heartbeats == TELL_HEARTBEATS:
+            self._address = self._address.model_copy(update={"public_key": change.keys.public})
+            change.told(self._address)
+        elif change.heartbeats > TELL_HEARTBEATS:
+            self._changing = None
+            server.change_keys(change.keys)
+            log.info("curve_key_changed", public_key=change.keys.public)
+
+    def announces(self, peer: str, key: str) -> None:
+        """A connected peer says that a key is its own too. Raises UnauthorizedError for one that is not allowed."""
+        if self._server is not None:
+            self._server.announces(peer, key)
 
     def names_of(self, key: str) -> frozenset[str]:
         """The instances that the holder of a key may speak for; empty: any."""
@@ -95,8 +151,8 @@ class DecodeLinks:
             lost = why_lost(self._config.timeouts, server.link(peer))
             if lost:
                 self._lose(peer, lost)
-            else:
-                self.send(peer, Heartbeat())
+        self._heartbeat(server)
+        self._change(server)
 
     def silent_s(self, peer: str) -> float:
         """Seconds since a decode node was heard of; 0 for one that is not connected."""

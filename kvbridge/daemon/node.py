@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import structlog
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.loading import read_secret
+from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint, write_endpoint
@@ -32,6 +33,7 @@ from kvbridge.daemon.node_status import NodeOverview, ShownPeers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
 from kvbridge.daemon.secret_files import SecretFiles
+from kvbridge.daemon.traces import Traces
 from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.feed import Feed
@@ -43,13 +45,14 @@ from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.telemetry.spans import PARTS
 
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.05
 """How often deadlines are looked at."""
-CLOSING_PARTS = 8
-"""`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, rank workers four, peers one."""
+CLOSING_PARTS = 9
+"""`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, rank workers four, peers one, spans one."""
 
 
 class Peers(ShownPeers, Protocol):
@@ -57,6 +60,9 @@ class Peers(ShownPeers, Protocol):
 
     def open(self, identity: PeerIdentity) -> PeerAddress | None:
         """Open the ways to peers; returns the address to tell others, of a role that listens."""
+
+    def change_keys(self, keys: CurveKeys, told: Callable[[PeerAddress], None]) -> None:
+        """Go over to other keys, links and all. `told`: by a role that listens, with its address from then on."""
 
     async def close(self, timeout_s: float) -> None:
         """Let the last messages out and close the ways to peers. Harmless when closed."""
@@ -88,6 +94,7 @@ class NodeDaemon:
         self._obstacles_told: list[str] = []
         self._told = ToldReadiness()
         self._secrets = SecretFiles()
+        self._traces = Traces()
 
     # ------------------------------------------------------------------ from start to end
 
@@ -96,6 +103,7 @@ class NodeDaemon:
         parts, config = self.parts, self.parts.config
         self._broken = asyncio.get_running_loop().create_future()
         require_memory_directory(config, parts.layout)
+        self._open_traces()
         group = None if config.runtime_group is None else group_number(config.runtime_group)
         prepare_runtime_directory(config.runtime_dir, group)
         parts.worker_host.open(parts.identity.incarnation)
@@ -142,6 +150,7 @@ class NodeDaemon:
         """
         parts = self.parts
         async with AsyncExitStack() as last_first:
+            last_first.push_async_callback(self._traces.close, self._closing_part_s)
             last_first.callback(parts.memory.close)
             last_first.callback(remove_endpoint, parts.config.runtime_dir, parts.identity.incarnation)
             last_first.callback(parts.engine_socket.close)
@@ -189,6 +198,7 @@ class NodeDaemon:
             self.peers.tick()
             self.parts.worker_host.watch()
             self.parts.lines.look()
+            self._traces.look()
             if not self.admission.closed:
                 self._told.look(self.overview.readiness())
             self._look_for_announcements()
@@ -198,11 +208,25 @@ class NodeDaemon:
 
     # ------------------------------------------------------------------ parts
 
+    def _open_traces(self) -> None:
+        config, identity = self.parts.config, self.parts.identity
+        names = {"instance": identity.instance, "node": identity.node, "incarnation": identity.incarnation}
+        self._traces.open(
+            config.telemetry.traces,
+            timeout_s=config.timeouts.trace_export_s,
+            names={"role": identity.role.value, **names},
+            metrics=self.parts.metrics,
+            secrets=self._secrets,
+        )
+        self._traces.read(self.parts.events, PARTS[identity.role])
+
     def _open_peers(self) -> None:
         config = self.parts.config
-        keys = curve_keys(config.control.curve)
-        identity = PeerIdentity(self.parts.identity.incarnation, keys, insecure=config.insecure)
+        curve = config.control.curve
+        keys = self._secrets.add("control.curve.secret_key_file", (curve.secret_key_file,), lambda: curve_keys(curve))
+        identity = PeerIdentity(self.parts.identity.incarnation, keys.current, insecure=config.insecure)
         self.overview.control = self.peers.open(identity)
+        keys.on_change = lambda fresh: self.peers.change_keys(fresh, self._readdressed) if fresh else None
 
     def _app(self, settings: AppSettings) -> Application:
         app = create_daemon_app(
@@ -211,6 +235,7 @@ class NodeDaemon:
             rooms=self.rooms.book,
             status=self.overview,
             settings=settings,
+            begin_trace=self._traces.begin,
         )
         app.include_router(events_router(self._feed))
         app.include_router(timeline_router(self._live.timeline))
@@ -231,8 +256,15 @@ class NodeDaemon:
 
     # ------------------------------------------------------------------ the directory
 
-    def _announce(self, url: str) -> None:
-        config, identity, control = self.parts.config, self.parts.identity, self.overview.control
+    def _readdressed(self, control: PeerAddress) -> None:
+        self.overview.control = control
+        if self._http is not None:
+            self._write_endpoint(self._http.url)
+        if self.overview.announcer is not None:
+            self.overview.announcer.register_again()
+
+    def _write_endpoint(self, url: str) -> None:
+        identity = self.parts.identity
         endpoint = DaemonEndpoint(
             role=identity.role,
             instance=identity.instance,
@@ -240,9 +272,13 @@ class NodeDaemon:
             incarnation=identity.incarnation,
             pid=os.getpid(),
             http_url=url,
-            control=control,
+            control=self.overview.control,
         )
-        write_endpoint(config.runtime_dir, endpoint)
+        write_endpoint(self.parts.config.runtime_dir, endpoint)
+
+    def _announce(self, url: str) -> None:
+        config, control = self.parts.config, self.overview.control
+        self._write_endpoint(url)
         log.info("daemon_listens", http=url, control=control.endpoint if control else "")
         if not config.bootstrap.url:
             return

@@ -179,6 +179,10 @@ class NodeOverview:
         """See StatusPort."""
         self._parts.metrics.answered(route, method, code, seconds)
 
+    def traceparent_ignored(self) -> None:
+        """See StatusPort."""
+        self._parts.metrics.traceparent_ignored()
+
     def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
         """Set what is only known now, and return the metrics page in an accepted form, and its content type."""
         metrics, rooms, peers = self._parts.metrics, self._rooms.states(), len(self._peers.status())

@@ -5,9 +5,12 @@ Owns: which parts it has, in which order they are made, and what a message of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import DecodeNodeStatus
 from kvbridge.config.schema import PrefillConfig
+from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.errors import BridgeError, NotReadyError
 from kvbridge.core.ids import Rank, Role
@@ -106,6 +109,10 @@ class DecodePeers:
         """See Peers: decode nodes connect here."""
         return self._links.open(identity)
 
+    def change_keys(self, keys: CurveKeys, told: Callable[[PeerAddress], None]) -> None:
+        """See Peers."""
+        self._links.change_keys(keys, told)
+
     async def close(self, timeout_s: float) -> None:
         """See Peers."""
         try:
@@ -182,10 +189,17 @@ class DecodePeers:
             case Failed():
                 self._rooms.peers.failed(peer, message)
             case Heartbeat():
-                pass
+                self._goes_on_with(peer, message.public_key)
             case _:
                 text = f"{message.type} from {peer}: a prefill daemon does not take it"
                 self._events.frame_refused("wrong_direction", text)
+
+    def _goes_on_with(self, peer: str, key: str) -> None:
+        """A decode node says which key it goes on with. Raises UnauthorizedError for one that is not its own to take."""
+        if key and key != self._links.key_of(peer):
+            self._nodes.check_key(peer, key)
+            self._links.announces(peer, key)
+            self._nodes.change_key(peer, key)
 
     def _refuse_unknown(self, peer: str, offer: Offer) -> None:
         """Nobody writes to memory that was never introduced, or whose owner we have given up."""

@@ -9,6 +9,7 @@ it knows, and no other.
 from __future__ import annotations
 
 from contextvars import Context
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -16,16 +17,25 @@ import structlog
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig
+from kvbridge.control.keys import CurveKeys
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity
 from kvbridge.control.sockets import SocketContext
 from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError
-from kvbridge.core.wire.messages import PeerMessage
+from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.peer_setup import peer_settings, why_lost
 from kvbridge.telemetry.events import EventStream
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False)
+class _Opened:
+    """A link, and the address that it is known by: another one once the node has changed its key."""
+
+    address: PeerAddress
+    client: PeerClient = field(init=False)
 
 
 class PrefillListener(Protocol):
@@ -48,10 +58,12 @@ class PrefillLinks:
         self._config = config
         self._events = events
         self._context: SocketContext | None = None
-        self._clients: dict[PeerAddress, PeerClient] = {}
+        self._opened: dict[PeerAddress, _Opened] = {}
         self._identity: PeerIdentity
         self._allowed: AllowedPeers
         self._listener: PrefillListener
+        self._changing = False
+        """Whether a node may still know us by our former key."""
         self.settings = PeerSettings()
 
     def serve(self, listener: PrefillListener) -> None:
@@ -65,12 +77,39 @@ class PrefillLinks:
         self.settings = peer_settings(self._config)
         self._context = SocketContext()
 
+    def change_keys(self, keys: CurveKeys) -> None:
+        """Take other keys: for new links at once, for each that stands when its node accepts them. Harmless when closed."""
+        if self._context is None or keys.public == self._allowed.own:
+            return
+        self._identity = replace(self._identity, keys=keys)
+        self._allowed.own = keys.public
+        self._changing = True
+        for opened in self._opened.values():
+            opened.client.connection.change_keys(keys)
+
+    def heartbeats(self) -> None:
+        """Show that we live, and with which key we go on: a node that knows of it takes a connection with that key."""
+        own = self._allowed.own
+        for address, opened in list(self._opened.items()):
+            self.send(address, Heartbeat(public_key=own))
+            opened.client.connection.ask_again()
+        if self._changing and all(opened.client.connection.own_key == own for opened in self._opened.values()):
+            self._changing = False
+            log.info("curve_key_changed", public_key=own)
+
+    def rename(self, address: PeerAddress, fresh: PeerAddress) -> None:
+        """The node behind an address goes over to another key. Raises UnauthorizedError for one that is not accepted."""
+        self._allowed.check_server(fresh)
+        opened = self._opened[fresh] = self._opened.pop(address)
+        opened.address = fresh
+        opened.client.connection.expect_server_key(fresh.public_key)
+
     def names_of(self, key: str) -> frozenset[str]:
         """The instances that the holder of a key may speak for; empty: any."""
         return self._allowed.names_of(key)
 
     def __contains__(self, address: PeerAddress) -> bool:
-        return address in self._clients
+        return address in self._opened
 
     def open(self, address: PeerAddress) -> None:
         """Connect to a prefill node.
@@ -80,40 +119,42 @@ class PrefillLinks:
         """
         if self._context is None:
             raise NotReadyError("this decode node does not connect to prefill nodes now: it is starting or ending")
-        if len(self._clients) >= self.settings.max_connections:
+        if len(self._opened) >= self.settings.max_connections:
             raise CapacityError(
-                f"this decode node has {len(self._clients)} links to prefill addresses, the most that it opens "
+                f"this decode node has {len(self._opened)} links to prefill addresses, the most that it opens "
                 "(control.max_connections, and a quarter of the descriptors that it may open); those that do not answer are "
                 "closed after timeouts.control_delivery_s. Does a router name wrong addresses?"
             )
         self._allowed.check_server(address)
+        opened = _Opened(address)
         client = partial(
             PeerClient,
             self._identity,
-            self._callbacks(address),
+            self._callbacks(opened),
             address.endpoint,
             server_key=address.public_key,
             context=self._context,
             settings=self.settings,
         )
-        self._clients[address] = Context().run(client)  # what it hears later is not of the request that needed it first
+        opened.client = Context().run(client)  # what it hears later is not of the request that needed it first
+        self._opened[address] = opened
 
-    def _callbacks(self, address: PeerAddress) -> PeerCallbacks:
+    def _callbacks(self, opened: _Opened) -> PeerCallbacks:
         return PeerCallbacks(
-            partial(self._listener.received, address),
-            on_undelivered=lambda _peer, message, age_s: self._listener.undelivered(address, message, age_s),
+            lambda peer, message: self._listener.received(opened.address, peer, message),
+            on_undelivered=lambda _peer, message, age_s: self._listener.undelivered(opened.address, message, age_s),
             on_refused=self._events.frame_refused,
             on_resent=self._events.messages_resent,
-            on_reset=lambda _incarnation: self._listener.restarted(address),
+            on_reset=lambda _incarnation: self._listener.restarted(opened.address),
         )
 
     def send(self, address: PeerAddress, message: PeerMessage) -> None:
         """Queue a message; one that cannot be queued is logged. Dropped where there is no link."""
-        client = self._clients.get(address)
-        if client is None:
+        opened = self._opened.get(address)
+        if opened is None:
             return
         try:
-            client.send(message)
+            opened.client.send(message)
         except BridgeError as error:
             log.warning(
                 "peer_unreachable", peer=address.endpoint, message=message.type, code=error.code, reason=str(error)
@@ -121,28 +162,28 @@ class PrefillLinks:
 
     def close(self, address: PeerAddress) -> None:
         """Close a link; what was not acknowledged is not sent any more. Harmless where there is none."""
-        client = self._clients.pop(address, None)
-        if client is not None:
-            client.close()
+        opened = self._opened.pop(address, None)
+        if opened is not None:
+            opened.client.close()
 
     def silent_s(self, endpoint: str) -> float:
         """Seconds since a prefill node was heard of, the longest when it has several addresses there; 0 for an unknown one."""
-        links = (client.link for address, client in self._clients.items() if address.endpoint == endpoint)
+        links = (opened.client.link for address, opened in self._opened.items() if address.endpoint == endpoint)
         return max((link.silent_s for link in links if link.peer), default=0.0)
 
     def lost(self) -> list[tuple[PeerAddress, str]]:
         """The links that lead nowhere (any more), each with the reason."""
         found = []
-        for address, client in self._clients.items():
-            if client.link.peer:
-                reason = why_lost(self._config.timeouts, client.link)
+        for address, opened in self._opened.items():
+            if opened.client.link.peer:
+                reason = why_lost(self._config.timeouts, opened.client.link)
                 found += [(address, reason)] if reason else []
         return found
 
     def barred(self) -> list[tuple[PeerAddress, str]]:
         """The links to nodes whose key is not accepted any more, each with the reason; looks at the list of keys."""
         found = []
-        for address in self._clients if self._allowed.follow() else ():
+        for address in self._opened if self._allowed.follow() else ():
             try:
                 self._allowed.check_server(address)
             except BridgeError as error:
@@ -151,10 +192,10 @@ class PrefillLinks:
 
     async def stop(self, timeout_s: float) -> None:
         """Let the last messages out and close the links."""
-        for client in self._clients.values():
-            await client.flush(timeout_s / len(self._clients))
-            client.close()
-        self._clients.clear()
+        for opened in self._opened.values():
+            await opened.client.flush(timeout_s / len(self._opened))
+            opened.client.close()
+        self._opened.clear()
         if self._context is not None:
             self._context.close()
             self._context = None

@@ -36,6 +36,8 @@ class DecodeRoom:
     """What each prefill rank's engine gave to `finish`, keyed by `str(rank)`."""
     amounts: Amounts
     phases_s: dict[str, float]
+    traceparent: str = ""
+    """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
 
 
 class DecodeEngine(Engine):
@@ -64,6 +66,7 @@ class DecodeEngine(Engine):
             pages.metadata,
             pages.amounts,
             pages.phases_s,
+            pages.traceparent,
         )
 
     def wait_claim(self, room: int, timeout_s: float) -> DecodeRoom:

@@ -19,7 +19,7 @@ import structlog
 
 from kvbridge.control.addresses import ENGINE_SOCKET
 from kvbridge.control.local import LocalClient
-from kvbridge.core.errors import ERROR_OF_CODE, BridgeError, CapacityError, DeadlineError, ProtocolError
+from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, ProtocolError, errors_by_code
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Answer, Call, Detached, EngineToNode, NodeToEngine, Refused, RoomEvent
 
@@ -38,7 +38,7 @@ class EngineLink:
 
         `timeout_s` bounds every call.
         """
-        path = runtime_dir / ENGINE_SOCKET
+        path = runtime_dir.absolute() / ENGINE_SOCKET
         self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(
             name, path, NODE_TO_ENGINE, ENGINE_TO_NODE, daemon_user=daemon_user
         )
@@ -127,7 +127,7 @@ def _checked(received: Answer, answer: type[AnswerT]) -> AnswerT:
 
 def _as_raised(refused: Refused) -> BridgeError:
     """Turn a refusal back into the error that the node raised."""
-    kind = ERROR_OF_CODE.get(refused.code, BridgeError)
+    kind = errors_by_code().get(refused.code, BridgeError)
     if issubclass(kind, CapacityError):
         return kind(refused.message, retry_after_s=refused.retry_after_s)
     return kind(refused.message)

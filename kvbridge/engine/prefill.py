@@ -32,6 +32,8 @@ class PrefillRoom:
     prefix_tokens: int
     """Tokens that decode already holds, if its offer has come; they need not be written."""
     tables: Tables
+    traceparent: str = ""
+    """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
 
 
 class PrefillEngine(Engine):
@@ -76,7 +78,12 @@ class PrefillEngine(Engine):
         if by_gpu:
             self._begun[room] = pages.generation, set()
         return PrefillRoom(
-            room, pages.generation, pages.prompt_tokens, pages.prefix_tokens, tables_from_wire(pages.tables)
+            room,
+            pages.generation,
+            pages.prompt_tokens,
+            pages.prefix_tokens,
+            tables_from_wire(pages.tables),
+            pages.traceparent,
         )
 
     def publish(

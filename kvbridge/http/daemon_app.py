@@ -24,11 +24,12 @@ from kvbridge.core.ids import MAX_ROOM, RoomId
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.callers import LEFT, while_connected
 from kvbridge.http.description import LOCATION, problems
-from kvbridge.http.numbers import NUMBER, as_described
+from kvbridge.http.numbers import DESCRIBED_QUERY, NUMBER, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.rooms import RoomRequests
+from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 
 MAX_LISTED = 200
 """Rooms on one page of a listing."""
@@ -59,16 +60,22 @@ def create_daemon_app(
     rooms: RoomBook[Any],
     status: StatusPort[NodeStatus],
     settings: AppSettings,
+    begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
-    router = _rooms_router(admission, requests, rooms, settings)
-    return assemble_app(f"kvbridge {rooms.role} daemon", [router], status=status, kind=NodeStatus, settings=settings)
+    routers = [_admission_router(admission, requests, begin_trace), _rooms_router(requests, rooms, settings)]
+    return assemble_app(f"kvbridge {rooms.role} daemon", routers, status=status, kind=NodeStatus, settings=settings)
 
 
-def _rooms_router(
-    admission: AdmissionController, requests: RoomRequests[Any], rooms: RoomBook[Any], settings: AppSettings
+def _router() -> APIRouter:
+    answers = problems(InvalidInputError)
+    return APIRouter(prefix="/v1/requests", tags=["requests"], responses=answers, dependencies=[DESCRIBED_QUERY])
+
+
+def _admission_router(
+    admission: AdmissionController, requests: RoomRequests[Any], begin_trace: BeginTrace
 ) -> APIRouter:
-    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=problems(InvalidInputError))
+    router = _router()
 
     @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)], responses=ADMISSION_ANSWERS)
     async def admit_room(request: AdmissionRequest, response: Response, connection: Request) -> RoomReport:
@@ -77,6 +84,7 @@ def _rooms_router(
         503 with Retry-After when it does not fit, 429 when its client has as much as it may; nothing is kept then, nor
         when the caller closes the connection while it waits.
         """
+        TRACE.set(begin_trace(TRACE.get()))
         if request.wait_s:
             report = await while_connected(
                 connection, admission.admit(request), lambda late: requests.cancel(late.room, LEFT)
@@ -85,6 +93,12 @@ def _rooms_router(
             report = await admission.admit(request)
         response.headers["Location"] = f"/v1/requests/{report.room}"
         return report
+
+    return router
+
+
+def _rooms_router(requests: RoomRequests[Any], rooms: RoomBook[Any], settings: AppSettings) -> APIRouter:
+    router = _router()
 
     @router.get("")
     async def list_rooms(

@@ -1,6 +1,6 @@
-"""Numbers as the published description has them: what JSON does not write as a number is none.
+"""Numbers as the published description has them, what JSON does not write as a number being none; queries of described names only.
 
-Owns: that rule for bodies, paths and queries. Must not know: what the numbers mean.
+Owns: these rules for bodies, paths and queries. Must not know: what the numbers mean.
 
 pydantic takes "1000" and true for numbers, which configuration needs (variables are texts) and the endpoints do not: a router that
 sends them is wrong, and would learn it from another reader of the same description. JSON Schema calls 5.0 an integer.
@@ -16,6 +16,8 @@ from fastapi import Depends, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
+from kvbridge.core.errors import InvalidInputError
+
 _JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 
 
@@ -29,6 +31,18 @@ def _number(text: object) -> object:
 
 NUMBER = BeforeValidator(_number)
 """For a number in a path or a query."""
+
+
+async def _described_names_only(request: Request) -> None:
+    known = [field.alias for field in request.scope["route"].dependant.query_params]
+    unknown = sorted(request.query_params.keys() - {*known})
+    if unknown:
+        taken = f"known are {', '.join(known)}" if known else "there are none here"
+        raise InvalidInputError(f"query.{unknown[0][:80]}: unknown parameter; {taken}")
+
+
+DESCRIBED_QUERY = Depends(_described_names_only)
+"""For a router: refuse parameters that a route does not have, as members of a body are, instead of doing without them."""
 
 
 def as_described(kind: type[BaseModel]) -> Any:  # noqa: ANN401 - what FastAPI calls a dependency

@@ -70,6 +70,8 @@ def assemble_app(
         docs_url=None,
         redoc_url=None,
         generate_unique_id_function=operation_id,
+        # FastAPI would tell providers that somebody has made global of each request, beside the spans that are made here.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     for router in [*routers, _operators_router(status, kind), page_router(asks_token=bool(settings.tokens))]:
         app.include_router(router)
@@ -83,7 +85,7 @@ def assemble_app(
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(BearerToken, tokens=settings.tokens_now or (lambda: settings.tokens), open_paths=open_paths)
     app.add_middleware(UnhandledErrors)
-    app.add_middleware(Observed, answered=status.answered)
+    app.add_middleware(Observed, answered=status.answered, traceparent_ignored=status.traceparent_ignored)
     return app
 
 

@@ -19,14 +19,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import Field
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
-from kvbridge.core.errors import ERROR_OF_CODE, BridgeError, CapacityError, InvalidInputError, PeerError
+from kvbridge.core.errors import BridgeError, CapacityError, InvalidInputError, PeerError, errors_by_code
 from kvbridge.core.ids import FrozenModel
 
 log = structlog.get_logger(__name__)
 
 PROBLEM_TYPE = "application/problem+json"
 MAX_FAULTS = 20
+METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 LONGEST_RETRY_S = 1e6
 
 _STATUS_CODES = {
@@ -125,8 +127,19 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         detail = f"no route {request.url.path}; see /openapi.json"
     if code == "method_not_allowed":
         detail = f"{request.method} is not allowed on {request.url.path}"
+        error.headers = {"Allow": ", ".join(_allowed(request))}
     problem = make_problem(code, error.status_code, detail, path=request.url.path)
     return problem_response(problem, error.headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods of all routes of a path: the framework names those of the first one only."""
+    return [method for method in METHODS if _takes(request, method)]
+
+
+def _takes(request: Request, method: str) -> bool:
+    asked = {**request.scope, "method": method}
+    return any(route.matches(asked)[0] is Match.FULL for route in request.app.routes)
 
 
 def error_of(status: int, body: bytes, *, source: str) -> BridgeError:
@@ -139,7 +152,7 @@ def error_of(status: int, body: bytes, *, source: str) -> BridgeError:
         problem = Problem.model_validate_json(body, extra="ignore")  # what a later release adds is ignored
     except ValueError:
         return PeerError(f"{source} answered {status} without a problem body: {body[:200]!r}")
-    kind = ERROR_OF_CODE.get(problem.code)
+    kind = errors_by_code().get(problem.code)
     if kind is None or kind.http_status == HTTPStatus.INTERNAL_SERVER_ERROR:
         return PeerError(f"{source} answered {status} {problem.code}: {problem.detail}")
     if issubclass(kind, CapacityError):

@@ -24,7 +24,7 @@ from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.telemetry.context import bound_ids
+from kvbridge.telemetry.context import TRACE, bound_ids
 from kvbridge.telemetry.events import EventStream
 
 EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | None]]
@@ -92,6 +92,7 @@ class RoomRequests(Generic[RoomT]):
             state=self.driver.rules.table.start,
             created_s=self.clock(),
             ids=bound_ids(),
+            trace=TRACE.get(),
         )
         self.pages.reserve(room, demand)
         self.rooms.add(room)

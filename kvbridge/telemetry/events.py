@@ -19,6 +19,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
+from kvbridge.telemetry.context import TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,29 @@ class RoomEntered(RoomFact):
     """What has arrived, as far as is known."""
     ids: Mapping[str, str] = field(default_factory=dict)
     """On whose behalf: the request id and the trace id of its admission, those that there were."""
+    trace: TraceContext | None = None
+    """The room's own span; None for one that nobody traces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomOffered(RoomFact):
+    """Prefill: a decode node has said where to send a room, and of which span that is a part."""
+
+    trace: TraceContext | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomBegun(RoomFact):
+    """Prefill: an engine has begun to compute a room."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomFinished(RoomFact):
+    """Prefill: an engine has published everything of a room that it has begun."""
+
+    engine: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +110,10 @@ class OrderEnded(RoomFact):
     transport: str
     amounts: Amounts = field(default_factory=dict)
     """What has arrived, as far as its worker could say."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Its phases, as its worker has measured them (`telemetry/phases.py`)."""
+    code: str = ""
+    """Why it has failed; empty when it has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +141,42 @@ class PagesDiffer(RoomFact):
 
     component: ComponentKind
     pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAnswered(Fact):
+    """A request for a room has been answered, or its caller has left (`code`); `code` is empty when it was admitted."""
+
+    room: int
+    generation: int
+    seconds: float
+    code: str
+    trace: TraceContext | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndReserved(Fact):
+    """Bootstrap: a daemon has been asked to reserve one end of a room; `code` says why it has not."""
+
+    room: int
+    generation: int
+    role: str
+    url: str
+    seconds: float
+    code: str
+    trace: TraceContext | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairingEnded(Fact):
+    """Bootstrap: a request for a pair has been answered: `paired`, `cancelled` by its caller, or the code of its error."""
+
+    room: int | None
+    """None when no ticket was given."""
+    generation: int
+    seconds: float
+    outcome: str
+    trace: TraceContext | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -362,6 +362,22 @@ METRICS: tuple[MetricSpec, ...] = (
         EVERYBODY,
         values={"event": ("frame_refused", "room_ended", "room_message_refused")},
     ),
+    SPANS := MetricSpec(
+        "kvbridge_trace_spans_total",
+        _COUNTER,
+        ("outcome",),
+        "Spans of traces (telemetry.traces): taken by the collector, lost because it did not take them, or dropped because too "
+        "many waited for it.",
+        EVERYBODY,
+        values={"outcome": ("exported", "failed", "dropped")},
+    ),
+    TRACEPARENTS_IGNORED := MetricSpec(
+        "kvbridge_traceparents_ignored_total",
+        _COUNTER,
+        (),
+        "Requests whose `traceparent` header is none; they were served without it.",
+        EVERYBODY,
+    ),
 )
 
 

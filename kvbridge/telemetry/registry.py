@@ -26,7 +26,7 @@ from prometheus_client.samples import Exemplar
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.telemetry.busy import BusyTime
-from kvbridge.telemetry.context import TRACE_ID
+from kvbridge.telemetry.context import TRACE, exemplar
 from kvbridge.telemetry.metrics import (
     BUSY,
     HTTP_DURATION,
@@ -39,6 +39,7 @@ from kvbridge.telemetry.metrics import (
     PEER_TRANSFERRED,
     STORE_FAILED,
     STORE_REFUSED,
+    TRACEPARENTS_IGNORED,
     TRANSFERRED,
 )
 from kvbridge.telemetry.specs import Direction, MetricKind, MetricSpec
@@ -142,7 +143,7 @@ class Metrics:
         key = labels if labels in series else self._bounded(metric, labels)
         if key not in series:
             series[key] = _Distribution(metric.buckets)
-        series[key].observe(size, count, trace_id or TRACE_ID.get())
+        series[key].observe(size, count, trace_id or exemplar(TRACE.get()))
 
     def transferred(self, amounts: Amounts, direction: Direction, transport: str, peer: str) -> None:
         """Count what has arrived: bytes by component and by peer, and its operations at their mean size."""
@@ -174,6 +175,10 @@ class Metrics:
         method = method if method in METHODS else OTHER
         self.count(HTTP_REQUESTS, route, method, str(code))
         self.observe(HTTP_DURATION, seconds, route, method)
+
+    def traceparent_ignored(self) -> None:
+        """Count a header that names no trace."""
+        self.count(TRACEPARENTS_IGNORED)
 
     def store_value_refused(self, reason: str) -> None:
         """See StoreObserver."""

@@ -25,6 +25,7 @@ from tests.bench import (
     bench_overhead,
     bench_plan,
     bench_telemetry,
+    bench_traces,
     bench_transport,
 )
 
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Any] = {
     "directory": bench_directory,
     "digest": bench_digest,
     "telemetry": bench_telemetry,
+    "traces": bench_traces,
     "load": bench_load,
 }
 LIBRARIES = ("numpy", "torch", "pyzmq", "mooncake-transfer-engine-non-cuda", "nixl-cu12")

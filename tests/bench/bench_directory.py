@@ -93,7 +93,7 @@ async def _store(kind: str) -> AsyncIterator[MemoryStore | RedisStore]:
         yield MemoryStore(expire_after_s=600.0, rooms=TIMES)
         return
     with redis_server() as server:
-        settings = RedisSettings(url=server.url, password="", namespace="bench", timeout_s=5.0)
+        settings = RedisSettings(url=server.url, password=lambda: "", namespace="bench", timeout_s=5.0)
         store = RedisStore(settings, expire_after_s=600.0, rooms=TIMES, observer=Uncounted())
         try:
             yield store

@@ -2,7 +2,7 @@
 
 - `room_us`: processor time from the first fact of a small room to its last, through all readers of a node; at the log's rate of
   writing (10 rooms a second are written, the others are counted), and as if each were written. `budget_us` is what 5 % of the
-  processor time of a room would be (both daemons together, README).
+  processor time of a room would be (both daemons together, docs/performance.md).
 - `request_us`: what an HTTP request's id and count add to it; a room takes three, one on each daemon.
 - `scrape_ms`: processor time of rendering the page of a daemon with 1,000 rooms and 200 peers, in both forms; its loop does nothing
   else meanwhile.
@@ -50,7 +50,7 @@ from kvbridge.telemetry.registry import Metrics
 
 ROOMS, PEERS, REPEATS, SCRAPES = 1_000, 200, 7, 20
 ROOM_CPU_MS = 5.0
-"""Of all processes that a room without payload passes (README, measured by bench_load)."""
+"""Of all processes that a room without payload passes (docs/performance.md, measured by bench_load)."""
 BUDGET = 0.05
 SCRAPE_BUDGET_MS = 50.0
 RANK = Rank(pp=0, tp=0)
@@ -116,7 +116,7 @@ def room_us(role: str, *, lines: int) -> float:
     return best / ROOMS * 1e6
 
 
-def request_us() -> float:
+def request_us(repeats: int = REPEATS) -> float:
     """Microseconds a request, the best of some runs."""
 
     async def answer(scope: Scope, _receive: Receive, send: Send) -> None:
@@ -136,8 +136,9 @@ def request_us() -> float:
             await app({"type": "http", "method": "POST", "path": "/v1/requests", "headers": []}, receive, unheard)
         return (time.process_time() - begun_s) / ROOMS * 1e6
 
-    observed = Observed(answer, answered=Metrics(role="decode").answered)
-    runs = [(asyncio.run(measured(observed)), asyncio.run(measured(answer))) for _ in range(REPEATS)]
+    metrics = Metrics(role="decode")
+    observed = Observed(answer, answered=metrics.answered, traceparent_ignored=metrics.traceparent_ignored)
+    runs = [(asyncio.run(measured(observed)), asyncio.run(measured(answer))) for _ in range(repeats)]
     return min(each for each, _ in runs) - min(each for _, each in runs)
 
 

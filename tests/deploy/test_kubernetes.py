@@ -96,14 +96,17 @@ CUSTOM = {
 @cache
 def rendered(overlay: str) -> list[dict[str, Any]]:
     """All objects of an overlay."""
+    return built(FOLDER / "overlays" / overlay)
+
+
+def built(folder: Path) -> list[dict[str, Any]]:
+    """What a kustomization comes to."""
     command = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
     if shutil.which(command[0]) is None:
         pytest.skip(
             "neither kustomize nor a kubectl that carries one is here, and no package of Debian's has one of version 5"
         )
-    done = subprocess.run(
-        [*command, str(FOLDER / "overlays" / overlay)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
     return list(yaml.safe_load_all(done.stdout))
@@ -270,3 +273,33 @@ def test_bootstraps_that_share_a_directory_are_on_different_hosts():
 
 def test_no_secret_is_in_the_manifests():
     assert not [each for overlay in OVERLAYS for each in rendered(overlay) if each["kind"] == "Secret"]
+
+
+@pytest.mark.parametrize("overlay", ["one-host", "rdma", "replicated-bootstrap"])
+def test_every_image_can_be_named_by_its_digest(tmp_path: Path, overlay: str):
+    """A kustomization over an overlay, as operating.md has it."""
+    copy = tmp_path / "kubernetes"
+    shutil.copytree(FOLDER, copy)
+    digest = "sha256:" + 64 * "0"
+    names = {
+        container["image"].partition(":")[0]
+        for each in rendered(overlay)
+        if (pod := pod_of(each)) is not None
+        for container in pod["spec"]["containers"]
+    }
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    images = [{"name": name, "digest": digest} for name in sorted(names)]
+    settings: dict[str, Any] = {"resources": [f"../kubernetes/overlays/{overlay}"], "images": images}
+    if overlay == "rdma":  # kustomize has to be told where images are in a LeaderWorkerSet
+        shutil.copy(FOLDER / "overlays/rdma/kustomizeconfig.yaml", mine)
+        settings["configurations"] = ["kustomizeconfig.yaml"]
+    (mine / "kustomization.yaml").write_text(yaml.safe_dump(settings))
+    found = [
+        container["image"]
+        for each in built(mine)
+        if (pod := pod_of(each)) is not None
+        for container in pod["spec"]["containers"]
+    ]
+    assert found
+    assert all(image.endswith(f"@{digest}") for image in found), found

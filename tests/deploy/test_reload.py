@@ -13,7 +13,8 @@ import httpx
 from kvbridge.daemon.children import stop_all
 from kvbridge.testbed.cluster import LOG_JSON, DaemonProcess
 from tests.helpers.cluster import cluster, eventually
-from tests.helpers.live_rooms import bearer, http
+from tests.helpers.live_rooms import bearer, http, live_cluster
+from tests.helpers.redis_server import redis_server
 
 
 def write(file: Path, *lines: str) -> None:
@@ -75,6 +76,28 @@ def test_tokens_are_changed_while_daemons_work():
                 listing = client.get(f"{made.bootstrap.url}/v1/instances", headers=bearer("b-2")).json()
                 assert {each["instance"] for each in listing} == {"prefill-0", "decode-0"}
         assert pairs("b-2")
+
+
+def test_the_password_of_redis_is_changed_while_rooms_are_paired():
+    with redis_server(password="first") as server:
+        password = server.socket.parent / "password"
+        write(password, "first")
+        directory = {"store": "redis", "redis_url": server.url, "redis_password_file": str(password)}
+        with live_cluster(bootstrap={"directory": directory}) as live, server.client() as operator:
+            bootstrap = live.cluster.bootstrap
+            room = live.ticket(600)["room"]
+            operator.execute_command("ACL", "SETUSER", "default", ">second")
+            write(password, "second")
+            eventually("read", lambda: "secret_changed" in bootstrap.log(500))
+            operator.execute_command("ACL", "SETUSER", "default", "<first")
+            operator.client_kill_filter(_type="normal", skipme=True)  # every connection has to be made anew
+            other = live.ticket(600)["room"]
+            live.cross(600, room)
+            live.cross(600, other)
+            assert http("GET", bootstrap, "/ready").is_success
+            shown = bootstrap.log(5_000) + http("GET", bootstrap, "/status").text
+            assert "WRONGPASS" not in shown
+            assert "second" not in shown.replace("seconds", "")
 
 
 def certificate(folder: Path, name: str) -> tuple[str, str]:

@@ -115,6 +115,7 @@ class LiveCluster:
     headers: Headers = field(default_factory=dict)
     """Sent to the two nodes, and to bootstrap unless it has a token of its own."""
     bootstrap_headers: Headers = field(default_factory=dict)
+    _tables: dict[int, Any] = field(default_factory=dict)
     _prefill: PrefillEngine | None = None
     _decode: DecodeEngine | None = None
 
@@ -185,10 +186,10 @@ class LiveCluster:
         """Begin a room (at its start), and fill and publish some of it."""
         stop = tokens if stop is None else stop
         if start == 0:
-            self._tables = self.sender.begin(room, prompt_tokens=tokens).tables
+            self._tables[room] = self.sender.begin(room, prompt_tokens=tokens).tables
         section = Section(prompt_tokens=tokens, start_token=start, stop_token=stop)
         for view in self.sender.views.values():
-            synthetic.fill(view, room=room, tables=self._tables, section=section)
+            synthetic.fill(view, room=room, tables=self._tables[room], section=section)
         self.sender.publish(room, stop)
 
     def read(self, room: int, tokens: int) -> DecodeRoom:

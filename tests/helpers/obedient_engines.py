@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvbridge.core.errors import ERROR_OF_CODE, BridgeError
+from kvbridge.core.errors import BridgeError, errors_by_code
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters import synthetic
@@ -57,7 +57,7 @@ class ObedientEngine:
         if good:
             return found[0]
         code, text = found
-        kind = ERROR_OF_CODE.get(code)
+        kind = errors_by_code().get(code)
         if kind is None:
             raise AssertionError(f"in the {self.role} engine: {text}")
         raise kind(text)

@@ -38,8 +38,6 @@ ONCE_A_PROCESS = {
     "kvbridge.transport.nixl.agent._process_settings",  # settings that the library reads once
 }
 """Module state that is meant to outlive a test."""
-GROWS_WITH_IMPORTS = {"ERROR_OF_CODE"}
-"""Tables, wherever they are imported, to which a module adds its classes when it is first imported."""
 OURS = ("kvbridge.", "tests.helpers.")
 BOOKKEEPING = {__name__, "tests.helpers.isolation"}
 """Modules that note what they see, so they change as they look."""
@@ -120,7 +118,7 @@ def _find_containers(module: str, values: Mapping[str, object]) -> Iterator[tupl
     """What can grow: containers with a global name, and those in objects of ours with a global name."""
     for name, value in values.items():
         full = f"{module}.{name}"
-        if name.startswith("__") or full in ONCE_A_PROCESS or name in GROWS_WITH_IMPORTS:
+        if name.startswith("__") or full in ONCE_A_PROCESS:
             continue
         if isinstance(value, (dict, list, set)):
             yield full, value

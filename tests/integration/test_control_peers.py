@@ -17,7 +17,14 @@ from kvbridge.control.keys import generate_keys
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity, PeerServer
 from kvbridge.control.sockets import LoopSocket, SocketContext
-from kvbridge.core.errors import CapacityError, ConfigError, ConflictError, InvalidInputError, NotFoundError
+from kvbridge.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    UnauthorizedError,
+)
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, NOTHING, PEER, Acks, Envelope
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.core.wire.messages import Abort, Drained, Heartbeat
@@ -27,6 +34,7 @@ pytestmark = pytest.mark.asyncio
 
 WAIT_S = 20.0
 LOOPBACK = "tcp://127.0.0.1:0"
+FAST = DeliverySettings(resend_first_s=0.1, resend_most_s=0.5)
 SERVER, CLIENT = "5" * 16, "c" * 16
 
 
@@ -398,6 +406,68 @@ async def test_the_unauthenticated_are_refused_and_counted(stage, who):
     await at_client.until(lambda: at_client.refused)
     assert set(at_server.refused) == {"unauthenticated"}
     assert at_server.messages == []
+
+
+async def test_a_server_changes_its_key_and_what_is_under_way_arrives(stage):
+    client_keys = generate_keys()
+    keys, fresh = generate_keys(allowed=[client_keys.public]), generate_keys()
+    limit = PeerSettings(max_connections=3, delivery=FAST)
+    server, at_server, endpoint = stage.server(keys=keys, settings=limit)
+    clients = [
+        stage.client(endpoint, name * 16, keys=client_keys, server_key=keys.public, settings=limit) for name in "ab"
+    ]
+    for client, _ in clients:
+        client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1, 1])
+    for change, (taken, key) in enumerate(((fresh, fresh), (keys, keys), (fresh, fresh)), start=1):
+        for client, _ in clients:
+            client.connection.expect_server_key(key.public)
+        server.change_keys(taken)
+        for name, (client, _) in zip("ab", clients, strict=True):
+            client.send(drained(2 * change))
+            server.send(name * 16, drained(2 * change + 1))
+        await at_server.until(lambda change=change: at_server.rooms.count(2 * change) == 2)
+        for _, at_client in clients:
+            await at_client.until(lambda at_client=at_client, change=change: at_client.rooms[-1:] == [2 * change + 1])
+    assert at_server.rooms == [1, 1, 2, 2, 4, 4, 6, 6]
+    assert at_server.undelivered == at_server.resets == []
+    assert all(at_client.undelivered == at_client.resets == [] for _, at_client in clients)
+    assert "too_many_connections" not in at_server.refused  # those that ended with the address do not count
+    late, _ = stage.client(endpoint, "d" * 16, keys=client_keys, server_key=fresh.public, settings=limit)
+    late.send(drained(9))
+    await at_server.until(lambda: 9 in at_server.rooms)
+
+
+async def test_a_client_changes_its_key_when_the_server_accepts_it(stage):
+    former, fresh = generate_keys(), generate_keys()
+    keys = generate_keys(allowed=[former.public])
+    server, at_server, endpoint = stage.server(keys=keys)
+    client, at_client = stage.client(endpoint, keys=former, server_key=keys.public)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    with pytest.raises(UnauthorizedError, match="not in the list of allowed keys"):
+        server.announces(CLIENT, fresh.public)
+    client.connection.change_keys(fresh)
+    await at_client.until(lambda: at_client.refused == ["unauthenticated"])
+    server.gate.replace({former.public: frozenset(), fresh.public: frozenset()})
+    client.connection.ask_again()  # gets in, and is not believed to be the one that it says
+    refused = len(at_server.refused)
+    await at_server.until(lambda: len(at_server.refused) > refused)
+    client.send(drained(2))
+    await at_server.until(lambda: at_server.rooms == [1, 2])
+    assert client.connection.own_key == former.public
+    server.announces(CLIENT, fresh.public)
+    while client.connection.own_key == former.public:
+        client.connection.ask_again()
+        await asyncio.sleep(0.01)
+    client.send(drained(3))
+    server.send(CLIENT, drained(4))
+    await at_server.until(lambda: at_server.rooms == [1, 2, 3])
+    await at_client.until(lambda: at_client.rooms == [4])
+    assert server.link(CLIENT).user == fresh.public
+    server.gate.replace({fresh.public: frozenset()})
+    assert server.barred() == ()
+    assert at_server.undelivered == at_client.undelivered == at_server.resets == at_client.resets == []
 
 
 async def test_a_client_with_keys_wants_to_know_its_server(stage):

@@ -12,9 +12,11 @@ import yaml
 
 from kvbridge.telemetry.metrics import METRICS
 from kvbridge.telemetry.specs import MetricKind
+from tests.docs.pages import ROOT, spans
 from tests.operate.rules import FOLDER, RULE_FILES, alerts, check_simulated, promtool, rules, write_faster
 from tests.operate.situations import BUILDS, DECODE, PREFILL, SITUATIONS, STEP_S, Situation
 
+RUNBOOK = ROOT / "docs" / "runbook.md"
 SUFFIXES = ("_bucket", "_sum", "_count")
 KNOWN = {spec.name for spec in METRICS}
 LABELS = {"job", "instance", "le", "alertname", "severity"} | {label for spec in METRICS for label in spec.labels}
@@ -155,3 +157,16 @@ def test_the_example_finds_the_rules() -> None:
     found = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
     assert [FOLDER / name for name in found["rule_files"]] == list(RULE_FILES)
     assert all(job["job_name"].startswith("kvbridge") for job in found["scrape_configs"])
+
+
+def test_queries_that_the_runbook_shows_can_be_asked(tmp_path: Path) -> None:
+    """What stands there in backticks: PromQL, over labels that are there."""
+    shown = [span for span in spans(RUNBOOK) if re.search(r"kvbridge_\w+\{\w+=|\(kvbridge_", span)]
+    assert len(shown) > 5
+    written = tmp_path / "queries.yaml"
+    asked = [{"record": f"runbook:{number}", "expr": query} for number, query in enumerate(shown)]
+    written.write_text(yaml.safe_dump({"groups": [{"name": "runbook", "rules": asked}]}))
+    promtool("check", "rules", str(written))
+    for query in shown:
+        by = [label.strip() for found in re.findall(r"\bby \(([^)]*)\)", query) for label in found.split(",")]
+        assert {*by, *re.findall(r"(\w+)=~?\"", query)} <= LABELS, query

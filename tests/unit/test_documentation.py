@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 from kvbridge import __version__
 from kvbridge.cli.main import COMMANDS, load_command
 from kvbridge.engine import __all__ as engine_names
 from kvbridge.sparse import __all__ as sparse_names
 from kvbridge.telemetry.metrics import METRICS
+from tests.docs.pages import PAGES as ALL_PAGES
+from tests.docs.pages import blocks, spans
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -59,7 +63,7 @@ def test_metrics_that_are_named_are_there(page: Path) -> None:
     assert set(re.findall(r"\bkvbridge_[a-z_]+", page.read_text())) <= declared
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.stem)
 def test_commands_that_are_named_are_there_with_their_options(page: Path) -> None:
     """`kvbridge VERB ... --option`: in text or in a block."""
     for line in re.findall(r"\bkvbridge ([a-z][a-z-]+(?: [^`#|&;\n]*)?)", _code(page)):
@@ -74,19 +78,7 @@ def test_commands_that_are_named_are_there_with_their_options(page: Path) -> Non
 
 def _code(page: Path) -> str:
     """What stands in backticks or blocks: prose says `kvbridge` as a name."""
-    text = page.read_text()
-    blocks = re.findall(r"^```(?:sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return "\n".join(
-        [
-            *blocks,
-            *(
-                " ".join(span.split())
-                for span in re.findall(
-                    r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-                )
-            ),
-        ]
-    )
+    return "\n".join([*(block.text for block in blocks(page) if block.language == "sh"), *spans(page)])
 
 
 def test_log_events_that_the_runbook_names_are_written() -> None:
@@ -135,14 +127,6 @@ def test_the_engine_guide_has_every_public_name() -> None:
     assert documented == set(engine_names) | set(sparse_names)
 
 
-def test_the_guide_runs_the_examples_as_the_readme_does() -> None:
-    """`tests/integration/test_readme.py` runs the README's commands."""
-    pattern = re.compile(r"^python examples/(\w+)\.py ([^&#\n]+?) *(?:[&#].*)?$", re.MULTILINE)
-    meant = dict(pattern.findall((ROOT / "README.md").read_text()))
-    shown = dict(pattern.findall("".join((DOCS / page).read_text() for page in ("getting-started.md", "engines.md"))))
-    assert {name: words.replace("cluster/run/", "/tmp/kvbridge-") for name, words in shown.items()} == meant
-
-
 def test_every_page_is_in_the_site_and_every_picture_is_used() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     named = set(re.findall(r"[\w-]+\.md", yaml.safe_dump(site["nav"])))
@@ -151,11 +135,22 @@ def test_every_page_is_in_the_site_and_every_picture_is_used() -> None:
     assert used == {path.name for path in (DOCS / "images").iterdir()}
 
 
+def test_the_versions_of_python_that_are_promised_are_those_that_were_run() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    run = re.findall(r"^\| (3\.\d+) \|", (DOCS / "limits.md").read_text(), re.MULTILINE)
+    allowed = SpecifierSet(project["requires-python"])
+    assert named == run == [f"3.{minor}" for minor in range(50) if allowed.contains(f"3.{minor}.1")]
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in run
+    results = " ".join(path.read_text() for path in (ROOT / "tests" / "bench" / "results").glob("*.json"))
+    measured = set(re.findall(r'"python": "(3\.\d+)\.', results))
+    assert measured
+    assert measured <= set(run)
+
+
 def test_the_changelog_has_this_version() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert version == __version__
     assert re.search(
-        rf"^## \[{re.escape(version)}\] - (unreleased|\d{{4}}-\d\d-\d\d)$",
+        rf"^## \[{re.escape(__version__)}\] - (unreleased|\d{{4}}-\d\d-\d\d)$",
         (ROOT / "CHANGELOG.md").read_text(),
         re.MULTILINE,
     )

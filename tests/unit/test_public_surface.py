@@ -52,9 +52,12 @@ def test_engines_of_the_testbed_use_public_names_and_adapters_only() -> None:
         assert name in importlib.import_module(module).__all__
 
 
-def test_the_readme_shows_how_to_run_each_example_and_copies_none() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_guide_shows_how_to_run_each_example_and_copies_none() -> None:
+    """`tests/docs` runs what it shows."""
+    guide = (ROOT / "docs" / "engines.md").read_text()
     assert {example.stem for example in EXAMPLES} == set(
-        re.findall(r"^python examples/(\w+)\.py ", readme, re.MULTILINE)
+        re.findall(r"^python examples/(\w+)\.py ", guide, re.MULTILINE)
     )
-    assert "```python" not in readme
+    assert set(re.findall(r"^```python\n(.*)\n```$", guide, re.MULTILINE)) == {
+        f'--8<-- "examples/{example.name}"' for example in EXAMPLES
+    }

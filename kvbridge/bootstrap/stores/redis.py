@@ -14,7 +14,7 @@ import hashlib
 import json
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -61,7 +62,8 @@ class RedisSettings:
     """How Redis is reached. `url` may hold a password, so it is never shown; `password` is used when it holds none."""
 
     url: str
-    password: str
+    password: Callable[[], str]
+    """What each new connection shows; one that stands goes on, as Redis has it too."""
     namespace: str
     timeout_s: float
     """`timeouts.store_s`."""
@@ -315,6 +317,20 @@ class RedisStore:
         )
 
 
+class _Credentials(CredentialProvider):
+    """Asked by the library for each new connection."""
+
+    def __init__(self, user: str | None, password: Callable[[], str]) -> None:
+        self._user = user
+        self._password = password
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        return (self._user, self._password()) if self._user else (self._password(),)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()
+
+
 def _state(raw_beat: bytes, charges: list[bytes]) -> _State:
     """Parse what changes often. Raises ValueError (of pydantic too) and TypeError for what nobody of ours has written."""
     pages = _CHARGES.validate_python(dict(zip(charges[::2], charges[1::2], strict=True)))
@@ -328,7 +344,6 @@ def _client(settings: RedisSettings) -> Redis:
     A script that was run must not be run twice. The library's own limit on sockets is `asyncio.wait_for`, which in
     Python 3.11 loses a cancellation that meets the end of the wait: a caller's deadline would never come.
     """
-    options: dict[str, Any] = {} if not settings.password else {"password": settings.password}
     try:
         pool = BlockingConnectionPool.from_url(
             settings.url,
@@ -338,10 +353,12 @@ def _client(settings: RedisSettings) -> Redis:
             socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
-            **options,
         )
     except (ValueError, TypeError) as error:
         raise ConfigError("directory.redis_url: cannot be read; expected redis://, rediss:// or unix://") from error
+    if settings.password():
+        options = pool.connection_kwargs
+        options["credential_provider"] = _Credentials(options.pop("username", None), settings.password)
     return Redis.from_pool(pool)
 
 

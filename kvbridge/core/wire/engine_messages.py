@@ -17,7 +17,7 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.features import Features
-from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, Text, WireTable
+from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, Text, Traceparent, WireTable
 from kvbridge.core.wire.shared_memory import SharedRegion, StreamPoint
 
 # ---------------------------------------------------------------------------------------------- calls
@@ -197,6 +197,8 @@ class Pages(Answer):
     """On claim: what each writer rank sent along, keyed by `str(rank)`."""
     amounts: Amounts = Field(default_factory=dict)
     phases_s: dict[str, float] = Field(default_factory=dict)
+    traceparent: Traceparent = ""
+    """On begin and claim: the room's span, which the engine may go on with; empty when there is no trace."""
 
 
 class RoomEvent(FrozenModel):

@@ -55,6 +55,8 @@ Phases = Annotated[
     Field(max_length=MAX_PHASES),
 ]
 
+Traceparent = Annotated[str, Field(max_length=200)]
+"""W3C's header of that name. One that is malformed is as good as none."""
 Ago = Annotated[float, Field(ge=0, le=MAX_AGO_S, allow_inf_nan=False)]
 """Seconds."""
 
@@ -164,6 +166,8 @@ class Offer(RoomMessage):
     tables: Annotated[tuple[WireTable, ...], Field(max_length=len(IndexSpace))]
     digest: DigestKind = DigestKind.NONE
     """What the writers are to compute over the pages that they fill."""
+    traceparent: Traceparent = ""
+    """The span that what is sent is a part of, in W3C's form; empty when there is no trace."""
 
 
 class Abort(RoomMessage):
@@ -226,6 +230,8 @@ class Heartbeat(FrozenModel):
     """Either side: this incarnation lives."""
 
     type: Literal["heartbeat"] = "heartbeat"
+    public_key: Annotated[str, Field(max_length=40)] = ""
+    """Between nodes: the CURVE key that the sender goes on with, its own or the one that it is about to take."""
 
 
 PeerMessage = Annotated[

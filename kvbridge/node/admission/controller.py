@@ -35,13 +35,16 @@ from kvbridge.node.admission.starvation import Starvation
 from kvbridge.node.rooms import RoomRequests
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import EventStream, RequestRefused, RequestWaited, WaitOutcome
+from kvbridge.telemetry.context import TRACE
+from kvbridge.telemetry.events import EventStream, RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
 
 log = structlog.get_logger(__name__)
 
 SHOWN_CLIENTS = 20
 QUEUE_FULL, WAIT_TIMEOUT = "queue_full", "wait_timeout"
 """Kinds of `capacity`, for those who count refusals."""
+LEFT = "left"
+"""Stands for the code of an error where the caller did not wait for one."""
 
 
 @dataclass(eq=False)
@@ -92,8 +95,27 @@ class AdmissionController:
 
         Raises CapacityError when it does not fit (in time), ClientLimitError, InvalidInputError, ConflictError, NotReadyError.
         """
-        if not request.wait_s:
-            return self.admit_now(request)
+        asked_s, code, report = self._clock(), LEFT, None
+        try:
+            report = self.admit_now(request) if not request.wait_s else await self._admit_in_time(request)
+            code = ""
+        except BridgeError as error:
+            code = error.code
+            raise
+        else:
+            return report
+        finally:
+            self._events.emit(
+                RequestAnswered(
+                    room=report.room if report is not None else request.room or 0,
+                    generation=request.generation,
+                    seconds=self._clock() - asked_s,
+                    code=code,
+                    trace=TRACE.get(),
+                )
+            )
+
+    async def _admit_in_time(self, request: AdmissionRequest) -> RoomReport:
         try:
             waiter = self._admit_or_wait(request)
         except BridgeError as error:

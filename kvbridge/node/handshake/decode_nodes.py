@@ -11,7 +11,7 @@ of what a peer has said only the packed bytes are kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -159,6 +159,18 @@ class DecodeNodes:
             raise InvalidInputError(
                 f"hello must come from a decode node in its own name, got role {node.role} as {node.incarnation}"
             )
+
+    def check_key(self, peer: str, key: str) -> None:
+        """Raise UnauthorizedError for a key that is bound to other instances than a decode node's own."""
+        known = self._known.get(peer)
+        if known is not None:
+            check_name(replace(known.name, key=key), bound_to=self._names_of(key), present=())
+
+    def change_key(self, peer: str, key: str) -> None:
+        """A decode node goes on with another key."""
+        known = self._known.get(peer)
+        if known is not None:
+            known.name = replace(known.name, key=key)
 
     def _reject(self, peer: str, code: str, reason: str) -> None:
         """Say that we cannot work together (any more); what was under way between us ends first."""

@@ -13,7 +13,14 @@ from typing import Protocol
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import PrefillNodeStatus
-from kvbridge.core.errors import ERROR_OF_CODE, BridgeError, FeatureError, InvalidInputError, PeerError
+from kvbridge.core.errors import (
+    BridgeError,
+    FeatureError,
+    InvalidInputError,
+    PeerError,
+    UnauthorizedError,
+    errors_by_code,
+)
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
 from kvbridge.core.wire.messages import MAX_PACKED_NODE_BYTES, Hello, NodeDescription, PeerMessage, Rejected, Welcome
@@ -70,7 +77,7 @@ class _KnownPrefill:
 
 
 class Links(Protocol):
-    """The connections to prefill nodes, by address. Only `open` raises."""
+    """The connections to prefill nodes, by address. Only `open` and `rename` raise."""
 
     def open(self, address: PeerAddress) -> None:
         """Connect to an address that is not connected to."""
@@ -80,6 +87,9 @@ class Links(Protocol):
 
     def close(self, address: PeerAddress) -> None:
         """End the connection; nothing more comes from it."""
+
+    def rename(self, address: PeerAddress, fresh: PeerAddress) -> None:
+        """Know the connection by another address. Raises UnauthorizedError for a key that is not accepted."""
 
 
 class PrefillNodesListener(Protocol):
@@ -120,6 +130,8 @@ class PrefillNodes:
         self._known: dict[PeerAddress, _KnownPrefill] = {}
         self._former: OrderedDict[PeerAddress, str] = OrderedDict()
         """The incarnation that answered last behind an address, as long as it does not now."""
+        self._renamed: OrderedDict[PeerAddress, PeerAddress] = OrderedDict()
+        """What nodes that have changed their key are known by now, by their former address: requests under way have that."""
         self._listener: PrefillNodesListener
 
     def watch(self, listener: PrefillNodesListener) -> None:
@@ -131,7 +143,8 @@ class PrefillNodes:
 
         Raises PeerError or FingerprintMismatchError when it has rejected us since the last attempt.
         """
-        known = self._known.get(address)
+        fresh = self._renamed.get(address, address)
+        known = self._known.get(address) or self._known.get(fresh)
         if known is None:
             self._introduce(address)
             return None
@@ -200,12 +213,35 @@ class PrefillNodes:
         known = self._known.get(address)
         if known is None:
             return
-        kind = ERROR_OF_CODE.get(message.code, PeerError)
+        kind = errors_by_code().get(message.code, PeerError)
         self._reject(known, kind(f"the prefill node at {address.endpoint} rejected us: {message.message}"))
 
     def _reject(self, known: _KnownPrefill, error: BridgeError) -> None:
         self._events.emit(PeerRejected(peer=known.peer, code=error.code, reason=str(error)))
         self._fail(known, error, str(error))
+
+    def goes_on_with(self, address: PeerAddress, key: str) -> None:
+        """A prefill node says which key it goes on with. Raises UnauthorizedError for one that is not its own to take."""
+        known = self._known.get(address)
+        fresh = PeerAddress(endpoint=address.endpoint, public_key=key)
+        if known is None or known.node is None or not key or fresh in self._known:
+            return
+        names = self._names_of(key)
+        if names and known.node.instance not in names:
+            raise UnauthorizedError(
+                f"the prefill node {known.node.name} is about to take a key that speaks for instance "
+                f"{', '.join(sorted(names))}: correct the key's entry in control.curve.allowed_keys_file here"
+            )
+        self._links.rename(address, fresh)
+        del self._known[address]
+        known.address, self._known[fresh] = fresh, known
+        if address in self._former:
+            self._former[fresh] = self._former.pop(address)
+        self._renamed = OrderedDict((old, fresh if new == address else new) for old, new in self._renamed.items())
+        self._renamed.pop(fresh, None)
+        self._renamed[address] = fresh
+        if len(self._renamed) > FORMER_KEPT:
+            self._renamed.popitem(last=False)
 
     def lost(self, address: PeerAddress, reason: str) -> None:
         """A prefill node does not answer any more; the next room says hello again."""

@@ -21,6 +21,7 @@ from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.room import SenderRoom
 from kvbridge.node.sender.workers import SenderWorkers
+from kvbridge.telemetry.events import RoomBegun, RoomFinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class SenderVerbs:
             room.writing.add(engine.name)
         room.phases_s.setdefault("admit_to_begin", self.clock() - room.created_s)
         room.begin_by_s = None
+        self.driver.facts.events.emit(RoomBegun(**room.identity, engine=engine.name))
         self.driver.facts.show(room)
         self.orders.open(room)
         return self.driver.facts.pages(message.call, room)
@@ -120,6 +122,7 @@ class SenderVerbs:
         for rank in engine.ranks:
             room.ranks[rank].finished = True
             room.ranks[rank].metadata = message.metadata
+        self.driver.facts.events.emit(RoomFinished(**room.identity, engine=engine.name))
         if not message.by_gpu:
             self.driver.let_go(room, engine.name)
         self.workers.settle(room)

@@ -1,8 +1,7 @@
-"""From a results file to a picture and the README's table, on any machine: `python -m tests.bench.gpu.report FILE`.
+"""From a results file to tables and a picture, on any machine: `python -m tests.bench.gpu.report FILE`.
 
-Owns: the choice of figures for the README, and its place there (`--readme README.md` writes it between two marks). The picture goes
-beside the results, or where `--plot` says. With several FILES (runs on one and on more GPUs), parts of later ones replace those
-of earlier ones.
+Owns: the choice of figures for `docs/performance.md`, where `tests.bench.page` writes them. The picture goes beside the results,
+or where `--plot` says. With several FILES (runs on one and on more GPUs), parts of later ones replace those of earlier ones.
 """
 
 from __future__ import annotations
@@ -27,17 +26,14 @@ from tests.bench.gpu.comparison import (
 )
 from tests.bench.gpu.tables import Table, markdown, number, part_tables, plain, share
 
-BEGIN = "<!-- figures of make bench-gpu begin -->"
-END = "<!-- figures of make bench-gpu end -->"
 Row = tuple[str, str, str, str]
 
 
 def main() -> int:
-    """Print the tables, the README's section and the budgets; draw the picture."""
+    """Print the tables, the page's section and the budgets; draw the picture."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.report", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="what the benchmark wrote")
     parser.add_argument("--plot", type=Path, help="where the picture goes (default: beside the last file)")
-    parser.add_argument("--readme", type=Path, help="a file whose section between the marks is replaced")
     given = parser.parse_args()
     results = merged([json.loads(file.read_text()) for file in given.files])
     for name, part in results["parts"].items():
@@ -49,8 +45,6 @@ def main() -> int:
     plot = given.plot or given.files[-1].with_suffix(".png")
     plots.draw(results, plot)
     print(f"picture: {plot}", file=sys.stderr)
-    if given.readme:
-        given.readme.write_text(placed(given.readme.read_text(), text))
     wrong = wrong_cases(results)
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
@@ -62,15 +56,6 @@ def merged(runs: Sequence[Results]) -> Results:
     for run in runs:
         parts |= {name: part for name, part in run["parts"].items() if part["cases"]}
     return {"environment": runs[-1]["environment"], "parts": parts}
-
-
-def placed(document: str, text: str) -> str:
-    """The document with its section between the marks replaced. Raises ValueError when it has no marks."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the document has no section between {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 def budget_table(results: Results) -> Table:
@@ -88,7 +73,7 @@ def budget_table(results: Results) -> Table:
 
 
 def section(results: Results, file_name: str) -> str:
-    """What the README says, in Markdown."""
+    """What the page says, in Markdown."""
     rows = tuple(row for build in ROWS for row in build(results))
     table = Table("", ("what", "kvbridge", "beside it", "ratio"), rows)
     conditions = (

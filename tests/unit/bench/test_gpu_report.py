@@ -1,4 +1,4 @@
-"""Ratios, budgets, tables and the README's section of the GPU benchmark, from fabricated results."""
+"""Ratios, budgets, tables and the page's section of the GPU benchmark, from fabricated results."""
 
 from __future__ import annotations
 
@@ -101,13 +101,6 @@ def test_later_runs_replace_parts_of_earlier_ones() -> None:
     assert both["parts"]["ttft"] == first["parts"]["ttft"]
 
 
-def test_the_section_goes_between_its_marks() -> None:
-    document = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
-    assert report.placed(document, "new") == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
-    with pytest.raises(ValueError, match="no section"):
-        report.placed("nothing here", "new")
-
-
 def test_the_picture_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plots.draw(results(), tmp_path / "all.png")
@@ -128,8 +121,3 @@ def test_a_recorder_keeps_what_was_written_before_the_end(tmp_path: Path) -> Non
     assert recorder.read(path) == ([{"what": "d2h", "gb_s": 55.0}], ["one GPU only"])
     assert recorder.read(tmp_path / "never.jsonl") == ([], [])
     assert json.loads(path.read_text().splitlines()[0])["case"]["what"] == "d2h"
-
-
-def test_the_readme_has_a_place_for_the_section() -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    assert "| new |" in report.placed(readme, "| new |")

@@ -136,7 +136,9 @@ class RedisFleet(World):
 
     def replica(self, *, timeout_s: float = 5.0) -> RedisStore:
         """Another store over the same keys, as another process would have it."""
-        settings = RedisSettings(url=self.server.url, password="", namespace=self.namespace, timeout_s=timeout_s)
+        settings = RedisSettings(
+            url=self.server.url, password=lambda: "", namespace=self.namespace, timeout_s=timeout_s
+        )
         store = RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=self.times, observer=self)
         self._opened.append(store)
         return store

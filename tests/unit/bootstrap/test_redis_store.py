@@ -225,7 +225,7 @@ async def test_a_password_is_used_and_never_shown():
             with pytest.raises(NotReadyError, match=r"refused|cannot be reached") as raised:
                 await world.store.nodes()
             assert "hush" not in str(raised.value)
-            settings = RedisSettings(url=server.url, password="hush-hush", namespace="secret", timeout_s=5.0)
+            settings = RedisSettings(url=server.url, password=lambda: "hush-hush", namespace="secret", timeout_s=5.0)
             store = RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, observer=world)
             try:
                 assert await store.nodes() == ()
@@ -235,7 +235,7 @@ async def test_a_password_is_used_and_never_shown():
 
 
 async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration(redis_fleet):
-    settings = RedisSettings(url="gopher://u:hush@x", password="", namespace="x", timeout_s=1.0)
+    settings = RedisSettings(url="gopher://u:hush@x", password=lambda: "", namespace="x", timeout_s=1.0)
     with pytest.raises(ConfigError, match=r"directory\.redis_url") as raised:
         RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, observer=redis_fleet)
     assert "hush" not in str(raised.value)

@@ -125,6 +125,31 @@ async def test_a_directory_that_forgot_is_told_at_once() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_registration_that_has_changed_is_told_at_once_and_the_node_stays_known() -> None:
+    directory = FakeDirectory()
+    announced = announcer(directory, interval_s=60)
+    task = asyncio.create_task(announced.run())
+    await directory.until(1)
+    announced.register_again()
+    assert announced.obstacle == ""
+    await directory.until(2)
+    await announced.beat()
+    task.cancel()
+    assert directory.calls == ["register", "register", "heartbeat"]
+
+
+@pytest.mark.asyncio
+async def test_an_address_that_is_no_bootstrap_is_said_to_be_none() -> None:
+    directory = FakeDirectory()
+    directory.problem = NotFoundError("no route /v1/instances/i/nodes/n; see /openapi.json")
+    announced = announcer(directory, interval_s=60)
+    await announced.beat()
+    assert announced.state == "refused"
+    assert "http://bootstrap.test is no bootstrap (bootstrap.url)" in announced.obstacle
+    assert not announced._changed.is_set()  # another look at once would find the same
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("problem", [PeerError("away"), StaleError("another has your name")])
 async def test_a_problem_is_shown_until_it_is_over(problem: BridgeError) -> None:
     directory = FakeDirectory()

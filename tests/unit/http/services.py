@@ -24,6 +24,7 @@ from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.operations import AppSettings
 from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.telemetry.context import TRACE, TraceContext
 
 
 class FakeRooms:
@@ -32,6 +33,7 @@ class FakeRooms:
     role = Role.PREFILL
 
     def __init__(self) -> None:
+        self.traces: list[TraceContext | None] = []
         self.rooms: dict[int, RoomReport] = {}
         self.error: Exception | None = None
         self.waits: list[tuple[int, float, frozenset[RoomState]]] = []
@@ -40,6 +42,7 @@ class FakeRooms:
         self.waiting = asyncio.Event()
 
     async def admit(self, request: AdmissionRequest) -> RoomReport:
+        self.traces.append(TRACE.get())
         if self.error:
             raise self.error
         room = 1 if request.room is None else request.room
@@ -120,6 +123,7 @@ class FakeStatus:
         self._page = page
         self.served: list[tuple[object, ...]] = []
         self.answers: list[tuple[str, str, int]] = []
+        self.traceparents_ignored = 0
 
     def readiness(self) -> Readiness:
         return self.ready
@@ -136,6 +140,9 @@ class FakeStatus:
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         assert seconds >= 0
         self.answers.append((route, method, code))
+
+    def traceparent_ignored(self) -> None:
+        self.traceparents_ignored += 1
 
 
 def settings(**changes: Any) -> AppSettings:

@@ -13,7 +13,7 @@ from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.core import errors
-from kvbridge.core.errors import ERROR_OF_CODE
+from kvbridge.core.errors import errors_by_code
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.description import describe
@@ -65,7 +65,7 @@ def test_it_lists_what_daemons_have() -> None:
 def test_it_has_every_code() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", TEXT, re.MULTILINE)
     # Others belong to what runs in an engine's process, such as kernels.
-    known = {code: kind.http_status for code, kind in ERROR_OF_CODE.items() if kind.__module__ == errors.__name__}
+    known = {code: kind.http_status for code, kind in errors_by_code().items() if kind.__module__ == errors.__name__}
     assert {code: int(status) for code, status in rows} == known
 
 

@@ -14,12 +14,12 @@ from kvbridge.api.directory import PairRequest
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import (
-    ERROR_OF_CODE,
     CapacityError,
     DeadlineError,
     PeerError,
     ProtocolError,
     UnauthorizedError,
+    errors_by_code,
 )
 from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
@@ -47,9 +47,9 @@ def daemon(rooms: FakeRooms, status: FakeStatus | None = None, *, token: str = "
     return DaemonClient(token=token, timeout_s=5.0, transport=httpx.ASGITransport(app))
 
 
-@pytest.mark.parametrize("code", sorted(ERROR_OF_CODE))
+@pytest.mark.parametrize("code", sorted(errors_by_code()))
 async def test_errors_survive_the_journey(code):
-    kind = ERROR_OF_CODE[code]
+    kind = errors_by_code()[code]
     body = problem_of(kind("what happened"), "/x").model_dump_json().encode()
     back = error_of(kind.http_status, body, source="http://d")
     if kind.http_status == 500:

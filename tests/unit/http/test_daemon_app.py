@@ -10,16 +10,18 @@ import pytest
 import pytest_asyncio
 
 from kvbridge import __version__
-from kvbridge.api.directory import NodeHeartbeat, PairRequest, Ticket
+from kvbridge.api.directory import NodeHeartbeat, NodeRegistration, PairRequest, Ticket
 from kvbridge.api.rooms import AdmissionRequest, RoomPage, RoomQuery, RoomReport
-from kvbridge.api.status import Readiness
-from kvbridge.core.errors import ERROR_OF_CODE, CapacityError
+from kvbridge.api.status import BootstrapStatus, NodeStatus, Readiness
+from kvbridge.bootstrap.nodes import check_registration
+from kvbridge.core.errors import CapacityError, errors_by_code
 from kvbridge.core.ids import MAX_ROOM
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.problems import Problem
 from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
+OF_ROUTER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 pytestmark = pytest.mark.asyncio
 
 MEMBERS = {"type", "title", "status", "detail", "code", "instance"}
@@ -71,9 +73,9 @@ async def test_a_full_daemon_says_when_to_come_back(http, rooms):
     assert (body["retry_after_s"], body["detail"], body["instance"]) == (2.2, str(rooms.error), "/v1/requests")
 
 
-@pytest.mark.parametrize("code", sorted(ERROR_OF_CODE))
+@pytest.mark.parametrize("code", sorted(errors_by_code()))
 async def test_every_error_keeps_its_code_and_status(http, rooms, code):
-    kind = ERROR_OF_CODE[code]
+    kind = errors_by_code()[code]
     rooms.error = kind("what happened")
     response = await http.post("/v1/requests", json={"prompt_tokens": 5})
     assert problem(response, kind.http_status, code)["detail"] == "what happened"
@@ -219,6 +221,15 @@ async def test_a_request_has_an_id_that_is_the_callers_when_it_gives_one(http, g
     assert told == given if given == "router-7/a.b:c" else re.fullmatch("[0-9a-f]{16}", told)
 
 
+@pytest.mark.parametrize("given", [[], ["garbage"], ["\u00e9"], [OF_ROUTER, OF_ROUTER], [OF_ROUTER]])
+async def test_a_traceparent_is_taken_over_or_ignored_and_never_the_callers_fault(http, rooms, status, given):
+    headers = [("traceparent", text.encode()) for text in given]
+    assert (await http.post("/v1/requests", json={"room": 3, "prompt_tokens": 5}, headers=headers)).status_code == 201
+    good = given == [OF_ROUTER]
+    assert [trace and trace.traceparent for trace in rooms.traces] == [OF_ROUTER if good else None]
+    assert status.traceparents_ignored == (bool(given) and not good)
+
+
 async def test_a_load_balancer_may_ask_without_wanting_an_answer(http, status):
     assert (await http.head("/health")).status_code == 200
     assert (await http.head("/ready")).status_code == 200
@@ -246,7 +257,24 @@ async def test_unknown_routes_and_methods(http):
     assert "/nowhere" in problem(await http.get("/nowhere"), 404, "not_found")["detail"]
     response = await http.put("/v1/requests")
     problem(response, 405, "method_not_allowed")
-    assert response.headers["allow"] == "POST"
+    assert response.headers["allow"] == "GET, POST"
+    assert (await http.post("/ready")).headers["allow"] == "GET, HEAD"
+    assert (await http.put("/v1/requests/7")).headers["allow"] == "DELETE, GET"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "fault"),
+    [
+        ("GET", "/v1/requests?limit=1&states=offered", "query.states: unknown parameter; known are state, peer"),
+        ("GET", "/v1/requests/7?wait_s=1", "query.wait_s: unknown parameter; known are wait, until"),
+        ("DELETE", "/v1/requests/7?force=1", "query.force: unknown parameter; known are reason, generation"),
+        ("POST", "/v1/requests?wait=1", "query.wait: unknown parameter; there are none here"),
+    ],
+)
+async def test_a_parameter_that_is_not_there_is_not_passed_over(http, method, path, fault):
+    """A caller that misspells one would else get an answer to another question."""
+    body = {"json": {"prompt_tokens": 100}} if method == "POST" else {}
+    assert fault in problem(await http.request(method, path, **body), 400, "invalid_input")["detail"]
 
 
 async def test_a_long_body_is_refused_by_its_announced_length(http, rooms):
@@ -333,6 +361,10 @@ async def test_the_description_is_complete(rooms, status):
     assert admitted == {"$ref": "#/components/schemas/RoomReport"}
 
 
+WHOLE = (NodeRegistration, NodeStatus, BootstrapStatus)
+"""Their examples have every field."""
+
+
 def check_description(schema: dict) -> None:
     """Every reference resolves, every operation has a name of its own and all that it can answer, with examples that hold."""
     names = schema["components"]["schemas"]
@@ -354,14 +386,25 @@ def check_description(schema: dict) -> None:
             assert described["schema"] == {"$ref": "#/components/schemas/Problem"}
             for code, example in described.get("examples", {}).items():
                 assert Problem.model_validate(example["value"]).code == code
-                assert ERROR_OF_CODE[code].http_status == int(status)
+                assert errors_by_code()[code].http_status == int(status)
             assert ("Retry-After" in answer.get("headers", {})) is (status in {"429", "503"}), (operation, status)
         assert ("Location" in answers.get("201", {}).get("headers", {})) is ("201" in answers)
-    for kind in (AdmissionRequest, PairRequest, RoomReport, RoomPage, Ticket, Readiness, NodeHeartbeat):
-        for example in names.get(kind.__name__, {}).get("examples", ()):
-            kind.model_validate(example)
+    check_examples(names)
     for reference in _references(schema):
         assert reference.removeprefix("#/components/schemas/") in names
+
+
+def check_examples(names: dict) -> None:
+    """What is exchanged has examples, which its models read."""
+    for kind in (AdmissionRequest, PairRequest, RoomReport, RoomPage, Ticket, Readiness, NodeHeartbeat, *WHOLE):
+        if kind.__name__ not in names:
+            continue
+        for example in names[kind.__name__]["examples"]:
+            read = kind.model_validate(example)
+            if kind in WHOLE:
+                assert read.model_dump(mode="json", exclude_none=True) == example
+            if isinstance(read, NodeRegistration):
+                check_registration(read)
 
 
 def _references(value):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kvbridge.api.rooms import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
     ConfigError,
@@ -11,6 +12,7 @@ from kvbridge.core.errors import (
     FingerprintMismatchError,
     InvalidInputError,
     PeerError,
+    UnauthorizedError,
 )
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
@@ -414,6 +416,7 @@ class DecodeSide:
         self.messages: list[tuple[object, object]] = []
         self.changes = 0
         self.gone: list[str] = []
+        self.renamed: list[tuple[object, object]] = []
         self.error: BridgeError | None = None
         self.nodes = PrefillNodes(
             describe=description,
@@ -423,6 +426,9 @@ class DecodeSide:
         )
         self.nodes.watch(self)
         self.found_at_change: list[object] = []
+
+    def rename(self, address, fresh) -> None:
+        self.renamed.append((address, fresh))
 
     def open(self, address) -> None:
         if self.error is not None:
@@ -473,6 +479,39 @@ def test_a_node_is_greeted_once_and_then_known():
     assert len(pick(side.messages, Heartbeat, ADDRESS)) == 1
     assert side.nodes.addresses() == [ADDRESS]
     assert side.nodes.peers()[0].incarnation == PREFILL
+
+
+def test_a_node_that_changes_its_key_is_known_by_both_addresses_and_by_one_link():
+    side = DecodeSide()
+    side.nodes.known_node(ADDRESS)
+    fresh, third = (PeerAddress(endpoint=ADDRESS.endpoint, public_key=letter * 40) for letter in "ab")
+    side.nodes.goes_on_with(ADDRESS, fresh.public_key)
+    assert side.nodes.addresses() == [ADDRESS]  # nobody has welcomed us there
+    side.welcome()
+    known = side.nodes.known_node(ADDRESS)
+    side.nodes.goes_on_with(ADDRESS, fresh.public_key)
+    side.nodes.goes_on_with(fresh, fresh.public_key)
+    side.nodes.goes_on_with(fresh, third.public_key)
+    assert side.renamed == [(ADDRESS, fresh), (fresh, third)]
+    assert side.nodes.addresses() == [third]
+    assert all(side.nodes.known_node(address) is known for address in (ADDRESS, fresh, third))
+    side.nodes.goes_on_with(third, fresh.public_key)  # it was put back
+    assert all(side.nodes.known_node(address) is known for address in (ADDRESS, fresh, third))
+    assert (side.opened, side.closed, side.gone) == ([ADDRESS], [], [])
+    side.nodes.lost(fresh, "silent")
+    assert side.nodes.speaks(fresh, PREFILL)
+    assert side.nodes.known_node(fresh) is None
+    assert side.opened == [ADDRESS, fresh]
+
+
+def test_a_node_takes_no_key_of_another_instance():
+    side = DecodeSide()
+    side.nodes.known_node(ADDRESS)
+    side.welcome()
+    side.nodes._names_of = lambda _key: frozenset({"another"})
+    with pytest.raises(UnauthorizedError, match="speaks for instance another"):
+        side.nodes.goes_on_with(ADDRESS, "a" * 40)
+    assert side.nodes.addresses() == [ADDRESS]
 
 
 def test_a_node_that_takes_too_long_to_describe_says_so_to_the_room():

@@ -1029,7 +1029,7 @@ def test_an_order_is_a_fact_from_its_beginning_to_its_end_with_room_peer_rank_an
     who = {"room": 1, "generation": 1, "peer": DECODE, "rank": R0, "order": order, "transport": "local"}
     [began, ended] = order_facts(bench)
     assert began == OrderBegan(**who)
-    assert ended == OrderEnded(**who, amounts=full_amounts(TOKENS))
+    assert ended == OrderEnded(**who, amounts=full_amounts(TOKENS), seconds={"move": 1.0})
 
 
 def test_an_order_ends_with_its_worker():

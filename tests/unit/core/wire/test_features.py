@@ -6,7 +6,7 @@ import msgpack
 import pytest
 from pydantic import ValidationError
 
-from kvbridge.core.errors import ERROR_OF_CODE, FeatureError
+from kvbridge.core.errors import FeatureError, errors_by_code
 from kvbridge.core.wire.codec import Envelope
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
@@ -36,7 +36,7 @@ def test_a_required_feature_that_one_side_lacks_is_named_with_the_side_to_upgrad
     with pytest.raises(FeatureError) as caught:
         agree(ours, theirs, us="us", them="them")
     assert str(caught.value).startswith(text)
-    assert (caught.value.http_status, ERROR_OF_CODE["feature_missing"]) == (409, FeatureError)
+    assert (caught.value.http_status, errors_by_code()["feature_missing"]) == (409, FeatureError)
 
 
 @pytest.mark.parametrize("names", [("X",), ("",), ("a" * 65,), tuple(f"f{n}" for n in range(65)), ("a\nb",)])

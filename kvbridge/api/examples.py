@@ -1,0 +1,195 @@
+"""Examples of the longest requests and answers, which the descriptions of the HTTP APIs publish.
+
+Owns: these literals; a test reads them with the models that publish them. Must not know: the models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_FINGERPRINT = "e05c47269450f4ae77606e8f99c134d2"
+_GEOMETRY = {
+    "name": "tiny-gqa",
+    "layer_count": 3,
+    "tokens_per_page": 256,
+    "components": [
+        {
+            "kind": "mha_kv",
+            "layers": [0, 1, 2],
+            "space": "full",
+            "encoding": "bf16",
+            "liveness": "growing",
+            "row_parts_bytes": [64],
+            "slots_per_page": 256,
+            "rows_per_logical_page": 256,
+            "tokens_per_row": 1,
+            "window": 0,
+            "block": 1,
+            "overlap": 0,
+            "lanes": 4,
+            "page_alignment_bytes": 1,
+            "host_capable": False,
+        }
+    ],
+}
+_LOAD = {"rooms": 1, "free_pages": {"full": 60}, "total_pages": {"full": 64}, "sent_bytes": {"decode-0": 1_572_864}}
+
+REGISTRATION: dict[str, Any] = {
+    "instance": "prefill-0",
+    "node": "node-0",
+    "role": "prefill",
+    "incarnation": "9f1c3a5e7b2d4860",
+    "http_url": "http://10.0.0.7:7901",
+    "control": {"endpoint": "tcp://10.0.0.7:7911", "public_key": "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"},
+    "meets_by": ["curve"],
+    "pp_size": 1,
+    "tp_size": 1,
+    "stage_boundaries": [],
+    "ranks": [{"pp": 0, "tp": 0}],
+    "fingerprint": _FINGERPRINT,
+    "geometry": _GEOMETRY,
+    "host": [],
+    "ready": True,
+    "reasons": [],
+    "load": _LOAD,
+    "features": {"has": [], "requires": []},
+}
+
+_RANK = {
+    "rank": "pp0.tp0",
+    "state": "ready",
+    "pid": 4121,
+    "layers": 3,
+    "registered": 1.0,
+    "restarts": 0,
+    "error": "",
+    "transports": ["mooncake"],
+}
+_NODE: dict[str, Any] = {
+    "node": "node-0",
+    "version": "0.1.0",
+    "uptime_s": 86400.5,
+    "model": {"name": "tiny-gqa", "fingerprint": _FINGERPRINT},
+    "memory_bytes": 12_582_912,
+    "ready": {"ready": True, "reasons": []},
+    "bootstrap": {"state": "registered", "url": "http://10.0.0.6:7900", "problem": ""},
+    "ranks": [_RANK],
+    "engines": [{"name": "engine-5012", "pid": 5012, "ranks": ["pp0.tp0"], "gone": ""}],
+    "admission": {
+        "waiting": 1,
+        "oldest_wait_s": 0.4,
+        "starved_s": 0.0,
+        "clients": [
+            {"client": "chat", "rooms": 1, "waiting": 1, "head_waits_s": 0.4, "max_rooms": 0, "max_waiting": 0}
+        ],
+        "released_pages_per_s": {"full": 12.5},
+        "usual_release_s": 0.8,
+    },
+}
+PREFILL_STATUS: dict[str, Any] = _NODE | {
+    "role": "prefill",
+    "instance": "prefill-0",
+    "incarnation": "9f1c3a5e7b2d4860",
+    "control": "tcp://10.0.0.7:7911",
+    "peers": [
+        {
+            "instance": "decode-0",
+            "node": "node-0",
+            "incarnation": "51d0c9b7a3e2f684",
+            "transports": {"pp0.tp0": ["mooncake"]},
+            "connecting": [],
+            "features": ["digests"],
+        }
+    ],
+    "rooms": {"transferring": 1, "completed": 41},
+    "pools": {"full": {"free": 60, "held": 0, "leased": 4, "quarantined": 0}},
+    "quarantine": {},
+    "problems": [],
+    "traffic": {
+        "51d0c9b7a3e2f684": {
+            "sent_bytes": 1_572_864,
+            "received_bytes": 0,
+            "rooms_completed": 41,
+            "rooms_failed": 0,
+            "last_ago_s": 0.1,
+        }
+    },
+}
+DECODE_STATUS: dict[str, Any] = _NODE | {
+    "role": "decode",
+    "instance": "decode-0",
+    "incarnation": "51d0c9b7a3e2f684",
+    "control": "",
+    "peers": [
+        {
+            "endpoint": "tcp://10.0.0.7:7911",
+            "node": "prefill-0/node-0",
+            "incarnation": "9f1c3a5e7b2d4860",
+            "ranks": ["pp0.tp0"],
+            "features": ["digests"],
+        }
+    ],
+    "rooms": {"transferring": 1, "failed": 1},
+    "pools": {"full": {"free": 58, "held": 0, "leased": 4, "quarantined": 2}},
+    "quarantine": {"writers are being shut out": ["room 1042"]},
+    "problems": [
+        {
+            "ago_s": 1.2,
+            "what": "peer_lost",
+            "whom": "prefill-1/node-0",
+            "reason": "silent for 10.1 s (limit: timeouts.peer_silence_s)",
+        }
+    ],
+    "traffic": {
+        "9f1c3a5e7b2d4860": {
+            "sent_bytes": 0,
+            "received_bytes": 1_572_864,
+            "rooms_completed": 41,
+            "rooms_failed": 0,
+            "last_ago_s": 0.1,
+        }
+    },
+    "fence": {
+        "epoch": 2,
+        "phase": "waiting",
+        "rooms": ["1042"],
+        "waits_for_rooms": 1,
+        "waits_for_ranks": [],
+    },
+}
+BOOTSTRAP_STATUS: dict[str, Any] = {
+    "role": "bootstrap",
+    "incarnation": "0c7be1f2a4d89356",
+    "version": "0.1.0",
+    "uptime_s": 172800.0,
+    "ready": {"ready": False, "reasons": ["no decode instance is ready (0 known)"]},
+    "store": {"kind": "memory", "problem": ""},
+    "instances": [
+        {
+            "instance": "prefill-0",
+            "role": "prefill",
+            "model": "tiny-gqa",
+            "fingerprint": _FINGERPRINT,
+            "pp_size": 1,
+            "tp_size": 1,
+            "meets_by": ["curve"],
+            "complete": True,
+            "ready": True,
+            "reasons": [],
+            "nodes": [
+                {
+                    "node": "node-0",
+                    "http_url": "http://10.0.0.7:7901",
+                    "control_endpoint": "tcp://10.0.0.7:7911",
+                    "incarnation": "9f1c3a5e7b2d4860",
+                    "epoch": 1,
+                    "ranks": [{"pp": 0, "tp": 0}],
+                    "ready": True,
+                    "load": _LOAD,
+                    "silent_s": 0.7,
+                }
+            ],
+        }
+    ],
+    "rooms": {"pairing": 0, "paired": 12, "cancelled": 0},
+}

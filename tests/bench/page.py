@@ -1,0 +1,270 @@
+"""The figures of `docs/performance.md`, from the committed results: `python -m tests.bench.page` writes them between their marks.
+
+Owns: which figures the page shows, and their place there. Must not know: how they were measured, what the page says of them. A test
+compares, so the page cannot say anything else than the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.bench.gpu import report
+from tests.bench.gpu.tables import Table, markdown, number, part_tables
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+Results = dict[str, Any]
+
+
+def main() -> int:
+    """Write every section."""
+    PAGE.write_text(written(PAGE.read_text()))
+    return 0
+
+
+def written(document: str) -> str:
+    """The page with each section's figures as its file has them. Raises ValueError when a section has no place."""
+    for name, (file, build) in SECTIONS.items():
+        document = placed(document, name, build(json.loads((RESULTS / file).read_text())))
+    return document
+
+
+def placed(document: str, name: str, text: str) -> str:
+    """The document with one section between its marks replaced. Raises ValueError when it has no marks."""
+    begin, end = f"<!-- figures of {name} begin -->", f"<!-- figures of {name} end -->"
+    pattern = f"{re.escape(begin)}\n.*?{re.escape(end)}"
+    if not re.search(pattern, document, re.DOTALL):
+        raise ValueError(f"the document has no section between {begin!r} and {end!r}")
+    return re.sub(pattern, lambda _: f"{begin}\n{text}\n{end}", document, flags=re.DOTALL)
+
+
+# ---------------------------------------------------------------------------------------------- one host
+
+
+NAMES = {"mooncake": "Mooncake, TCP", "nixl": "NIXL over UCX, TCP", "local": "local, shared memory"}
+
+
+def transports(results: Results) -> str:
+    """Rates and their ratios, by size of an operation."""
+    rows = []
+    for case in results["transport"]["cases"]:
+        ours, *theirs = [*map(median, case["gb_s"].values())]
+        spread = f"{min(case['ratios']):.2f} - {max(case['ratios']):.2f}"
+        rows.append(
+            (
+                NAMES[case["backend"]],
+                f"{case['operation_bytes']:,}",
+                number(ours),
+                number(max(theirs)),
+                f"{case['ratio']:.2f}",
+                spread,
+            )
+        )
+    headings = (
+        "transport",
+        "operation B",
+        "GB/s",
+        "bare library GB/s",
+        "ratio",
+        f"of {results['transport']['turns']} turns",
+    )
+    return f"{_machine(results)}\n\n{markdown(Table('', headings, tuple(rows)))}"
+
+
+def plans(results: Results) -> str:
+    """How long it takes to turn a publication into operations."""
+    rows = tuple(
+        (
+            f"DeepSeek-V4-{case['model'].title()}",
+            f"{case['tokens']:,}",
+            case["pool"],
+            f"{case['operations']:,}",
+            f"{case['bytes'] / 1e6:,.0f}",
+            f"{case['median_ms']:.2f}",
+            f"{case['budget_ms']:g}" if case["budget_ms"] else "-",
+        )
+        for case in results["plan"]["cases"]
+        if case["tokens"] != 131_072
+    )
+    return markdown(Table("", ("model", "tokens", "pool", "operations", "MB", "ms", "budget ms"), rows))
+
+
+def overheads(results: Results) -> str:
+    """What a request costs beside its bytes."""
+    measures = ("offer_to_first_byte_ms", "offer_to_commit_ms", "http_admit_to_claim_ms")
+    rows = tuple(
+        (NAMES[name], *(f"{found[each]['median']:.1f} ({found[each]['p99']:.1f})" for each in measures))
+        for name, found in results["overhead"].items()
+    )
+    return markdown(Table("", ("transport", *(each.removesuffix("_ms").replace("_", " ") for each in measures)), rows))
+
+
+def loads(results: Results) -> str:
+    """Rooms a second, and what happens at twice of what is possible."""
+    words = {"bootstrap": "bootstrap", "daemons": "both daemons", "engine": "the engine"}
+    rows = []
+    for way, found in results["load"]["ways"].items():
+        over, after = found["overload"], found["after_overload"]
+        best = max(found["levels"], key=lambda level: level["rooms_s"])
+        rows.append(
+            (
+                words[way],
+                number(found["best_rooms_s"]),
+                f"{1000 * sum(best['cpu'].values()) / best['rooms_s']:.1f}",
+                number(over["offered_s"]),
+                number(over["rooms_s"]),
+                f"{100 * over['refused_share']:.0f} %",
+                str(sum(over["lost"].values())),
+                f"{over['backlog_drained_s']:.1f}",
+                number(after["rooms_s"]),
+            )
+        )
+    headings = (
+        "admitted by",
+        "rooms/s",
+        "processor ms a room",
+        "offered/s",
+        "served/s",
+        "answered 503",
+        "lost",
+        "backlog gone after s",
+        "rooms/s then",
+    )
+    return f"{_machine(results)}\n\n{markdown(Table('', headings, tuple(rows)))}"
+
+
+def digests(results: Results) -> str:
+    """What computing them takes on one core, and what they add to a commit."""
+    found = results["digest"]
+    compute = tuple(
+        (f"{case['tokens']:,}", *(number(case["gb_s"][each]) for each in ("digest", "crc32c", "copy")))
+        for case in found["compute"]
+    )
+    commit = tuple(
+        (
+            NAMES[case["transport"]],
+            f"{case['tokens']:,}",
+            *(f"{case['commit_ms'][each]:.1f}" for each in ("none", "crc32c")),
+        )
+        for case in found["end_to_end"]
+    )
+    first = markdown(Table("", ("tokens", "digests GB/s", "one CRC-32C over all GB/s", "memcpy GB/s"), compute))
+    return f"{first}\n\n{markdown(Table('', ('transport', 'tokens', 'offer to commit ms', 'with digests ms'), commit))}"
+
+
+def directories(results: Results) -> str:
+    """Pairings a second, by where the directory is."""
+    rows = tuple(
+        (name, number(case["per_s"]), f"{case['alone_median_ms']:.2f} ({case['alone_p99_ms']:.2f})")
+        for name, case in results["directory"].items()
+    )
+    return markdown(Table("", ("directory", "pairings/s", "one alone ms"), rows))
+
+
+def soak(results: Results) -> str:
+    """What a hundred thousand rooms leave behind."""
+    first, last = results["looks"][0], results["looks"][-1]
+    rows = tuple(
+        (
+            name,
+            f"{before['uss_mib']:.1f} -> {after['uss_mib']:.1f}",
+            f"{100 * (after['uss_mib'] / before['uss_mib'] - 1):+.1f} %",
+            *(f"{before[each]} -> {after[each]}" for each in ("fds", "sockets", "threads", "mappings")),
+        )
+        for name, before, after in (
+            (name, first["processes"][name], last["processes"][name]) for name in first["processes"]
+        )
+    )
+    rate = results["rooms"] / results["seconds"]
+    line = (
+        f"{results['rooms']:,} rooms of {results['tokens']} tokens "
+        f"({results['payload_bytes'] / 1e9:.1f} GB, `{results['transport']}`), "
+        f"{results['rooms_compared']:,} of them compared byte for byte, in {results['seconds']:.0f} s on {results['cores']} cores: "
+        f"{rate:.0f} rooms/s, {len(results['lost'])} lost. From {first['rooms']:,} rooms to {last['rooms']:,}:"
+    )
+    headings = ("process", "memory of its own MiB", "growth", "descriptors", "sockets", "threads", "mappings")
+    return f"{line}\n\n{markdown(Table('', headings, rows))}"
+
+
+PHASES = (
+    "admission",
+    "engine_queue",
+    "prefill",
+    "offer_to_order",
+    "plan",
+    "first_byte",
+    "move",
+    "after_prefill",
+    "commit_to_claim",
+    "total",
+)
+
+
+def replays(results: Results) -> str:
+    """A trace through one pair."""
+    seconds, settings, machine = results["seconds"]["replay"], results["settings"], results["environment"]
+    line = (
+        f"{results['requests']} requests of `{results['trace']}` ({results['prompt_tokens']:,} tokens, geometry of "
+        f"{settings['model']}) over {NAMES[settings['transport']]} on {machine['cores']} cores ({machine['cpu']}): "
+        f"{results['completed']} served, {results['failed']} failed, {results['checked_bytes'] / 1e9:.1f} GB compared, "
+        f"{results['mismatched_bytes']} bytes wrong, in {seconds:.0f} s ({results['completed'] / seconds:.1f} requests/s, every "
+        "byte written and compared by the same two cores)."
+    )
+    rows = tuple(
+        (
+            name.replace("_", " "),
+            *(f"{1000 * results['phases'][name][each]:.1f}" for each in ("p50_s", "p90_s", "p99_s")),
+        )
+        for name in PHASES
+    )
+    return f"{line}\n\n{markdown(Table('', ('phase, ms', 'p50', 'p90', 'p99'), rows))}"
+
+
+def _machine(results: Results) -> str:
+    found = results["environment"]
+    libraries = ", ".join(f"{name} {version}" for name, version in found["libraries"].items())
+    return f"{found['cpu']}, 2 cores; Python {found['python']}, {libraries}."
+
+
+# ---------------------------------------------------------------------------------------------- GPUs
+
+
+def one_gpu(results: Results) -> str:
+    """The choice of figures, and every budget."""
+    return f"{report.section(results, 'gpu-h200.json')}\n\n{markdown(report.budget_table(results))}"
+
+
+def two_gpus(results: Results) -> str:
+    """What one GPU cannot show."""
+    tables = [
+        *part_tables("transport", results["parts"]["transport"]["cases"]),
+        *part_tables("ttft", results["parts"]["ttft"]["cases"]),
+    ]
+    return "\n\n".join(
+        [f"On {report.machine(results)}.", *(f"{table.title}:\n\n{markdown(table)}" for table in tables)]
+    )
+
+
+CPU, LOAD = "cpu-2-cores.json", "load-digest-directory-2-cores.json"
+SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
+    "transports": (CPU, transports),
+    "plans": (CPU, plans),
+    "overheads": (CPU, overheads),
+    "load": (LOAD, loads),
+    "digests": (LOAD, digests),
+    "directory": (LOAD, directories),
+    "soak": ("soak-100000-2-cores.json", soak),
+    "replay": ("replay-conversation-300-flash.json", replays),
+    "one GPU": ("gpu-h200.json", one_gpu),
+    "two GPUs": ("gpu-h200-x2.json", two_gpus),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
