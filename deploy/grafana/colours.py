@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvbridge.testbed.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from kvbridge.cli.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 
 COLOURS: Mapping[str, Mapping[str, str]] = {
     "{{state}}": {

@@ -24,6 +24,7 @@ from tests.bench import (
     bench_load,
     bench_overhead,
     bench_plan,
+    bench_prefix,
     bench_telemetry,
     bench_traces,
     bench_transport,
@@ -31,6 +32,7 @@ from tests.bench import (
 
 BENCHMARKS: dict[str, Any] = {
     "plan": bench_plan,
+    "prefix": bench_prefix,
     "transport": bench_transport,
     "overhead": bench_overhead,
     "directory": bench_directory,
