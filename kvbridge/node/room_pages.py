@@ -19,7 +19,6 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import EventStream, RoomQuarantined
 
-
 _GROWING = (IndexSpace.FULL, IndexSpace.HOST)
 """Spaces in which a page is final once its tokens are computed."""
 

@@ -20,8 +20,9 @@ from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import Owner
-from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex, RecordArray
+from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
+from kvbridge.tier.records import RecordArray
 
 Demand = Callable[[int], Mapping[IndexSpace, int]]
 """From the pages of a prefix that is cached to the pages that an owner needs of each space beside it."""

@@ -92,7 +92,7 @@ BOARD = Board(
                     "Pages in use",
                     "Share of each index space that is not available, the fullest daemon. Cached pages that nobody reads are.",
                     Query(
-                        f'max by (space) (1 - sum by (job, instance, space) (kvbridge_pages_available{{{CHOSEN}}}) '
+                        f"max by (space) (1 - sum by (job, instance, space) (kvbridge_pages_available{{{CHOSEN}}}) "
                         f"/ sum by (job, instance, space) (kvbridge_pool_pages{{{CHOSEN}}}))",
                         "{{space}}",
                     ),

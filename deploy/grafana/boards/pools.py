@@ -34,7 +34,7 @@ BOARD = Board(
                     "Available share of each daemon",
                     "The scarcest space of each daemon. At 0 the daemon refuses, or lets requests with `wait_s` wait.",
                     Query(
-                        f'min by (job, instance) (sum by (job, instance, space) (kvbridge_pages_available{{{CHOSEN}}}) / '
+                        f"min by (job, instance) (sum by (job, instance, space) (kvbridge_pages_available{{{CHOSEN}}}) / "
                         f"sum by (job, instance, space) (kvbridge_pool_pages{{{CHOSEN}}})) * {NAME}",
                         "{{daemon}}",
                     ),

@@ -66,7 +66,7 @@ class Begin(Call):
     prompt_tokens: Positive
     tables: tuple[WireTable, ...] = ()
     computed_tokens: NonNegative = 0
-    """Adopted pools: tokens from the prompt's start that the engine's own prefix cache holds; pages of these alone are only read."""
+    """Adopted pools: tokens from the prompt's start that the engine's own prefix cache holds; pages of only these are only read."""
     by_gpu: bool = False
     """A GPU writes for this engine, so that with this call it has not let go of an earlier attempt at the room."""
 

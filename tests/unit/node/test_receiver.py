@@ -781,9 +781,9 @@ def test_rooms_may_have_the_pages_of_a_common_prefix_and_only_the_rest_is_leased
     bench.verbs.provide(2, tables(4, 6), prefix_tokens=PAGE)
     with pytest.raises(ConflictError, match="are leased, a peer may still write them for room 1 generation 1"):
         bench.verbs.provide(3, tables(5, 7), prefix_tokens=PAGE)
-    with pytest.raises(ConflictError, match="page 4 .* belongs to room 1 generation 1 and room 2 generation 1"):
+    with pytest.raises(ConflictError, match=r"page 4 .* belongs to room 1 generation 1 and room 2 generation 1"):
         bench.verbs.provide(3, tables(4, 7))
-    with pytest.raises(ConflictError, match="page 6 .* belongs to room 2 generation 1;"):
+    with pytest.raises(ConflictError, match=r"page 6 .* belongs to room 2 generation 1;"):
         bench.verbs.provide(3, tables(6, 7))
     counts = bench.book.counts()[IndexSpace.FULL]
     assert (counts[PageState.LEASED], counts[PageState.CACHED]) == (2, 1)

@@ -905,7 +905,7 @@ def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_the
     for room in (1, 2, 3):
         admit(bench, room=room)
     begin(bench, tables=tables(3, 4))
-    with pytest.raises(ConflictError, match="page 3 .* still belongs to room 1"):
+    with pytest.raises(ConflictError, match=r"page 3 .* still belongs to room 1"):
         begin(bench, room=2, tables=tables(3, 5))
     for computed_tokens in (TOKENS, TOKENS + 1):
         with pytest.raises(InvalidInputError, match="computed_tokens must be less than"):
@@ -919,7 +919,7 @@ def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_the
     answer(bench)
     assert state(bench) is SenderState.COMPLETED
     assert bench.book.counts()[IndexSpace.FULL][PageState.CACHED] == 1, "room 2 reads it still"
-    with pytest.raises(ConflictError, match="page 3 .* still belongs to room 2"):
+    with pytest.raises(ConflictError, match=r"page 3 .* still belongs to room 2"):
         begin(bench, room=3, tables=tables(3, 6))
     begin(bench, room=3, tables=tables(3, 6), computed_tokens=PAGE)
     bench.book.check_integrity()
