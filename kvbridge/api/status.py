@@ -6,7 +6,7 @@ comes about. Field names here are the JSON names of the API.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
@@ -241,8 +241,8 @@ class StatusPort(Protocol[StatusT_co]):
     def status(self) -> StatusT_co:
         """Everything an operator wants to see."""
 
-    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
-        """The metrics page in the form that an Accept header asks for, and its content type."""
+    def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
+        """The metrics page in pieces, in the form that an Accept header asks for, and its content type."""
 
     def serves(self, route: str, methods: Sequence[str], code: int) -> None:
         """Requests for a route can come, whose answer is usually `code`."""

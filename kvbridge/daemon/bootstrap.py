@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -45,7 +45,7 @@ from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.telemetry.events import Fact, PairingEnded
+from kvbridge.telemetry.events import PairingEnded
 from kvbridge.telemetry.metrics import BUILD, HEARTBEAT_AGE, INSTANCES, PAIRING_DURATION, PAIRINGS, READY, ROOMS
 from kvbridge.telemetry.registry import Metrics, library_versions
 
@@ -93,7 +93,7 @@ class BootstrapDaemon:
         self.pairing = PairingService(
             self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
         )
-        self.pairing.events.add_reader(self._read)
+        self.pairing.events.add_reader({PairingEnded: self._paired})
         self._traces = Traces()
         self._overview = _Overview()
         self._told = ToldReadiness()
@@ -229,8 +229,8 @@ class BootstrapDaemon:
         """See StatusPort."""
         self.metrics.traceparent_ignored()
 
-    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
-        """Set what is only known now, and return the metrics page in an accepted form, and its content type."""
+    def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
+        """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
         rooms, listing = self._overview.rooms, self._overview.listing
         self.metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in PairingState})
         states = Counter((one.role.value, _state_of(one)) for one in listing)
@@ -242,10 +242,9 @@ class BootstrapDaemon:
         self.metrics.assign(READY, self.readiness().ready)
         return self.metrics.render(accept)
 
-    def _read(self, _now_s: float, fact: Fact) -> None:
-        if isinstance(fact, PairingEnded):
-            self.metrics.count(PAIRINGS, fact.outcome)
-            self.metrics.observe(PAIRING_DURATION, fact.seconds, fact.outcome)
+    def _paired(self, _now_s: float, fact: PairingEnded) -> None:
+        self.metrics.count(PAIRINGS, fact.outcome)
+        self.metrics.observe(PAIRING_DURATION, fact.seconds, fact.outcome)
 
 
 def _state_of(instance: InstanceView) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from kvbridge import __version__
@@ -183,8 +183,8 @@ class NodeOverview:
         """See StatusPort."""
         self._parts.metrics.traceparent_ignored()
 
-    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
-        """Set what is only known now, and return the metrics page in an accepted form, and its content type."""
+    def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
+        """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
         metrics, rooms, peers = self._parts.metrics, self._rooms.states(), len(self._peers.status())
         metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in RoomState})
         metrics.replace(QUARANTINED, {(reason,): count for reason, count in self._rooms.quarantined().items()})

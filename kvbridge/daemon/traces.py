@@ -61,7 +61,7 @@ class Traces:
     def read(self, events: EventStream, parts: Mapping[RoomState, str] | None = None) -> None:
         """Make spans of what happens from now on; `parts`: those of the role's rooms."""
         if self._export is not None:
-            events.add_reader(SpanReader(self._export.record, parts=parts or {}))
+            events.add_reader(SpanReader(self._export.record, parts=parts or {}).table)
 
     def look(self) -> None:
         """Count, and say now and then what was lost."""

@@ -17,7 +17,7 @@ from kvbridge.core.errors import ConflictError, DeadlineError, RoomFailedError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release
+from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release, SparseRows
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.engine.base import Engine
 from kvbridge.engine.stream_order import StreamChoice
@@ -90,10 +90,12 @@ class DecodeEngine(Engine):
         pages = self._call(Extend(call=self._link.number(), room=room, tokens=tokens), Pages)
         return tables_from_wire(pages.tables)
 
-    def release(self, room: int, *, stream: StreamChoice = None) -> None:
+    def release(self, room: int, *, sparse: SparseRows | None = None, stream: StreamChoice = None) -> None:
         """Say that the request is over: submit nothing more that touches its pages.
+
+        `sparse`: what a hot buffer did for it (`SparseCache.release`), for the node's metrics.
 
         With pools on a GPU the pages are used again when `stream` (default: the current one) has come to this point. The node
         is told by this call or by a later one, `events` included; this call does not wait.
         """
-        self._let_go(Release(call=self._link.number(), room=room), stream)
+        self._let_go(Release(call=self._link.number(), room=room, sparse=sparse), stream)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.geometry.components import ComponentKind
@@ -133,6 +134,13 @@ class RankReceived(RoomFact):
     transport: str
     under_way_ago_s: tuple[tuple[float, float], ...] = ()
     """When it was sending: from so many seconds ago until so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseDecoded(RoomFact):
+    """What the hot buffer of an engine did for a room: rows, by the names of `SparseRows`."""
+
+    rows: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,8 +351,8 @@ class WritersShutOut(Fact):
     rooms: int
 
 
-Reader = Callable[[float, Fact], None]
-"""(monotonic seconds, fact). Must not raise."""
+Reader = Mapping[type[Fact], Callable[[float, Any], None]]
+"""By kind of fact (of all kinds below it, too): called with monotonic seconds and the fact. Must not raise."""
 
 
 class EventStream:
@@ -353,10 +361,13 @@ class EventStream:
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._readers: list[Reader] = []
+        self._calls: dict[type[Fact], tuple[Callable[[float, Any], None], ...]] = {}
+        """What a fact of each kind leads to, once there has been one. Most facts concern few readers, and a room has many facts."""
 
     def add_reader(self, reader: Reader) -> None:
-        """Let `reader` have every fact from now on."""
+        """Let `reader` have every fact that concerns it from now on."""
         self._readers.append(reader)
+        self._calls.clear()
 
     def frame_refused(self, kind: str, detail: str) -> None:
         """Say that a frame or a connection was refused; the form in which sockets report it."""
@@ -368,6 +379,10 @@ class EventStream:
 
     def emit(self, fact: Fact) -> None:
         """Say that something has happened, now."""
-        now_s = self._clock()
-        for reader in self._readers:
-            reader(now_s, fact)
+        kind, now_s = type(fact), self._clock()
+        if kind not in self._calls:
+            self._calls[kind] = tuple(
+                call for reader in self._readers for known, call in reader.items() if issubclass(kind, known)
+            )
+        for call in self._calls[kind]:
+            call(now_s, fact)

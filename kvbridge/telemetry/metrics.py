@@ -89,6 +89,15 @@ METRICS: tuple[MetricSpec, ...] = (
         "Pages that arrived with other bytes than were sent; each failed its room.",
         (DECODE,),
     ),
+    SPARSE_ROWS := MetricSpec(
+        "kvbridge_sparse_rows_total",
+        _COUNTER,
+        ("outcome",),
+        "Rows of sparse decode, over all layers, as engines tell when they release a room: selected ones that were in the hot "
+        "buffer (hit) or had to be loaded from the host; loaded at admission; new ones that were written to the host.",
+        (DECODE,),
+        values={"outcome": ("hit", "loaded", "preloaded", "backed_up")},
+    ),
     # Peers.
     PEERS := MetricSpec(
         "kvbridge_peers",

@@ -11,18 +11,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.context import TraceContext
 from kvbridge.telemetry.events import (
     EndReserved,
-    Fact,
     OrderBegan,
     OrderEnded,
     PairingEnded,
     PhasesEnded,
+    Reader,
     RequestAnswered,
     RoomBegun,
     RoomEntered,
@@ -109,7 +108,7 @@ class SpanReader:
         """Tells what several prefill nodes send of one offer apart."""
         self._rooms: dict[RoomKey, _Room] = {}
         self._orders: dict[int, _Order] = {}
-        self._table: dict[type[Any], Callable[[float, Any], None]] = {
+        self.table: Reader = {
             RequestAnswered: self._request_answered,
             RoomEntered: self._room_entered,
             RoomOffered: self._room_offered,
@@ -121,12 +120,6 @@ class SpanReader:
             EndReserved: self._end_reserved,
             PairingEnded: self._pairing_ended,
         }
-
-    def __call__(self, now_s: float, fact: Fact) -> None:
-        """Read one fact."""
-        read = self._table.get(type(fact))
-        if read is not None:
-            read(now_s, fact)
 
     # ------------------------------------------------------------------ bootstrap
 

@@ -203,7 +203,8 @@ class ForegroundCluster:
         for directory in (False, True):
             part = [each for each in self._daemons if (each.configured.role is DaemonRole.BOOTSTRAP) is directory]
             running = [each for each in part if each.running]
-            deadline_s = time.monotonic() + max((each.limit_s for each in running), default=0.0)
+            self._told_s = time.monotonic()
+            deadline_s = self._told_s + max((each.limit_s for each in running), default=0.0)
             self._signal(running, signal.SIGTERM)
             at_once = False
             while any(each.running for each in running):
@@ -214,6 +215,10 @@ class ForegroundCluster:
                 if self._interrupts.more > 1 or time.monotonic() > deadline_s:
                     self._kill([each for each in running if each.running])
                 self._show()
+                if time.monotonic() - self._told_s >= QUIET_S:
+                    self._told_s = time.monotonic()
+                    left = ", ".join(each.name for each in running if each.running)
+                    self._console.print(f"still ending: {left} (once more: at once)", style="bold", markup=False)
                 time.sleep(LOOK_S)
         self._show()
 

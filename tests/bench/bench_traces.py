@@ -129,7 +129,7 @@ def on(url: str) -> tuple[float, float]:
         for role, made in streams.items():
             names = {"role": role, "incarnation": role}
             export = SpanExport(f"{url}/v1/traces", timeout_s=10.0, names=names, metrics=metrics)
-            made.add_reader(SpanReader(export.record, parts=PARTS.get(role, {})))  # type: ignore[call-overload]
+            made.add_reader(SpanReader(export.record, parts=PARTS.get(role, {})).table)  # type: ignore[call-overload]
             exports.append(export)
         begun_s = time.process_time()
         # In portions, as a daemon has pauses: what no queue can hold would be dropped, which costs less than sending it.

@@ -134,7 +134,7 @@ class RecordedEvents(EventStream):
     def __init__(self) -> None:
         super().__init__()
         self.facts: list[Fact] = []
-        self.add_reader(lambda _now_s, fact: self.facts.append(fact))
+        self.add_reader({Fact: lambda _now_s, fact: self.facts.append(fact)})
 
     def of(self, kind: type[MessageT]) -> list[MessageT]:
         return [fact for fact in self.facts if isinstance(fact, kind)]

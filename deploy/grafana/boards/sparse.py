@@ -7,6 +7,7 @@ from deploy.grafana.panels import Board, Query, Row, lines, number, text
 
 HOST = 'space="host"'
 SLOTS = 'space="request"'
+HITS, LOADED = (rate("sparse_rows_total", where=f'outcome="{outcome}"') for outcome in ("hit", "loaded"))
 
 BOARD = Board(
     "kvbridge-sparse",
@@ -80,10 +81,31 @@ BOARD = Board(
                     unit="s",
                     width=12,
                 ),
+            ),
+        ),
+        Row(
+            "What the hot buffer did",
+            (
                 text(
-                    "The hot buffer works in the engine's process, which is not scraped: hits, loads and evictions of a request "
-                    "are `SparseCache.counts(request)` there. Only figures of the daemons are shown here.",
+                    "Engines tell it when they release a room (`DecodeEngine.release(room, sparse=...)`), all of the request at "
+                    "once; an engine that does not say it shows nothing here. Rows of the ring are not among the selected ones.",
                     height=3,
+                ),
+                lines(
+                    "Selected rows found in the hot buffer",
+                    "Share of hits. The rest was loaded from the host while attention waited: more hot rows help, "
+                    "if memory allows (`kvbridge fit`).",
+                    Query(f"{HITS} / ({HITS} + {LOADED})", "hits"),
+                    unit="percentunit",
+                    width=12,
+                ),
+                lines(
+                    "Rows a second",
+                    "Over all layers. hit: was in the hot buffer; loaded: from the host, in a step; preloaded: likewise, at "
+                    "admission; backed_up: new ones, to the host.",
+                    Query(rate("sparse_rows_total", "outcome"), "{{outcome}}"),
+                    unit="ops",
+                    width=12,
                 ),
             ),
         ),

@@ -118,6 +118,19 @@ class Extend(Call):
     tokens: Positive
 
 
+class SparseRows(FrozenModel):
+    """What sparse decode did for a request, in rows over all layers of a rank."""
+
+    hit: NonNegative = 0
+    """Selected rows that were in a hot slot, each step's distinct ones; rows of the ring are not counted."""
+    loaded: NonNegative = 0
+    """Selected rows that had to be loaded from the host."""
+    preloaded: NonNegative = 0
+    """Rows that were loaded when the request was admitted to the hot buffer."""
+    backed_up: NonNegative = 0
+    """New rows that were written to the host."""
+
+
 class Release(Call):
     """Decode: the request is over, its pages can be used again. Prefill: the engine's GPU is through with a finished room."""
 
@@ -125,6 +138,8 @@ class Release(Call):
     room: RoomId
     generation: NonNegative = 0
     """On prefill, the attempt that was finished."""
+    sparse: SparseRows | None = None
+    """On decode with a hot buffer: what it did for the request."""
 
 
 class AbortRoom(Call):

@@ -21,6 +21,7 @@ from kvbridge.node.receiver.peers import RoomWriters
 from kvbridge.node.receiver.room import BEFORE_COMMIT, ReceiverRoom, user_state
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
+from kvbridge.telemetry.events import SparseDecoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +117,7 @@ class ReceiverVerbs:
 
     def release(self, engine: AttachedEngine, message: Release) -> None:
         """An engine is through with a room. The pages are free once every engine that claimed it, or is to, is."""
-        self.driver.let_go(self._held(engine, message.room), engine.name)
+        room = self._held(engine, message.room)
+        if message.sparse is not None:
+            self.driver.facts.events.emit(SparseDecoded(**room.identity, rows=message.sparse.model_dump()))
+        self.driver.let_go(room, engine.name)

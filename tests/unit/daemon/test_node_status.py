@@ -157,8 +157,8 @@ def test_a_pool_full_of_cached_pages_is_shown_as_full_as_far_as_somebody_reads_t
 
 
 def test_what_is_only_known_when_somebody_scrapes(prefill: NodeDaemon) -> None:
-    page, _ = prefill.overview.render_metrics()
-    shown = page.decode()
+    pieces, _ = prefill.overview.render_metrics()
+    shown = b"".join(pieces).decode()
     for line in (
         'kvbridge_pool_pages{space="full",state="free"} 8.0',
         'kvbridge_pool_bytes{space="full",state="leased"} 0.0',

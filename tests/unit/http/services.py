@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -131,8 +131,8 @@ class FakeStatus:
     def status(self) -> Any:
         return self._page
 
-    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
-        return f"kvbridge_rooms 1 # {accept}\n".encode(), "text/plain; version=0.0.4"
+    def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
+        return iter((b"kvbridge_rooms 1 # ", accept.encode(), b"\n")), "text/plain; version=0.0.4"
 
     def serves(self, route: str, methods: Sequence[str], code: int) -> None:
         self.served.append((route, *methods, code))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import re
 
@@ -194,10 +196,31 @@ async def test_health_and_readiness(http, status):
 
 async def test_operators_routes(http):
     response = await http.get("/metrics", headers={"Accept": "application/openmetrics-text"})
-    expected = FakeStatus().render_metrics("application/openmetrics-text")
-    assert (response.content, response.headers["content-type"]) == expected
+    assert response.content == b"kvbridge_rooms 1 # application/openmetrics-text\n"
+    assert response.headers["content-type"] == "text/plain; version=0.0.4"
     assert (await http.get("/version")).json() == {"name": "kvbridge", "version": __version__, "protocol_version": 1}
     assert (await http.get("/status")).json()["rooms"] == {"admitted": 1}
+
+
+async def test_others_have_their_turn_while_a_long_page_of_metrics_is_made(http, status, monkeypatch):
+    turns, seen = itertools.count(), []
+
+    async def others():
+        while True:
+            seen.append(next(turns))
+            await asyncio.sleep(0)
+
+    def pieces():
+        for _ in range(5):
+            yield b"kvbridge_rooms 1\n"
+            seen.append("piece")
+
+    monkeypatch.setattr("kvbridge.http.operations.TURN_S", 0.0)
+    monkeypatch.setattr(status, "render_metrics", lambda _accept: (pieces(), "text/plain"))
+    beside = asyncio.create_task(others())
+    assert (await http.get("/metrics")).content.count(b"\n") == 5
+    beside.cancel()
+    assert [before for before, after in itertools.pairwise(seen) if before == after == "piece"] == []
 
 
 async def test_requests_are_counted_by_the_template_of_their_route(http, status):

@@ -37,7 +37,7 @@ class Bench:
         self.spans: list[Span] = []
         self.stream = EventStream(self.clock)
         self.reader = SpanReader(self.spans.append, parts=PARTS[role])
-        self.stream.add_reader(self.reader)
+        self.stream.add_reader(self.reader.table)
         self.trace: TraceContext | None = begin_with(1.0)(ROUTER)
 
     def happens(self, kind: Any, after_s: float = 1.0, **facts: Any) -> None:
