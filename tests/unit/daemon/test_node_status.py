@@ -146,7 +146,7 @@ def test_a_pool_full_of_cached_pages_is_shown_as_full_as_far_as_somebody_reads_t
     assert page.available_pages == {full: available}
     assert (load.available_pages, load.total_pages) == ({"full": available}, {"full": 8})
     assert is_significant(empty, load) is bool(readers)
-    metrics = prefill.overview.render_metrics()[0].decode()
+    metrics = b"".join(prefill.overview.render_metrics()[0]).decode()
     for line in (
         'kvbridge_pool_pages{space="full",state="free"} 0.0',
         'kvbridge_pool_pages{space="full",state="cached"} 8.0',
