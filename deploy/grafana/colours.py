@@ -17,6 +17,7 @@ COLOURS: Mapping[str, Mapping[str, str]] = {
         "held": BLUE,
         "leased": YELLOW,
         "quarantined": VERMILLION,
+        "cached": GREEN,
         "admitted": GREY,
         "offered": SKY,
         "transferring": BLUE,

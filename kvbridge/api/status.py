@@ -193,6 +193,8 @@ class NodeStatus(FrozenModel):
     """Rooms that are known now, by state."""
     admission: AdmissionStatus
     pools: dict[IndexSpace, dict[PageState, int]]
+    available_pages: dict[IndexSpace, int]
+    """What a request can have now: free pages, and cached ones that nobody reads."""
     quarantine: dict[str, tuple[str, ...]]
     """By reason: whose pages nobody may use yet."""
     problems: tuple[ProblemStatus, ...]

@@ -35,8 +35,8 @@ from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.room_book import RoomBook
-from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.metrics import (
+    AVAILABLE,
     DIRECTORY_REGISTRATION,
     ENGINES,
     EPOCH,
@@ -144,6 +144,7 @@ class NodeOverview:
             rooms=self._rooms.states(),
             admission=self._admission.status(),
             pools=parts.book.counts(),
+            available_pages=parts.book.available_pages(),
             quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
             problems=self._problems(),
             traffic=self._traffic(),
@@ -209,6 +210,8 @@ class NodeOverview:
             (space.value, state.value): count for space, states in counts.items() for state, count in states.items()
         }
         metrics.replace(POOL, pages)
+        available = self._parts.book.available_pages()
+        metrics.replace(AVAILABLE, {(space.value,): count for space, count in available.items()})
         metrics.replace(
             POOL_BYTES,
             {
@@ -262,9 +265,9 @@ class NodeOverview:
 
     def load(self) -> Load:
         """How full the node is."""
-        counts = self._parts.book.counts()
+        book = self._parts.book
         return Load(
             rooms=len(self._rooms.open()),
-            free_pages={space.value: states[PageState.FREE] for space, states in counts.items()},
-            total_pages={space.value: sum(states.values()) for space, states in counts.items()},
+            available_pages={space.value: count for space, count in book.available_pages().items()},
+            total_pages={space.value: sum(states.values()) for space, states in book.counts().items()},
         )

@@ -52,15 +52,28 @@ class PrefillEngine(Engine):
         call = Admit(call=self._link.number(), room=room, generation=generation, prompt_tokens=prompt_tokens)
         self._call(call, Accepted)
 
-    def begin(self, room: int, *, prompt_tokens: int, tables: Tables | None = None) -> PrefillRoom:
+    def begin(
+        self, room: int, *, prompt_tokens: int, tables: Tables | None = None, computed_tokens: int = 0
+    ) -> PrefillRoom:
         """Start to compute an admitted room and learn its pages; adopted pools name theirs in `tables`.
+
+        `computed_tokens` (adopted pools): how many tokens from the prompt's start the engine's own prefix cache holds. The room
+        only reads the pages that hold none but these, so other rooms may name them too, whether they wrote them or read them as
+        well; they are to be written by nobody until all of these rooms are over. Every other page is one room's alone.
 
         Raises UnknownRoomError, ConflictError on a second begin, and with pools on a GPU for a room of which an earlier attempt was
         neither finished nor aborted; InvalidInputError when the lengths differ.
         """
         wire = to_wire(tables) if tables else ()
         by_gpu = bool(self._order.devices)
-        message = Begin(call=self._link.number(), room=room, prompt_tokens=prompt_tokens, tables=wire, by_gpu=by_gpu)
+        message = Begin(
+            call=self._link.number(),
+            room=room,
+            prompt_tokens=prompt_tokens,
+            tables=wire,
+            computed_tokens=computed_tokens,
+            by_gpu=by_gpu,
+        )
         pages = self._call(message, Pages)
         if by_gpu:
             self._begun[room] = pages.generation, set()

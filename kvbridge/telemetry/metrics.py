@@ -41,7 +41,7 @@ _PAIRING_OUTCOMES = (
     DeadlineError.code,
     FingerprintMismatchError.code,
 )
-_PAGE_STATES = ("free", "held", "leased", "quarantined")
+_PAGE_STATES = ("free", "held", "leased", "quarantined", "cached")
 
 METRICS: tuple[MetricSpec, ...] = (
     # What runs.
@@ -184,12 +184,18 @@ METRICS: tuple[MetricSpec, ...] = (
         "The same in bytes, over the ranks of this node: a page has its part in every layer and rank.",
         values={"state": _PAGE_STATES},
     ),
+    AVAILABLE := MetricSpec(
+        "kvbridge_pages_available",
+        _GAUGE,
+        ("space",),
+        "Pages that a request can have now: free ones, and cached ones that nobody reads.",
+    ),
     EXPECTED_FREE := MetricSpec(
         "kvbridge_pages_expected_free",
         _GAUGE,
         ("space", "within"),
-        "Pages that are free now or will probably be within 1s, 10s and 60s: those of rooms that are ending, and the rest at the "
-        "rate of the last releases. The same estimate as Retry-After.",
+        "Pages that are available now or will probably be within 1s, 10s and 60s: those of rooms that are ending, and the rest at "
+        "the rate of the last releases. The same estimate as Retry-After.",
         values={"within": ("1s", "10s", "60s")},
     ),
     QUARANTINED := MetricSpec(

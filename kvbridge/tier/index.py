@@ -111,6 +111,14 @@ class PrefixIndex:
         """Return the pages of a record's checkpoint. Raises NotFoundError when it has none."""
         return self._checkpoints.pages(record)
 
+    def is_dropped(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records no key reaches any more."""
+        return self._records.is_hidden(records)
+
+    def pins(self) -> tuple[npt.NDArray[np.int32], dict[int, int]]:
+        """Return the readers of each record, by its number, and those of each checkpoint, by its record's."""
+        return self._pins.copy(), self._checkpoints.readers()
+
     def evictable(self) -> dict[IndexSpace, int]:
         """How many pages of each space `evict` could give now."""
         return dict.fromkeys(self.spaces, len(self) - self._pinned) | {

@@ -287,11 +287,9 @@ class EngineVerbs:
     def _call(self, engine: str, ranks: tuple[Rank, ...], message: Call) -> Pages | None:
         return self.rooms.calls[type(message)](AttachedEngine(engine, 0, ranks), message)
 
-    def begin(self, engine, ranks, room, *, prompt_tokens, tables, by_gpu=False) -> Pages:
+    def begin(self, engine, ranks, room, *, prompt_tokens, tables, **fields) -> Pages:
         wire = to_wire(tables or {})
-        return self._call(
-            engine, ranks, Begin(call=1, room=room, prompt_tokens=prompt_tokens, tables=wire, by_gpu=by_gpu)
-        )
+        return self._call(engine, ranks, Begin(call=1, room=room, prompt_tokens=prompt_tokens, tables=wire, **fields))
 
     def publish(self, engine, ranks, room, *, upto_token, layers, after=None) -> None:
         self._call(

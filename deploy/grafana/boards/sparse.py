@@ -7,7 +7,6 @@ from deploy.grafana.panels import Board, Query, Row, lines, number, text
 
 HOST = 'space="host"'
 SLOTS = 'space="request"'
-FREE = ', state="free"'
 HITS, LOADED = (rate("sparse_rows_total", where=f'outcome="{outcome}"') for outcome in ("hit", "loaded"))
 
 BOARD = Board(
@@ -24,15 +23,15 @@ BOARD = Board(
                     now("rooms", where='state="claimed"'),
                 ),
                 number(
-                    "Hot-buffer slots free",
+                    "Hot-buffer slots available",
                     "Share of the index space `request`. At 0 no request can start, whatever is free on the host.",
-                    f"{now('pool_pages', where=SLOTS + FREE)} / {now('pool_pages', where=SLOTS)}",
+                    f"{now('pages_available', where=SLOTS)} / {now('pool_pages', where=SLOTS)}",
                     unit="percentunit",
                 ),
                 number(
-                    "Host pages free",
+                    "Host pages available",
                     "Share of the index space `host`, where all rows are but the newest.",
-                    f"{now('pool_pages', where=HOST + FREE)} / {now('pool_pages', where=HOST)}",
+                    f"{now('pages_available', where=HOST)} / {now('pool_pages', where=HOST)}",
                     unit="percentunit",
                 ),
                 lines(
@@ -51,8 +50,8 @@ BOARD = Board(
                     width=12,
                 ),
                 lines(
-                    "Host pages free soon",
-                    "Pages that are free or will probably be within 1, 10 and 60 seconds.",
+                    "Host pages available soon",
+                    "Pages that are available or will probably be within 1, 10 and 60 seconds.",
                     Query(now("pages_expected_free", "within", where=HOST), "within {{within}}"),
                     width=12,
                 ),

@@ -65,6 +65,8 @@ class Begin(Call):
     room: RoomId
     prompt_tokens: Positive
     tables: tuple[WireTable, ...] = ()
+    computed_tokens: NonNegative = 0
+    """Adopted pools: tokens from the prompt's start that the engine's own prefix cache holds; pages of only these are only read."""
     by_gpu: bool = False
     """A GPU writes for this engine, so that with this call it has not let go of an earlier attempt at the room."""
 
@@ -97,7 +99,8 @@ class Provide(Call):
     room: RoomId
     tables: tuple[WireTable, ...]
     prefix_tokens: NonNegative = 0
-    """Tokens from the start of the prompt whose rows are in these pages already; they are not sent again."""
+    """Tokens from the start of the prompt whose rows are in these pages already: they are not sent again, and their pages are only
+    read, so that other rooms may have them too."""
 
 
 class Claim(Call):

@@ -4,8 +4,9 @@ Owns: caps of clients, the wait for pages, what a refused caller is told of when
 room is on either side, HTTP, who comes next (`admission_queue`), how release is estimated (`pressure`).
 
 A request is admitted at once, refused at once, or waits (`wait_s`) and is looked at again whenever pages have become
-free. While somebody waits, one that does not wait gets only pages that nobody who waits needs. Rooms that are there
-already come before all: an engine that extends one takes pages past the queue, since it has to go on to end.
+available: free, or cached and not read any more. It waits for all that it can need; which part of its prompt is cached is
+asked when its turn comes. While somebody waits, one that does not wait gets only pages that nobody who waits needs. Rooms
+that are there already come before all: an engine that extends one takes pages past the queue, since it has to go on to end.
 
 A client's rooms count until their pages are back, its waiting requests count with them: one that was let into the queue
 is never over its cap when its turn comes.
@@ -169,7 +170,7 @@ class AdmissionController:
         demand = self._requests.demand(request)
         outcome: asyncio.Future[RoomReport] = asyncio.get_running_loop().create_future()
         waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome, copy_context())
-        self._queue.join(waiter, self._book.free_pages())
+        self._queue.join(waiter, self._book.available_pages())
         return waiter
 
     def _require_open(self) -> None:
@@ -192,7 +193,7 @@ class AdmissionController:
         """Admit whoever's turn it is, as long as somebody fits."""
         self._serving_soon = False
         while not self._requests.missing():
-            waiter = self._queue.next(self._book.free_pages(), self._rooms.in_use)
+            waiter = self._queue.next(self._book.available_pages(), self._rooms.in_use)
             if waiter is None:
                 return
             self._queue.granted(waiter)
@@ -250,7 +251,7 @@ class AdmissionController:
         )
 
     def _check_unclaimed(self, request: AdmissionRequest) -> None:
-        lacking = self._queue.lacking(self._requests.demand(request), self._book.free_pages())
+        lacking = self._queue.lacking(self._requests.demand(request), self._book.available_pages())
         if lacking:
             raise CapacityError(
                 f"{len(self._queue)} requests wait for pages of {', '.join(map(repr, map(str, lacking)))} before this "
@@ -259,14 +260,14 @@ class AdmissionController:
             )
 
     def _not_in_time(self, waiter: _WaitingRequest) -> CapacityError:
-        free = self._book.free_pages()
+        available = self._book.available_pages()
         wanted = ", ".join(
-            f"{count} of '{space}' ({free.get(space, 0)} free)" for space, count in waiter.demand.items()
+            f"{count} of '{space}' ({available.get(space, 0)} available)" for space, count in waiter.demand.items()
         )
         return CapacityError(
             f"the pages for {waiter.request.prompt_tokens} prompt tokens were not there within {waiter.request.wait_s:g} s "
             f"(limit: the request's wait_s, at most admission.max_wait_s): {wanted}",
-            lacking=self._queue.lacking(waiter.demand, free),
+            lacking=self._queue.lacking(waiter.demand, available),
         )
 
     def _refused(self, client: str, error: BridgeError, kind: str = "") -> None:
@@ -287,7 +288,7 @@ class AdmissionController:
     # ------------------------------------------------------------------ what becomes of pages
 
     def _pages_freed(self) -> None:
-        """Those who wait are served after the call that freed the pages, not inside it."""
+        """Those who wait are served after the call that made pages available, not inside it."""
         if self._starvation.starving:
             self._starvation.look()
         if self._queue and not self._serving_soon:
@@ -331,9 +332,9 @@ class AdmissionController:
         return self._starvation.seconds()
 
     def expected_free(self, within_s: float) -> dict[IndexSpace, int]:
-        """Estimate how many pages of each space will be free in `within_s` seconds if nobody takes any, quarantined ones never."""
+        """Estimate how many pages of each space are available in `within_s` seconds if nobody takes any, quarantined ones never."""
         soon, not_begun = self._book.pages_being_released(), self._rooms.not_begun()
-        found = {}
+        found, available = {}, self._book.available_pages()
         for space, states in self._book.counts().items():
             ending = soon.get(space, 0) + sum(
                 room.pages.get(space, 0) for room in not_begun if room.ends_in_s <= within_s
@@ -342,8 +343,8 @@ class AdmissionController:
                 ending if within_s >= (self._rates.usual_release_s or 0.0) else 0,
                 int(self._rates.pages_per_s().get(space, 0.0) * within_s),
             )
-            free, taken = states[PageState.FREE], states[PageState.HELD] + states[PageState.LEASED]
-            found[space] = free + min(coming, taken)
+            never = states[PageState.QUARANTINED]
+            found[space] = available[space] + min(coming, sum(states.values()) - never - available[space])
         return found
 
     def status(self) -> AdmissionStatus:

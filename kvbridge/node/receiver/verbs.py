@@ -46,7 +46,7 @@ class ReceiverVerbs:
         self._check_prefix(message.prefix_tokens, room.prompt_tokens)
         together = room.tables | tables
         tables_cover(together, self.pages.settings.geometry, tokens=room.prompt_tokens, host=self.pages.settings.host)
-        self.pages.adopt(room, tables)
+        self.pages.adopt(room, tables, cached_tokens=message.prefix_tokens, written_by_peers=True)
         room.prefix_tokens = message.prefix_tokens
         self.driver.advance(room, ReceiverEvent.PAGES)
         self.writers.find(room)

@@ -94,6 +94,8 @@ class SenderRoom(Room[SenderState]):
     final_states = SENDER_TABLE.final
     ranks: dict[Rank, RankWork] = field(default_factory=dict)
     """Empty once the room has been concluded."""
+    computed_tokens: int = 0
+    """Tokens from the prompt's start that prefill had before the room, so that its engine starts behind them."""
     peer: str = ""
     """The decode node whose offer was taken; empty before."""
     destination: tuple[WireTable, ...] = ()
