@@ -14,7 +14,7 @@ TESTS := $(BIN)/python -m tests.run $(if $(WORKERS),--workers $(WORKERS)) $(if $
 CLIENT_GENERATOR := openapi-python-client==0.29.1 ruamel.yaml==0.19.1
 SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
 # Real servers for the tests of the shared directory and of metrics; systemd-analyze, unshare, setpriv and openssl for those of deploying;
-# unshare, ip and curl for those of the documentation.
+# unshare, ip and curl for those of the documentation; curl also for the request that `kvbridge up` says to try.
 TEST_SERVERS := redis-server systemd util-linux prometheus openssl iproute2 curl
 # The tests of the status page run in a real browser.
 TEST_BROWSER := chromium chromium-driver fonts-dejavu-core
@@ -53,14 +53,14 @@ $(READY): pyproject.toml | system
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,transformers,redis,plot,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,transformers,redis,plot,traces,docs,dev]'
 	# It asks for an older typer than the one here, for a command line of its own that nobody calls.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(CLIENT_GENERATOR)
 	touch $@
 
 # Mooncake's wheel is linked against libraries that pip cannot bring.
 system:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvbridge: needs Python 3.11 or later; say make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { echo "kvbridge: needs Python 3.11 or 3.12; say make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || bash docker/system-libraries.sh python3-venv
 	@bash docker/system-libraries.sh $(SYSTEM_LIBRARIES)
 
@@ -99,7 +99,7 @@ dashboards: $(READY)
 	$(BIN)/python -m deploy.grafana.build
 
 docs: $(READY)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: $(READY)
 	$(BIN)/ruff format --check .

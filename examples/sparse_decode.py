@@ -33,8 +33,9 @@ def decode(runtime_dir: str, room: int, steps: int) -> None:
                     read = cache.rows(layer, places)  # or a copy of them
                 cache.end_step()  # pages that are complete start on their way to the host
             print(tuple(read.shape), set(read.unique().tolist()), cache.counts(slot))
-            cache.release(slot).wait(timeout_s=10)  # its host pages are touched no more
-            bridge.release(room)
+            released = cache.release(slot)
+            released.wait(timeout_s=10)  # its host pages are touched no more
+            bridge.release(room, sparse=released.rows())  # with figures for the node's metrics
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ LIMIT_S = 3600.0
 """For one suite: longer than any takes, so that one that hangs is told and the next ones run."""
 GRACE_S = 60.0
 """From the interruption at the limit to SIGKILL."""
+QUIET_S = 15.0
+"""When a suite has printed nothing for so long, a line says for how long it runs."""
 LAST_WORDS_S = 5.0
 """For what is still in a suite's pipe after its end."""
 MARK = "RUN_OF_TESTS"
@@ -133,7 +136,13 @@ def run_suite(
 
 
 def _copy(descriptor: int, printed: bytearray) -> None:
-    while chunk := os.read(descriptor, 1 << 16):
+    begun_s = time.monotonic()
+    while True:
+        if not select.select([descriptor], [], [], QUIET_S)[0]:
+            print(f"\n({time.monotonic() - begun_s:.0f} s; nothing new for {QUIET_S:g} s)", flush=True)
+            continue
+        if not (chunk := os.read(descriptor, 1 << 16)):
+            return
         printed += chunk
         sys.stdout.buffer.write(chunk)
         sys.stdout.buffer.flush()

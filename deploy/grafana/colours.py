@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvbridge.testbed.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from kvbridge.cli.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 
 COLOURS: Mapping[str, Mapping[str, str]] = {
     "{{state}}": {
@@ -17,6 +17,7 @@ COLOURS: Mapping[str, Mapping[str, str]] = {
         "held": BLUE,
         "leased": YELLOW,
         "quarantined": VERMILLION,
+        "cached": GREEN,
         "admitted": GREY,
         "offered": SKY,
         "transferring": BLUE,

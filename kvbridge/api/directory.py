@@ -28,8 +28,8 @@ class Load(FrozenModel):
     """How full a node is, sent with each heartbeat."""
 
     rooms: NonNegative = 0
-    free_pages: dict[str, NonNegative] = Field(default_factory=dict)
-    """Free pages by index space."""
+    available_pages: dict[str, NonNegative] = Field(default_factory=dict)
+    """Pages that a request can have now, by index space: free ones, and cached ones that nobody reads."""
     total_pages: dict[str, NonNegative] = Field(default_factory=dict)
     sent_bytes: Annotated[dict[Name, NonNegative], Field(max_length=256)] = Field(default_factory=dict)
     """What this process has sent to each instance since it knows it: the sender's word for a link, which it counts in any case."""
@@ -103,7 +103,7 @@ class NodeHeartbeat(FrozenModel):
         {
             "incarnation": "9f1c3a5e7b2d4860",
             "ready": True,
-            "load": {"rooms": 3, "free_pages": {"full": 900}, "total_pages": {"full": 1024}},
+            "load": {"rooms": 3, "available_pages": {"full": 900}, "total_pages": {"full": 1024}},
         },
         additionalProperties=True,
     )

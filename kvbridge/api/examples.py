@@ -32,7 +32,12 @@ _GEOMETRY = {
         }
     ],
 }
-_LOAD = {"rooms": 1, "free_pages": {"full": 60}, "total_pages": {"full": 64}, "sent_bytes": {"decode-0": 1_572_864}}
+_LOAD = {
+    "rooms": 1,
+    "available_pages": {"full": 60},
+    "total_pages": {"full": 64},
+    "sent_bytes": {"decode-0": 1_572_864},
+}
 
 REGISTRATION: dict[str, Any] = {
     "instance": "prefill-0",
@@ -103,7 +108,8 @@ PREFILL_STATUS: dict[str, Any] = _NODE | {
         }
     ],
     "rooms": {"transferring": 1, "completed": 41},
-    "pools": {"full": {"free": 60, "held": 0, "leased": 4, "quarantined": 0}},
+    "pools": {"full": {"free": 52, "held": 0, "leased": 4, "quarantined": 0, "cached": 8}},
+    "available_pages": {"full": 60},
     "quarantine": {},
     "problems": [],
     "traffic": {
@@ -131,7 +137,8 @@ DECODE_STATUS: dict[str, Any] = _NODE | {
         }
     ],
     "rooms": {"transferring": 1, "failed": 1},
-    "pools": {"full": {"free": 58, "held": 0, "leased": 4, "quarantined": 2}},
+    "pools": {"full": {"free": 58, "held": 0, "leased": 4, "quarantined": 2, "cached": 0}},
+    "available_pages": {"full": 58},
     "quarantine": {"writers are being shut out": ["room 1042"]},
     "problems": [
         {

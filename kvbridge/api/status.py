@@ -6,7 +6,7 @@ comes about. Field names here are the JSON names of the API.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
@@ -193,6 +193,8 @@ class NodeStatus(FrozenModel):
     """Rooms that are known now, by state."""
     admission: AdmissionStatus
     pools: dict[IndexSpace, dict[PageState, int]]
+    available_pages: dict[IndexSpace, int]
+    """What a request can have now: free pages, and cached ones that nobody reads."""
     quarantine: dict[str, tuple[str, ...]]
     """By reason: whose pages nobody may use yet."""
     problems: tuple[ProblemStatus, ...]
@@ -239,11 +241,14 @@ class StatusPort(Protocol[StatusT_co]):
     def status(self) -> StatusT_co:
         """Everything an operator wants to see."""
 
-    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
-        """The metrics page in the form that an Accept header asks for, and its content type."""
+    def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
+        """The metrics page in pieces, in the form that an Accept header asks for, and its content type."""
 
     def serves(self, route: str, methods: Sequence[str], code: int) -> None:
         """Requests for a route can come, whose answer is usually `code`."""
 
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         """A request was answered, or its caller left before."""
+
+    def traceparent_ignored(self) -> None:
+        """A request had a `traceparent` that names no trace."""

@@ -14,8 +14,11 @@ import structlog
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.config.timeouts import BootstrapTimeouts
+from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, StaleError, UnknownRoomError
 from kvbridge.core.ids import FrozenModel, Role
+from kvbridge.telemetry.context import TRACE
+from kvbridge.telemetry.events import EndReserved, EventStream
 
 log = structlog.get_logger(__name__)
 
@@ -47,12 +50,38 @@ class EndReport(FrozenModel):
 class RoomEnds:
     """The ends of rooms at the daemons, by URL."""
 
-    def __init__(self, port: ReservePort, timeouts: BootstrapTimeouts) -> None:
+    def __init__(self, port: ReservePort, timeouts: BootstrapTimeouts, events: EventStream, clock: Clock) -> None:
         self._port = port
         self._timeouts = timeouts
+        self._events = events
+        self._clock = clock
 
     async def admit(self, url: str, admission: AdmissionRequest) -> None:
         """Reserve one end. Raises what the daemon raised, DeadlineError, PeerError for another daemon's answer."""
+        above, asked_s, code = TRACE.get(), self._clock(), "cancelled"
+        trace = above.part(f"reserve {url} {admission.generation}") if above is not None else None
+        bound = TRACE.set(trace)
+        try:
+            await self._admit(url, admission)
+            code = ""
+        except BridgeError as error:
+            code = error.code
+            raise
+        finally:
+            TRACE.reset(bound)
+            self._events.emit(
+                EndReserved(
+                    room=admission.room or 0,
+                    generation=admission.generation,
+                    role=_role(admission).value,
+                    url=url,
+                    seconds=self._clock() - asked_s,
+                    code=code,
+                    trace=trace,
+                )
+            )
+
+    async def _admit(self, url: str, admission: AdmissionRequest) -> None:
         try:
             async with asyncio.timeout(self._timeouts.reserve_s + admission.wait_s):
                 report = await self._port.admit(url, admission)
@@ -61,7 +90,7 @@ class RoomEnds:
             raise DeadlineError(
                 f"{url} did not answer within {self._timeouts.reserve_s:g} s{waited} (timeouts.reserve_s)"
             ) from error
-        wanted = (admission.room, admission.generation, Role.DECODE if admission.prefill else Role.PREFILL)
+        wanted = (admission.room, admission.generation, _role(admission))
         if (report.room, report.generation, report.role) != wanted:
             raise PeerError(
                 f"{url} has admitted room {report.room} generation {report.generation} as {report.role}, asked for "
@@ -88,6 +117,10 @@ class RoomEnds:
             if end.error_code not in NOTHING_TO_CANCEL:
                 log.warning("reservation_not_given_back", room=room, url=end.url, error=end.error)
         return tuple(ends)
+
+
+def _role(admission: AdmissionRequest) -> Role:
+    return Role.DECODE if admission.prefill else Role.PREFILL
 
 
 async def _end(url: str, call: Callable[[], Awaitable[RoomReport]], limit_s: float, limit: str) -> EndReport:

@@ -3,9 +3,9 @@
 Owns: demand, fit, order of preference. Must not know: HTTP, reservations, time.
 
 An instance is *free* by the share of its scarcest pool that would be left after the request; a negative share says that it looks
-full. The best pair has the largest sum of both shares; equal ones go by fewer rooms, then by name, so that the choice is the
-same wherever it is made. Each of these is a sum, or an order, of one part for each side: the best pair is the best prefill with the
-best decode instance, and nobody has to look at all pairs.
+full. Cached pages that nobody reads count as left. The best pair has the largest sum of both shares; equal ones go by fewer rooms,
+then by name, so that the choice is the same wherever it is made. Each of these is a sum, or an order, of one part for each side:
+the best pair is the best prefill with the best decode instance, and nobody has to look at all pairs.
 
 What the directory knows is as old as a heartbeat, and what was charged since is a guess. So a pair that looks full is offered too,
 after all others: the daemons decide.
@@ -155,7 +155,7 @@ def free_share(load: Load, needed: Pages, charged: Mapping[str, int]) -> float:
     least = math.inf
     for space, count in needed.items():
         if total := load.total_pages.get(space, 0):
-            least = min(least, (load.free_pages.get(space, 0) - charged.get(space, 0) - count) / total)
+            least = min(least, (load.available_pages.get(space, 0) - charged.get(space, 0) - count) / total)
     return 1.0 if least == math.inf else least
 
 

@@ -80,8 +80,9 @@ class NodeRecord:
         load = self.beat.load
         if not self.charged_rooms:
             return load
-        free = {space: max(0, count - self.charged_pages.get(space, 0)) for space, count in load.free_pages.items()}
-        return load.model_copy(update={"free_pages": free, "rooms": load.rooms + self.charged_rooms})
+        charged = self.charged_pages
+        available = {space: max(0, count - charged.get(space, 0)) for space, count in load.available_pages.items()}
+        return load.model_copy(update={"available_pages": available, "rooms": load.rooms + self.charged_rooms})
 
     @property
     def incarnation(self) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 
 import structlog
@@ -51,6 +51,8 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import ROOM_BITS, FrozenModel, Positive, Role, RoomId
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.core.session.states import RoomState
+from kvbridge.telemetry.context import TRACE
+from kvbridge.telemetry.events import EventStream, PairingEnded
 
 log = structlog.get_logger(__name__)
 
@@ -122,17 +124,18 @@ class PairingService:
         self._clock = clock
         self._directory = directory
         self._rooms = rooms
-        self._ends = RoomEnds(port, timeouts)
+        self._events = EventStream(clock)
+        self._ends = RoomEnds(port, timeouts, self._events, clock)
         self._config = config
         self._timeouts = timeouts
         self._under_way = 0
         self._waiting = 0
         """Of those, the ones that only wait for pages."""
-        self._ended: Callable[[str, float], None] = lambda _outcome, _seconds: None
 
-    def watch(self, ended: Callable[[str, float], None]) -> None:
-        """Let `ended(outcome, seconds)` hear of every request: `paired`, or the code of its error. Must not raise."""
-        self._ended = ended
+    @property
+    def events(self) -> EventStream:
+        """What happens to requests here: each end that is asked for, and how each request was answered."""
+        return self._events
 
     async def pair(self, request: PairRequest, may_name: Namespaces = ANY_NAMESPACE) -> Ticket:
         """Return a ticket for a request that is now reserved on both ends, or raise with nothing reserved.
@@ -143,7 +146,7 @@ class PairingService:
         `max_under_way` others are being paired: asked for more than this process can do, all of them would take longer and longer,
         and in the end none would be paired in time.
         """
-        begun_s, outcome = self._clock(), CANCELLED
+        begun_s, outcome, ticket = self._clock(), CANCELLED, None
         try:
             may_name.require(request.namespace, keyed=bool(request.page_hashes))
             ticket = await self._pair_within_limits(request)
@@ -154,7 +157,15 @@ class PairingService:
         else:
             return ticket
         finally:
-            self._ended(outcome, self._clock() - begun_s)
+            self._events.emit(
+                PairingEnded(
+                    room=ticket.room if ticket is not None else None,
+                    generation=ticket.generation if ticket is not None else 0,
+                    seconds=self._clock() - begun_s,
+                    outcome=outcome,
+                    trace=TRACE.get(),
+                )
+            )
 
     async def _pair_within_limits(self, request: PairRequest) -> Ticket:
         if request.wait_s > self._config.max_wait_s:

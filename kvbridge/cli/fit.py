@@ -5,6 +5,7 @@ Owns: the command and its tables. Must not know: the arithmetic (`core/geometry/
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, FileOption, SetOption, fail, load_or_exit
+from kvbridge.cli.fit_trace import DEFAULT_POOLS, draw_trace_fit, fit_trace, print_trace_fit
+from kvbridge.cli.pictures import require_plots
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.costs import (
@@ -85,9 +88,26 @@ def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
     ] = "",
     host_memory: Annotated[str, typer.Option("--host-memory", help="See --device-memory; of the node, as 1TiB.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document in place of tables.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="In place of all that: how much of a trace's prompts would be kept, by pool size."
+        ),
+    ] = None,
+    pools: Annotated[str, typer.Option("--pool", help="With --trace: sizes, separated by commas.")] = DEFAULT_POOLS,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="With --trace: draw it, too; needs the extra 'plot'."),
+    ] = None,
 ) -> None:
-    """Print what requests of some lengths cost on a decode node, and how many of each fit, by its configuration."""
+    """Print what requests of some lengths cost on a decode node, and how many of each fit, by its configuration.
+
+    With --trace: how much of the prompts of a trace would be found in pools of some sizes, without moving a byte.
+    """
     loaded = load_or_exit(DecodeConfig, config, overrides)
+    if trace is not None or plot_file is not None:
+        _trace(loaded, trace, pools, as_json=as_json, plot_file=plot_file)
+        return
     try:
         lengths = _lengths(tokens)
         geometry = load_geometry(loaded.model)
@@ -105,6 +125,25 @@ def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
     console.print(_pools(loaded, layout, rank, plan))
     console.print(_requests(plan, found, memory))
     console.print(_explanation(new_tokens, rank, plan), style="dim")
+
+
+def _trace(config: DecodeConfig, trace: Path | None, pools: str, *, as_json: bool, plot_file: Path | None) -> None:
+    try:
+        if trace is None:
+            raise InvalidInputError("--plot: draws what --trace finds, which is not given")
+        if plot_file is not None:
+            require_plots()
+        report = fit_trace(load_geometry(config.model), trace, pools)
+        if plot_file is not None:
+            draw_trace_fit(report, plot_file)
+    except BridgeError as error:
+        fail(error, EXIT_CONFIG if isinstance(error, InvalidInputError) else EXIT_FAILED)
+    except OSError as error:
+        fail(BridgeError(f"--plot {plot_file}: {error.strerror or error}"), EXIT_FAILED)
+    if as_json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        print_trace_fit(report, Console())
 
 
 def _length(

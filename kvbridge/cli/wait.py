@@ -19,6 +19,8 @@ from kvbridge.http.client import BlockingClient
 
 CALL_S = 5.0
 LOOK_S = 0.1
+QUIET_S = 15.0
+"""So often it says what it waits for."""
 
 
 def wait(
@@ -42,6 +44,7 @@ def wait(
         fail(error)
     calls = BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command")
     deadline_s = time.monotonic() + timeout_s
+    next_word_s = time.monotonic() + QUIET_S
     while True:
         unready = {url: reason for url in waiting if (reason := why_not_ready(calls, url))}
         if not unready:
@@ -49,6 +52,9 @@ def wait(
         if time.monotonic() >= deadline_s:
             break
         waiting = list(unready)
+        if time.monotonic() >= next_word_s:
+            next_word_s += QUIET_S
+            typer.echo("; ".join(f"{url} is not ready yet: {reason}" for url, reason in unready.items()), err=True)
         time.sleep(LOOK_S)
     for url, reason in unready.items():
         typer.echo(f"{url} is not ready after {timeout_s:g} s: {reason}", err=True)

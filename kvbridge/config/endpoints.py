@@ -1,4 +1,4 @@
-"""Settings of what listens and of what is called: control socket, HTTP, bootstrap, logs.
+"""Settings of what listens and of what is called: control socket, HTTP, bootstrap, logs, traces.
 
 Owns: those sections and the relations inside each. Must not know: sockets, keys' contents.
 """
@@ -227,10 +227,28 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
+class TracesConfig(FrozenModel):
+    """OpenTelemetry traces, which the extra `traces` is needed for."""
+
+    endpoint: Annotated[str, Field(pattern=r"^(|https?://[^/\s@?#]+(/[^\s?#]*)?)$", max_length=500)] = ""
+    """Where spans are sent, by OTLP over HTTP: http://HOST:4318 of a collector, where they go to /v1/traces, or a URL with another
+    path. Empty: nothing is traced here; what callers trace keeps its ids."""
+    sampled_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
+    """Share of the requests that are traced, of those whose caller has sent no `traceparent`; the others are as that says."""
+    headers_file: Path | None = None
+    """File of headers that the collector asks for, a line `Name: value` each; read again when it changes."""
+
+    @property
+    def url(self) -> str:
+        """The endpoint with its path."""
+        return self.endpoint if urlsplit(self.endpoint).path.strip("/") else f"{self.endpoint.rstrip('/')}/v1/traces"
+
+
 class TelemetryConfig(FrozenModel):
-    """Logs."""
+    """Logs and traces."""
 
     log_level: LogLevel = LogLevel.INFO
     """The least important record that is written: `debug`, `info`, `warning` or `error`."""
     log_format: LogFormat = LogFormat.AUTO
     """`console`, `json`, or `auto`: `console` on a terminal, `json` otherwise."""
+    traces: TracesConfig = TracesConfig()

@@ -86,6 +86,8 @@ class DaemonTimeouts(_Timeouts):
     """A final room is remembered so long, for reports and to recognise stale messages."""
     bootstrap_call_s: Seconds = 5.0
     """One call to bootstrap."""
+    trace_export_s: Seconds = 5.0
+    """A batch of spans is with the collector, or lost."""
     shutdown_rooms_s: Seconds = 15.0
     """After the signal, open rooms may end within this; those that do not are aborted."""
     shutdown_close_s: Seconds = 15.0
@@ -114,6 +116,8 @@ class BootstrapTimeouts(_Timeouts):
     """All of pairing one request, every candidate together."""
     store_s: Seconds = 1.0
     """One call to the store of the directory, when that is Redis."""
+    trace_export_s: Seconds = 5.0
+    """A batch of spans is with the collector, or lost."""
     ticket_s: Seconds = 60.0
     """A prefill engine begins the room of a ticket within this, or both of its ends give the room up."""
     room_keep_s: Seconds = 600.0

@@ -34,7 +34,7 @@ ENDPOINT_FILE = "daemon.json"
 CHANGE_PAUSE_S = 0.2
 """News is told at most so often, whatever happens on the node."""
 CHANGE_SHARE = 8
-"""A pool is news when its free pages have changed by this part (1/n) of what was, or is, free."""
+"""A pool is news when its available pages have changed by this part (1/n) of what was, or is, available."""
 
 
 class DaemonEndpoint(FrozenModel):
@@ -83,8 +83,9 @@ def read_endpoint(runtime_dir: Path) -> DaemonEndpoint | None:
 def is_significant(told: Load, now: Load) -> bool:
     """Whether the directory should hear of a load before the next heartbeat: the fuller a pool, the sooner."""
     return any(
-        abs(free - told.free_pages.get(space, 0)) * CHANGE_SHARE > min(free, told.free_pages.get(space, 0))
-        for space, free in now.free_pages.items()
+        abs(available - told.available_pages.get(space, 0)) * CHANGE_SHARE
+        > min(available, told.available_pages.get(space, 0))
+        for space, available in now.available_pages.items()
     )
 
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +36,7 @@ from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.live_view import bootstrap_snapshot
 from kvbridge.daemon.secret_files import SecretFiles
+from kvbridge.daemon.traces import Traces
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.feed import Feed
@@ -44,6 +45,7 @@ from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.telemetry.events import PairingEnded
 from kvbridge.telemetry.metrics import BUILD, HEARTBEAT_AGE, INSTANCES, PAIRING_DURATION, PAIRINGS, READY, ROOMS
 from kvbridge.telemetry.registry import Metrics, library_versions
 
@@ -89,7 +91,8 @@ class BootstrapDaemon:
         self.pairing = PairingService(
             self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
         )
-        self.pairing.watch(self._paired)
+        self.pairing.events.add_reader({PairingEnded: self._paired})
+        self._traces = Traces()
         self._overview = _Overview()
         self._told = ToldReadiness()
         self._feed = Feed(lambda: bootstrap_snapshot(self.status()))
@@ -105,6 +108,14 @@ class BootstrapDaemon:
     async def start(self) -> None:
         """Open the endpoint. A store that is away does not keep it shut: `/ready` gives the reason."""
         await self._look()
+        self._traces.open(
+            self.config.telemetry.traces,
+            timeout_s=self.config.timeouts.trace_export_s,
+            names={"role": "bootstrap", "incarnation": self.incarnation},
+            metrics=self.metrics,
+            secrets=self._secrets,
+        )
+        self._traces.read(self.pairing.events)
         self._http = await open_http(
             self.config.http, self._app, self._secrets, shutdown_s=self.config.timeouts.shutdown_s / 2
         )
@@ -128,6 +139,7 @@ class BootstrapDaemon:
             pairing=self.pairing,
             status=self,
             settings=settings,
+            begin_trace=self._traces.begin,
         )
         app.include_router(events_router(self._feed))
         return app
@@ -157,6 +169,7 @@ class BootstrapDaemon:
             await self._http.stop()
         await self._daemons.close()
         await self._store.close()
+        await self._traces.close(self.config.timeouts.shutdown_s / 5)
         if self._endpoint_dir is not None:
             remove_endpoint(self._endpoint_dir, self.incarnation)
 
@@ -165,6 +178,7 @@ class BootstrapDaemon:
             await asyncio.sleep(OVERVIEW_S)
             await self._look()
             self._told.look(self.readiness())
+            self._traces.look()
 
     async def _look(self) -> None:
         """Forget what has expired and take the overview; a store that cannot be asked is part of it."""
@@ -209,8 +223,12 @@ class BootstrapDaemon:
         """See StatusPort."""
         self.metrics.answered(route, method, code, seconds)
 
-    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
-        """Set what is only known now, and return the metrics page in an accepted form, and its content type."""
+    def traceparent_ignored(self) -> None:
+        """See StatusPort."""
+        self.metrics.traceparent_ignored()
+
+    def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
+        """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
         rooms, listing = self._overview.rooms, self._overview.listing
         self.metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in PairingState})
         states = Counter((one.role.value, _state_of(one)) for one in listing)
@@ -222,9 +240,9 @@ class BootstrapDaemon:
         self.metrics.assign(READY, self.readiness().ready)
         return self.metrics.render(accept)
 
-    def _paired(self, outcome: str, seconds: float) -> None:
-        self.metrics.count(PAIRINGS, outcome)
-        self.metrics.observe(PAIRING_DURATION, seconds, outcome)
+    def _paired(self, _now_s: float, fact: PairingEnded) -> None:
+        self.metrics.count(PAIRINGS, fact.outcome)
+        self.metrics.observe(PAIRING_DURATION, fact.seconds, fact.outcome)
 
 
 def _state_of(instance: InstanceView) -> str:

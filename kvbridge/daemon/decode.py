@@ -131,7 +131,10 @@ class PrefillPeers:
 
     def silences_s(self) -> dict[str, float]:
         """See ShownPeers."""
-        return {node.node: self._links.silent_s(node.endpoint) for node in self.status() if node.node}
+        silences_s, found = self._links.silences_s(), dict[str, float]()
+        for address, name in self._nodes.names().items():  # one node may have several addresses
+            found[name] = max(found.get(name, 0.0), silences_s.get(address, 0.0))
+        return found
 
     def connecting(self) -> int:
         """See ShownPeers."""

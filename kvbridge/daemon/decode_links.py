@@ -154,10 +154,10 @@ class DecodeLinks:
         self._heartbeat(server)
         self._change(server)
 
-    def silent_s(self, peer: str) -> float:
-        """Seconds since a decode node was heard of; 0 for one that is not connected."""
-        known = self._server is not None and peer in self._server.peers
-        return self._server.link(peer).silent_s if self._server is not None and known else 0.0
+    def silences_s(self) -> dict[str, float]:
+        """Seconds since each connected decode node was heard of, by its incarnation."""
+        server = self._server
+        return {} if server is None else {peer: server.link(peer).silent_s for peer in server.peers}
 
     async def close(self, timeout_s: float) -> None:
         """Let the last messages out and stop listening. Harmless when closed."""

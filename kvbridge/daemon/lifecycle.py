@@ -6,6 +6,7 @@ Owns: signals and that order. Must not know: what the daemon does.
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import time
 from typing import Protocol
@@ -67,6 +68,9 @@ async def run_daemon(daemon: Daemon) -> None:
         loop.add_signal_handler(number, on_signal, number)
     try:
         await _first(daemon.start(), stop.wait())
+        # What a daemon is made of stays for ever: a collector that went through it now and then would stop the loop each time.
+        gc.collect()
+        gc.freeze()
         if not stop.is_set():
             await _first(stop.wait(), daemon.failed())
         await _first(daemon.drain(), force.wait())

@@ -133,7 +133,8 @@ def _line(key: RoomKey, timeline: Timeline) -> RoomLine:
     )
 
 
-_OF_EVERY_FACT = {field.name for field in fields(RoomFact)}
+_NOT_SHOWN = {field.name for field in fields(RoomFact)} | {"state", "trace"}
+"""Beside what is shown of every fact, spans, whose trace is among the ids."""
 
 
 def _entry(after_s: float, fact: RoomFact) -> TimelineEntry:
@@ -142,7 +143,7 @@ def _entry(after_s: float, fact: RoomFact) -> TimelineEntry:
     details = {
         name.removesuffix("_s"): _text(value)
         for name in (field.name for field in fields(fact))
-        if name not in _OF_EVERY_FACT and name != "state" and (value := getattr(fact, name)) not in ("", {}, ())
+        if name not in _NOT_SHOWN and (value := getattr(fact, name)) not in ("", {}, ())
     }
     if fact.peer:
         details["peer"] = fact.peer

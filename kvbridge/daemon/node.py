@@ -33,6 +33,7 @@ from kvbridge.daemon.node_status import NodeOverview, ShownPeers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
 from kvbridge.daemon.secret_files import SecretFiles
+from kvbridge.daemon.traces import Traces
 from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.feed import Feed
@@ -44,13 +45,14 @@ from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.telemetry.spans import PARTS
 
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.05
 """How often deadlines are looked at."""
-CLOSING_PARTS = 8
-"""`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, rank workers four, peers one."""
+CLOSING_PARTS = 9
+"""`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, rank workers four, peers one, spans one."""
 
 
 class Peers(ShownPeers, Protocol):
@@ -92,6 +94,7 @@ class NodeDaemon:
         self._obstacles_told: list[str] = []
         self._told = ToldReadiness()
         self._secrets = SecretFiles()
+        self._traces = Traces()
 
     # ------------------------------------------------------------------ from start to end
 
@@ -100,6 +103,7 @@ class NodeDaemon:
         parts, config = self.parts, self.parts.config
         self._broken = asyncio.get_running_loop().create_future()
         require_memory_directory(config, parts.layout)
+        self._open_traces()
         group = None if config.runtime_group is None else group_number(config.runtime_group)
         prepare_runtime_directory(config.runtime_dir, group)
         parts.worker_host.open(parts.identity.incarnation)
@@ -146,6 +150,7 @@ class NodeDaemon:
         """
         parts = self.parts
         async with AsyncExitStack() as last_first:
+            last_first.push_async_callback(self._traces.close, self._closing_part_s)
             last_first.callback(parts.memory.close)
             last_first.callback(remove_endpoint, parts.config.runtime_dir, parts.identity.incarnation)
             last_first.callback(parts.engine_socket.close)
@@ -193,6 +198,7 @@ class NodeDaemon:
             self.peers.tick()
             self.parts.worker_host.watch()
             self.parts.lines.look()
+            self._traces.look()
             if not self.admission.closed:
                 self._told.look(self.overview.readiness())
             self._look_for_announcements()
@@ -201,6 +207,18 @@ class NodeDaemon:
                 self.peers.watch()
 
     # ------------------------------------------------------------------ parts
+
+    def _open_traces(self) -> None:
+        config, identity = self.parts.config, self.parts.identity
+        names = {"instance": identity.instance, "node": identity.node, "incarnation": identity.incarnation}
+        self._traces.open(
+            config.telemetry.traces,
+            timeout_s=config.timeouts.trace_export_s,
+            names={"role": identity.role.value, **names},
+            metrics=self.parts.metrics,
+            secrets=self._secrets,
+        )
+        self._traces.read(self.parts.events, PARTS[identity.role])
 
     def _open_peers(self) -> None:
         config = self.parts.config
@@ -217,6 +235,7 @@ class NodeDaemon:
             rooms=self.rooms.book,
             status=self.overview,
             settings=settings,
+            begin_trace=self._traces.begin,
         )
         app.include_router(events_router(self._feed))
         app.include_router(timeline_router(self._live.timeline))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from kvbridge import __version__
@@ -35,8 +35,8 @@ from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.room_book import RoomBook
-from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.metrics import (
+    AVAILABLE,
     DIRECTORY_REGISTRATION,
     ENGINES,
     EPOCH,
@@ -144,6 +144,7 @@ class NodeOverview:
             rooms=self._rooms.states(),
             admission=self._admission.status(),
             pools=parts.book.counts(),
+            available_pages=parts.book.available_pages(),
             quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
             problems=self._problems(),
             traffic=self._traffic(),
@@ -178,8 +179,12 @@ class NodeOverview:
         """See StatusPort."""
         self._parts.metrics.answered(route, method, code, seconds)
 
-    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
-        """Set what is only known now, and return the metrics page in an accepted form, and its content type."""
+    def traceparent_ignored(self) -> None:
+        """See StatusPort."""
+        self._parts.metrics.traceparent_ignored()
+
+    def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
+        """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
         metrics, rooms, peers = self._parts.metrics, self._rooms.states(), len(self._peers.status())
         metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in RoomState})
         metrics.replace(QUARANTINED, {(reason,): count for reason, count in self._rooms.quarantined().items()})
@@ -205,6 +210,8 @@ class NodeOverview:
             (space.value, state.value): count for space, states in counts.items() for state, count in states.items()
         }
         metrics.replace(POOL, pages)
+        available = self._parts.book.available_pages()
+        metrics.replace(AVAILABLE, {(space.value,): count for space, count in available.items()})
         metrics.replace(
             POOL_BYTES,
             {
@@ -259,9 +266,9 @@ class NodeOverview:
 
     def load(self) -> Load:
         """How full the node is."""
-        counts = self._parts.book.counts()
+        book = self._parts.book
         return Load(
             rooms=len(self._rooms.open()),
-            free_pages={space.value: states[PageState.FREE] for space, states in counts.items()},
-            total_pages={space.value: sum(states.values()) for space, states in counts.items()},
+            available_pages={space.value: count for space, count in book.available_pages().items()},
+            total_pages={space.value: sum(states.values()) for space, states in book.counts().items()},
         )

@@ -71,7 +71,7 @@ class NodeParts:
         )
         lines = LogReader(names, metrics)
         for reader in (names, MetricsReader(metrics, names), lines, recent, timelines):
-            events.add_reader(reader)
+            events.add_reader(reader.table)
         layers = {rank: part.layers for rank, part in layout.parts.items()}
         socket = EngineSocket(config.timeouts.engine_settle_s, events)
         return cls(

@@ -141,7 +141,8 @@ class DecodePeers:
 
     def silences_s(self) -> dict[str, float]:
         """See ShownPeers."""
-        return {f"{node.instance}/{node.node}": self._links.silent_s(node.incarnation) for node in self.status()}
+        silences_s = self._links.silences_s()
+        return {self._nodes.name(peer): silences_s.get(peer, 0.0) for peer in self._nodes.known()}
 
     def connecting(self) -> int:
         """See ShownPeers."""

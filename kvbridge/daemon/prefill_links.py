@@ -166,10 +166,10 @@ class PrefillLinks:
         if opened is not None:
             opened.client.close()
 
-    def silent_s(self, endpoint: str) -> float:
-        """Seconds since a prefill node was heard of, the longest when it has several addresses there; 0 for an unknown one."""
-        links = (opened.client.link for address, opened in self._opened.items() if address.endpoint == endpoint)
-        return max((link.silent_s for link in links if link.peer), default=0.0)
+    def silences_s(self) -> dict[PeerAddress, float]:
+        """Seconds since each prefill node that has answered was heard of."""
+        links = {address: opened.client.link for address, opened in self._opened.items()}
+        return {address: link.silent_s for address, link in links.items() if link.peer}
 
     def lost(self) -> list[tuple[PeerAddress, str]]:
         """The links that lead nowhere (any more), each with the reason."""

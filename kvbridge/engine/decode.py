@@ -17,7 +17,7 @@ from kvbridge.core.errors import ConflictError, DeadlineError, RoomFailedError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release
+from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release, SparseRows
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.engine.base import Engine
 from kvbridge.engine.stream_order import StreamChoice
@@ -38,6 +38,8 @@ class DecodeRoom:
     """What each prefill rank's engine gave to `finish`, keyed by `str(rank)`."""
     amounts: Amounts
     phases_s: dict[str, float]
+    traceparent: str = ""
+    """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
 
 
 class DecodeEngine(Engine):
@@ -70,6 +72,7 @@ class DecodeEngine(Engine):
             pages.metadata,
             pages.amounts,
             pages.phases_s,
+            pages.traceparent,
         )
 
     def wait_claim(self, room: int, timeout_s: float, *, page_hashes: Keys = NO_KEYS) -> DecodeRoom:
@@ -97,7 +100,13 @@ class DecodeEngine(Engine):
         return tables_from_wire(pages.tables)
 
     def release(
-        self, room: int, *, valid_tokens: int = 0, page_hashes: Keys = NO_KEYS, stream: StreamChoice = None
+        self,
+        room: int,
+        *,
+        valid_tokens: int = 0,
+        page_hashes: Keys = NO_KEYS,
+        sparse: SparseRows | None = None,
+        stream: StreamChoice = None,
     ) -> None:
         """Say that the request is over: submit nothing more that touches its pages.
 
@@ -106,8 +115,10 @@ class DecodeEngine(Engine):
         nothing of the answer is kept. All engines of the node have to say the same. InvalidInputError, KeyMismatchError and
         ConflictError mean that nothing is kept; the pages are let go of all the same.
 
+        `sparse`: what a hot buffer did for it (`SparseCache.release`), for the node's metrics.
+
         With pools on a GPU the pages are used again when `stream` (default: the current one) has come to this point. The node
         is told by this call or by a later one, `events` included; this call does not wait.
         """
-        call = Release(call=self._link.number(), room=room, valid_tokens=valid_tokens, page_hashes=page_hashes.data)
-        self._let_go(call, stream)
+        answer = {"valid_tokens": valid_tokens, "page_hashes": page_hashes.data}
+        self._let_go(Release(call=self._link.number(), room=room, sparse=sparse, **answer), stream)

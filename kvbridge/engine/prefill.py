@@ -35,6 +35,8 @@ class PrefillRoom:
     computed_tokens: int
     """Tokens that this node already holds: where the engine starts to compute."""
     tables: Tables
+    traceparent: str = ""
+    """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
 
 
 class PrefillEngine(Engine):
@@ -72,12 +74,22 @@ class PrefillEngine(Engine):
         self._call(call, Accepted)
 
     def begin(
-        self, room: int, *, prompt_tokens: int, page_hashes: Keys = NO_KEYS, tables: Tables | None = None
+        self,
+        room: int,
+        *,
+        prompt_tokens: int,
+        page_hashes: Keys = NO_KEYS,
+        tables: Tables | None = None,
+        computed_tokens: int = 0,
     ) -> PrefillRoom:
         """Start to compute an admitted room and learn its pages; adopted pools name theirs in `tables`.
 
         `page_hashes`: the `page_keys` of the tokens that this engine computes. Needed for a room that was admitted with keys, else
         without effect. Raises KeyMismatchError, and the room fails, when they are others.
+
+        `computed_tokens` (adopted pools): how many tokens from the prompt's start the engine's own prefix cache holds. The room
+        only reads the pages that hold none but these, so other rooms may name them too, whether they wrote them or read them as
+        well; they are to be written by nobody until all of these rooms are over. Every other page is one room's alone.
 
         Raises UnknownRoomError, ConflictError on a second begin, and with pools on a GPU for a room of which an earlier attempt was
         neither finished nor aborted; InvalidInputError when the lengths differ.
@@ -90,6 +102,7 @@ class PrefillEngine(Engine):
             prompt_tokens=prompt_tokens,
             page_hashes=page_hashes.data,
             tables=wire,
+            computed_tokens=computed_tokens,
             by_gpu=by_gpu,
         )
         pages = self._call(message, Pages)
@@ -102,6 +115,7 @@ class PrefillEngine(Engine):
             pages.prefix_tokens,
             pages.computed_tokens,
             tables_from_wire(pages.tables),
+            pages.traceparent,
         )
 
     def publish(

@@ -42,6 +42,7 @@ from kvbridge.http.daemon_app import ReasonQuery, RoomPath
 from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.numbers import DESCRIBED_QUERY, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
+from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 
 NamePath = Annotated[str, Path(min_length=1, max_length=200)]
 NODE = "/{instance}/nodes/{node}"
@@ -75,13 +76,14 @@ def create_bootstrap_app(
     pairing: PairingService,
     status: StatusPort[BootstrapStatus],
     settings: AppSettings,
+    begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
     """Build the application of bootstrap; it holds no state of its own."""
-    routers = [_pairs_router(pairing), _directory_router(directory)]
+    routers = [_pairs_router(pairing, begin_trace), _directory_router(directory)]
     return assemble_app("kvbridge bootstrap", routers, status=status, kind=BootstrapStatus, settings=settings)
 
 
-def _pairs_router(pairing: PairingService) -> APIRouter:
+def _pairs_router(pairing: PairingService, begin_trace: BeginTrace) -> APIRouter:
     answers = problems(InvalidInputError, NotReadyError)
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=answers, dependencies=[DESCRIBED_QUERY])
 
@@ -94,6 +96,7 @@ def _pairs_router(pairing: PairingService) -> APIRouter:
         503 with Retry-After when no pair can take it; nothing is kept then, nor when the caller closes the connection while it
         waits.
         """
+        TRACE.set(begin_trace(TRACE.get()))
         if request.wait_s:
             ticket = await while_connected(
                 connection, pairing.pair(request, may_name), lambda late: pairing.cancel(late.room, LEFT)

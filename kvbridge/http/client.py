@@ -39,7 +39,7 @@ from kvbridge.core.errors import DeadlineError, NamespaceError, PeerError, Proto
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import agree
 from kvbridge.http.problems import error_of
-from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER
+from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER, TRACE, TRACEPARENT_HEADER
 
 AnswerT = TypeVar("AnswerT")
 
@@ -87,7 +87,7 @@ class _Caller:
         return {
             # Without what stays at its default: an older release refuses a field that it does not know only when it matters.
             "content": None if body is None else body.model_dump_json(exclude_defaults=True),
-            "headers": self._headers | _request_id() | ({} if body is None else {"Content-Type": "application/json"}),
+            "headers": self._headers | _on_behalf() | ({} if body is None else {"Content-Type": "application/json"}),
             "params": options.get("params"),
             "timeout": options.get("timeout", httpx.Timeout(self._timeout_s)),
         }
@@ -151,10 +151,13 @@ class BlockingClient(_Caller):
         return _parsed(kind, _accepted(response, url), url)
 
 
-def _request_id() -> dict[str, str]:
-    """Calls that are made for a request carry its id, so that the lines of all daemons about it can be found."""
-    request_id = REQUEST_ID.get()
-    return {REQUEST_ID_HEADER: request_id} if request_id else {}
+def _on_behalf() -> dict[str, str]:
+    """Calls that are made for a request carry its id and its trace, so that what all daemons say of it can be found."""
+    request_id, trace = REQUEST_ID.get(), TRACE.get()
+    headers = {REQUEST_ID_HEADER: request_id} if request_id else {}
+    if trace is not None:
+        headers[TRACEPARENT_HEADER] = trace.traceparent
+    return headers
 
 
 def _accepted(response: httpx.Response, url: str) -> httpx.Response:

@@ -31,6 +31,7 @@ from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.rooms import RoomRequests
+from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 
 MAX_LISTED = 200
 """Rooms on one page of a listing."""
@@ -64,9 +65,10 @@ def create_daemon_app(
     rooms: RoomBook[Any],
     status: StatusPort[NodeStatus],
     settings: AppSettings,
+    begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
-    routers = [_admission_router(admission, requests), _rooms_router(requests, rooms, settings)]
+    routers = [_admission_router(admission, requests, begin_trace), _rooms_router(requests, rooms, settings)]
     return assemble_app(f"kvbridge {rooms.role} daemon", routers, status=status, kind=NodeStatus, settings=settings)
 
 
@@ -75,7 +77,9 @@ def _router() -> APIRouter:
     return APIRouter(prefix="/v1/requests", tags=["requests"], responses=answers, dependencies=[DESCRIBED_QUERY])
 
 
-def _admission_router(admission: AdmissionController, requests: RoomRequests[Any]) -> APIRouter:
+def _admission_router(
+    admission: AdmissionController, requests: RoomRequests[Any], begin_trace: BeginTrace
+) -> APIRouter:
     router = _router()
 
     @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)], responses=ADMISSION_ANSWERS)
@@ -87,6 +91,7 @@ def _admission_router(admission: AdmissionController, requests: RoomRequests[Any
         503 with Retry-After when it does not fit, 429 when its client has as much as it may, 403 for a namespace that its token
         may not name; nothing is kept then, nor when the caller closes the connection while it waits.
         """
+        TRACE.set(begin_trace(TRACE.get()))
         if request.wait_s:
             report = await while_connected(
                 connection, admission.admit(request, may_name), lambda late: requests.cancel(late.room, LEFT)

@@ -1,7 +1,7 @@
 """What happens to a request before and after its route.
 
-Owns: request ids, what is counted of requests, bearer token, body limit, the answer to errors that nobody foresaw. Must not know:
-services.
+Owns: request ids and traces of callers, what is counted of requests, bearer token, body limit, the answer to errors that nobody
+foresaw. Must not know: services.
 
 Plain ASGI: a caller without the token is refused before a byte of its body is read.
 """
@@ -20,7 +20,15 @@ from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import BridgeError, UnauthorizedError
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
 from kvbridge.http.problems import make_problem, problem_of, problem_response
-from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER, is_request_id
+from kvbridge.telemetry.context import (
+    REQUEST_ID,
+    REQUEST_ID_HEADER,
+    TRACE,
+    TRACEPARENT_HEADER,
+    TraceContext,
+    is_request_id,
+    parse_traceparent,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -34,11 +42,12 @@ Answered = Callable[[str, str, int, float], None]
 
 
 class Observed:
-    """Give every request an id, take over the caller's, tell it in the answer; and say how it was answered."""
+    """Give every request an id, take over the caller's, tell it in the answer; take over its trace; say how it was answered."""
 
-    def __init__(self, app: ASGIApp, *, answered: Answered) -> None:
+    def __init__(self, app: ASGIApp, *, answered: Answered, traceparent_ignored: Callable[[], None]) -> None:
         self._app = app
         self._answered = answered
+        self._traceparent_ignored = traceparent_ignored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -46,7 +55,8 @@ class Observed:
             await self._app(scope, receive, send)
             return
         begun_s = monotonic()
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID_HEADER, "")
         request_id = given if is_request_id(given) else secrets.token_hex(8)
         status = CLIENT_LEFT
 
@@ -57,13 +67,24 @@ class Observed:
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
-        bound = REQUEST_ID.set(request_id)
+        bound, traced = REQUEST_ID.set(request_id), TRACE.set(self._trace(headers))
         try:
             await self._app(scope, receive, watched)
         finally:
-            REQUEST_ID.reset(bound)
             template = getattr(scope.get("route"), "path", OTHER)
             self._answered(template, scope["method"], status, monotonic() - begun_s)
+            REQUEST_ID.reset(bound)
+            TRACE.reset(traced)
+
+    def _trace(self, headers: Headers) -> TraceContext | None:
+        """The caller's span; a header that names none is as good as none, and so are several."""
+        given = headers.getlist(TRACEPARENT_HEADER)
+        if not given:
+            return None
+        trace = parse_traceparent(given[0]) if len(given) == 1 else None
+        if trace is None:
+            self._traceparent_ignored()
+        return trace
 
 
 class BearerToken:

@@ -9,6 +9,7 @@ data; /metrics needs it unless opened. Load balancers may ask /health and /ready
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from pydantic import BaseModel
 
 from kvbridge import __version__
 from kvbridge.api.status import Readiness, StatusPort
+from kvbridge.core.clock import monotonic
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.prefixes import TokenGrant
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
@@ -28,6 +30,8 @@ from kvbridge.http.page import PAGE_PATHS, page_router
 from kvbridge.http.problems import install_problem_handlers
 
 OPEN_PATHS = PAGE_PATHS | {"/health", "/ready"}
+TURN_S = 0.002
+"""After so long the making of a page of metrics lets others have their turn; more often, and the page would wait for them."""
 METRICS_PAGE = {
     "description": "The metrics, as Prometheus reads them",
     "content": {"text/plain": {"schema": {"type": "string"}}},
@@ -71,6 +75,8 @@ def assemble_app(
         docs_url=None,
         redoc_url=None,
         generate_unique_id_function=operation_id,
+        # FastAPI would tell providers that somebody has made global of each request, beside the spans that are made here.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     for router in [*routers, _operators_router(status, kind), page_router(asks_token=bool(settings.grants))]:
         app.include_router(router)
@@ -84,7 +90,7 @@ def assemble_app(
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(BearerToken, grants=settings.grants_now or (lambda: settings.grants), open_paths=open_paths)
     app.add_middleware(UnhandledErrors)
-    app.add_middleware(Observed, answered=status.answered)
+    app.add_middleware(Observed, answered=status.answered, traceparent_ignored=status.traceparent_ignored)
     return app
 
 
@@ -107,7 +113,13 @@ def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel]) -> A
     @router.get("/metrics", response_class=Response, responses={200: METRICS_PAGE})
     async def get_metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
         """Return the metrics for Prometheus, with exemplars when OpenMetrics is asked for."""
-        body, content_type = status.render_metrics(accept)
+        pieces, content_type = status.render_metrics(accept)
+        body, turn_s = b"", monotonic()
+        for piece in pieces:
+            body += piece
+            if monotonic() - turn_s >= TURN_S:
+                await asyncio.sleep(0)
+                turn_s = monotonic()
         return Response(body, headers={"Content-Type": content_type})
 
     @router.get("/version")

@@ -17,6 +17,7 @@ from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.telemetry.context import TraceContext
 from kvbridge.tier.keys import Keys
 
 StateT = TypeVar("StateT", bound=StrEnum)
@@ -88,6 +89,8 @@ class Room(Generic[StateT]):
     namespace: str = ""
     ids: Mapping[str, str] = field(default_factory=dict)
     """The request id and the trace id of its admission, those that there were."""
+    trace: TraceContext | None = None
+    """Its own span, or its caller's where nothing is traced here; None while there is no trace."""
     shown: RoomState | None = None
     """The state that users were told of last."""
     quarantine: Quarantine | None = None

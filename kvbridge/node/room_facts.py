@@ -15,6 +15,7 @@ from kvbridge.core.wire.messages import RoomMessage, to_wire
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.room import Room
 from kvbridge.node.room_book import RoomBook
+from kvbridge.telemetry.context import exemplar
 from kvbridge.telemetry.events import EventStream, PhasesEnded, RoomEntered, RoomMessageRefused
 
 
@@ -44,13 +45,13 @@ class RoomFacts:
                     prompt_tokens=room.prompt_tokens,
                     bytes=sum(amount.bytes for amount in room.amounts.values()),
                     ids=room.ids,
+                    trace=room.trace,
                 )
             )
 
     def phases_ended(self, room: Room[Any], phases_s: Mapping[str, float]) -> None:
         """Say how long phases of a room took that are over."""
-        trace_id = room.ids.get("trace_id", "")
-        self.events.emit(PhasesEnded(**room.identity, phases_s=phases_s, trace_id=trace_id))
+        self.events.emit(PhasesEnded(**room.identity, phases_s=phases_s, trace_id=exemplar(room.trace)))
 
     def tell_engine(self, room: Room[Any]) -> None:
         """Tell every engine where the room stands."""
@@ -81,6 +82,7 @@ class RoomFacts:
             prefix_tokens=room.prefix_tokens,
             computed_tokens=room.computed_tokens,
             tables=to_wire(room.tables),
+            traceparent=room.trace.traceparent if room.trace is not None else "",
         )
 
     def refuse_message(self, peer: str, message: RoomMessage, code: str) -> None:

@@ -19,6 +19,9 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import EventStream, RoomQuarantined
 
+_GROWING = (IndexSpace.FULL, IndexSpace.HOST)
+"""Spaces in which a page is final once its tokens are computed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomSettings:
@@ -73,9 +76,16 @@ class RoomPages:
         )
         room.tables = joined_tables(room.tables, more)
 
-    def adopt(self, room: Room[Any], tables: Tables) -> None:
-        """Book the pages that an engine names for a room."""
-        self.book.adopt(room.owner, {space: table.ids for space, table in tables.items()})
+    def adopt(self, room: Room[Any], tables: Tables, *, cached_tokens: int, written_by_peers: bool) -> None:
+        """Book the pages that an engine names for a room.
+
+        Those that hold none but the prompt's first `cached_tokens` tokens, which are in the engine's own prefix cache, the room
+        only reads, and others may have them as well. `written_by_peers`: see PageBook.adopt.
+        """
+        whole = cached_tokens // self.settings.geometry.tokens_per_page
+        shared = {space: table.ids[:whole] for space, table in tables.items() if space in _GROWING}
+        own = {space: table.ids[len(shared.get(space, ())) :] for space, table in tables.items()}
+        self.book.adopt(room.owner, own, shared=shared, written_by_peers=written_by_peers)
         room.tables = room.tables | tables
 
     def lease(self, room: Room[Any]) -> None:

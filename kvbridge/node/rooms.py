@@ -25,7 +25,7 @@ from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.telemetry.context import bound_ids
+from kvbridge.telemetry.context import TRACE, bound_ids
 from kvbridge.telemetry.events import EventStream
 from kvbridge.tier.keys import Keys
 
@@ -97,6 +97,7 @@ class RoomRequests(Generic[RoomT]):
             ids=bound_ids(),
             keys=self._keys(request),
             namespace=request.namespace,
+            trace=TRACE.get(),
         )
         self.pages.reserve(room, demand)
         self.rooms.add(room)

@@ -31,13 +31,14 @@ from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import PageIdArray
+from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.kernels.append_rows import append_rows
 from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapIn
 from kvbridge.kernels.swap_in_device import CudaSwapIn
 from kvbridge.sparse.checks import check_structure
 from kvbridge.sparse.memory import HotMemory
 from kvbridge.sparse.paths import HostPaths, checked_regions, id_pairs
-from kvbridge.sparse.reading import RequestCounts, gather_rows
+from kvbridge.sparse.reading import ReleasedRequest, RequestCounts, gather_rows
 from kvbridge.sparse.requests import PagePlace, Request, RequestBook
 from kvbridge.sparse.staging import Staging
 from kvbridge.sparse.streams import PendingCopies, Point, Streams
@@ -82,6 +83,8 @@ class SparseCache(Closing):
             [self._streams.point() for _ in range(settings.ring_pages)] for _ in range(settings.max_requests)
         ]
         self._preloaded = [0] * settings.max_requests
+        self._first_rows = [0] * settings.max_requests
+        """How many rows each request had when it was admitted."""
         self._open()
 
     def _open(self) -> None:
@@ -107,6 +110,7 @@ class SparseCache(Closing):
         """
         self._check_ids(request_slot, host_page_ids)
         request = self.requests.admit(request_slot, host_page_ids.copy(), rows)
+        self._first_rows[request_slot] = rows
         loads = self._loads(request)
         stream, memory = self._load_stream, self.memory
         stream.follow_compute()  # steps of whoever was in the slot before
@@ -153,13 +157,21 @@ class SparseCache(Closing):
                 self._paths.flush(id_pairs(words, rows), stream=self._backup_stream.handle())
         return self._pending(f"request slot {request_slot}")
 
-    def release(self, request_slot: int) -> PendingCopies:
+    def release(self, request_slot: int) -> ReleasedRequest:
         """End a request. Its slot may be admitted to at once; its host pages may be given back when the result is reached."""
+        rows, slots = self.requests.get(request_slot).rows, self.component.slots_per_page
         self.requests.release(request_slot)
         self._settle(request_slot)
         self._backup_stream.follow_compute()
+        tallies = torch.empty_like(self.memory.tallies, device="cpu", pin_memory=self.device.type == "cuda")
+        with self._backup_stream.running():
+            tallies.copy_(self.memory.tallies, non_blocking=True)  # all of them: a part would take device memory
+        told = SparseRows(
+            preloaded=self._preloaded[request_slot] * len(self.layers),
+            backed_up=(rows // slots - self._first_rows[request_slot] // slots) * slots * len(self.layers),
+        )
         self._preloaded[request_slot] = 0
-        return self._pending(f"request slot {request_slot}")
+        return ReleasedRequest(self._pending(f"request slot {request_slot}"), told, tallies[:, request_slot])
 
     # ------------------------------------------------------------------ a step
 

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvbridge.core.errors import ConflictError
 from kvbridge.core.geometry.components import Component
+from kvbridge.core.wire.engine_messages import SparseRows
+from kvbridge.sparse.streams import PendingCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,31 @@ class RequestCounts:
     def evicted(self) -> int:
         """Rows that gave way to others."""
         return self.preloaded + self.loaded - self.resident
+
+
+class ReleasedRequest:
+    """A request that has ended, while copies between its hot rows and its host pages may still be under way."""
+
+    def __init__(self, pending: PendingCopies, known: SparseRows, tallies: torch.Tensor) -> None:
+        """`tallies`: int32 [layers, TALLIES] on the host, there when `pending` is reached; `known`: what the host knows itself."""
+        self._pending = pending
+        self._known = known
+        self._tallies = tallies
+
+    def reached(self) -> bool:
+        """Whether all of them have ended, so that its host pages may be given back; never waits."""
+        return self._pending.reached()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until then. Raises DeadlineError after `timeout_s`: the pages must then not be given back."""
+        self._pending.wait(timeout_s)
+
+    def rows(self) -> SparseRows:
+        """What was done for the request, for `DecodeEngine.release`. Raises ConflictError before all copies have ended."""
+        if not self.reached():
+            raise ConflictError("what was done for a request is known when its copies have ended: wait for that first")
+        _, hits, loaded, _ = self._tallies.sum(dim=0).tolist()
+        return self._known.model_copy(update={"hit": hits, "loaded": loaded})
 
 
 def gather_rows(pages: torch.Tensor, component: Component, physical_rows: torch.Tensor) -> torch.Tensor:

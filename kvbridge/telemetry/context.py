@@ -1,20 +1,99 @@
-"""On whose behalf something is being done: the ids that tie lines, samples and processes together.
+"""On whose behalf something is being done: the ids that tie lines, samples, spans and processes together.
 
-Owns: the two context variables, the form of ids from outside. Must not know: who sets them (HTTP, tracing), what is done with them.
+Owns: the two context variables, the form of ids from outside, W3C's `traceparent`. Must not know: who sets them (HTTP), what is
+done with them, where spans go.
+
+Everything that is traced here has one moment at which it begins to be: a request that reaches a daemon. The context made there is
+that daemon's first span; the ids of its parts follow from it by their names, so that every process that knows a span can name its
+parts before they have ended.
 """
 
 from __future__ import annotations
 
+import random
 import re
+import secrets
+from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+REQUEST_ID_HEADER = "X-Request-Id"
+TRACEPARENT_HEADER = "traceparent"
+_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+MAX_TRACEPARENT = 200
+"""Characters of a `traceparent` that is looked at: of today's version it has 55, a later one may be longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """One span of a trace, made here or by whoever called."""
+
+    trace_id: str
+    """32 hexadecimal digits."""
+    span_id: str
+    """16 of them."""
+    sampled: bool
+    """Whether the trace is recorded, by the word of whoever began it."""
+    parent_id: str = ""
+    """Of a span of ours: the span that it is a part of; empty when it is the first of its trace."""
+    recorded: bool = False
+    """Whether this process tells a collector of the span, so that parts of it may be told of as well."""
+
+    @property
+    def traceparent(self) -> str:
+        """The span as W3C's header and our messages carry it."""
+        return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
+
+    def part(self, name: str) -> TraceContext:
+        """Return a part of this span; the span itself while it is not ours, since nobody would be told of a part."""
+        return self.child(name) if self.recorded else self
+
+    def child(self, name: str) -> TraceContext:
+        """Return a span below this one that is ours to record; its id follows from the name, which no sibling has."""
+        span_id = blake2b(f"{self.span_id}/{name}".encode(), digest_size=8).hexdigest()
+        return replace(self, span_id=span_id, parent_id=self.span_id, recorded=True)
+
 
 REQUEST_ID: ContextVar[str] = ContextVar("kvbridge_request_id", default="")
 """What the caller, or this daemon, calls the HTTP request that is being served; empty outside of one."""
-TRACE_ID: ContextVar[str] = ContextVar("kvbridge_trace_id", default="")
-"""The trace that is being recorded, as 32 hexadecimal digits; empty while there is none."""
+TRACE: ContextVar[TraceContext | None] = ContextVar("kvbridge_trace", default=None)
+"""The span that what is being done is a part of, ours or the caller's; None while there is no trace."""
 
-REQUEST_ID_HEADER = "X-Request-Id"
-_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+BeginTrace = Callable[[TraceContext | None], TraceContext | None]
+"""From the caller's span, if it has named one, to the one of the request here."""
+
+
+def pass_on(given: TraceContext | None) -> TraceContext | None:
+    """Take over the caller's span, where this process records none: those who come after are its parts."""
+    return given
+
+
+def begin_with(sampled_ratio: float) -> BeginTrace:
+    """Return how a request's first span here is made: as its caller says, else recorded for this share of requests."""
+
+    def begin(given: TraceContext | None) -> TraceContext | None:
+        if given is not None and not given.sampled:
+            return given
+        span_id = secrets.token_hex(8)
+        if given is not None:
+            return TraceContext(given.trace_id, span_id, sampled=True, parent_id=given.span_id, recorded=True)
+        sampled = random.random() < sampled_ratio  # noqa: S311 - a choice of requests, nothing secret
+        return TraceContext(secrets.token_hex(16), span_id, sampled=sampled, recorded=sampled)
+
+    return begin
+
+
+def parse_traceparent(text: str) -> TraceContext | None:
+    """Return the span that a `traceparent` names, None for one that W3C's recommendation has ignored."""
+    found = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= MAX_TRACEPARENT else None
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    return TraceContext(trace_id, span_id, sampled=bool(int(flags, 16) & 1))
 
 
 def is_request_id(text: str) -> bool:
@@ -22,7 +101,13 @@ def is_request_id(text: str) -> bool:
     return _REQUEST_ID.fullmatch(text) is not None
 
 
+def exemplar(trace: TraceContext | None) -> str:
+    """Return the trace id to show beside a sample: that of a trace that is recorded, or an empty text."""
+    return trace.trace_id if trace is not None and trace.sampled else ""
+
+
 def bound_ids() -> dict[str, str]:
     """The ids that are set now, by the keys of log lines."""
-    ids = {"request_id": REQUEST_ID.get(), "trace_id": TRACE_ID.get()}
+    trace = TRACE.get()
+    ids = {"request_id": REQUEST_ID.get(), "trace_id": trace.trace_id if trace is not None else ""}
     return {key: value for key, value in ids.items() if value}

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
+from kvbridge.telemetry.context import TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,29 @@ class RoomEntered(RoomFact):
     """What has arrived, as far as is known."""
     ids: Mapping[str, str] = field(default_factory=dict)
     """On whose behalf: the request id and the trace id of its admission, those that there were."""
+    trace: TraceContext | None = None
+    """The room's own span; None for one that nobody traces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomOffered(RoomFact):
+    """Prefill: a decode node has said where to send a room, and of which span that is a part."""
+
+    trace: TraceContext | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomBegun(RoomFact):
+    """Prefill: an engine has begun to compute a room."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomFinished(RoomFact):
+    """Prefill: an engine has published everything of a room that it has begun."""
+
+    engine: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +111,10 @@ class OrderEnded(RoomFact):
     transport: str
     amounts: Amounts = field(default_factory=dict)
     """What has arrived, as far as its worker could say."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Its phases, as its worker has measured them (`telemetry/phases.py`)."""
+    code: str = ""
+    """Why it has failed; empty when it has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +137,54 @@ class RankReceived(RoomFact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SparseDecoded(RoomFact):
+    """What the hot buffer of an engine did for a room: rows, by the names of `SparseRows`."""
+
+    rows: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PagesDiffer(RoomFact):
     """Pages of a component have arrived with other bytes than were sent."""
 
     component: ComponentKind
     pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAnswered(Fact):
+    """A request for a room has been answered, or its caller has left (`code`); `code` is empty when it was admitted."""
+
+    room: int
+    generation: int
+    seconds: float
+    code: str
+    trace: TraceContext | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndReserved(Fact):
+    """Bootstrap: a daemon has been asked to reserve one end of a room; `code` says why it has not."""
+
+    room: int
+    generation: int
+    role: str
+    url: str
+    seconds: float
+    code: str
+    trace: TraceContext | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairingEnded(Fact):
+    """Bootstrap: a request for a pair has been answered: `paired`, `cancelled` by its caller, or the code of its error."""
+
+    room: int | None
+    """None when no ticket was given."""
+    generation: int
+    seconds: float
+    outcome: str
+    trace: TraceContext | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,8 +351,8 @@ class WritersShutOut(Fact):
     rooms: int
 
 
-Reader = Callable[[float, Fact], None]
-"""(monotonic seconds, fact). Must not raise."""
+Reader = Mapping[type[Fact], Callable[[float, Any], None]]
+"""By kind of fact (of all kinds below it, too): called with monotonic seconds and the fact. Must not raise."""
 
 
 class EventStream:
@@ -289,10 +361,13 @@ class EventStream:
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._readers: list[Reader] = []
+        self._calls: dict[type[Fact], tuple[Callable[[float, Any], None], ...]] = {}
+        """What a fact of each kind leads to, once there has been one. Most facts concern few readers, and a room has many facts."""
 
     def add_reader(self, reader: Reader) -> None:
-        """Let `reader` have every fact from now on."""
+        """Let `reader` have every fact that concerns it from now on."""
         self._readers.append(reader)
+        self._calls.clear()
 
     def frame_refused(self, kind: str, detail: str) -> None:
         """Say that a frame or a connection was refused; the form in which sockets report it."""
@@ -304,6 +379,10 @@ class EventStream:
 
     def emit(self, fact: Fact) -> None:
         """Say that something has happened, now."""
-        now_s = self._clock()
-        for reader in self._readers:
-            reader(now_s, fact)
+        kind, now_s = type(fact), self._clock()
+        if kind not in self._calls:
+            self._calls[kind] = tuple(
+                call for reader in self._readers for known, call in reader.items() if issubclass(kind, known)
+            )
+        for call in self._calls[kind]:
+            call(now_s, fact)

@@ -28,9 +28,14 @@ _COUNTS_TOKENS = re.compile(
 )
 
 
-CHATTY_LIBRARIES = {"httpx": logging.WARNING, "httpcore": logging.WARNING, "uvicorn.error": logging.ERROR}
-"""They report each request or start at level info, which our own lines already tell; and uvicorn warns of each request
-that is none, so that whoever reaches the port could fill the disk.
+CHATTY_LIBRARIES = {
+    "httpx": logging.WARNING,
+    "httpcore": logging.WARNING,
+    "uvicorn.error": logging.ERROR,
+    "opentelemetry": logging.CRITICAL,
+}
+"""They report each request or start at level info, which our own lines already tell; uvicorn warns of each request that is
+none, so that whoever reaches the port could fill the disk; and OpenTelemetry of each batch of spans that a collector does not take.
 """
 
 

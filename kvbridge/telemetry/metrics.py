@@ -42,7 +42,7 @@ _PAIRING_OUTCOMES = (
     FingerprintMismatchError.code,
     NamespaceError.code,
 )
-_PAGE_STATES = ("free", "held", "leased", "quarantined")
+_PAGE_STATES = ("free", "held", "leased", "quarantined", "cached")
 
 METRICS: tuple[MetricSpec, ...] = (
     # What runs.
@@ -89,6 +89,15 @@ METRICS: tuple[MetricSpec, ...] = (
         ("component",),
         "Pages that arrived with other bytes than were sent; each failed its room.",
         (DECODE,),
+    ),
+    SPARSE_ROWS := MetricSpec(
+        "kvbridge_sparse_rows_total",
+        _COUNTER,
+        ("outcome",),
+        "Rows of sparse decode, over all layers, as engines tell when they release a room: selected ones that were in the hot "
+        "buffer (hit) or had to be loaded from the host; loaded at admission; new ones that were written to the host.",
+        (DECODE,),
+        values={"outcome": ("hit", "loaded", "preloaded", "backed_up")},
     ),
     # Peers.
     PEERS := MetricSpec(
@@ -176,12 +185,18 @@ METRICS: tuple[MetricSpec, ...] = (
         "The same in bytes, over the ranks of this node: a page has its part in every layer and rank.",
         values={"state": _PAGE_STATES},
     ),
+    AVAILABLE := MetricSpec(
+        "kvbridge_pages_available",
+        _GAUGE,
+        ("space",),
+        "Pages that a request can have now: free ones, and cached ones that nobody reads.",
+    ),
     EXPECTED_FREE := MetricSpec(
         "kvbridge_pages_expected_free",
         _GAUGE,
         ("space", "within"),
-        "Pages that are free now or will probably be within 1s, 10s and 60s: those of rooms that are ending, and the rest at the "
-        "rate of the last releases. The same estimate as Retry-After.",
+        "Pages that are available now or will probably be within 1s, 10s and 60s: those of rooms that are ending, and the rest at "
+        "the rate of the last releases. The same estimate as Retry-After.",
         values={"within": ("1s", "10s", "60s")},
     ),
     QUARANTINED := MetricSpec(
@@ -357,6 +372,22 @@ METRICS: tuple[MetricSpec, ...] = (
         "Log lines that were not written because there were too many of their kind, which a line `lines_left_out` tells.",
         EVERYBODY,
         values={"event": ("frame_refused", "room_ended", "room_message_refused")},
+    ),
+    SPANS := MetricSpec(
+        "kvbridge_trace_spans_total",
+        _COUNTER,
+        ("outcome",),
+        "Spans of traces (telemetry.traces): taken by the collector, lost because it did not take them, or dropped because too "
+        "many waited for it.",
+        EVERYBODY,
+        values={"outcome": ("exported", "failed", "dropped")},
+    ),
+    TRACEPARENTS_IGNORED := MetricSpec(
+        "kvbridge_traceparents_ignored_total",
+        _COUNTER,
+        (),
+        "Requests whose `traceparent` header is none; they were served without it.",
+        EVERYBODY,
     ),
 )
 

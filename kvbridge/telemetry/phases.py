@@ -15,6 +15,7 @@ PHASES: Mapping[Role, Mapping[str, str]] = {
         "admit_to_offer_received": "from admission until decode's page tables are here",
         "offer_to_order": "from the offer until the first order to a rank",
         "plan": "planning, all orders of the slowest rank",
+        "submit": "handing planned operations to the transports, all orders of the slowest rank",
         "first_byte": "from an order until its first bytes were submitted, all orders of the slowest rank",
         "move": "bytes under way, all orders of the slowest rank, which may overlap",
         "digest": "checksums of what was sent, all orders of the slowest rank",

@@ -2,16 +2,15 @@
 
 Owns: which fact counts where, and how it reads in a log. Must not know: how facts come about, what is to be done.
 
-Each reader is a table from a fact's type to what it does with it; a fact that a table leaves out does not concern that reader.
+Each reader has a table from a fact's type to what it does with it; a fact that the table leaves out does not concern that reader.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
@@ -25,7 +24,6 @@ from kvbridge.telemetry.events import (
     EngineEnded,
     EngineLeft,
     EngineLost,
-    Fact,
     FenceBegan,
     FrameRefused,
     MemoryRegistered,
@@ -39,6 +37,7 @@ from kvbridge.telemetry.events import (
     PeerRejected,
     PhasesEnded,
     RankReceived,
+    Reader,
     RequestRefused,
     RequestWaited,
     RoomEntered,
@@ -46,6 +45,7 @@ from kvbridge.telemetry.events import (
     RoomMessageRefused,
     RoomQuarantined,
     RoomRejected,
+    SparseDecoded,
     WorkerLost,
     WorkerStarted,
     WritersShutOut,
@@ -64,6 +64,7 @@ from kvbridge.telemetry.metrics import (
     REGISTRATION,
     RESENT,
     ROOMS_ENDED,
+    SPARSE_ROWS,
     UNDELIVERED,
     WAIT,
     WORKER_RESTARTS,
@@ -90,14 +91,13 @@ class PeerNames:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
+        self.table: Reader = {PeerAccepted: self._accepted}
 
-    def __call__(self, _now_s: float, fact: Fact) -> None:
-        """Read one fact."""
-        if isinstance(fact, PeerAccepted):
-            self._names.pop(fact.peer, None)
-            self._names[fact.peer] = fact.name
-            if len(self._names) > KNOWN_NAMES:
-                del self._names[next(iter(self._names))]
+    def _accepted(self, _now_s: float, fact: PeerAccepted) -> None:
+        self._names.pop(fact.peer, None)
+        self._names[fact.peer] = fact.name
+        if len(self._names) > KNOWN_NAMES:
+            del self._names[next(iter(self._names))]
 
     def get(self, peer: str) -> str:
         """Return instance and node of an incarnation; `unknown` for one that was never accepted, or long ago."""
@@ -113,13 +113,14 @@ class MetricsReader:
         self._registered: dict[Rank, float] = {}
         self._under_way: dict[int, tuple[BusyTime, ...]] = {}
         """Orders, and where their time is counted."""
-        self._table: dict[type[Any], Callable[[float, Any], None]] = {
+        self.table: Reader = {
             RoomEntered: self._room,
             OrderBegan: self._order_began,
             OrderEnded: self._order_ended,
             RankReceived: self._received,
             PhasesEnded: self._phases_ended,
             PagesDiffer: lambda _, fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
+            SparseDecoded: self._sparse_decoded,
             RequestRefused: lambda _, fact: metrics.count(REFUSED, fact.code),
             RoomMessageRefused: lambda _, fact: metrics.count(MESSAGES_REFUSED, fact.code),
             RequestWaited: lambda _, fact: metrics.observe(WAIT, fact.seconds, fact.outcome.value),
@@ -131,12 +132,6 @@ class MetricsReader:
             MemoryRegistered: self._memory_registered,
             WorkerLost: self._worker_lost,
         }
-
-    def __call__(self, now_s: float, fact: Fact) -> None:
-        """Read one fact."""
-        count = self._table.get(type(fact))
-        if count is not None:
-            count(now_s, fact)
 
     def _room(self, _now_s: float, fact: RoomEntered) -> None:
         if not fact.state.final:
@@ -173,6 +168,10 @@ class MetricsReader:
             else:
                 self._metrics.observe(PHASE, seconds, phase, trace_id=fact.trace_id)
 
+    def _sparse_decoded(self, _now_s: float, fact: SparseDecoded) -> None:
+        for outcome, rows in fact.rows.items():
+            self._metrics.count(SPARSE_ROWS, outcome, by=rows)
+
     def _memory_registered(self, _now_s: float, fact: MemoryRegistered) -> None:
         """A node is as far as the slowest of its ranks."""
         self._registered[fact.rank] = fact.share
@@ -195,41 +194,35 @@ class LogReader:
         self._seldom = Seldom(lines=LINES, every_s=EVERY_S, clock=clock)
         # A module's logger is made anew for each line, also for one that is not written; a room has many.
         self._rooms = log.bind()
-        self._table: dict[type[Any], Callable[[Any], None]] = {
+        self.table: Reader = {
             RoomEntered: self._room,
-            RoomRejected: lambda fact: log.warning(
+            RoomRejected: lambda _, fact: log.warning(
                 "room_rejected", **self._whose(fact), code=fact.code, reason=fact.reason
             ),
-            RoomQuarantined: lambda fact: log.error(
+            RoomQuarantined: lambda _, fact: log.error(
                 "room_quarantined", **self._whose(fact), cause=fact.cause, reason=fact.reason
             ),
-            PeerAccepted: lambda fact: log.info(
+            PeerAccepted: lambda _, fact: log.info(
                 "peer_accepted", peer=fact.peer, peer_name=fact.name, features=fact.features
             ),
-            PeerRejected: lambda fact: log.warning(
+            PeerRejected: lambda _, fact: log.warning(
                 "peer_rejected", **self._peer(fact.peer), code=fact.code, reason=fact.reason
             ),
-            PeerLost: lambda fact: log.warning("peer_lost", **self._peer(fact.peer), reason=fact.reason),
+            PeerLost: lambda _, fact: log.warning("peer_lost", **self._peer(fact.peer), reason=fact.reason),
             FrameRefused: self._frame_refused,
             RoomMessageRefused: self._message_refused,
-            WorkerStarted: lambda fact: log.info("worker_ready", rank=str(fact.rank), pid=fact.pid),
-            EngineAttached: lambda fact: log.info(
+            WorkerStarted: lambda _, fact: log.info("worker_ready", rank=str(fact.rank), pid=fact.pid),
+            EngineAttached: lambda _, fact: log.info(
                 "engine_attached", engine=fact.engine, pid=fact.pid, ranks=[str(rank) for rank in fact.ranks]
             ),
-            EngineLost: lambda fact: log.warning(
+            EngineLost: lambda _, fact: log.warning(
                 "engine_lost", engine=fact.engine, reason=fact.reason, pages_wait=fact.pages_wait
             ),
-            EngineLeft: lambda fact: log.info("engine_left", engine=fact.engine),
-            EngineEnded: lambda fact: log.info("engine_ended", engine=fact.engine),
-            FenceBegan: lambda fact: log.warning("fence_began", epoch=fact.epoch, rooms=fact.rooms),
-            WritersShutOut: lambda fact: log.info("writers_shut_out", epoch=fact.epoch, rooms=fact.rooms),
+            EngineLeft: lambda _, fact: log.info("engine_left", engine=fact.engine),
+            EngineEnded: lambda _, fact: log.info("engine_ended", engine=fact.engine),
+            FenceBegan: lambda _, fact: log.warning("fence_began", epoch=fact.epoch, rooms=fact.rooms),
+            WritersShutOut: lambda _, fact: log.info("writers_shut_out", epoch=fact.epoch, rooms=fact.rooms),
         }
-
-    def __call__(self, _now_s: float, fact: Fact) -> None:
-        """Read one fact."""
-        write = self._table.get(type(fact))
-        if write is not None:
-            write(fact)
 
     def look(self, *, everything: bool = False) -> None:
         """Say what was left out, once its time is over. To be called now and then, and at the end, for everything."""
@@ -237,7 +230,7 @@ class LogReader:
             self._metrics.count(LINES_LEFT_OUT, event, by=lines)
             log.warning("lines_left_out", of=event, kind=kind, lines=lines, seconds=round(seconds, 1))
 
-    def _room(self, fact: RoomEntered) -> None:
+    def _room(self, _now_s: float, fact: RoomEntered) -> None:
         if not fact.state.final:
             if self._rooms.is_enabled_for(logging.DEBUG):
                 self._rooms.debug("room_entered", **self._whose(fact), state=fact.state.value)
@@ -258,11 +251,11 @@ class LogReader:
             limit = {"limit": fact.limit} if fact.limit else {}
             self._rooms.warning("room_ended", **facts, code=fact.code, reason=fact.reason, **limit)
 
-    def _frame_refused(self, fact: FrameRefused) -> None:
+    def _frame_refused(self, _now_s: float, fact: FrameRefused) -> None:
         if self._seldom.admits("frame_refused", fact.kind):
             log.warning("frame_refused", kind=fact.kind, detail=fact.detail)
 
-    def _message_refused(self, fact: RoomMessageRefused) -> None:
+    def _message_refused(self, _now_s: float, fact: RoomMessageRefused) -> None:
         if self._seldom.admits("room_message_refused", fact.code):
             log.warning("room_message_refused", **self._whose(fact), code=fact.code)
 
@@ -304,29 +297,17 @@ class StatusReader:
         self._problems: deque[Problem] = deque(maxlen=RECENT_PROBLEMS)
         self._traffic: dict[str, PeerTraffic] = {}
 
-    def __call__(self, now_s: float, fact: Fact) -> None:
-        """Read one fact."""
-        match fact:
-            case RoomEntered():
-                self._room(now_s, fact)
-            case OrderEnded() if fact.amounts:
-                self._peer(now_s, fact.peer).sent_bytes += _bytes(fact.amounts)
-            case RankReceived():
-                self._peer(now_s, fact.peer).received_bytes += _bytes(fact.amounts)
-            case PeerRejected():
-                self._note(now_s, "peer rejected", fact.peer, fact.reason)
-            case PeerLost():
-                self._note(now_s, "peer lost", fact.peer, fact.reason)
-            case WorkerLost():
-                self._note(now_s, "worker lost", str(fact.rank), fact.reason)
-            case EngineLost():
-                self._note(now_s, "engine lost", fact.engine, fact.reason)
-            case RoomQuarantined():
-                self._note(now_s, "room quarantined", str(fact.room), fact.reason)
-            case RoomRejected():
-                self._note(now_s, "room rejected", str(fact.room), fact.reason)
-            case _:
-                pass
+        self.table: Reader = {
+            RoomEntered: self._room,
+            OrderEnded: self._sent,
+            RankReceived: self._received,
+            PeerRejected: lambda now_s, fact: self._note(now_s, "peer rejected", fact.peer, fact.reason),
+            PeerLost: lambda now_s, fact: self._note(now_s, "peer lost", fact.peer, fact.reason),
+            WorkerLost: lambda now_s, fact: self._note(now_s, "worker lost", str(fact.rank), fact.reason),
+            EngineLost: lambda now_s, fact: self._note(now_s, "engine lost", fact.engine, fact.reason),
+            RoomQuarantined: lambda now_s, fact: self._note(now_s, "room quarantined", str(fact.room), fact.reason),
+            RoomRejected: lambda now_s, fact: self._note(now_s, "room rejected", str(fact.room), fact.reason),
+        }
 
     def problems(self) -> tuple[Problem, ...]:
         """The last problems, the oldest first."""
@@ -335,6 +316,13 @@ class StatusReader:
     def traffic(self) -> Mapping[str, PeerTraffic]:
         """Traffic by the peer's incarnation, the longest unheard-of first."""
         return self._traffic
+
+    def _sent(self, now_s: float, fact: OrderEnded) -> None:
+        if fact.amounts:
+            self._peer(now_s, fact.peer).sent_bytes += _bytes(fact.amounts)
+
+    def _received(self, now_s: float, fact: RankReceived) -> None:
+        self._peer(now_s, fact.peer).received_bytes += _bytes(fact.amounts)
 
     def _room(self, now_s: float, fact: RoomEntered) -> None:
         if not fact.state.final:

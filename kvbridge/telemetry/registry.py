@@ -13,20 +13,22 @@ import platform
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Exemplar
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.telemetry.busy import BusyTime
-from kvbridge.telemetry.context import TRACE_ID
+from kvbridge.telemetry.context import TRACE, exemplar
 from kvbridge.telemetry.metrics import (
     BUSY,
     HTTP_DURATION,
@@ -39,6 +41,7 @@ from kvbridge.telemetry.metrics import (
     PEER_TRANSFERRED,
     STORE_FAILED,
     STORE_REFUSED,
+    TRACEPARENTS_IGNORED,
     TRANSFERRED,
 )
 from kvbridge.telemetry.specs import Direction, MetricKind, MetricSpec
@@ -78,6 +81,16 @@ class _Distribution:
             for at, (name, count) in enumerate(zip(names, counts, strict=True))
         ]
         family.add_metric(labels, buckets, self._sum)
+
+
+class _One(CollectorRegistry):
+    """A registry of one metric that has been collected."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family
 
 
 class Metrics:
@@ -139,10 +152,10 @@ class Metrics:
     def observe(self, metric: MetricSpec, size: float, *labels: str, count: int = 1, trace_id: str = "") -> None:
         """Add `count` observations of one size to a histogram, with the trace that they belong to, if not the present one."""
         series = self._distributions[metric]
-        key = labels if labels in series else self._bounded(metric, labels)
-        if key not in series:
-            series[key] = _Distribution(metric.buckets)
-        series[key].observe(size, count, trace_id or TRACE_ID.get())
+        found = series.get(labels)
+        if found is None:
+            found = series.setdefault(self._bounded(metric, labels), _Distribution(metric.buckets))
+        found.observe(size, count, trace_id or exemplar(TRACE.get()))
 
     def transferred(self, amounts: Amounts, direction: Direction, transport: str, peer: str) -> None:
         """Count what has arrived: bytes by component and by peer, and its operations at their mean size."""
@@ -157,11 +170,12 @@ class Metrics:
 
     def busy(self, direction: Direction, transport: str, peer: str) -> tuple[BusyTime, BusyTime]:
         """Where the time of transfers is kept: that of a transport, and that of a peer."""
-        keys = ((BUSY, (direction.value, transport)), (PEER_BUSY, (peer, direction.value, transport)))
-        for_all, for_peer = (
-            self._busy.setdefault((metric, self._bounded(metric, labels)), BusyTime()) for metric, labels in keys
-        )
-        return for_all, for_peer
+        way = direction.value, transport
+        return self._busy_time(BUSY, way), self._busy_time(PEER_BUSY, (peer, *way))
+
+    def _busy_time(self, metric: MetricSpec, labels: Labels) -> BusyTime:
+        found = self._busy.get((metric, labels))
+        return found or self._busy.setdefault((metric, self._bounded(metric, labels)), BusyTime())
 
     def serves(self, route: str, methods: Sequence[str], code: int) -> None:
         """Show the series of a route before its first request."""
@@ -174,6 +188,10 @@ class Metrics:
         method = method if method in METHODS else OTHER
         self.count(HTTP_REQUESTS, route, method, str(code))
         self.observe(HTTP_DURATION, seconds, route, method)
+
+    def traceparent_ignored(self) -> None:
+        """Count a header that names no trace."""
+        self.count(TRACEPARENTS_IGNORED)
 
     def store_value_refused(self, reason: str) -> None:
         """See StoreObserver."""
@@ -199,13 +217,19 @@ class Metrics:
 
     # ------------------------------------------------------------------ what Prometheus sees
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the scrape's body and its content type, in the form that the Accept header asks for.
+    def render(self, accept: str = "") -> tuple[Iterator[bytes], str]:
+        """Return the scrape's body, a piece for each metric, and its content type, in the form that the Accept header asks for.
 
-        Exemplars are in OpenMetrics only.
+        A body takes some milliseconds: between two pieces the caller can let others have their turn. Exemplars are in
+        OpenMetrics only.
         """
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        if content_type.startswith("application/openmetrics-text"):
+            # All of our names are plain, so no way of escaping changes them; the others look at each letter of each name.
+            encode = partial(encode, escaping=ALLOWUTF8)  # type: ignore[call-arg]  # all encoders of OpenMetrics have it
+        nothing = encode(CollectorRegistry())  # what ends a page of OpenMetrics
+        pieces = (encode(_One(family)).removesuffix(nothing) for family in self.registry.collect())
+        return chain(pieces, [nothing]), content_type
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client's Collector."""

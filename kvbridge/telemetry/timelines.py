@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvbridge.core.session.states import RoomState
-from kvbridge.telemetry.events import Fact, RoomEntered, RoomFact
+from kvbridge.telemetry.events import Reader, RoomEntered, RoomFact
 
 KEPT_ENDED: Mapping[RoomState, int] = {RoomState.COMPLETED: 500, RoomState.ABORTED: 250, RoomState.FAILED: 250}
 """Rooms that are remembered after their end, by how they ended; the oldest are forgotten first."""
@@ -47,11 +47,9 @@ class RoomTimelines:
         """In the order in which rooms came into the state."""
         self.ended: Counter[RoomState] = Counter()
         """Rooms that ended since the start, by how they did."""
+        self.table: Reader = {RoomFact: self._read}
 
-    def __call__(self, now_s: float, fact: Fact) -> None:
-        """Read one fact."""
-        if not isinstance(fact, RoomFact):
-            return
+    def _read(self, now_s: float, fact: RoomFact) -> None:
         key = (fact.room, fact.generation)
         timeline = self._timelines.get(key)
         if isinstance(fact, RoomEntered):

@@ -30,7 +30,7 @@ from kvbridge.testbed.signals import interrupts_ignored
 
 START_S = 180.0
 FREE_S = 10.0
-"""After the last release, every page is free within this time."""
+"""After the last release, every page is available within this time."""
 LOOK_S = 0.1
 STOP_S, FORCE_S = 8.0, 1.0
 """How long daemons may take to end, and how soon they are forced to after a run that was cut short."""
@@ -138,7 +138,7 @@ class ClusterRun(ABC):
         self.handle(engine, event)
 
     def wait_free(self) -> int:
-        """Return how many pages are not free some time after the last release."""
+        """Return how many pages are not available some time after the last release."""
         deadline_s = time.monotonic() + FREE_S
         while True:
             left = sum(sum(used_pages(daemon).values()) for daemon in (self.cluster.prefill, self.cluster.decode))
@@ -148,8 +148,7 @@ class ClusterRun(ABC):
 
 
 def used_pages(daemon: DaemonProcess) -> dict[str, int]:
-    """Return how many pages of each space are not free."""
-    pools = daemon.get("/status")["pools"]
-    return {
-        space: sum(int(pages) for state, pages in states.items() if state != "free") for space, states in pools.items()
-    }
+    """Return how many pages of each space are not available: what is cached and read by nobody is not used."""
+    status = daemon.get("/status")
+    pools, available = status["pools"], status["available_pages"]
+    return {space: sum(map(int, states.values())) - int(available[space]) for space, states in pools.items()}

@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.text import Text
 
 from kvbridge.cli.cluster_directory import ConfiguredDaemon, read_cluster
@@ -27,8 +28,11 @@ from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, PeerError
 from kvbridge.daemon.announce import read_endpoint
 from kvbridge.daemon.children import ChildProcess, wait_for
+from kvbridge.daemon.memory import memory_directory
 from kvbridge.http.client import BlockingClient
-from kvbridge.testbed.signals import terminated_like_interrupted
+from kvbridge.pool.memory.leftovers import Verdict, sweep
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.testbed.signals import Interrupts
 
 START_S = 30.0
 LOOK_S, ASK_S = 0.1, 0.5
@@ -48,7 +52,8 @@ def up(
 
     Runs ROLE.yaml and any ROLE-NAME.yaml, and shows what they log. Says when
     there is a pair, and what to try next. A daemon that dies is told with its last
-    lines, and the others go on. Ctrl-C drains and ends all; once more: at once.
+    lines, and the others go on. Ctrl-C drains and ends all; once more: at once;
+    a third time: by force.
 
     Exit codes: 0: all ended in peace; 1: one did not, or could not start;
     2: a configuration is wrong.
@@ -66,8 +71,8 @@ def up(
         ShownDaemon(each, console, Text(f"{each.name:{width}} | ", style=colour))
         for each, colour in zip(daemons, itertools.cycle(COLOURS), strict=False)
     ]
-    run = ForegroundCluster(shown, console)
-    with terminated_like_interrupted():
+    with Interrupts() as interrupts:
+        run = ForegroundCluster(shown, console, interrupts)
         try:
             run.start()
             run.watch()
@@ -75,11 +80,12 @@ def up(
             console.print(str(error), style="bold red", markup=False)
         except PeerError:
             pass  # a daemon that has ended, which is told with the others' ends
-        except (KeyboardInterrupt, SystemExit):
-            console.print("told to end: draining (once more: at once)", style="bold")
+        except KeyboardInterrupt:
+            run.tell_draining()
         finally:
+            interrupts.only_counted()
             run.end()
-    if any(each.process is None or each.process.returncode for each in shown):
+    if not all(each.ended_in_peace for each in shown):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -120,6 +126,12 @@ class ShownDaemon(ChildProcess):
         return endpoint is not None and self.process is not None and endpoint.pid == self.process.pid
 
     @property
+    def ended_in_peace(self) -> bool:
+        """Whether nothing is wrong with its end: it obeyed, or Ctrl-C came before it had begun, or before it was started."""
+        code = None if self.process is None else self.process.returncode
+        return code == 0 or (self.told_to_end and code in {None, -signal.SIGTERM})
+
+    @property
     def command(self) -> str:
         """What starts it by hand."""
         return f"kvbridge {self.configured.role} --config {self.configured.path}"
@@ -146,9 +158,10 @@ class ShownDaemon(ChildProcess):
 class ForegroundCluster:
     """The daemons, from their start to their end."""
 
-    def __init__(self, daemons: Sequence[ShownDaemon], console: Console) -> None:
+    def __init__(self, daemons: Sequence[ShownDaemon], console: Console, interrupts: Interrupts) -> None:
         self._daemons = daemons
         self._console = console
+        self._interrupts = interrupts
         self._calls = BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command")
         self._begun_s = self._told_s = time.monotonic()
         self._was_ready = False
@@ -163,7 +176,8 @@ class ForegroundCluster:
                 wait_for(
                     "bootstrap", lambda: all(each.serves for each in bootstraps), timeout_s=START_S, watched=bootstraps
                 )
-            daemon.start()
+            with self._interrupts.held():
+                daemon.start()
 
     def watch(self) -> None:
         """Show what happens until every daemon has ended, or one has before there was a pair."""
@@ -175,28 +189,55 @@ class ForegroundCluster:
                 self._ask()
             time.sleep(LOOK_S)
 
+    def tell_draining(self) -> None:
+        """Say what Ctrl-C has begun, and how long that may take; the daemons log what they wait for."""
+        running = [each for each in self._daemons if each.running]
+        for each in self._daemons:
+            each.told_to_end = True
+        limit_s = max((each.limit_s for each in running), default=0.0)
+        names = ", ".join(each.name for each in running) or "nothing runs yet"
+        self._console.print(f"told to end: {names}; at most {limit_s:g} s (once more: at once)", style="bold")
+
     def end(self) -> None:
-        """End nodes, then bootstraps: in peace, or when Ctrl-C comes again or their time is over, by force."""
+        """End nodes, then bootstraps: in peace; told again, at once; by force when told a third time or it takes too long."""
         for directory in (False, True):
             part = [each for each in self._daemons if (each.configured.role is DaemonRole.BOOTSTRAP) is directory]
             running = [each for each in part if each.running]
-            deadline_s = time.monotonic() + max((each.limit_s for each in running), default=0.0)
+            self._told_s = time.monotonic()
+            deadline_s = self._told_s + max((each.limit_s for each in running), default=0.0)
             self._signal(running, signal.SIGTERM)
+            at_once = False
             while any(each.running for each in running):
-                try:
-                    self._show()
-                    time.sleep(LOOK_S)
-                except (KeyboardInterrupt, SystemExit):
+                if self._interrupts.more and not at_once:
+                    at_once = True
+                    deadline_s = time.monotonic() + GRACE_S
                     self._signal(running, signal.SIGTERM)  # which cuts their drain short
-                if time.monotonic() > deadline_s:
-                    self._signal(running, signal.SIGKILL)
+                if self._interrupts.more > 1 or time.monotonic() > deadline_s:
+                    self._kill([each for each in running if each.running])
+                self._show()
+                if time.monotonic() - self._told_s >= QUIET_S:
+                    self._told_s = time.monotonic()
+                    left = ", ".join(each.name for each in running if each.running)
+                    self._console.print(f"still ending: {left} (once more: at once)", style="bold", markup=False)
+                time.sleep(LOOK_S)
         self._show()
+
+    def _kill(self, daemons: Sequence[ShownDaemon]) -> None:
+        """Kill what does not end, and remove what it leaves in shared memory."""
+        for daemon in daemons:
+            daemon.kill()
+            self._console.print(f"{daemon.name} did not end in time and was killed", style="bold red", markup=False)
+        removed = [each for each in sweep(shared_directories(daemons)) if each.verdict is Verdict.REMOVED]
+        if removed:
+            size = decimal(sum(each.size_bytes for each in removed))
+            self._console.print(f"removed from shared memory: {len(removed)} files, {size}", markup=False)
 
     @staticmethod
     def _signal(daemons: Sequence[ShownDaemon], number: signal.Signals) -> None:
         for daemon in daemons:
             if daemon.running:
                 daemon.told_to_end = True
+                daemon.kill(signal.SIGCONT)  # a stopped one would not hear the rest
                 daemon.kill(number)
 
     def _show(self) -> list[ShownDaemon]:
@@ -238,6 +279,16 @@ class ForegroundCluster:
         elif lacking:
             return
         self._lacking, self._told_s = lacking, time.monotonic()
+
+
+def shared_directories(daemons: Sequence[ShownDaemon]) -> list[Path]:
+    """Return where daemons make their files in shared memory."""
+    found = [DEFAULT_DIRECTORY]
+    for daemon in daemons:
+        config = daemon.configured.config
+        if not isinstance(config, BootstrapConfig):
+            found += [memory_directory(config), Path(config.transports.local.proof_directory)]
+    return found
 
 
 def next_steps(daemons: Sequence[ConfiguredDaemon]) -> str:

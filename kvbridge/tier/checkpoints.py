@@ -48,6 +48,10 @@ class Checkpoints:
         """How many readers a record's checkpoint has."""
         return self._get(record).pins
 
+    def readers(self) -> dict[int, int]:
+        """How many readers each checkpoint has, by its record."""
+        return {record: checkpoint.pins for record, checkpoint in self._of_record.items()}
+
     def all_pages(self) -> PageIdArray:
         """All pages of all checkpoints."""
         return join([checkpoint.pages for checkpoint in self._of_record.values()])

@@ -36,8 +36,9 @@ Pages = dict[IndexSpace, PageIdArray]
 CHECKPOINT_SPACE = IndexSpace.SWA
 
 _FINISH_PAGES = 16
-"""A path that has been begun is finished when no more than so many pages beyond those lacking are as old. It costs hardly a hit,
-and pages that came together become free together: without it, the free runs of a pool that is full grow shorter with every use."""
+"""A path that has been begun is finished when no more than so many pages beyond those lacking are as old, and they are less than
+1/256 of all. It costs hardly a hit, and pages that came together become free together: without it, the runs of free pages in a
+pool that is full grow shorter with every use."""
 _SPARE_CANDIDATES = 1024
 """So many outdated candidates for eviction are always tolerated."""
 
@@ -77,7 +78,9 @@ class PrefixIndex:
         self._is_digested = np.zeros(capacity, dtype=np.bool_)
         self._pins = np.zeros(capacity, dtype=np.int32)
         self._rank = np.zeros(capacity, dtype=np.float64)
+        self._uses = np.zeros(capacity, dtype=np.int32)
         self._pins_at, self._rank_at = self._pins.data, self._rank.data
+        self._finish_pages = min(_FINISH_PAGES, capacity // 256)
         self._pinned = 0
         self._candidates: list[tuple[float, int]] = []
         """A heap of (rank, record) that has every leaf that nobody pins, and some that are outdated."""
@@ -107,6 +110,14 @@ class PrefixIndex:
     def checkpoint(self, record: int) -> PageIdArray:
         """Return the pages of a record's checkpoint. Raises NotFoundError when it has none."""
         return self._checkpoints.pages(record)
+
+    def is_dropped(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records no key reaches any more."""
+        return self._records.is_hidden(records)
+
+    def pins(self) -> tuple[npt.NDArray[np.int32], dict[int, int]]:
+        """Return the readers of each record, by its number, and those of each checkpoint, by its record's."""
+        return self._pins.copy(), self._checkpoints.readers()
 
     def evictable(self) -> dict[IndexSpace, int]:
         """How many pages of each space `evict` could give now."""
@@ -158,7 +169,8 @@ class PrefixIndex:
     def touch(self, records: RecordArray, now: float) -> None:
         """Note that a path was used at `now`, a number that never falls. Raises IntegrityError when it is no path."""
         if self._is_path(records, "touch", whole=True):
-            self._rank[records] = self._policy.rank(now, len(records))
+            uses = self._uses[records] = self._uses[records] + 1
+            self._rank[records] = self._policy.rank(now, uses)
             self._offer(int(records[-1]))
 
     # ------------------------------------------------------------------------------------- pages that come
@@ -187,9 +199,9 @@ class PrefixIndex:
             records = self._records.create(keys, path)
             for row, space in enumerate(self.spaces):
                 self._pages[row, records] = pages[space][known - start :]
-            if digests is not None:
-                self._digests[records] = digests[known - start :]
+            self._digests[records] = 0 if digests is None else digests[known - start :]
             self._is_digested[records] = digests is not None
+            self._uses[records] = 0
             path = np.concatenate((path, records))
         self.touch(path, now)
         return Inserted(path[start:], np.arange(start, len(keys)) >= known)
@@ -285,9 +297,7 @@ class PrefixIndex:
             raise IntegrityError(f"{verb}: {len(records)} records from {records[0]} on are no path of {self!r}")
         return True
 
-    def _require_arrays(
-        self, count: int, pages: Mapping[IndexSpace, PageIdArray], digests: DigestArray | None
-    ) -> None:
+    def _require_arrays(self, count: int, pages: Mapping[IndexSpace, PageIdArray], digests: DigestArray | None) -> None:
         lengths = {space: len(ids) for space, ids in pages.items()}
         if count < 0 or lengths != dict.fromkeys(self.spaces, count):
             raise InvalidInputError(f"{count} keys need so many pages of each of {list(self.spaces)}, got {lengths}")
@@ -320,12 +330,24 @@ class PrefixIndex:
                 record = records.remove_leaf(record)
                 if record == NO_RECORD:
                     break
-                if pins_at[record] or rank_at[record] > rank or len(found) >= count + _FINISH_PAGES:
+                is_enough = len(found) == count and self._is_long(record, rank)
+                if pins_at[record] or rank_at[record] > rank or is_enough:
                     self._offer(record)
                     break
         if found:
             self._policy.evicted(rank)
         return np.array(found, dtype=np.int32)
+
+    def _is_long(self, record: int, rank: float) -> bool:
+        """Whether more than `_finish_pages` of a path, up from this leaf, are of this rank."""
+        records = self._records
+        for _ in range(self._finish_pages):
+            record = records.parent_at[record]
+            if record == NO_RECORD or records.children_at[record] > 1 or self._pins_at[record]:
+                return False
+            if self._rank_at[record] > rank:
+                return False
+        return True
 
     def _release(self, records: RecordArray) -> Pages:
         """Give up records that nobody reads and no key reaches, each before its parent."""

@@ -8,24 +8,54 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+Ranks = npt.NDArray[np.float64]
+Uses = npt.NDArray[np.int32]
+
 
 class EvictionPolicy(Protocol):
     """Gives ranks. One object serves one index: it may remember what it has seen."""
 
-    def rank(self, now: float, pages: int) -> float:
-        """Return the rank that a path of so many pages has once it has been used at `now`; the lowest goes first."""
+    def rank(self, now: float, uses: Uses) -> float | Ranks:
+        """Return the rank of each page of a path that is used at `now`, or one for all; the lowest goes first.
+
+        `uses`: how often each has been used, this time and its arrival included; their number is the length of the path.
+        """
 
     def evicted(self, rank: float) -> None:
-        """A page of this rank has been evicted: the lowest there was."""
+        """Pages of this rank have been evicted: the lowest there was."""
 
 
 class LeastRecentlyUsed:
     """What was used longest ago goes first."""
 
-    def rank(self, now: float, pages: int) -> float:
+    def rank(self, now: float, uses: Uses) -> float:
         """See EvictionPolicy."""
-        del pages
+        del uses
         return now
 
     def evicted(self, rank: float) -> None:
         """See EvictionPolicy."""
+
+
+class GreedyDual:
+    """Weighs size, age and uses (Cherkasova's Greedy-Dual-Size with Frequency, softened): for pools that are small for their load.
+
+    A path of n pages that was used k times counts k / sqrt(n), and as much more as the rank of what had to go last: so what is
+    never used again goes in the end, a long prompt that came once goes soon, and a short one that many share stays.
+    """
+
+    def __init__(self) -> None:
+        self._age = 0.0
+
+    def rank(self, now: float, uses: Uses) -> Ranks:
+        """See EvictionPolicy."""
+        del now
+        ranks: Ranks = self._age + uses / np.sqrt(len(uses))
+        return ranks
+
+    def evicted(self, rank: float) -> None:
+        """See EvictionPolicy."""
+        self._age = max(self._age, rank)

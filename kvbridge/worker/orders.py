@@ -82,10 +82,12 @@ class Order:
         begun_s = clock()
         try:
             planned = self._plan(room, peer)
-            self.seconds["plan"] = clock() - begun_s
+            planned_s = clock()
+            self.seconds["plan"] = planned_s - begun_s
             for target, operations in planned:
                 transfer = target.transport.submit(target.peer, operations, deadline_s=timeout_s)
                 self.transfers.append((target.transport, transfer))
+            self.seconds["submit"] = clock() - planned_s
         except BridgeError as error:
             self.fail(error.code, str(error))
         self.seconds["first_byte"] = clock() - self.received_s

@@ -18,23 +18,32 @@ from typing import Any
 import structlog
 from rich.console import Console
 
+from kvbridge.testbed.progress import ShownProgress
 from tests.bench import (
     bench_digest,
     bench_directory,
     bench_load,
     bench_overhead,
     bench_plan,
+    bench_prefix,
+    bench_scrape,
     bench_telemetry,
+    bench_traces,
     bench_transport,
+    bench_watching,
 )
 
 BENCHMARKS: dict[str, Any] = {
     "plan": bench_plan,
+    "prefix": bench_prefix,
     "transport": bench_transport,
     "overhead": bench_overhead,
     "directory": bench_directory,
     "digest": bench_digest,
     "telemetry": bench_telemetry,
+    "scrape": bench_scrape,
+    "watching": bench_watching,
+    "traces": bench_traces,
     "load": bench_load,
 }
 LIBRARIES = ("numpy", "torch", "pyzmq", "mooncake-transfer-engine-non-cuda", "nixl-cu12")
@@ -55,7 +64,9 @@ def main() -> int:
         begun_s = time.monotonic()
         console.rule(name)
         try:
-            results[name] = BENCHMARKS[name].run()
+            with ShownProgress(Console(stderr=True)) as progress:
+                progress.stage(name)
+                results[name] = BENCHMARKS[name].run()
             print(BENCHMARKS[name].table(results[name]))
         except Exception as error:  # noqa: BLE001 - the others are still worth running; the failure is the exit code
             console.print(f"[red]{name} failed:[/red] {type(error).__name__}: {error}")

@@ -158,7 +158,7 @@ def _node(number: int) -> NodeRegistration:
         fingerprint=fingerprint(geometry),
         geometry=geometry,
         host=("c4_kv",) if role is Role.DECODE else (),
-        load=Load(free_pages=pages, total_pages=pages),
+        load=Load(available_pages=pages, total_pages=pages),
     )
 
 

@@ -107,22 +107,23 @@ def run(
 async def _measure(running: Cluster, way: str, seconds: float, levels: Sequence[int]) -> dict[str, Any]:
     numbers = itertools.count(1)
     async with load(running, Shape(TOKENS)) as generator:
-        await _closed(
+        await closed_loop(
             generator, way, 4, min(2.0, seconds), numbers
         )  # connections, first meetings, code that runs first
         measured = [
-            {"concurrency": level, **await _closed(generator, way, level, seconds, numbers)} for level in levels
+            {"concurrency": level, **await closed_loop(generator, way, level, seconds, numbers)} for level in levels
         ]
         best = max(case["rooms_s"] for case in measured)
         overload = await _open(generator, way, OVERLOAD * best, 2 * seconds, numbers)
-        after = await _closed(generator, way, 16, min(2.0, seconds), numbers)
+        after = await closed_loop(generator, way, 16, min(2.0, seconds), numbers)
     return {"levels": measured, "best_rooms_s": best, "overload": overload, "after_overload": after}
 
 
-async def _closed(
-    generator: Load, way: str, level: int, seconds: float, numbers: itertools.count[int]
+async def closed_loop(
+    generator: Load, way: str, level: int, seconds: float, numbers: itertools.count[int], tally: Tally | None = None
 ) -> dict[str, Any]:
-    tally = Tally()
+    """Keep `level` rooms under way: what came of them, and the `cpu` of each process as shares of a core."""
+    tally = tally or Tally()
     usage = _Usage(generator)
     begun_s = time.perf_counter()
 

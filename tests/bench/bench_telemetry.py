@@ -1,36 +1,27 @@
-"""What metrics and logs cost: a room's share of them, and a scrape of a busy daemon.
+"""What metrics and logs cost a room, each part alone; all of it together, under load, is measured by bench_watching.
 
 - `room_us`: processor time from the first fact of a small room to its last, through all readers of a node; at the log's rate of
   writing (10 rooms a second are written, the others are counted), and as if each were written. `budget_us` is what 5 % of the
   processor time of a room would be (both daemons together, docs/performance.md).
 - `request_us`: what an HTTP request's id and count add to it; a room takes three, one on each daemon.
-- `scrape_ms`: processor time of rendering the page of a daemon with 1,000 rooms and 200 peers, in both forms; its loop does nothing
-  else meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvbridge.api.rooms import AdmissionRequest, PeerAddress
-from kvbridge.api.status import PrefillNodeStatus
-from kvbridge.config.schema import DecodeConfig
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
-from kvbridge.daemon.decode import decode_daemon
-from kvbridge.daemon.node import NodeDaemon
 from kvbridge.http.middleware import Observed
-from kvbridge.node.receiver.peers import RoomWriters
 from kvbridge.telemetry import readers
 from kvbridge.telemetry.events import (
     EventStream,
@@ -40,22 +31,20 @@ from kvbridge.telemetry.events import (
     PeerAccepted,
     PhasesEnded,
     RankReceived,
-    Reader,
     RoomEntered,
 )
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames, StatusReader
 from kvbridge.telemetry.registry import Metrics
+from kvbridge.telemetry.timelines import RoomTimelines
 
-ROOMS, PEERS, REPEATS, SCRAPES = 1_000, 200, 7, 20
+ROOMS, PEERS, REPEATS = 1_000, 200, 7
 ROOM_CPU_MS = 5.0
 """Of all processes that a room without payload passes (docs/performance.md, measured by bench_load)."""
 BUDGET = 0.05
-SCRAPE_BUDGET_MS = 50.0
 RANK = Rank(pp=0, tp=0)
 AMOUNTS = {kind: Amount(lane_rows=100, bytes=58_400, operations=4) for kind in list(ComponentKind)[:6]}
-OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 
 
 def facts_of_a_room(number: int) -> dict[str, list[Fact]]:
@@ -94,9 +83,8 @@ def stream(role: str, *, lines: int) -> EventStream:
     with mock.patch.object(readers, "LINES", lines):
         log = LogReader(names, metrics)
     made = EventStream()
-    found: Sequence[Reader] = (names, MetricsReader(metrics, names), log, StatusReader())
-    for reader in found:
-        made.add_reader(reader)
+    for reader in (names, MetricsReader(metrics, names), log, StatusReader(), RoomTimelines()):
+        made.add_reader(reader.table)
     for number in range(PEERS):
         made.emit(PeerAccepted(peer=f"peer-{number}", name=f"node-{number}/n", features=()))
     return made
@@ -116,7 +104,7 @@ def room_us(role: str, *, lines: int) -> float:
     return best / ROOMS * 1e6
 
 
-def request_us() -> float:
+def request_us(repeats: int = REPEATS) -> float:
     """Microseconds a request, the best of some runs."""
 
     async def answer(scope: Scope, _receive: Receive, send: Send) -> None:
@@ -136,55 +124,10 @@ def request_us() -> float:
             await app({"type": "http", "method": "POST", "path": "/v1/requests", "headers": []}, receive, unheard)
         return (time.process_time() - begun_s) / ROOMS * 1e6
 
-    observed = Observed(answer, answered=Metrics(role="decode").answered)
-    runs = [(asyncio.run(measured(observed)), asyncio.run(measured(answer))) for _ in range(REPEATS)]
+    metrics = Metrics(role="decode")
+    observed = Observed(answer, answered=metrics.answered, traceparent_ignored=metrics.traceparent_ignored)
+    runs = [(asyncio.run(measured(observed)), asyncio.run(measured(answer))) for _ in range(repeats)]
     return min(each for each, _ in runs) - min(each for _, each in runs)
-
-
-def busy_daemon() -> NodeDaemon:
-    """A decode daemon that knows 1,000 rooms and 200 peers. Nothing of it is open."""
-    pages = {"device": {"full": 16 * ROOMS}, "host": {"components": []}}
-    config = {"instance": "decode-0", "model": {"preset": "tiny-gqa"}, "pools": pages}
-    daemon = decode_daemon(DecodeConfig.model_validate(config))
-    prefill = (PeerAddress(endpoint="tcp://127.0.0.1:1"),)
-    with (
-        mock.patch.object(daemon.parts.workers, "missing", return_value=""),
-        mock.patch.object(RoomWriters, "find"),
-    ):
-        for number in range(1, ROOMS + 1):
-            daemon.rooms.requests.admit(AdmissionRequest(room=number, prompt_tokens=128, prefill=prefill))
-    for number in range(PEERS):
-        name = f"prefill-{number}/node-0"
-        daemon.parts.events.emit(PeerAccepted(peer=f"peer-{number}", name=name, features=()))
-    for number in range(ROOMS):
-        for fact in facts_of_a_room(number)["decode"]:
-            daemon.parts.events.emit(fact)
-    return daemon
-
-
-def known_peers() -> tuple[PrefillNodeStatus, ...]:
-    """As the handshakes would have left them."""
-    return tuple(
-        PrefillNodeStatus(
-            endpoint=f"tcp://10.0.0.{number}:7000",
-            node=f"prefill-{number}/node-0",
-            incarnation=f"peer-{number}",
-            ranks=("pp0.tp0",),
-            features=(),
-        )
-        for number in range(PEERS)
-    )
-
-
-def scrape_ms(daemon: NodeDaemon, accept: str) -> dict[str, float]:
-    """Milliseconds of a scrape: median and most; and how long the page is."""
-    took, page = [], b""
-    with mock.patch.object(daemon.peers, "status", side_effect=known_peers):
-        for _ in range(SCRAPES):
-            begun_s = time.process_time()
-            page, _ = daemon.overview.render_metrics(accept)
-            took.append((time.process_time() - begun_s) * 1e3)
-    return {"median": statistics.median(took), "most": max(took), "samples": page.count(b"\n"), "bytes": len(page)}
 
 
 def run() -> dict[str, Any]:
@@ -194,16 +137,11 @@ def run() -> dict[str, Any]:
         role: room_us(role, lines=lines) for role in ("prefill", "decode")
     }
     sampled, written = measured(readers.LINES), measured(1 << 40)
-    daemon = busy_daemon()
     return {
         "room_us": sampled,
         "room_us_each_written": written,
         "request_us": request_us(),
         "budget_us": ROOM_CPU_MS * 1e3 * BUDGET,
-        "scrape_ms": {
-            form: scrape_ms(daemon, accept) for form, accept in (("text", ""), ("openmetrics", OPEN_METRICS))
-        },
-        "scrape_budget_ms": SCRAPE_BUDGET_MS,
     }
 
 
@@ -216,12 +154,5 @@ def table(found: dict[str, Any]) -> str:
         lines.append(
             f"  {name}: {sides}, three requests {3 * found['request_us']:.0f}; together {together:.0f} "
             f"(budget {found['budget_us']:.0f})"
-        )
-    lines.append(
-        f"a scrape of a daemon with {ROOMS} rooms and {PEERS} peers, ms (budget {found['scrape_budget_ms']:.0f}):"
-    )
-    for form, took in found["scrape_ms"].items():
-        lines.append(
-            f"  {form}: median {took['median']:.1f}, most {took['most']:.1f}; {took['samples']} lines, {took['bytes']} bytes"
         )
     return "\n".join(lines)

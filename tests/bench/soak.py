@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.console import Console
 
 from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
+from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.replay.report import percentile
 from tests.bench.load import Load, RefusedError, RoomLostError, Shape, load
 
@@ -166,8 +168,14 @@ def _cluster(folder: Path, transport: str) -> Cluster:
 
 async def _soak(running: Cluster, rooms: int) -> Course:
     course = Course()
-    numbers = iter(range(1, rooms + 1))
-    begun_s = time.monotonic()
+    with ShownProgress(Console(stderr=True)) as progress:
+        progress.bars({"rooms": rooms})
+        await _course(running, course, rooms, progress)
+    return course
+
+
+async def _course(running: Cluster, course: Course, rooms: int, progress: ShownProgress) -> None:
+    numbers, begun_s = iter(range(1, rooms + 1)), time.monotonic()
     async with load(running, Shape(TOKENS, sample_every=SAMPLE_EVERY)) as generator:
         first = min(FIRST_LOOK_ROOMS, rooms)
         marks = [first, *(mark for step in range(1, LOOKS + 1) if (mark := rooms * step // LOOKS) > first)]
@@ -181,10 +189,10 @@ async def _soak(running: Cluster, rooms: int) -> Course:
             figures = {name: _look(process, log) for name, process, log in _processes(generator)}
             look = Look(course.done, round(time.monotonic() - begun_s, 1), round((mark - before) / took_s, 1), figures)
             course.looks.append(look)
-            print(_line(look), file=sys.stderr, flush=True)
+            progress.stage(_line(look))
+            progress.advance("rooms", mark - before)
             if len(course.lost) > rooms // 100 + 10:
                 break  # something is broken; the rest would only say so again
-    return course
 
 
 async def _slot(generator: Load, numbers: Any, course: Course) -> None:

@@ -66,8 +66,12 @@ def cluster(
     bootstrap: Mapping[str, Any] | None = None,
     faults: Mapping[str, Any] | None = None,
     wait: bool = True,
+    change: Callable[[DaemonProcess], DaemonProcess] | None = None,
 ) -> Iterator[Cluster]:
-    """Start bootstrap, one prefill and one decode daemon; end them all at exit. `faults`: of the prefill daemon's transports."""
+    """Start bootstrap, one prefill and one decode daemon; end them all at exit.
+
+    `faults`: of the prefill daemon's transports. `change`: makes another of each daemon before it starts (`mutated_daemon`).
+    """
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     device = dict(pages or {"full": 64, "swa": 16, "request": 8})
     spec = ClusterSpec(
@@ -89,6 +93,8 @@ def cluster(
     if faults:
         planned.prefill = mutated(planned.prefill, worker_code=faulty_worker(faults))
     made = Cluster(**{field.name: getattr(planned, field.name) for field in fields(planned)})
+    if change is not None:
+        made.bootstrap, made.prefill, made.decode = map(change, made.all())
     try:
         made.start()
         if wait:

@@ -39,7 +39,7 @@ class Fleet:
             for step in range(5):
                 to = (number * 3 + step * 7) % self.pairs
                 sent[f"decode-{to}"] = self.beats * int(2e6 * (1 + (number * 13 + step * 29) % 40))
-        return Load(rooms=3 + number % 9, free_pages=free, total_pages=PAGES, sent_bytes=sent)
+        return Load(rooms=3 + number % 9, available_pages=free, total_pages=PAGES, sent_bytes=sent)
 
     def registration(self, role: Role, number: int) -> NodeRegistration:
         geometry = preset("tiny-v4")

@@ -57,5 +57,6 @@ def mutated(daemon: DaemonProcess, *, daemon_code: str = "", worker_code: str = 
     if not daemon_code and not worker_code:
         return daemon
     changed = MutatedDaemon(daemon.role, daemon.name, daemon.folder, daemon.config, ends_with_us=True)
+    changed.arguments = daemon.arguments
     changed.daemon_code, changed.worker_code = daemon_code, worker_code
     return changed

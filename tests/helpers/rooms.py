@@ -134,7 +134,7 @@ class RecordedEvents(EventStream):
     def __init__(self) -> None:
         super().__init__()
         self.facts: list[Fact] = []
-        self.add_reader(lambda _now_s, fact: self.facts.append(fact))
+        self.add_reader({Fact: lambda _now_s, fact: self.facts.append(fact)})
 
     def of(self, kind: type[MessageT]) -> list[MessageT]:
         return [fact for fact in self.facts if isinstance(fact, kind)]
@@ -287,9 +287,9 @@ class EngineVerbs:
     def _call(self, engine: str, ranks: tuple[Rank, ...], message: Call) -> Pages | None:
         return self.rooms.calls[type(message)](AttachedEngine(engine, 0, ranks), message)
 
-    def begin(self, engine, ranks, room, *, prompt_tokens, tables, by_gpu=False, page_hashes=b"") -> Pages:
-        told = {"prompt_tokens": prompt_tokens, "by_gpu": by_gpu, "page_hashes": page_hashes}
-        return self._call(engine, ranks, Begin(call=1, room=room, tables=to_wire(tables or {}), **told))
+    def begin(self, engine, ranks, room, *, prompt_tokens, tables, **fields) -> Pages:
+        wire = to_wire(tables or {})
+        return self._call(engine, ranks, Begin(call=1, room=room, prompt_tokens=prompt_tokens, tables=wire, **fields))
 
     def publish(self, engine, ranks, room, *, upto_token, layers, after=None) -> None:
         self._call(

@@ -16,7 +16,7 @@ from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind
-from kvbridge.sparse import PendingCopies, SparseCache
+from kvbridge.sparse import ReleasedRequest, SparseCache
 
 QUIET_S = 20.0
 
@@ -186,10 +186,13 @@ class SparseSimulation:
             request, each = self.requests[slot], self.component.slots_per_page
             request.complete_rows_on_host = max(request.complete_rows_on_host, request.rows // each * each)
 
-    def release(self, slot: int) -> PendingCopies:
+    def release(self, slot: int) -> ReleasedRequest:
         """Its host pages are free for others when the result is reached, and here at once: so wait for it."""
+        counts = self.cache.counts(slot)
         quiet = self.cache.release(slot)
         quiet.wait(QUIET_S)
+        told = quiet.rows()
+        assert (told.hit, told.loaded, told.preloaded) == (counts.hits, counts.loaded, counts.preloaded)
         self.verify_host(slot)
         request = self.requests.pop(slot)
         gone = np.concatenate([request.pages, request.reserved])

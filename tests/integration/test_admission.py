@@ -244,7 +244,7 @@ def test_a_daemon_that_admits_nothing_turns_red_and_green_again(live: LiveCluste
     assert not red.json()["ready"]
     (reason,) = red.json()["reasons"]
     assert "admission.unready_after_s" in reason
-    assert f"space 'request' has no free page of {SLOTS} ({SLOTS} " in reason
+    assert f"space 'request' has no available page of {SLOTS} ({SLOTS} " in reason
     assert metric(daemon, "kvbridge_ready") == 0
     assert metric(daemon, "kvbridge_admission_starved_seconds") >= UNREADY_S * 0.9
     refused = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": 1})

@@ -19,9 +19,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from kvbridge.daemon.announce import ENDPOINT_FILE
 from kvbridge.daemon.children import ChildProcess
 from kvbridge.testbed.cluster import DaemonProcess
+from kvbridge.testbed.progress import ShownProgress
 from tests.helpers.cluster import eventually
 from tests.operate.faults import FAULTS, Fault
 from tests.operate.prometheus import prometheus
@@ -50,11 +53,13 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, help="folder for the table")
     given = parser.parse_args()
-    rows = [load(given.minutes)] if given.minutes else []
-    for each in FAULTS:
-        if given.only is None or each.name in given.only:
-            rows.append(strike(each, given.speed))
-            print(line(rows[-1]), flush=True)
+    with ShownProgress(Console(stderr=True)) as progress:
+        rows = [load(given.minutes, progress)] if given.minutes else []
+        for each in FAULTS:
+            if given.only is None or each.name in given.only:
+                progress.stage(each.name)
+                rows.append(strike(each, given.speed))
+                print(line(rows[-1]), flush=True)
     if given.output:
         given.output.mkdir(parents=True, exist_ok=True)
         (given.output / "course.json").write_text(json.dumps(rows, indent=2) + "\n")
@@ -111,10 +116,11 @@ def slowest_s(alerts: Iterable[str]) -> float:
     return max(seconds(rule.get("for", "0s")) + 300.0 for rule in rules() if rule.get("alert") in wanted)
 
 
-def load(minutes: float) -> dict[str, Any]:
+def load(minutes: float, progress: ShownProgress) -> dict[str, Any]:
     """Replay requests under Prometheus with the rules as they are."""
     count = int(minutes * 60 * REQUESTS_A_SECOND)
     row: dict[str, Any] = {"what": f"{minutes:g} minutes of load", "fired": {}, "summaries": {}, "wrong": ""}
+    progress.stage(f"a replay under Prometheus: {row['what']}")
     with tempfile.TemporaryDirectory(prefix="kvb-") as name:
         folder = Path(name)
         (folder / "trace.jsonl").write_text("".join(request(number) for number in range(count)))
@@ -128,8 +134,10 @@ def load(minutes: float) -> dict[str, Any]:
         try:
             found = eventually("daemons of the replay", lambda: running(folder), LOAD_START_S)
             with prometheus(found, scrape_s=min(SCRAPE_S, minutes * 4)) as server:
-                began_s = time.monotonic()
+                began_s, told_s = time.monotonic(), 0
+                progress.bars({"seconds": round(minutes * 60)})
                 while replay.running and time.monotonic() - began_s < minutes * 60:
+                    progress.advance("seconds", -told_s + (told_s := round(time.monotonic() - began_s)))
                     for alert, notes in server.firing().items():
                         row["fired"].setdefault(alert, round(time.monotonic() - began_s, 1))
                         row["summaries"].setdefault(alert, notes["summary"])

@@ -13,13 +13,12 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import yaml
 
 from kvbridge.daemon.children import ChildProcess
-from kvbridge.testbed.cluster import DaemonProcess
 from tests.helpers.cluster import eventually
 from tests.operate.rules import RULE_FILES, command
 
@@ -27,6 +26,14 @@ CALL_S = 20.0
 START_S = 60.0
 
 Sample = dict[str, Any]
+
+
+class Scraped(Protocol):
+    """A daemon, as far as Prometheus knows it."""
+
+    @property
+    def url(self) -> str:
+        """Where it serves now."""
 
 
 class PrometheusServer:
@@ -47,7 +54,7 @@ class PrometheusServer:
         self._client = httpx.Client(timeout=CALL_S, trust_env=False, verify=False)
         self.url = ""
 
-    def start(self, daemons: Iterable[DaemonProcess]) -> None:
+    def start(self, daemons: Iterable[Scraped]) -> None:
         """Start, and scrape these daemons."""
         watched = list(daemons)
         self.watch(watched)
@@ -66,7 +73,7 @@ class PrometheusServer:
         self.url = eventually("prometheus listens", self._address, START_S)
         eventually("every daemon scraped", lambda: len(self._up()) == len(watched), START_S)
 
-    def watch(self, daemons: Iterable[DaemonProcess]) -> None:
+    def watch(self, daemons: Iterable[Scraped]) -> None:
         """Scrape these from now on, at the addresses that they have now."""
         addresses = [daemon.url.removeprefix("http://") for daemon in daemons]
         partial = self._targets.with_suffix(".tmp")
@@ -106,7 +113,7 @@ class PrometheusServer:
 
 @contextmanager
 def prometheus(
-    daemons: Iterable[DaemonProcess], *, scrape_s: float = 1.0, rule_files: Sequence[Path] = RULE_FILES
+    daemons: Iterable[Scraped], *, scrape_s: float = 1.0, rule_files: Sequence[Path] = RULE_FILES
 ) -> Iterator[PrometheusServer]:
     """A running server; ended, and its folder removed, afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))

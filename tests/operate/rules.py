@@ -62,14 +62,14 @@ def seconds(duration: str) -> float:
     return int(number) * _SECONDS[unit]
 
 
-def write_faster(folder: Path, factor: float) -> list[Path]:
+def write_faster(folder: Path, factor: float, files: Iterable[Path] = RULE_FILES) -> list[Path]:
     """Write the rules with every duration (ranges, offsets, `for`) divided by `factor`; thresholds stay as they are."""
 
     def shorter(found: re.Match[str]) -> str:
         return _milliseconds(seconds(found[0]) / factor)
 
     written = []
-    for file in RULE_FILES:
+    for file in files:
         content = yaml.safe_load(file.read_text())
         for group in content["groups"]:
             for rule in group["rules"]:

@@ -40,8 +40,9 @@ class Situation:
 
 
 def pages(space: str, **states: str) -> Series:
-    """Pages of a space on decode, by state."""
-    return {
+    """Pages of a space on decode, by state; none is cached."""
+    available = {f'kvbridge_pages_available{{{DECODE},space="{space}"}}': states["free"]} if "free" in states else {}
+    return available | {
         f'kvbridge_pool_pages{{{DECODE},space="{space}",state="{state}"}}': values for state, values in states.items()
     }
 
@@ -230,7 +231,7 @@ SITUATIONS = (
         quiet_s=630,
         fires_s=675,
         labels=ON_DECODE | {"space": "swa"},
-        summary="3% of swa on decode-0/node-0 is free",
+        summary="3% of swa on decode-0/node-0 is available",
         nearly=pages("swa", held="94x60", free="6x60"),
     ),
     Situation(

@@ -18,6 +18,7 @@ from kvbridge.core.errors import BridgeError
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import CALL_S, LiveCluster, http, live_cluster, metric, status
 from tests.operate.prometheus import PrometheusServer, prometheus
+from tests.operate.queries import expression
 from tests.operate.rules import promtool, rules
 
 TOKENS = 1000
@@ -25,11 +26,6 @@ SCRAPE_S = 1.0
 DATA_WITHIN_S = 60.0
 REQUEST_SLOTS = 8
 """Of the pools of `cluster`: so many rooms fit, of whatever length."""
-VARIABLES = {
-    "$__rate_interval": "1m",
-    "$__range": "1m",
-    **dict.fromkeys(("$instance", "$role", "$peer"), ".+"),
-}
 RULES_WITHOUT_DATA: dict[str, str] = {}
 """Recording rules that need more than rooms which pass, and what."""
 
@@ -75,14 +71,6 @@ def _wait_for_pages(live: LiveCluster) -> None:
         for room in held:
             assert http("DELETE", live.decode, f"/v1/requests/{room}").is_success
         assert http("DELETE", live.decode, f"/v1/requests/{waiting.result(CALL_S)}").is_success
-
-
-def expression(query: str, space: str = "full") -> str:
-    """What Grafana would send with everything chosen."""
-    for name, value in {**VARIABLES, "$space": space}.items():
-        query = query.replace(name, value)
-    assert "$" not in query, query
-    return query
 
 
 def test_every_query_of_every_panel_returns_data(watched: Watched) -> None:

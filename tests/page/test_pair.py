@@ -109,7 +109,7 @@ def test_the_bars_are_the_pages_of_the_pools(pair: Pair, tab: Browser) -> None:
     for space, states in pools.items():
         label = tab.js("return [...document.querySelectorAll('.pool .bar')].map(b => b.ariaLabel)")
         told = f"{space}: " + ", ".join(
-            f"{states[state]} {state}" for state in ("leased", "held", "quarantined", "free")
+            f"{states[state]} {state}" for state in ("leased", "held", "quarantined", "cached", "free")
         )
         assert told in label
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -20,10 +22,35 @@ REASONS = st.sampled_from(["worker 0", "worker 1"])
 DEMAND = st.dictionaries(st.sampled_from(sorted(OWNED)), st.integers(0, 6))
 
 
+class Cache:
+    """Cached pages of each space, those that somebody reads marked; gives up more than it is asked for."""
+
+    def __init__(self) -> None:
+        self.pages: dict[IndexSpace, dict[int, bool]] = {space: {} for space in OWNED}
+        self.evictions = 0
+
+    def evictable(self):
+        return {space: sum(not read for read in pages.values()) for space, pages in self.pages.items()}
+
+    def evict(self, lacking):
+        assert all(0 < count <= self.evictable()[space] for space, count in lacking.items())
+        self.evictions += 1
+        gone = {}
+        for space, pages in self.pages.items():
+            unread = [page for page, read in pages.items() if not read][: lacking.get(space, 0) + 1]
+            gone[space] = np.array(unread, dtype=np.int32)
+            for page in unread:
+                del pages[page]
+        return gone
+
+
 class BookMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.book = PageBook(OWNED, adopted=ADOPTED)
+        self.cache = Cache()
+        self.book.use_cache(self.cache)
+        self.shared: dict[Owner, set[int]] = {}
         self.pages: dict[Owner, dict[IndexSpace, list[int]]] = {}
         self.state: dict[Owner, PageState] = {}
         self.reasons: dict[Owner, set[str]] = {}
@@ -46,38 +73,91 @@ class BookMachine(RuleBasedStateMachine):
             mine.setdefault(space, []).extend(ids.tolist())
 
     def forget(self, owner):
-        for model in (self.pages, self.state, self.reasons):
+        for model in (self.pages, self.state, self.reasons, self.shared):
             model.pop(owner, None)
 
-    def free(self, space):
-        return TOTAL[space] - sum(len(pages.get(space, ())) for pages in self.pages.values())
+    def available(self, space):
+        owned = sum(len(pages.get(space, ())) for pages in self.pages.values())
+        return TOTAL[space] - owned - sum(self.cache.pages[space].values())
+
+    def refused(self, evictions):
+        """A reservation that was refused has evicted nothing."""
+        assert self.cache.evictions == evictions
+
+    def read_and_not_written(self):
+        written = {page for pages in self.pages.values() for page in pages.get(IndexSpace.SWA, ())}
+        return {page for pages in self.shared.values() for page in pages} - written
 
     @rule(owner=OWNERS, demand=DEMAND, state=STATES)
     def reserve(self, owner, demand, state):
-        fits = all(count <= self.free(space) for space, count in demand.items())
+        fits = all(count <= self.available(space) for space, count in demand.items())
         legal = owner not in self.state and state in {PageState.HELD, PageState.LEASED}
+        evictions = self.cache.evictions
         pages = self.call(fits and legal, self.book.reserve, owner, demand, state=state)
-        if pages is not None:
+        if pages is None:
+            self.refused(evictions)
+        else:
             self.state[owner] = state
             self.add(owner, pages)
 
     @rule(owner=OWNERS, demand=DEMAND)
     def grow(self, owner, demand):
-        fits = all(count <= self.free(space) for space, count in demand.items())
+        fits = all(count <= self.available(space) for space, count in demand.items())
         legal = self.state.get(owner) in {PageState.HELD, PageState.LEASED}
+        evictions = self.cache.evictions
         pages = self.call(fits and legal, self.book.grow, owner, demand)
-        if pages is not None:
+        if pages is None:
+            self.refused(evictions)
+        else:
             self.add(owner, pages)
 
-    @rule(owner=OWNERS, ids=st.lists(st.integers(-1, 10), max_size=4))
-    def adopt(self, owner, ids):
+    @rule(owner=OWNERS, ids=st.lists(st.integers(-1, 10), max_size=4), shared=st.lists(st.integers(0, 9), max_size=3))
+    def adopt(self, owner, ids, shared):
         taken = {page for pages in self.pages.values() for page in pages.get(IndexSpace.SWA, ())}
-        good = len(set(ids)) == len(ids) and all(0 <= page < 10 and page not in taken for page in ids)
+        taken |= self.read_and_not_written()
+        named = ids + shared
+        good = len(set(named)) == len(named) and all(0 <= page < 10 and page not in taken for page in ids)
         legal = self.state.get(owner) is not PageState.QUARANTINED
-        pages = self.call(good and legal, self.book.adopt, owner, {IndexSpace.SWA: ids})
+        pages = self.call(
+            good and legal, self.book.adopt, owner, {IndexSpace.SWA: ids}, shared={IndexSpace.SWA: shared}
+        )
         if pages is not None:
             self.state.setdefault(owner, PageState.HELD)
+            self.shared.setdefault(owner, set()).update(shared)
             self.add(owner, pages)
+
+    @rule(
+        owner=OWNERS,
+        space=st.sampled_from(sorted(OWNED)),
+        ids=st.lists(st.integers(0, 11), max_size=5),
+        read=st.booleans(),
+    )
+    def cache_pages(self, owner, space, ids, read):
+        own = self.pages.get(owner, {}).get(space, [])
+        legal = self.state.get(owner) is PageState.HELD and len(set(ids)) == len(ids) and set(ids) <= set(own)
+        self.call(legal, self.book.cache, owner, {space: np.array(ids, dtype=np.int32)})
+        if legal:
+            self.pages.get(owner, {})[space] = [page for page in own if page not in ids]
+            self.cache.pages[space] |= dict.fromkeys(ids, read)
+
+    @rule(owner=OWNERS, space=st.sampled_from(sorted(OWNED)), read=st.booleans())
+    def cache_all(self, owner, space, read):
+        self.cache_pages(owner, space, list(self.pages.get(owner, {}).get(space, [])), read)
+
+    @rule(space=st.sampled_from(sorted(OWNED)))
+    def end_all_readers(self, space):
+        self.cache.pages[space] = dict.fromkeys(self.cache.pages[space], False)
+
+    @rule(space=st.sampled_from(sorted(OWNED)), ids=st.lists(st.integers(-1, 12), max_size=4))
+    def uncache(self, space, ids):
+        cached = self.cache.pages[space]
+        if len(set(ids)) == len(ids) and set(ids) <= set(cached):
+            self.book.uncache({space: np.array(ids, dtype=np.int32)})
+            for page in ids:
+                del cached[page]
+        else:
+            with pytest.raises(IntegrityError):
+                self.book.uncache({space: np.array(ids, dtype=np.int32)})
 
     @rule(owner=OWNERS, before=STATES, after=STATES)
     def move(self, owner, before, after):
@@ -115,6 +195,10 @@ class BookMachine(RuleBasedStateMachine):
         self.book.check_integrity()
         for space, counts in self.book.counts().items():
             assert sum(counts.values()) == TOTAL[space]
+            cached = self.cache.pages[space] if space in OWNED else self.read_and_not_written()
+            assert counts[PageState.CACHED] == len(cached)
+            if space in OWNED:
+                assert self.book.available_pages()[space] == self.available(space)
             for state in (PageState.HELD, PageState.LEASED, PageState.QUARANTINED):
                 expected = sum(
                     len(pages.get(space, ())) for owner, pages in self.pages.items() if self.state[owner] is state
@@ -125,6 +209,7 @@ class BookMachine(RuleBasedStateMachine):
     def no_page_has_two_owners(self):
         for space in TOTAL:
             owned = [page for owner in self.book._holdings for page in self.book.pages(owner).get(space, ())]
+            owned += self.cache.pages.get(space, {})
             assert len(set(owned)) == len(owned)
 
     @invariant()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 from kvbridge import __version__
 from kvbridge.cli.main import COMMANDS, load_command
@@ -133,11 +135,22 @@ def test_every_page_is_in_the_site_and_every_picture_is_used() -> None:
     assert used == {path.name for path in (DOCS / "images").iterdir()}
 
 
+def test_the_versions_of_python_that_are_promised_are_those_that_were_run() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    run = re.findall(r"^\| (3\.\d+) \|", (DOCS / "limits.md").read_text(), re.MULTILINE)
+    allowed = SpecifierSet(project["requires-python"])
+    assert named == run == [f"3.{minor}" for minor in range(50) if allowed.contains(f"3.{minor}.1")]
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in run
+    results = " ".join(path.read_text() for path in (ROOT / "tests" / "bench" / "results").glob("*.json"))
+    measured = set(re.findall(r'"python": "(3\.\d+)\.', results))
+    assert measured
+    assert measured <= set(run)
+
+
 def test_the_changelog_has_this_version() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert version == __version__
     assert re.search(
-        rf"^## \[{re.escape(version)}\] - (unreleased|\d{{4}}-\d\d-\d\d)$",
+        rf"^## \[{re.escape(__version__)}\] - (unreleased|\d{{4}}-\d\d-\d\d)$",
         (ROOT / "CHANGELOG.md").read_text(),
         re.MULTILINE,
     )

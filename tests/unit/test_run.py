@@ -65,6 +65,14 @@ def test_a_suite_that_hangs_is_ended_at_its_limit() -> None:
     assert python("import time; time.sleep(60)", limit_s=0.5)[0] == ["not done after 0 s"]
 
 
+def test_a_suite_that_prints_nothing_is_said_to_be_running(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "QUIET_S", 0.05)
+    assert python("import sys, time; time.sleep(0.5); print('1 passed in 0.50s')") == ([], ["1 passed in 0.50s"])
+    assert "nothing new for 0.05 s" in capfd.readouterr().out
+
+
 def test_a_suite_that_dies_is_told() -> None:
     assert python("import os; os.kill(os.getpid(), 9)")[0] == ["exit code -9"]
 

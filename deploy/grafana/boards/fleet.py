@@ -150,6 +150,13 @@ BOARD = Board(
                     unit="ops",
                 ),
                 lines(
+                    "Spans of traces",
+                    "Spans a second that the collector has taken, and those that were lost; requests whose traceparent is none.",
+                    Query(rate("trace_spans_total", "outcome"), "{{outcome}}"),
+                    Query(rate("traceparents_ignored_total"), "traceparent ignored"),
+                    unit="ops",
+                ),
+                lines(
                     "Readiness",
                     "1 while a daemon admits new rooms.",
                     Query(of_each("ready"), "{{daemon}}"),

@@ -90,9 +90,9 @@ BOARD = Board(
                 ),
                 lines(
                     "Pages in use",
-                    "Share of each index space that is not free, the fullest daemon.",
+                    "Share of each index space that is not available, the fullest daemon. Cached pages that nobody reads are.",
                     Query(
-                        f'max by (space) (1 - sum by (job, instance, space) (kvbridge_pool_pages{{{CHOSEN}, state="free"}}) '
+                        f"max by (space) (1 - sum by (job, instance, space) (kvbridge_pages_available{{{CHOSEN}}}) "
                         f"/ sum by (job, instance, space) (kvbridge_pool_pages{{{CHOSEN}}}))",
                         "{{space}}",
                     ),

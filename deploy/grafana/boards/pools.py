@@ -8,8 +8,8 @@ from deploy.grafana.panels import Board, Query, Row, Variable, lines, number, ta
 BOARD = Board(
     "kvbridge-pools",
     "kvbridge / Pools, leases, quarantine",
-    "Pages of each index space: free, held by engines, leased to transfers, in quarantine. What waits for them, and why they "
-    "do not come back.",
+    "Pages of each index space: free, cached, held by engines, leased to transfers, in quarantine. What waits for them, and why "
+    "they do not come back.",
     (
         Row(
             "Pages",
@@ -17,7 +17,7 @@ BOARD = Board(
                 lines(
                     "Pages of $space",
                     "By state, over the chosen daemons. Leased: a transfer reads or writes them. Held: by an engine or a room. "
-                    "Quarantined: nobody may use them until something is proved.",
+                    "Quarantined: nobody may use them until something is proved. Cached: prefixes that stay.",
                     Query(now("pool_pages", "state", where='space="$space"'), "{{state}}"),
                     stacked=True,
                     width=24,
@@ -31,18 +31,18 @@ BOARD = Board(
                     stacked=True,
                 ),
                 lines(
-                    "Free share of each daemon",
+                    "Available share of each daemon",
                     "The scarcest space of each daemon. At 0 the daemon refuses, or lets requests with `wait_s` wait.",
                     Query(
-                        f'min by (job, instance) (sum by (job, instance, space) (kvbridge_pool_pages{{{CHOSEN}, state="free"}}) / '
+                        f"min by (job, instance) (sum by (job, instance, space) (kvbridge_pages_available{{{CHOSEN}}}) / "
                         f"sum by (job, instance, space) (kvbridge_pool_pages{{{CHOSEN}}})) * {NAME}",
                         "{{daemon}}",
                     ),
                     unit="percentunit",
                 ),
                 lines(
-                    "Pages free soon",
-                    "Pages that are free or probably will be within 1, 10 and 60 seconds: the estimate behind Retry-After.",
+                    "Pages available soon",
+                    "Pages that are available or probably will be within 1, 10 and 60 seconds: the estimate behind Retry-After.",
                     Query(now("pages_expected_free", "space, within"), "{{space}} within {{within}}"),
                 ),
             ),
@@ -138,7 +138,7 @@ BOARD = Board(
                             f'sum by (daemon, space) (kvbridge_pool_pages{{{CHOSEN}, state="{state}"}} * on (job, instance) '
                             "group_left (daemon) kvbridge_build_info)"
                         )
-                        for state in ("quarantined", "leased", "held", "free")
+                        for state in ("quarantined", "leased", "held", "cached", "free")
                     },
                     by=("daemon", "space"),
                     units={},

@@ -132,6 +132,15 @@ BOARD = Board(
                         "{{limit}}",
                     ),
                 ),
+                lines(
+                    "Pages that arrived with other bytes",
+                    "By component; each failed its room, and anything but 0 is the alert KvbridgeDigestMismatch. "
+                    "Decode compares them with integrity.digest only: without it nobody looks.",
+                    Query(
+                        f"sum by (component) (increase(kvbridge_digest_mismatches_total{{{CHOSEN}}}[$__rate_interval]))",
+                        "{{component}}",
+                    ),
+                ),
             ),
         ),
     ),

@@ -7,7 +7,7 @@ from deploy.grafana.panels import Board, Query, Row, lines, number, text
 
 HOST = 'space="host"'
 SLOTS = 'space="request"'
-FREE = ', state="free"'
+HITS, LOADED = (rate("sparse_rows_total", where=f'outcome="{outcome}"') for outcome in ("hit", "loaded"))
 
 BOARD = Board(
     "kvbridge-sparse",
@@ -23,15 +23,15 @@ BOARD = Board(
                     now("rooms", where='state="claimed"'),
                 ),
                 number(
-                    "Hot-buffer slots free",
+                    "Hot-buffer slots available",
                     "Share of the index space `request`. At 0 no request can start, whatever is free on the host.",
-                    f"{now('pool_pages', where=SLOTS + FREE)} / {now('pool_pages', where=SLOTS)}",
+                    f"{now('pages_available', where=SLOTS)} / {now('pool_pages', where=SLOTS)}",
                     unit="percentunit",
                 ),
                 number(
-                    "Host pages free",
+                    "Host pages available",
                     "Share of the index space `host`, where all rows are but the newest.",
-                    f"{now('pool_pages', where=HOST + FREE)} / {now('pool_pages', where=HOST)}",
+                    f"{now('pages_available', where=HOST)} / {now('pool_pages', where=HOST)}",
                     unit="percentunit",
                 ),
                 lines(
@@ -50,8 +50,8 @@ BOARD = Board(
                     width=12,
                 ),
                 lines(
-                    "Host pages free soon",
-                    "Pages that are free or will probably be within 1, 10 and 60 seconds.",
+                    "Host pages available soon",
+                    "Pages that are available or will probably be within 1, 10 and 60 seconds.",
                     Query(now("pages_expected_free", "within", where=HOST), "within {{within}}"),
                     width=12,
                 ),
@@ -81,10 +81,31 @@ BOARD = Board(
                     unit="s",
                     width=12,
                 ),
+            ),
+        ),
+        Row(
+            "What the hot buffer did",
+            (
                 text(
-                    "The hot buffer works in the engine's process, which is not scraped: hits, loads and evictions of a request "
-                    "are `SparseCache.counts(request)` there. Only figures of the daemons are shown here.",
+                    "Engines tell it when they release a room (`DecodeEngine.release(room, sparse=...)`), all of the request at "
+                    "once; an engine that does not say it shows nothing here. Rows of the ring are not among the selected ones.",
                     height=3,
+                ),
+                lines(
+                    "Selected rows found in the hot buffer",
+                    "Share of hits. The rest was loaded from the host while attention waited: more hot rows help, "
+                    "if memory allows (`kvbridge fit`).",
+                    Query(f"{HITS} / ({HITS} + {LOADED})", "hits"),
+                    unit="percentunit",
+                    width=12,
+                ),
+                lines(
+                    "Rows a second",
+                    "Over all layers. hit: was in the hot buffer; loaded: from the host, in a step; preloaded: likewise, at "
+                    "admission; backed_up: new ones, to the host.",
+                    Query(rate("sparse_rows_total", "outcome"), "{{outcome}}"),
+                    unit="ops",
+                    width=12,
                 ),
             ),
         ),

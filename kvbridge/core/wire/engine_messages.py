@@ -18,7 +18,7 @@ from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Ro
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import ModelIdentity, Namespace
 from kvbridge.core.wire.features import Features
-from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, PageHashes, Text, WireTable
+from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, PageHashes, Text, Traceparent, WireTable
 from kvbridge.core.wire.shared_memory import SharedRegion, StreamPoint
 
 # ---------------------------------------------------------------------------------------------- calls
@@ -71,6 +71,8 @@ class Begin(Call):
     page_hashes: PageHashes = b""
     """The keys of the tokens that the engine computes, which have to be those that the room was admitted with."""
     tables: tuple[WireTable, ...] = ()
+    computed_tokens: NonNegative = 0
+    """Adopted pools: tokens from the prompt's start that the engine's own prefix cache holds; pages of only these are only read."""
     by_gpu: bool = False
     """A GPU writes for this engine, so that with this call it has not let go of an earlier attempt at the room."""
 
@@ -103,7 +105,8 @@ class Provide(Call):
     room: RoomId
     tables: tuple[WireTable, ...]
     prefix_tokens: NonNegative = 0
-    """Tokens from the start of the prompt whose rows are in these pages already; they are not sent again."""
+    """Tokens from the start of the prompt whose rows are in these pages already: they are not sent again, and their pages are only
+    read, so that other rooms may have them too."""
 
 
 class Claim(Call):
@@ -123,6 +126,19 @@ class Extend(Call):
     tokens: Positive
 
 
+class SparseRows(FrozenModel):
+    """What sparse decode did for a request, in rows over all layers of a rank."""
+
+    hit: NonNegative = 0
+    """Selected rows that were in a hot slot, each step's distinct ones; rows of the ring are not counted."""
+    loaded: NonNegative = 0
+    """Selected rows that had to be loaded from the host."""
+    preloaded: NonNegative = 0
+    """Rows that were loaded when the request was admitted to the hot buffer."""
+    backed_up: NonNegative = 0
+    """New rows that were written to the host."""
+
+
 class Release(Call):
     """Decode: the request is over, its pages can be used again. Prefill: the engine's GPU is through with a finished room."""
 
@@ -134,6 +150,8 @@ class Release(Call):
     """On decode: of so many tokens, the prompt's and those that were fed after it, all rows are in the pages. 0: not said."""
     page_hashes: PageHashes = b""
     """On decode: the keys of all whole pages of those tokens."""
+    sparse: SparseRows | None = None
+    """On decode with a hot buffer: what it did for the request."""
 
 
 class AbortRoom(Call):
@@ -211,6 +229,8 @@ class Pages(Answer):
     """On claim: what each writer rank sent along, keyed by `str(rank)`."""
     amounts: Amounts = Field(default_factory=dict)
     phases_s: dict[str, float] = Field(default_factory=dict)
+    traceparent: Traceparent = ""
+    """On begin and claim: the room's span, which the engine may go on with; empty when there is no trace."""
 
 
 class RoomEvent(FrozenModel):

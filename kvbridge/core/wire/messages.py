@@ -60,6 +60,8 @@ Phases = Annotated[
     Field(max_length=MAX_PHASES),
 ]
 
+Traceparent = Annotated[str, Field(max_length=200)]
+"""W3C's header of that name. One that is malformed is as good as none."""
 Ago = Annotated[float, Field(ge=0, le=MAX_AGO_S, allow_inf_nan=False)]
 """Seconds."""
 
@@ -173,6 +175,8 @@ class Offer(RoomMessage):
     tables: Annotated[tuple[WireTable, ...], Field(max_length=len(IndexSpace))]
     digest: DigestKind = DigestKind.NONE
     """What the writers are to compute over the pages that they fill."""
+    traceparent: Traceparent = ""
+    """The span that what is sent is a part of, in W3C's form; empty when there is no trace."""
 
 
 class Abort(RoomMessage):

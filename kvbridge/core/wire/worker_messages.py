@@ -154,7 +154,7 @@ class Sent(RoomMessage):
     order: Positive
     amounts: Amounts = Field(default_factory=dict)
     seconds: dict[str, float] = Field(default_factory=dict)
-    """Phases of the order: `plan`, `first_byte` (monotonic seconds from receipt to first submit), `digest` (computing,
+    """Phases of the order: `plan`, `submit`, `first_byte` (monotonic seconds from receipt to the end of both), `digest` (computing,
     while bytes move) and `move` (from there to the end of both)."""
     error_code: str = ""
     error: Text = ""

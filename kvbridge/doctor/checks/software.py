@@ -31,7 +31,7 @@ def python(host: Host, needs: Needs) -> Iterator[Finding]:
     if host.software.python < OLDEST_PYTHON:
         yield breaks(
             f"Python {version}",
-            "kvbridge needs 3.11 or later",
+            "kvbridge needs 3.11 at least",
             "python3.12 -m venv .venv && .venv/bin/pip install kvbridge",
         )
         return

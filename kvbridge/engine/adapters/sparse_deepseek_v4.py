@@ -30,7 +30,7 @@ from kvbridge.core.ids import IndexSpace, PageIdArray, Tables
 from kvbridge.engine.adapters.deepseek_v4 import SPARSE, CacheCodec, Placement, unpack
 from kvbridge.engine.adapters.transformers import decode_step
 from kvbridge.engine.encodings import RowCodec
-from kvbridge.sparse import PendingCopies, SparseCache
+from kvbridge.sparse import ReleasedRequest, SparseCache
 
 _ENTRIES = "compressor"
 """What the model's cache calls the entries that attention reads; the indexer's keys stay in the cache."""
@@ -180,7 +180,7 @@ class SparseDecoder(Closing):
             self._store.end_step()
             request.tokens += 1
 
-    def release(self, request: SparseRequest) -> PendingCopies:
+    def release(self, request: SparseRequest) -> ReleasedRequest:
         """Let another request have the slot; give its host pages back once the result is reached."""
         return self._store.release(request.request_slot)
 

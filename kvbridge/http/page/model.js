@@ -6,8 +6,8 @@ const sum = (values) => values.reduce((total, value) => total + value, 0);
 const known = (values) => values.filter((value) => value !== undefined);
 const total = (values) => (known(values).length ? sum(known(values)) : undefined);
 
-function fullest(free, all) {
-  const shares = Object.keys(all).filter((space) => all[space]).map((space) => 1 - (free[space] || 0) / all[space]);
+function fullest(available, all) {
+  const shares = Object.keys(all).filter((space) => all[space]).map((space) => 1 - (available[space] || 0) / all[space]);
   return shares.length ? Math.max(...shares) : null;
 }
 
@@ -25,12 +25,11 @@ export function nodeModel({status, peers, rooms, ended, now_s: nowS}, rates) {
   const of = (name) => name.split("/")[0], alone = (name) => ends.filter((end) => of(end.name) === of(name)).length < 2;
   for (const end of ends) if (alone(end.name)) end.brief = of(end.name);
   ends.sort((a, b) => a.name.localeCompare(b.name, "en", {numeric: true}));
-  const free = {}, all = {};
-  for (const [space, states] of Object.entries(status.pools)) { free[space] = states.free; all[space] = sum(Object.values(states)); }
+  const all = Object.fromEntries(Object.entries(status.pools).map(([space, states]) => [space, sum(Object.values(states))]));
   const open = Object.values(rooms).filter((room) => !["completed", "failed", "aborted"].includes(room.state));
   const openCount = sum(Object.entries(status.rooms).filter(([state]) => !["completed", "failed", "aborted"].includes(state)).map(([, n]) => n));
   const flow = links.length ? total(links.map((link) => link.rate)) : 0;
-  const full = fullest(free, all);
+  const full = fullest(status.available_pages, all);
   const me = {id: own, name: own, brief: status.instance, ok: status.ready.ready, note: status.ready.reasons[0], rate: flow, rooms: openCount, full, here: true};
   const {completed = 0, failed = 0, aborted = 0} = ended, over = completed + failed + aborted;
   rates.add("completed", nowS, completed);
@@ -76,7 +75,7 @@ export function bootstrapModel({status, instances, now_s: nowS}, rates) {
   }
   for (const [name, instance] of list) {
     const nodes = Object.values(instance.nodes);
-    const shares = nodes.map((node) => fullest(node.load.free_pages, node.load.total_pages)).filter((share) => share !== null);
+    const shares = nodes.map((node) => fullest(node.load.available_pages, node.load.total_pages)).filter((share) => share !== null);
     ends[instance.role].push({
       id: name, name, ok: instance.ready, note: instance.reasons[0], rooms: Math.max(...nodes.map((node) => node.load.rooms)),
       rate: (instance.role === "prefill" ? outward : inward).get(name) ?? 0, full: shares.length ? Math.max(...shares) : null,
@@ -107,15 +106,15 @@ export function bootstrapModel({status, instances, now_s: nowS}, rates) {
 
 const tone = (ends) => (ends.every((end) => end.ok) ? (ends.length ? "" : "alarm") : ends.some((end) => end.ok) ? "warn" : "alarm");
 
-// Pages of all instances of each role together; only free ones are told apart there.
+// Pages of all instances of each role together; only available ones are told apart there.
 export function fleetPools({instances}) {
   const pools = {};
   for (const instance of Object.values(instances)) {
     for (const {load} of Object.values(instance.nodes)) {
       for (const [space, pages] of Object.entries(load.total_pages)) {
-        const pool = (pools[`${instance.role}: ${space}`] ||= {used: 0, free: 0});
-        pool.free += load.free_pages[space] || 0;
-        pool.used += pages - (load.free_pages[space] || 0);
+        const pool = (pools[`${instance.role}: ${space}`] ||= {used: 0, available: 0});
+        pool.available += load.available_pages[space] || 0;
+        pool.used += pages - (load.available_pages[space] || 0);
       }
     }
   }
@@ -139,8 +138,8 @@ export function selectedEnd(shown, model, id) {
     facts.push(["Model", instance.model], ["Ranks", `${count(sum(nodes.map(([, node]) => node.ranks)))} of ${count(instance.pp_size * instance.tp_size)} (${instance.pp_size} stages × ${instance.tp_size})`],
       ["Rooms", count(end.rooms)]);
     for (const [name, node] of nodes) {
-      const free = Object.entries(node.load.total_pages).map(([space, pool]) => `${count(node.load.free_pages[space] || 0)} of ${count(pool)} ${space}`);
-      facts.push([name, `free pages: ${free.join(", ") || "none"}`]);
+      const available = Object.entries(node.load.total_pages).map(([space, pool]) => `${count(node.load.available_pages[space] || 0)} of ${count(pool)} ${space}`);
+      facts.push([name, `available pages: ${available.join(", ") || "none"}`]);
       pages.push([name, node.http_url]);
     }
   }

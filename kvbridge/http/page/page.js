@@ -29,7 +29,12 @@ function show(document_, fresh) {
   topology.draw(model);
   text($("topology-note"), model.note);
   drawSelected();
-  drawPools($("pools"), fleet ? fleetPools(shown) : shown.status.pools);
+  if (fleet) {
+    const pools = fleetPools(shown);
+    drawPools($("pools"), pools, Object.fromEntries(Object.entries(pools).map(([name, {available}]) => [name, available])));
+  } else {
+    drawPools($("pools"), shown.status.pools, shown.status.available_pages);
+  }
   drawQuarantine(shown.status.quarantine || {});
   drawRooms(fleet);
   drawProblems(fleet ? model.problems : shown.problems);

@@ -1,10 +1,11 @@
-// Pages of each space by state, as one bar a space.
+// Pages of each space by state, as one bar a space. Cached pages are in use as far as somebody reads them.
 
 import {count, el, keyed, text} from "./format.js";
 
-const STATES = ["leased", "held", "quarantined", "used", "free"];
+const STATES = ["leased", "held", "quarantined", "cached", "used", "available", "free"];
+const EMPTY = ["free", "available"];
 
-export function drawPools(root, pools) {
+export function drawPools(root, pools, available) {
   keyed(root, Object.entries(pools), {
     key: ([space]) => space,
     make: ([space]) => el("div", {class: "pool"},
@@ -14,12 +15,12 @@ export function drawPools(root, pools) {
       el("ul", {class: "legend"})),
     update: (row, [space, states]) => {
       const total = Object.values(states).reduce((sum, pages) => sum + pages, 0);
-      const busy = total - (states.free || 0);
+      const busy = total - (available[space] || 0);
       const present = STATES.filter((state) => states[state] !== undefined);
       const [, note, bar, legend] = row.children;
       text(note, total ? `${percent(busy, total)} of ${count(total)} pages in use` : "no pages");
       bar.setAttribute("aria-label", `${space}: ${present.map((state) => `${count(states[state])} ${state}`).join(", ")}`);
-      keyed(bar, present.filter((state) => state !== "free" && states[state]), {
+      keyed(bar, present.filter((state) => !EMPTY.includes(state) && states[state]), {
         key: (state) => state,
         make: (state) => el("span", {class: `part ${state}`}),
         update: (part, state) => part.style.setProperty("width", `${(100 * states[state]) / total}%`),

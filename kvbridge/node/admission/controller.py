@@ -4,8 +4,9 @@ Owns: caps of clients, the wait for pages, what a refused caller is told of when
 room is on either side, HTTP, who comes next (`admission_queue`), how release is estimated (`pressure`).
 
 A request is admitted at once, refused at once, or waits (`wait_s`) and is looked at again whenever pages have become
-free. While somebody waits, one that does not wait gets only pages that nobody who waits needs. Rooms that are there
-already come before all: an engine that extends one takes pages past the queue, since it has to go on to end.
+available: free, or cached and not read any more. It waits for all that it can need; which part of its prompt is cached is
+asked when its turn comes. While somebody waits, one that does not wait gets only pages that nobody who waits needs. Rooms
+that are there already come before all: an engine that extends one takes pages past the queue, since it has to go on to end.
 
 A client's rooms count until their pages are back, its waiting requests count with them: one that was let into the queue
 is never over its cap when its turn comes.
@@ -42,13 +43,16 @@ from kvbridge.node.admission.starvation import Starvation
 from kvbridge.node.rooms import RoomRequests
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import EventStream, RequestRefused, RequestWaited, WaitOutcome
+from kvbridge.telemetry.context import TRACE
+from kvbridge.telemetry.events import EventStream, RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
 
 log = structlog.get_logger(__name__)
 
 SHOWN_CLIENTS = 20
 QUEUE_FULL, WAIT_TIMEOUT = "queue_full", "wait_timeout"
 """Kinds of `capacity`, for those who count refusals."""
+LEFT = "left"
+"""Stands for the code of an error where the caller did not wait for one."""
 
 
 @dataclass(eq=False)
@@ -100,13 +104,35 @@ class AdmissionController:
         `may_name`: the namespaces of whoever asks. Raises NamespaceError for another one, CapacityError when it does not fit (in
         time), ClientLimitError, InvalidInputError, ConflictError, NotReadyError.
         """
+        asked_s, code, report = self._clock(), LEFT, None
+        try:
+            self._check_namespace(request, may_name)
+            report = self.admit_now(request) if not request.wait_s else await self._admit_in_time(request)
+            code = ""
+        except BridgeError as error:
+            code = error.code
+            raise
+        else:
+            return report
+        finally:
+            self._events.emit(
+                RequestAnswered(
+                    room=report.room if report is not None else request.room or 0,
+                    generation=request.generation,
+                    seconds=self._clock() - asked_s,
+                    code=code,
+                    trace=TRACE.get(),
+                )
+            )
+
+    def _check_namespace(self, request: AdmissionRequest, may_name: Namespaces) -> None:
         try:
             may_name.require(request.namespace, keyed=bool(request.page_hashes))
         except NamespaceError as error:
             self._refused(request.client, error)
             raise
-        if not request.wait_s:
-            return self.admit_now(request)
+
+    async def _admit_in_time(self, request: AdmissionRequest) -> RoomReport:
         try:
             waiter = self._admit_or_wait(request)
         except BridgeError as error:
@@ -161,7 +187,7 @@ class AdmissionController:
         demand = self._requests.demand(request)
         outcome: asyncio.Future[RoomReport] = asyncio.get_running_loop().create_future()
         waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome, copy_context())
-        self._queue.join(waiter, self._book.free_pages())
+        self._queue.join(waiter, self._book.available_pages())
         return waiter
 
     def _require_open(self) -> None:
@@ -184,7 +210,7 @@ class AdmissionController:
         """Admit whoever's turn it is, as long as somebody fits."""
         self._serving_soon = False
         while not self._requests.missing():
-            waiter = self._queue.next(self._book.free_pages(), self._rooms.in_use)
+            waiter = self._queue.next(self._book.available_pages(), self._rooms.in_use)
             if waiter is None:
                 return
             self._queue.granted(waiter)
@@ -242,7 +268,7 @@ class AdmissionController:
         )
 
     def _check_unclaimed(self, request: AdmissionRequest) -> None:
-        lacking = self._queue.lacking(self._requests.demand(request), self._book.free_pages())
+        lacking = self._queue.lacking(self._requests.demand(request), self._book.available_pages())
         if lacking:
             raise CapacityError(
                 f"{len(self._queue)} requests wait for pages of {', '.join(map(repr, map(str, lacking)))} before this "
@@ -251,14 +277,14 @@ class AdmissionController:
             )
 
     def _not_in_time(self, waiter: _WaitingRequest) -> CapacityError:
-        free = self._book.free_pages()
+        available = self._book.available_pages()
         wanted = ", ".join(
-            f"{count} of '{space}' ({free.get(space, 0)} free)" for space, count in waiter.demand.items()
+            f"{count} of '{space}' ({available.get(space, 0)} available)" for space, count in waiter.demand.items()
         )
         return CapacityError(
             f"the pages for {waiter.request.prompt_tokens} prompt tokens were not there within {waiter.request.wait_s:g} s "
             f"(limit: the request's wait_s, at most admission.max_wait_s): {wanted}",
-            lacking=self._queue.lacking(waiter.demand, free),
+            lacking=self._queue.lacking(waiter.demand, available),
         )
 
     def _refused(self, client: str, error: BridgeError, kind: str = "") -> None:
@@ -279,7 +305,7 @@ class AdmissionController:
     # ------------------------------------------------------------------ what becomes of pages
 
     def _pages_freed(self) -> None:
-        """Those who wait are served after the call that freed the pages, not inside it."""
+        """Those who wait are served after the call that made pages available, not inside it."""
         if self._starvation.starving:
             self._starvation.look()
         if self._queue and not self._serving_soon:
@@ -323,9 +349,9 @@ class AdmissionController:
         return self._starvation.seconds()
 
     def expected_free(self, within_s: float) -> dict[IndexSpace, int]:
-        """Estimate how many pages of each space will be free in `within_s` seconds if nobody takes any, quarantined ones never."""
+        """Estimate how many pages of each space are available in `within_s` seconds if nobody takes any, quarantined ones never."""
         soon, not_begun = self._book.pages_being_released(), self._rooms.not_begun()
-        found = {}
+        found, available = {}, self._book.available_pages()
         for space, states in self._book.counts().items():
             ending = soon.get(space, 0) + sum(
                 room.pages.get(space, 0) for room in not_begun if room.ends_in_s <= within_s
@@ -334,8 +360,8 @@ class AdmissionController:
                 ending if within_s >= (self._rates.usual_release_s or 0.0) else 0,
                 int(self._rates.pages_per_s().get(space, 0.0) * within_s),
             )
-            free, taken = states[PageState.FREE], states[PageState.HELD] + states[PageState.LEASED]
-            found[space] = free + min(coming, taken)
+            never = states[PageState.QUARANTINED]
+            found[space] = available[space] + min(coming, sum(states.values()) - never - available[space])
         return found
 
     def status(self) -> AdmissionStatus:

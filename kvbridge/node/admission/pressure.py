@@ -1,4 +1,4 @@
-"""When pages will be free: an estimate from how they have been released.
+"""When pages will be available: an estimate from how they have been released.
 
 Owns: the rates and the arithmetic. Must not know: who waits, what is refused. Pure but for the clock that it is given.
 
@@ -78,7 +78,7 @@ class ReleaseRates:
     """What has been released lately. Implements the page book's PageWatcher."""
 
     def __init__(self, clock: Clock, on_freed: Callable[[], None] = lambda: None) -> None:
-        """`on_freed()` hears that pages have become free, in the middle of the call that frees them."""
+        """`on_freed()` hears that pages have become available, in the middle of the call that does it."""
         self._clock = clock
         self._on_freed = on_freed
         self._pages: dict[IndexSpace, _Rate] = {}
@@ -124,7 +124,7 @@ class ReleaseRates:
         soon: Mapping[IndexSpace, int],
         reserved: Sequence[Reservation] = (),
     ) -> float:
-        """Estimate when the pages that lack will be free.
+        """Estimate when the pages that lack will be available.
 
         `soon`: pages of ending owners; `reserved`: of rooms that nobody has begun, those that end first in front.
         """

@@ -1,7 +1,7 @@
 """Who of those that wait for pages comes next: a pure policy.
 
 Owns: the requests that wait, their order, the bounds on their number. Must not know: time, loops, who asked and how;
-whether a request fits is arithmetic on the free pages that it is given.
+whether a request fits is arithmetic on the available pages that it is given.
 
 The rule. Every client waits in a line of its own, first in, first out. The first of each line is a *head*; its *turn*
 began when it became one. Of the heads that fit, the one whose client has the fewest rooms in use is admitted; of
@@ -10,7 +10,7 @@ equals the one whose turn began first, so that equals go round in a ring.
 Small requests may therefore pass a large head that does not fit, but not for ever. A head during whose turn
 `max_overtakes` others were admitted is *firm*: firm heads are looked at first, by the beginning of their turns, and one
 that does not fit claims what it needs. Whoever comes after it gets only what its claim leaves:
-`free - claim`, never less than nothing, in each space. So what becomes free stays for it, and it is admitted once
+`available - claim`, never less than nothing, in each space. So what becomes available stays for it, and it is admitted once
 enough has been released.
 
 What follows: while a request is at the head of its line, at most `max_overtakes` others are admitted from the pages that
@@ -37,7 +37,7 @@ class Waiting:
 
     client: str
     demand: Pages
-    """Pages that it needs of each space, all at once."""
+    """Pages that it needs of each space, all at once, if no part of its prompt is cached when its turn comes."""
     since_s: float
     turn: int = field(default=-1, init=False)
     """When it came to the head of its line, counted in turns of the queue; -1 before."""
@@ -67,12 +67,12 @@ class AdmissionQueue(Generic[EntryT]):
     def __iter__(self) -> Iterator[EntryT]:
         return iter([entry for line in self._lines.values() for entry in line])
 
-    def join(self, entry: EntryT, free: Pages) -> None:
+    def join(self, entry: EntryT, available: Pages) -> None:
         """Put a request at the end of its client's line. Raises CapacityError when too many wait already."""
         if self._count >= self._max_waiting:
             raise CapacityError(
                 f"{self._count} requests wait for pages already, as many as may (admission.max_waiting)",
-                lacking=self.lacking(entry.demand, free),
+                lacking=self.lacking(entry.demand, available),
             )
         line = self._lines.setdefault(entry.client, deque())
         line.append(entry)
@@ -98,9 +98,9 @@ class AdmissionQueue(Generic[EntryT]):
         self._granted += 1
         self.leave(entry)
 
-    def next(self, free: Pages, in_use: Mapping[str, int]) -> EntryT | None:
+    def next(self, available: Pages, in_use: Mapping[str, int]) -> EntryT | None:
         """Return the request to admit now, None when there is none. `in_use`: rooms that a client has."""
-        left, best, fewest = dict(free), None, 0
+        left, best, fewest = dict(available), None, 0
         for line in self._lines.values():  # in the order of their heads' turns, so that firm heads come first
             head = line[0]
             if _fits(head.demand, left):
@@ -118,10 +118,12 @@ class AdmissionQueue(Generic[EntryT]):
         """Whether so many have been admitted during a head's turn that it is nobody's turn before its own."""
         return head.turn >= 0 and self._granted - head.granted_before >= self._max_overtakes
 
-    def lacking(self, demand: Pages, free: Pages) -> dict[IndexSpace, int]:
+    def lacking(self, demand: Pages, available: Pages) -> dict[IndexSpace, int]:
         """Return the pages that are missing until everybody who waits, and then `demand`, fits; empty when none are."""
         missing = {
-            space: count + self._demand.get(space, 0) - free.get(space, 0) for space, count in demand.items() if count
+            space: count + self._demand.get(space, 0) - available.get(space, 0)
+            for space, count in demand.items()
+            if count
         }
         return {space: count for space, count in missing.items() if count > 0}
 

@@ -17,7 +17,7 @@ SHOWN_REASONS = 3
 
 
 class Starvation:
-    """Watches a page book. `look` is called now and then and whenever pages became free."""
+    """Watches a page book. `look` is called now and then and whenever pages became available."""
 
     def __init__(self, book: PageBook, *, unready_after_s: float, clock: Clock) -> None:
         self._book = book
@@ -27,9 +27,9 @@ class Starvation:
         self._since_s: float | None = None
 
     def look(self) -> None:
-        """Take note of what is free now."""
-        free = self._book.free_pages()
-        if all(free[space] for space in self._spaces):
+        """Take note of what is available now."""
+        available = self._book.available_pages()
+        if all(available[space] for space in self._spaces):
             self.over()
         elif self._since_s is None:
             self._since_s = self._clock()
@@ -51,7 +51,8 @@ class Starvation:
         """Why this node is not ready; empty unless it has lasted for `admission.unready_after_s`."""
         if self.seconds() < self._unready_after_s:
             return ""
-        full = [self._describe_space(space) for space in self._spaces if not self._book.free_pages()[space]]
+        available = self._book.available_pages()
+        full = [self._describe_space(space) for space in self._spaces if not available[space]]
         return (
             f"nothing could be admitted for {self.seconds():.0f} s (limit: admission.unready_after_s): "
             f"{'; '.join(full)}{self._describe_quarantine()}"
@@ -59,8 +60,11 @@ class Starvation:
 
     def _describe_space(self, space: IndexSpace) -> str:
         states = self._book.counts()[space]
-        used = ", ".join(f"{pages} {state}" for state, pages in states.items() if pages and state is not PageState.FREE)
-        return f"space '{space}' has no free page of {sum(states.values())} ({used})"
+        names = {state: str(state) for state in states if state is not PageState.FREE} | {
+            PageState.CACHED: "cached and read"
+        }
+        used = ", ".join(f"{states[state]} {name}" for state, name in names.items() if states[state])
+        return f"space '{space}' has no available page of {sum(states.values())} ({used})"
 
     def _describe_quarantine(self) -> str:
         reasons = list(self._book.quarantine_reasons())

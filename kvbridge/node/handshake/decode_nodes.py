@@ -10,7 +10,7 @@ of what a peer has said only the packed bytes are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -236,6 +236,6 @@ class DecodeNodes:
             for peer, known in self._known.items()
         )
 
-    def known(self) -> list[str]:
+    def known(self) -> KeysView[str]:
         """Incarnations of all known peers."""
-        return list(self._known)
+        return self._known.keys()

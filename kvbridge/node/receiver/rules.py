@@ -22,6 +22,7 @@ from kvbridge.node.room import Quarantine
 from kvbridge.node.room_facts import RoomFacts
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.telemetry.phases import PHASES
+from kvbridge.telemetry.spans import COMMIT
 
 log = structlog.get_logger(__name__)
 
@@ -127,6 +128,7 @@ class ReceiverRules:
             prefix_tokens=room.prefix_tokens,
             tables=to_wire(room.tables),
             digest=self.pages.settings.digest,
+            traceparent=room.trace.part(COMMIT).traceparent if room.trace is not None else "",
         )
         for peer in room.writers:
             self.ports.nodes.send(peer, offer)

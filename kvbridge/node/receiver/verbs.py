@@ -22,6 +22,7 @@ from kvbridge.node.receiver.peers import RoomWriters
 from kvbridge.node.receiver.room import BEFORE_COMMIT, ReceiverRoom, user_state
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
+from kvbridge.telemetry.events import SparseDecoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class ReceiverVerbs:
         self._check_prefix(message.prefix_tokens, room.prompt_tokens)
         together = room.tables | tables
         tables_cover(together, self.pages.settings.geometry, tokens=room.prompt_tokens, host=self.pages.settings.host)
-        self.pages.adopt(room, tables)
+        self.pages.adopt(room, tables, cached_tokens=message.prefix_tokens, written_by_peers=True)
         room.prefix_tokens = message.prefix_tokens
         self.driver.advance(room, ReceiverEvent.PAGES)
         self.writers.find(room)
@@ -126,6 +127,8 @@ class ReceiverVerbs:
         ConflictError tells it, and it has let go of the pages all the same.
         """
         room = self._held(engine, message.room)
+        if message.sparse is not None:
+            self.driver.facts.events.emit(SparseDecoded(**room.identity, rows=message.sparse.model_dump()))
         try:
             said = answer_of(room, message.valid_tokens, message.page_hashes, self._tokens_per_page)
             self._check_answer(room, said)

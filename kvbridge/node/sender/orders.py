@@ -8,16 +8,18 @@ from __future__ import annotations
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Rank
-from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.wire.engine_messages import Publish
 from kvbridge.core.wire.messages import to_wire
-from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send
+from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Send, Sent
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.room import SenderPorts, SenderRoom
 from kvbridge.telemetry.events import OrderBegan, OrderEnded
+
+NOT_FINISHED = "not_finished"
+"""Code of orders that ended because their room or their worker did."""
 
 
 class Orders:
@@ -86,13 +88,21 @@ class Orders:
                 self._ports.events.emit(OrderBegan(**room.identity, rank=rank, order=self._last, transport=transport))
                 self._ports.workers.send(rank, order)
 
-    def ended(self, room: SenderRoom, rank: Rank, order: int, amounts: Amounts) -> bool:
-        """A worker has ended an order, in which it has sent `amounts`; whether it was under way."""
+    def ended(self, room: SenderRoom, rank: Rank, order: int, sent: Sent | None) -> bool:
+        """An order has ended as its worker says, or with its room or its worker (None); whether it was under way."""
         transport = room.ranks[rank].order_ended(order, self._clock())
         if transport is None:
             return False
         self._ports.events.emit(
-            OrderEnded(**room.identity, rank=rank, order=order, transport=transport, amounts=amounts)
+            OrderEnded(
+                **room.identity,
+                rank=rank,
+                order=order,
+                transport=transport,
+                amounts=sent.amounts if sent is not None else {},
+                seconds=sent.seconds if sent is not None else {},
+                code=sent.error_code if sent is not None else NOT_FINISHED,
+            )
         )
         return True
 
@@ -105,5 +115,5 @@ class Orders:
         """Nothing of the room is in flight on a rank, whose worker has proved it or has ended."""
         work = room.ranks[rank]
         for order in tuple(work.outstanding):
-            self.ended(room, rank, order, {})
+            self.ended(room, rank, order, None)
         work.open = False

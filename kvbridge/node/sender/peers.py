@@ -18,7 +18,8 @@ from kvbridge.node.room_book import RoomBook
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
 from kvbridge.node.sender.room import SenderRoom, user_state
 from kvbridge.node.sender.workers import SenderWorkers
-from kvbridge.telemetry.events import RoomRejected
+from kvbridge.telemetry.context import parse_traceparent
+from kvbridge.telemetry.events import RoomOffered, RoomRejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,10 @@ class SenderPeers:
         room.peer, room.destination, room.offered_s = peer, offer.tables, self.clock()
         room.peers = (self.nodes.name(peer),)
         room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
+        trace = parse_traceparent(offer.traceparent)
+        if room.trace is None and trace is not None:  # admitted by an engine, or by a caller that names no trace
+            room.trace, room.ids = trace, {**room.ids, "trace_id": trace.trace_id}
+        self.driver.facts.events.emit(RoomOffered(**room.identity, trace=trace))
         room.phases_s["admit_to_offer_received"] = room.offered_s - room.created_s
         self.driver.advance(room, SenderEvent.OFFER)
         self.workers.settle(room)

@@ -22,6 +22,7 @@ from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.room import SenderRoom
 from kvbridge.node.sender.workers import SenderWorkers
+from kvbridge.telemetry.events import RoomBegun, RoomFinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class SenderVerbs:
                 f"an earlier attempt at room {room.room} (generation {earlier[0].generation}) may still be written by this "
                 "engine's GPU; abort it first"
             )
-        self._take_tables(room, tables)
+        self._take_tables(room, tables, message.computed_tokens)
         for attempt in earlier:
             self.driver.let_go(attempt, engine.name)
         for rank in engine.ranks:
@@ -72,23 +73,33 @@ class SenderVerbs:
             room.writing.add(engine.name)
         room.phases_s.setdefault("admit_to_begin", self.clock() - room.created_s)
         room.begin_by_s = None
+        self.driver.facts.events.emit(RoomBegun(**room.identity, engine=engine.name))
         self.driver.facts.show(room)
         self.orders.open(room)
         return self.driver.facts.pages(message.call, room)
 
-    def _take_tables(self, room: SenderRoom, tables: Tables) -> None:
+    def _take_tables(self, room: SenderRoom, tables: Tables, computed_tokens: int) -> None:
         if not self.pages.settings.adopted:
-            if tables:
-                raise InvalidInputError("this node owns its pools: `begin` takes no page tables, it returns them")
+            if tables or computed_tokens:
+                raise InvalidInputError(
+                    "this node owns its pools: `begin` takes no page tables, and no computed_tokens; it returns them"
+                )
             return
+        if computed_tokens >= room.prompt_tokens:
+            raise InvalidInputError(
+                f"computed_tokens must be less than the {room.prompt_tokens} tokens of the prompt, of which the engine computes "
+                f"at least one, got {computed_tokens}"
+            )
         if room.tables:
-            if not same_tables(room.tables, tables):
+            if not same_tables(room.tables, tables) or room.computed_tokens != computed_tokens:
                 raise ConflictError(
-                    f"room {room.room} was begun with other page tables on another rank; all ranks name the same pages"
+                    f"room {room.room} was begun with other page tables or computed_tokens on another rank; all ranks name the "
+                    "same pages, and read and write the same of them"
                 )
             return
         tables_cover(tables, self.pages.settings.geometry, tokens=room.prompt_tokens)
-        self.pages.adopt(room, tables)
+        self.pages.adopt(room, tables, cached_tokens=computed_tokens, written_by_peers=False)
+        room.computed_tokens = computed_tokens
 
     def finish(self, engine: AttachedEngine, message: Finish) -> None:
         """An engine has published everything; it does not write the room's pages any more.
@@ -115,6 +126,7 @@ class SenderVerbs:
         for rank in engine.ranks:
             room.ranks[rank].finished = True
             room.ranks[rank].metadata = message.metadata
+        self.driver.facts.events.emit(RoomFinished(**room.identity, engine=engine.name))
         if not message.by_gpu:
             self.driver.let_go(room, engine.name)
         self.workers.settle(room)

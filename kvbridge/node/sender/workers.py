@@ -91,7 +91,7 @@ class SenderWorkers:
         room, work = self._rank_work(message)
         if room is None or work is None:
             return
-        if not self.orders.ended(room, message.rank, message.order, message.amounts):
+        if not self.orders.ended(room, message.rank, message.order, message):
             return
         room.in_transit = room.in_transit or message.in_transit
         if message.error_code or not message.quiet:

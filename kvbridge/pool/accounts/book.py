@@ -3,9 +3,12 @@
 Owns: the state of every page of every index space of one node; nobody else changes it.
 Must not know: memory, transfers, sessions, time. Whether a lease has ended is proved elsewhere and told here.
 
-A page belongs to nobody (free) or to one owner, and all pages of an owner are in one state. `TRANSITIONS` is the
-whole rule: pages that a transfer may touch (leased) cannot become free. They first become *held*, by whoever has the
-proof that the transfer is over, or *quarantined*, until every reason for the quarantine has been lifted.
+A page belongs to nobody (free), to one owner, or to the page cache, and all pages of an owner are in one state.
+`TRANSITIONS` is the whole rule: pages that a transfer may touch (leased) cannot become free. They first become *held*, by
+whoever has the proof that the transfer is over, or *quarantined*, until every reason for the quarantine has been lifted.
+
+Pages in the cache hold a prefix that several requests read and nobody writes. Which of them somebody reads is known to the
+`PageCache`; those that nobody reads are *available* like free ones, and are evicted here when free ones do not suffice.
 
 The ids of an owned space are chosen here. The ids of an adopted space are chosen by the engine and only noted down
 here; what the engine does with the rest of its pages is not known, so "free" then means "not given to the bridge".
@@ -14,34 +17,20 @@ here; what the engine does with the rest of its pages is not known, so "free" th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError, NotFoundError
+from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError
 from kvbridge.core.ids import IndexSpace, PageIdArray
-from kvbridge.pool.accounts.page_states import TRANSITIONS, Owner, PageState, PageWatcher
+from kvbridge.pool.accounts.holdings import Holdings, Pages
+from kvbridge.pool.accounts.page_states import TRANSITIONS, Owner, PageCache, PageState, PageWatcher
 from kvbridge.pool.accounts.spaces import AdoptedSpace, OwnedSpace
 
 SpaceT = TypeVar("SpaceT", OwnedSpace, AdoptedSpace)
 
-Pages = dict[IndexSpace, PageIdArray]
-"""Page ids of one owner by index space: int32, in the order in which the owner got them."""
-
-
-_F, _H, _L, _Q = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED
-
-
-@dataclass(slots=True)
-class _Holding:
-    """What one owner has."""
-
-    state: PageState
-    pages: Pages = field(default_factory=dict)
-    reasons: set[str] = field(default_factory=set)
-    """Why it is quarantined; empty otherwise."""
+_F, _H, _L, _Q, _C = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.CACHED
 
 
 class PageBook:
@@ -63,10 +52,14 @@ class PageBook:
         self._spaces |= {space: AdoptedSpace(space, count) for space, count in (adopted or {}).items()}
         if not self._spaces:
             raise InvalidInputError("a page book needs at least one index space")
-        self._holdings: dict[Owner, _Holding] = {}
-        self._in_state = {space: {_H: 0, _L: 0, _Q: 0} for space in self._spaces}
+        self._holdings = Holdings(tuple(self._spaces))
         self._ending: set[Owner] = set()
         self._watchers: list[PageWatcher] = []
+        self._cache: PageCache | None = None
+
+    def use_cache(self, cache: PageCache) -> None:
+        """Let `cache` say from now on which cached pages can be evicted."""
+        self._cache = cache
 
     def watch(self, watcher: PageWatcher) -> None:
         """Tell `watcher` from now on."""
@@ -77,13 +70,14 @@ class PageBook:
     def reserve(self, owner: Owner, demand: Mapping[IndexSpace, int], *, state: PageState = PageState.HELD) -> Pages:
         """Give a new owner pages of owned spaces, all or nothing; in every space in as few runs as possible.
 
-        Raises CapacityError when they are not free now, InvalidInputError when the pool is too small for them ever to
+        Evicts cached pages that nobody reads where free ones do not suffice, and none when that would not either.
+        Raises CapacityError when they are not available now, InvalidInputError when the pool is too small for them ever to
         be, ConflictError when the owner has pages already.
         """
         self._require_new(owner, state)
         pages = self._take(owner, demand)
-        self._holdings[owner] = _Holding(state)
-        return self._enter(owner, pages)
+        self._holdings.open(owner, state)
+        return self._holdings.enter(owner, pages)
 
     def grow(self, owner: Owner, demand: Mapping[IndexSpace, int]) -> Pages:
         """Give an owner further pages, in the state of those that it has, and return the new ones only. All or nothing.
@@ -91,36 +85,95 @@ class PageBook:
         They continue the owner's last run where the pages behind it are free. Errors as for `reserve`; NotFoundError
         for an owner that has nothing.
         """
-        holding = self._growable(owner)
-        return self._enter(owner, self._take(owner, demand, holding.pages))
+        holding = self._holdings.growable(owner)
+        return self._holdings.enter(owner, self._take(owner, demand, holding.pages))
 
     def adopt(
-        self, owner: Owner, pages: Mapping[IndexSpace, npt.ArrayLike], *, state: PageState = PageState.HELD
+        self,
+        owner: Owner,
+        pages: Mapping[IndexSpace, npt.ArrayLike],
+        *,
+        shared: Mapping[IndexSpace, npt.ArrayLike] | None = None,
+        written_by_peers: bool = False,
     ) -> Pages:
-        """Note down pages of adopted spaces that the engine gives to an owner, all or nothing.
+        """Note down pages of adopted spaces that the engine gives to an owner, all or nothing; returns `pages` as they are kept.
 
-        A new owner gets them in `state`; one that has pages already gets them in the state of those. Raises
-        PageOutOfBoundsError, InvalidInputError for an id named twice, and ConflictError for a page that another owner
-        has.
+        A new owner holds them; one that has pages already gets them in the state of those. `shared` are pages that the owner
+        only reads, since they are in the engine's own prefix cache: other owners may have them too, whether they wrote them or
+        read them as well, and nobody may write them until the last of their readers is gone. `written_by_peers`: leases here are
+        for writing, so nothing of a page is final before its lease has ended by proof.
+
+        Raises PageOutOfBoundsError, InvalidInputError for an id named twice, and ConflictError for one of `pages` that another
+        owner has, or one of `shared` that a peer may still write.
         """
         if owner in self._holdings:
-            self._growable(owner)
+            self._holdings.growable(owner)
         else:
-            self._require_new(owner, state)
-        spaces = {space: self._space(space, AdoptedSpace) for space in pages}
-        checked = {space: spaces[space].check(ids) for space, ids in pages.items()}
-        for space, ids in checked.items():
-            taken = spaces[space].in_use(ids)
+            self._require_new(owner, _H)
+        written = {space: self._space(space, AdoptedSpace).check(ids) for space, ids in pages.items()}
+        read = {space: self._space(space, AdoptedSpace).check(ids) for space, ids in (shared or {}).items()}
+        for space in written.keys() & read.keys():
+            self._space(space, AdoptedSpace).check(np.concatenate((written[space], read[space])))
+        for space, ids in written.items():
+            taken = self._space(space, AdoptedSpace).in_use(ids)
             if len(taken):
+                others = " and ".join(map(str, self._holdings.with_page(space, int(taken[0]))))
                 raise ConflictError(
-                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to "
-                    f"{self._owner_of(space, int(taken[0]))}; "
-                    f"the engine must not give it away before that room is over"
+                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {others}; the engine must not give it "
+                    "away before that is over, and what its own prefix cache holds for several it has to name as their prefix"
                 )
-        for space, ids in checked.items():
-            spaces[space].mark(ids)
-        self._holdings.setdefault(owner, _Holding(state))
-        return self._enter(owner, checked)
+        for space, ids in read.items() if written_by_peers else ():
+            writer = self._holdings.in_transfer(space, self._space(space, AdoptedSpace).written(ids))
+            if writer is not None:
+                raise ConflictError(
+                    f"{owner}: pages of adopted space '{space}' that are to be its prefix are {self.state(writer)}, a peer may "
+                    f"still write them for {writer}; the engine must not take them for a prefix before that is committed"
+                )
+        self._holdings.open(owner, _H)
+        holding = self._holdings.of(owner)
+        for space, ids in read.items():
+            before = holding.shared.get(space, ids[:0])
+            new = ids[np.isin(ids, before, invert=True)]  # it reads the others already
+            self._space(space, AdoptedSpace).read(new)
+            holding.shared[space] = np.concatenate((before, new))
+        for space, ids in written.items():
+            self._space(space, AdoptedSpace).mark(ids)
+        return self._holdings.enter(owner, written)
+
+    # ------------------------------------------------------------------------------------- the page cache
+
+    def cache(self, owner: Owner, pages: Mapping[IndexSpace, PageIdArray]) -> None:
+        """Take pages from an owner and give them to the page cache: whole pages, which nobody writes any more. All or nothing.
+
+        The owner's pages must be held, which is the proof that no transfer writes them. It may go on reading these, for as long
+        as the `PageCache` says that somebody does. Raises ConflictError for other states and for pages that are not the owner's.
+        """
+        holding = self._holdings.of(owner)
+        if holding.state is not _H:
+            raise ConflictError(f"{owner}: {holding.state} pages cannot be cached, a transfer may still touch them")
+        left = {}
+        for space, ids in pages.items():
+            self._space(space, OwnedSpace)
+            had = holding.pages.get(space, ids[:0])
+            left[space] = had[np.isin(had, ids, invert=True)]
+            if len(left[space]) + len(ids) != len(had):
+                raise ConflictError(
+                    f"{owner}: of {len(ids)} pages of '{space}' that are to be cached {len(had) - len(left[space])} are its own"
+                )
+        self._holdings.leave(owner, left)
+        for space, ids in pages.items():
+            self._space(space, OwnedSpace).keep(ids)
+
+    def uncache(self, pages: Mapping[IndexSpace, PageIdArray]) -> None:
+        """Make cached pages free: the page cache knows nothing of them any more. Raises IntegrityError for others."""
+        for space, ids in pages.items():
+            self._space(space, OwnedSpace).drop(ids)
+
+    def became_available(self, pages: Mapping[IndexSpace, int]) -> None:
+        """Tell watchers of so many pages that were read until now: they can be evicted, or have been let go of."""
+        if any(pages.values()):
+            for watcher in self._watchers:
+                watcher.freed(pages)
 
     # ------------------------------------------------------------------------------------- changing their state
 
@@ -130,7 +183,7 @@ class PageBook:
         Leased to held says that there is proof that no transfer touches them any more. Raises ConflictError, and
         changes nothing, when the pages are not in `from_state` or the transition is not in `TRANSITIONS`.
         """
-        holding = self._holding(owner)
+        holding = self._holdings.of(owner)
         if holding.state is not from_state:
             raise ConflictError(
                 f"{owner}: pages are {holding.state}, not {from_state}, and cannot be moved to {to_state}"
@@ -140,14 +193,14 @@ class PageBook:
                 f"{owner}: pages cannot be moved from {from_state} to {to_state}; pages become free by free(), "
                 f"quarantined by quarantine() and leave quarantine by release_quarantined()"
             )
-        self._shift(holding, to_state)
+        self._holdings.shift(owner, to_state)
 
     def free(self, owner: Owner) -> int:
         """Take all pages of an owner back for use by others and forget it; returns how many. They must be held.
 
         Raises ConflictError while they are leased or quarantined, NotFoundError when the owner has none.
         """
-        holding = self._holding(owner)
+        holding = self._holdings.of(owner)
         if holding.state is not _H:
             raise ConflictError(
                 f"{owner}: {holding.state} pages cannot be freed, a transfer may still touch them"
@@ -164,9 +217,9 @@ class PageBook:
         """
         if not reason:
             raise InvalidInputError(f"{owner}: a quarantine needs a reason")
-        holding = self._holding(owner)
+        holding = self._holdings.of(owner)
         if holding.state is not _Q:
-            self._shift(holding, _Q)
+            self._holdings.shift(owner, _Q)
             self._ending.discard(owner)
             for watcher in self._watchers:
                 watcher.quarantined(owner)
@@ -178,17 +231,18 @@ class PageBook:
         Returns those owners. Harmless when nobody is quarantined for that reason.
         """
         released = []
-        for owner, holding in list(self._holdings.items()):
-            if reason in holding.reasons:
-                holding.reasons.remove(reason)
-                if not holding.reasons:
+        for owner in self._holdings:
+            reasons = self._holdings.of(owner).reasons
+            if reason in reasons:
+                reasons.remove(reason)
+                if not reasons:
                     self._forget(owner)
                     released.append(owner)
         return tuple(released)
 
     def expect_free(self, owner: Owner) -> None:
         """Say that an owner is ending: its pages count in `pages_being_released` until they are free or quarantined."""
-        if self._holding(owner).state is not _Q and owner not in self._ending:
+        if self._holdings.of(owner).state is not _Q and owner not in self._ending:
             self._ending.add(owner)
             for watcher in self._watchers:
                 watcher.ending(owner)
@@ -200,27 +254,31 @@ class PageBook:
 
     def pages(self, owner: Owner) -> Pages:
         """All pages of an owner, in the order in which it got them. Raises NotFoundError when it has none."""
-        return dict(self._holding(owner).pages)
+        return dict(self._holdings.of(owner).pages)
 
     def state(self, owner: Owner) -> PageState:
         """The state of all pages of an owner; FREE when it has none."""
-        return self._holdings[owner].state if owner in self._holdings else _F
+        return self._holdings.state(owner)
 
     def quarantine_reasons(self) -> dict[str, tuple[Owner, ...]]:
         """Every reason that has not been lifted, with the owners that wait for it."""
-        found: dict[str, list[Owner]] = {}
-        for owner, holding in self._holdings.items():
-            for reason in sorted(holding.reasons):
-                found.setdefault(reason, []).append(owner)
-        return {reason: tuple(owners) for reason, owners in found.items()}
+        return self._holdings.reasons()
 
     def counts(self) -> dict[IndexSpace, dict[PageState, int]]:
         """Pages of each space in each state. They add up to all of them."""
-        return {space: {_F: account.free} | self._in_state[space] for space, account in self._spaces.items()}
+        return {
+            space: {_F: account.free} | self._holdings.counts(space) | {_C: account.cached}
+            for space, account in self._spaces.items()
+        }
 
-    def free_pages(self) -> dict[IndexSpace, int]:
-        """Free pages of each space."""
-        return {space: account.free for space, account in self._spaces.items()}
+    def available_pages(self) -> dict[IndexSpace, int]:
+        """Pages of each space that a reservation can have: free ones, and cached ones that nobody reads."""
+        evictable = self._evictable()
+        return {space: account.free + evictable.get(space, 0) for space, account in self._spaces.items()}
+
+    def cached_pages(self) -> Pages:
+        """Every cached page of the spaces whose pages are given out here."""
+        return {space: self._space(space, OwnedSpace).cached_ids() for space in self.owned_spaces()}
 
     def owned_spaces(self) -> tuple[IndexSpace, ...]:
         """Spaces whose pages are given out here."""
@@ -245,51 +303,34 @@ class PageBook:
         """
         found = dict.fromkeys(self._spaces, 0)
         for owner in self._ending:
-            for space, ids in self._holdings[owner].pages.items():
+            for space, ids in self._holdings.of(owner).pages.items():
                 found[space] += len(ids)
         return found
 
     def check_integrity(self) -> None:
-        """Recount everything from the owners' pages. Raises IntegrityError: lost pages, two owners, wrong counts."""
-        recount = {space: {_H: 0, _L: 0, _Q: 0} for space in self._spaces}
-        for owner, holding in self._holdings.items():
-            if (holding.state is _Q) != bool(holding.reasons):
-                raise IntegrityError(f"{owner}: is {holding.state} with reasons {sorted(holding.reasons)}")
-            for space, ids in holding.pages.items():
-                recount[space][holding.state] += len(ids)
-        if recount != self._in_state:
-            raise IntegrityError(f"pages by state are {recount} when counted again, and {self._in_state} in the book")
+        """Recount everything from the owners' pages. Raises IntegrityError: lost pages, two owners, wrong counts.
+
+        free + held + leased + quarantined + cached is every page of a space once. That the cached ones are those that the page
+        cache knows only it can say.
+        """
+        self._holdings.check_integrity()
         for space, account in self._spaces.items():
-            account.check_owners(
-                [holding.pages[space] for holding in self._holdings.values() if space in holding.pages]
-            )
+            account.check_owners(*self._holdings.arrays(space))
+            if sum(self.counts()[space].values()) != account.page_count:
+                raise IntegrityError(f"space '{space}': {self.counts()[space]} are not its {account.page_count} pages")
 
     def __repr__(self) -> str:
         lines = ", ".join(
-            f"{space} {counts[_F]} free {counts[_H]} held {counts[_L]} leased {counts[_Q]} quarantined"
+            f"{space} " + " ".join(f"{count} {state}" for state, count in counts.items())
             for space, counts in self.counts().items()
         )
         return f"<page book: {len(self._holdings)} owners; {lines}>"
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _holding(self, owner: Owner) -> _Holding:
-        try:
-            return self._holdings[owner]
-        except KeyError:
-            raise NotFoundError(f"{owner} has no pages on this node") from None
-
-    def _growable(self, owner: Owner) -> _Holding:
-        holding = self._holding(owner)
-        if holding.state is _Q:
-            raise ConflictError(
-                f"{owner}: its pages are quarantined ({', '.join(sorted(holding.reasons))}), it gets no further ones"
-            )
-        return holding
-
     def _require_new(self, owner: Owner, state: PageState) -> None:
         if owner in self._holdings:
-            raise ConflictError(f"{owner} has pages already ({self._holdings[owner].state})")
+            raise ConflictError(f"{owner} has pages already ({self._holdings.state(owner)})")
         if state not in TRANSITIONS[_F]:
             raise InvalidInputError(f"{owner}: pages cannot begin as {state}")
 
@@ -308,56 +349,52 @@ class PageBook:
                 raise InvalidInputError(f"{owner}: cannot ask for {count} pages of '{space}'")
         had = {space: len((having or {}).get(space, ())) for space in demand}
         self.require_possible({space: had[space] + count for space, count in demand.items()}, of=owner)
-        lacking = {space: count for space, count in demand.items() if count > accounts[space].free}
-        if lacking:
-            raise CapacityError(
-                f"{owner}: " + "; ".join(self._lack(space, count) for space, count in lacking.items()),
-                lacking={space: count - accounts[space].free for space, count in lacking.items()},
-            )
+        self._make_free(owner, demand)
         last = {space: int(ids[-1]) for space, ids in (having or {}).items() if len(ids)}
         return {space: accounts[space].take(count, after=last.get(space)) for space, count in demand.items()}
 
-    def _lack(self, space: IndexSpace, count: int) -> str:
-        free = self._spaces[space].free
+    def _evictable(self) -> Mapping[IndexSpace, int]:
+        return self._cache.evictable() if self._cache is not None else {}
+
+    def _make_free(self, owner: Owner, demand: Mapping[IndexSpace, int]) -> None:
+        """Evict what `demand` needs beyond the free pages, or raise CapacityError and evict nothing."""
+        free = {space: account.free for space, account in self._spaces.items()}
+        short = {space: count - free[space] for space, count in demand.items() if count > free[space]}
+        if not short:
+            return
+        evictable = self._evictable()
+        lacking = {space: count - evictable.get(space, 0) for space, count in short.items()}
+        lacking = {space: count for space, count in lacking.items() if count > 0}
+        if lacking or self._cache is None:
+            texts = [
+                self._lack(space, demand[space], count, evictable.get(space, 0)) for space, count in lacking.items()
+            ]
+            raise CapacityError(f"{owner}: {'; '.join(texts)}", lacking=lacking)
+        self.uncache(self._cache.evict(short))
+        kept = {space: count for space, count in demand.items() if count > self._spaces[space].free}
+        if kept:
+            raise IntegrityError(
+                f"the page cache was to evict {short}, of {evictable} that it can, and lacks {kept} still: {self!r}"
+            )
+
+    def _lack(self, space: IndexSpace, count: int, lacking: int, evictable: int) -> str:
+        account = self._spaces[space]
+        cached = f"{evictable} of {account.cached} cached can be evicted, " if account.cached else ""
         return (
-            f"space '{space}' lacks {count - free} pages ({count} wanted, {free} of {self._spaces[space].page_count} free, "
-            f"{self.pages_being_released()[space]} being released, {self._in_state[space][_Q]} quarantined)"
+            f"space '{space}' lacks {lacking} pages ({count} wanted, {account.free} of {account.page_count} free, {cached}"
+            f"{self.pages_being_released()[space]} being released, {self._holdings.counts(space)[_Q]} quarantined)"
         )
-
-    def _enter(self, owner: Owner, new: Pages) -> Pages:
-        """Write pages that have just left their space down as the owner's."""
-        holding = self._holdings[owner]
-        for space, ids in new.items():
-            before = holding.pages.get(space)
-            holding.pages[space] = _read_only(ids if before is None else np.concatenate((before, _read_only(ids))))
-            self._in_state[space][holding.state] += len(ids)
-        return new
-
-    def _shift(self, holding: _Holding, to_state: PageState) -> None:
-        for space, ids in holding.pages.items():
-            self._in_state[space][holding.state] -= len(ids)
-            self._in_state[space][to_state] += len(ids)
-        holding.state = to_state
 
     def _forget(self, owner: Owner) -> int:
         holding = self._holdings.pop(owner)
         self._ending.discard(owner)
+        free = {space: self._spaces[space].free for space in (*holding.pages, *holding.shared)}
         for space, ids in holding.pages.items():
-            self._in_state[space][holding.state] -= len(ids)
             self._spaces[space].give(ids)
-        counts = {space: len(ids) for space, ids in holding.pages.items()}
+        for space, ids in holding.shared.items():
+            self._space(space, AdoptedSpace).read_no_more(ids)
+        freed = {space: self._spaces[space].free - before for space, before in free.items()}
         for watcher in self._watchers:
-            watcher.freed(counts)
+            watcher.freed(freed)
             watcher.gone(owner)
-        return sum(counts.values())
-
-    def _owner_of(self, space: IndexSpace, page: int) -> str:
-        return next(
-            (str(owner) for owner, holding in self._holdings.items() if page in holding.pages.get(space, ())), "nobody"
-        )
-
-
-def _read_only(ids: PageIdArray) -> PageIdArray:
-    """Ids are handed out as the arrays that the book keeps, so nobody may write to them."""
-    ids.flags.writeable = False
-    return ids
+        return sum(freed.values())

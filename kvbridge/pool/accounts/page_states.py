@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from kvbridge.core.ids import IndexSpace
+from kvbridge.core.ids import IndexSpace, PageIdArray
 
 
 class PageState(StrEnum):
@@ -22,17 +22,34 @@ class PageState(StrEnum):
     """A transfer may read it (prefill) or a peer may write it (decode)."""
     QUARANTINED = "quarantined"
     """A transfer that ended badly may still touch it."""
+    CACHED = "cached"
+    """Whole, for several to read and for nobody to write: a prefix that stays. It has no owner, and no lease covers it."""
 
 
-_F, _H, _L, _Q = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED
+_F, _H, _L, _Q, _C = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.CACHED
 
 TRANSITIONS: Mapping[PageState, frozenset[PageState]] = {
     _F: frozenset({_H, _L}),
-    _H: frozenset({_F, _L, _Q}),
+    _H: frozenset({_F, _L, _Q, _C}),
     _L: frozenset({_H, _Q}),
     _Q: frozenset({_F}),
+    _C: frozenset({_F}),
 }
-"""What each state can become. Quarantine ends by `release_quarantined` only."""
+"""What each state can become. Quarantine ends by `release_quarantined` only.
+
+An adopted space is what its engine makes of it: there a page is cached while rooms read it and none of ours writes it, so it
+becomes that from whatever it was, also when the room that wrote it ends before those that read it.
+"""
+
+
+class PageCache(Protocol):
+    """Knows what cached pages hold and who reads them. Called in the middle of reserving; calls nothing back."""
+
+    def evictable(self) -> Mapping[IndexSpace, int]:
+        """Cached pages of each space that nobody reads, so that `evict` can give them up: at once, and all of them."""
+
+    def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
+        """Forget pages, at least as many of each space as `lacking` says (never more than are evictable), and return them."""
 
 
 class Owner(NamedTuple):
@@ -55,7 +72,7 @@ class PageWatcher(Protocol):
         """When the owner's pages become free is not known (any more)."""
 
     def freed(self, pages: Mapping[IndexSpace, int]) -> None:
-        """So many pages of each space have become free."""
+        """So many pages of each space have become available: free, or cached and not read by anybody any more."""
 
     def gone(self, owner: Owner) -> None:
         """The owner has no pages any more; `freed` has been told how many they were."""

@@ -16,23 +16,54 @@ from kvbridge.pool.accounts.allocator import RunAllocator
 
 
 class OwnedSpace(RunAllocator):
-    """A space whose ids we give out."""
+    """A space whose ids we give out. A page that is out belongs to an owner or is cached."""
 
     what = "a space that this node allocates from"
 
     def __init__(self, space: IndexSpace, page_count: int) -> None:
         super().__init__(page_count, name=str(space))
+        self._is_cached = np.zeros(page_count, dtype=np.bool_)
+        self.cached = 0
+        """Pages that have no owner and are not free."""
 
-    def check_owners(self, owned: Sequence[PageIdArray]) -> None:
-        """Check that the owners' pages are exactly those that are out, each once, and every inner structure."""
+    def keep(self, ids: PageIdArray) -> None:
+        """Note that these pages, an owner's until now, are cached."""
+        self._is_cached[ids] = True
+        self.cached += len(ids)
+
+    def drop(self, ids: PageIdArray) -> None:
+        """Make cached pages free, all or nothing. Raises IntegrityError for one that is not cached, or is named twice."""
+        outside = (ids < 0) | (ids >= self.page_count)
+        if outside.any() or len(np.unique(ids)) != len(ids) or not self._is_cached[ids].all():
+            raise IntegrityError(
+                f"space '{self.name}': pages are to leave the cache that are not in it, or twice: {ids.tolist()}"
+            )
+        self._is_cached[ids] = False
+        self.cached -= len(ids)
+        self.give(ids)
+
+    def cached_ids(self) -> PageIdArray:
+        """All cached pages."""
+        return np.flatnonzero(self._is_cached).astype(np.int32)
+
+    def check_owners(self, owned: Sequence[PageIdArray], shared: Sequence[PageIdArray] = ()) -> None:
+        """Check that the owners' pages are exactly those that are out and not cached, each once, and every inner structure."""
         self.check_integrity()
-        _check_disjoint(self.name, owned, self.page_count - self.free)
-        if any(self._is_free[ids].any() for ids in owned):
-            raise IntegrityError(f"space '{self.name}': an owned page is also free in {self!r}")
+        if len(shared):
+            raise IntegrityError(f"space '{self.name}': who reads its cached pages is not for its owners to say")
+        _check_disjoint(self.name, owned, self.page_count - self.free - self.cached)
+        if any(self._is_free[ids].any() or self._is_cached[ids].any() for ids in owned):
+            raise IntegrityError(f"space '{self.name}': an owned page is also free or cached in {self!r}")
+        if int(self._is_cached.sum()) != self.cached or (self._is_free & self._is_cached).any():
+            raise IntegrityError(f"space '{self.name}': cached pages are counted wrongly, or free as well, in {self!r}")
 
 
 class AdoptedSpace:
-    """A space whose ids an engine gives out; [0, page_count) exist."""
+    """A space whose ids an engine gives out; [0, page_count) exist.
+
+    The engine says of each page whether a room writes it or only reads what the engine's own prefix cache has in it. A page
+    has one writer at most, and gets one only while nobody reads it; what has been written any number of rooms may read.
+    """
 
     what = "an adopted space"
 
@@ -41,13 +72,16 @@ class AdoptedSpace:
             raise InvalidInputError(f"adopted space '{space}' needs at least one page, got {page_count}")
         self.name = str(space)
         self.page_count = page_count
-        self._is_used = np.zeros(page_count, dtype=np.bool_)
-        self._used = 0
+        self._is_written = np.zeros(page_count, dtype=np.bool_)
+        self._readers = np.zeros(page_count, dtype=np.int32)
+        self._written = 0
+        self.cached = 0
+        """Pages that rooms read and none writes."""
 
     @property
     def free(self) -> int:
         """Pages that have not been given to us; whether the engine could give them is its own affair."""
-        return self.page_count - self._used
+        return self.page_count - self._written - self.cached
 
     def check(self, ids: npt.ArrayLike) -> PageIdArray:
         """Return ids that an engine named as our own int32 copy. Raises when one does not exist or is named twice."""
@@ -67,30 +101,57 @@ class AdoptedSpace:
         return pages.astype(np.int32)
 
     def in_use(self, ids: PageIdArray) -> PageIdArray:
-        """Those of `ids` that have been given to us before and not back."""
-        return ids[self._is_used[ids]]
+        """Those of `ids` that have a writer or readers, so that nobody else may write them."""
+        return ids[self._is_written[ids] | (self._readers[ids] > 0)]
+
+    def written(self, ids: PageIdArray) -> PageIdArray:
+        """Those of `ids` that a room writes, or has written and not let go of."""
+        return ids[self._is_written[ids]]
 
     def mark(self, ids: PageIdArray) -> None:
-        """Note that the engine gave us these pages; they were checked before."""
-        self._is_used[ids] = True
-        self._used += len(ids)
+        """Note that a room writes these pages; they were checked before."""
+        self._is_written[ids] = True
+        self._written += len(ids)
+
+    def read(self, ids: PageIdArray) -> None:
+        """Note that one more room reads these pages, and does not write them."""
+        self.cached += int(np.count_nonzero(~self._is_written[ids] & (self._readers[ids] == 0)))
+        self._readers[ids] += 1
 
     def give(self, ids: PageIdArray) -> None:
-        """Note that the engine has these pages back. Raises IntegrityError when it never gave them."""
-        if not self._is_used[ids].all():
+        """Note that a room does not write these pages any more. Raises IntegrityError when none did."""
+        if not self._is_written[ids].all():
             raise IntegrityError(f"pages of adopted space '{self.name}' are given back that were never in use")
-        self._is_used[ids] = False
-        self._used -= len(ids)
+        self._is_written[ids] = False
+        self._written -= len(ids)
+        self.cached += int(np.count_nonzero(self._readers[ids]))
 
-    def check_owners(self, owned: Sequence[PageIdArray]) -> None:
-        """Check that the owners' pages are exactly those in use, each once."""
-        _check_disjoint(self.name, owned, self._used)
-        if int(self._is_used.sum()) != self._used or not all(self._is_used[ids].all() for ids in owned):
-            raise IntegrityError(f"space '{self.name}': the map of used pages and the owners' pages differ")
+    def read_no_more(self, ids: PageIdArray) -> None:
+        """Note that one room fewer reads these pages. Raises IntegrityError when none did."""
+        if not self._readers[ids].all():
+            raise IntegrityError(f"pages of adopted space '{self.name}' lose a reader that they never had")
+        self._readers[ids] -= 1
+        self.cached -= int(np.count_nonzero(~self._is_written[ids] & (self._readers[ids] == 0)))
+
+    def check_owners(self, owned: Sequence[PageIdArray], shared: Sequence[PageIdArray] = ()) -> None:
+        """Check that the owners' pages are exactly those that are written, each once, and count the readers again."""
+        _check_disjoint(self.name, owned, self._written)
+        if int(self._is_written.sum()) != self._written or not all(self._is_written[ids].all() for ids in owned):
+            raise IntegrityError(f"space '{self.name}': the map of written pages and the owners' pages differ")
+        readers = np.bincount(np.concatenate([_NO_PAGES, *shared]), minlength=self.page_count)
+        if not np.array_equal(readers, self._readers):
+            raise IntegrityError(f"space '{self.name}': readers of pages do not add up to what the owners share")
+        if self.cached != np.count_nonzero((readers > 0) & ~self._is_written):
+            raise IntegrityError(
+                f"space '{self.name}': {self.cached} cached pages in the book are not those that are only read"
+            )
+
+
+_NO_PAGES: PageIdArray = np.empty(0, dtype=np.int32)
 
 
 def _check_disjoint(name: str, owned: Sequence[PageIdArray], expected: int) -> None:
-    pages = np.concatenate([np.empty(0, dtype=np.int32), *owned])
+    pages = np.concatenate([_NO_PAGES, *owned])
     if len(np.unique(pages)) != len(pages):
         raise IntegrityError(f"space '{name}': a page has two owners")
     if len(pages) != expected:

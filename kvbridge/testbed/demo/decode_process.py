@@ -113,8 +113,8 @@ class _Decoding:
         self._missing.discard(request.number)
         save_logits(self._job.logits_file("decode", request.number), torch.stack(request.logits))
         Trace.joined(request.traces).write(self._job.trace_file("decode", request.number))
-        figures = request.generation.end()
-        self._engine.release(request.room)
+        figures, rows = request.generation.end() or (None, None)
+        self._engine.release(request.room, sparse=rows)
         tokens = tuple(request.tokens[: self._job.steps])
         self._channel.report(Decoded(number=request.number, tokens=tokens, sparse=figures))
 

@@ -17,7 +17,7 @@ from kvbridge.engine import DecodeEngine, DecodeRoom
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, unpack
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
 from kvbridge.engine.adapters.transformers import decode_step
-from kvbridge.sparse import SparseCache
+from kvbridge.sparse import SparseCache, SparseRows
 from kvbridge.testbed.demo.job import Job, SparseFigures
 from kvbridge.testbed.demo.model import DemoModel
 
@@ -31,8 +31,8 @@ class Generation(Protocol):
     def step(self, token: int) -> torch.Tensor:
         """Feed a token; return the fp32 logits [vocabulary] of the next."""
 
-    def end(self) -> SparseFigures | None:
-        """Let go of the room's pages; return what sparse decode did."""
+    def end(self) -> tuple[SparseFigures, SparseRows] | None:
+        """Let go of the room's pages; return what sparse decode did, for the demo and for the node."""
 
 
 Begin = Callable[[DecodeRoom], Generation]
@@ -97,7 +97,7 @@ class _Sparse:
         self._selected += min(store.settings.top_k, self._rows()) * len(store.layers)
         return logits
 
-    def end(self) -> SparseFigures | None:
+    def end(self) -> tuple[SparseFigures, SparseRows]:
         store = self._store
         counts = store.counts(self._request.request_slot)
         pages = self._pages() - self._complete_pages
@@ -110,8 +110,9 @@ class _Sparse:
             backed_up=pages * store.component.slots_per_page * len(store.layers),
             rows=self._rows(),
         )
-        self._decoder.release(self._request).wait(QUIET_S)
-        return figures
+        released = self._decoder.release(self._request)
+        released.wait(QUIET_S)
+        return figures, released.rows()
 
     def _rows(self) -> int:
         """Complete rows of the request in one layer."""

@@ -11,10 +11,10 @@ from rich.console import Console
 from kvbridge.cli.config import EXIT_FAILED
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED
 from kvbridge.cli.options import with_options
+from kvbridge.cli.pictures import require_plots
 from kvbridge.core.errors import BridgeError, UnsupportedError
 from kvbridge.testbed.command import Complaints
 from kvbridge.testbed.options import LIBRARIES
-from kvbridge.testbed.pictures import require_plots
 from kvbridge.testbed.replay.options import ReplayOptions
 from kvbridge.testbed.replay.plot import draw
 from kvbridge.testbed.replay.report import Ending, ReplayReport, print_report

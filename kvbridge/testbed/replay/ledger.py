@@ -18,11 +18,11 @@ from importlib import metadata
 from pathlib import Path
 
 from kvbridge import __version__
+from kvbridge.cli.trace import TraceRequest
 from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.testbed.replay.job import MOST_WRONG_ROWS, Arrived, WrongRow
 from kvbridge.testbed.replay.plan import ReplayPlan
 from kvbridge.testbed.replay.report import STEPS, Ending, PhaseSummary, ReplayReport, Sample, Unserved, breakdown
-from kvbridge.testbed.replay.trace import TraceRequest
 
 SAMPLE_S = 1.0
 """How often the pools are looked at."""

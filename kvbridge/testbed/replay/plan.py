@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from kvbridge.cli.trace import TraceRequest, read_trace
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import CapacityError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
@@ -21,7 +22,6 @@ from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.testbed.cluster import Cluster, ClusterSpec, NodeSpec
 from kvbridge.testbed.replay.job import Job
 from kvbridge.testbed.replay.options import ReplayOptions
-from kvbridge.testbed.replay.trace import TraceRequest, read_trace
 
 SPARE = 2
 """Pools hold so many times the requests in flight: bootstrap's knowledge of free pages is a heartbeat old."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kvbridge.testbed.pictures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, QUIET, SKY, VERMILLION, YELLOW, picture
+from kvbridge.cli.pictures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, QUIET, SKY, VERMILLION, YELLOW, picture
 from kvbridge.testbed.replay.report import ReplayReport, Sample
 
 SIZE_INCHES = (12.0, 12.0)

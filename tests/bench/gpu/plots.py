@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbridge.testbed.pictures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, picture
+from kvbridge.cli.pictures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, picture
 from tests.bench.gpu.comparison import Case, Results, SwapComparison, geometric_mean, swap_comparisons
 from tests.bench.gpu.tables import TTFT_PHASES
 

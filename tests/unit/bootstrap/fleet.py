@@ -46,7 +46,7 @@ def node(name: str, role: Role, *, model: str = "tiny-v4", free: int = 100, **ch
         "ranks": (Rank(pp=0, tp=0),),
         "fingerprint": fingerprint(geometry),
         "geometry": geometry,
-        "load": Load(free_pages=dict.fromkeys(spaces, free), total_pages=dict.fromkeys(spaces, 100)),
+        "load": Load(available_pages=dict.fromkeys(spaces, free), total_pages=dict.fromkeys(spaces, 100)),
     }
     return NodeRegistration(**{**values, **changes})
 

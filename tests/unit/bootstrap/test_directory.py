@@ -201,13 +201,13 @@ async def test_a_charge_lasts_until_the_next_heartbeat(world):
     (instance,) = await directory.instances()
     await directory.charge(instance, {"full": 4, "host": 3})
     load = await load_of(directory)
-    assert (load.free_pages["full"], load.free_pages["swa"], load.rooms) == (6, 10, 1)
+    assert (load.available_pages["full"], load.available_pages["swa"], load.rooms) == (6, 10, 1)
     await directory.charge(instance, {"full": 40})
     load = await load_of(directory)
-    assert (load.free_pages["full"], load.rooms) == (0, 2)
-    await directory.heartbeat("p", "node-0", beat("p-incarnation-1", load=Load(free_pages={"full": 9})))
+    assert (load.available_pages["full"], load.rooms) == (0, 2)
+    await directory.heartbeat("p", "node-0", beat("p-incarnation-1", load=Load(available_pages={"full": 9})))
     load = await load_of(directory)
-    assert (load.free_pages["full"], load.rooms) == (9, 0)
+    assert (load.available_pages["full"], load.rooms) == (9, 0)
 
 
 async def load_of(directory: Directory) -> Load:
@@ -224,7 +224,7 @@ async def test_a_charge_against_who_has_left_is_nothing(world):
     await directory.charge(instance, {"full": 4})
     assert await directory.listing() == ()
     await directory.register(node("p", Role.PREFILL, free=10))
-    assert (await load_of(directory)).free_pages["full"] == 10
+    assert (await load_of(directory)).available_pages["full"] == 10
 
 
 PLAIN, CURVE, LOCAL = ControlMode.PLAIN, ControlMode.CURVE, ControlMode.LOCAL

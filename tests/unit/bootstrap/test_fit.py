@@ -34,7 +34,7 @@ def best(*registrations, without=(), **request) -> tuple[str, str] | None:
 
 def loaded(free: int, rooms: int = 0) -> Load:
     spaces = ("full", "swa", "request", "host")
-    return Load(rooms=rooms, free_pages=dict.fromkeys(spaces, free), total_pages=dict.fromkeys(spaces, 100))
+    return Load(rooms=rooms, available_pages=dict.fromkeys(spaces, free), total_pages=dict.fromkeys(spaces, 100))
 
 
 def test_the_freest_pair_comes_first():
@@ -109,7 +109,7 @@ def test_demand_is_what_the_decode_daemon_reserves(tokens):
 
 
 def test_the_scarcest_pool_decides_and_unused_ones_do_not():
-    load = Load(free_pages={"full": 50, "swa": 3}, total_pages={"full": 100, "swa": 10, "host": 0})
+    load = Load(available_pages={"full": 50, "swa": 3}, total_pages={"full": 100, "swa": 10, "host": 0})
     assert free_share(load, {"full": 10, "swa": 2, "host": 10, "request": 1}, {}) == pytest.approx(0.1)
     assert free_share(load, {"full": 10}, {"full": 20}) == pytest.approx(0.2)
     assert free_share(load, {"full": 10}, {"full": 45}) == pytest.approx(-0.05)
@@ -128,7 +128,7 @@ def test_a_request_that_no_pool_could_hold_is_the_callers_mistake():
 
 def test_an_instance_that_could_never_hold_the_request_is_left_out():
     spaces = ("full", "swa", "request", "host")
-    small = Load(free_pages=dict.fromkeys(spaces, 3), total_pages=dict.fromkeys(spaces, 3))
+    small = Load(available_pages=dict.fromkeys(spaces, 3), total_pages=dict.fromkeys(spaces, 3))
     fleet = (node("p", Role.PREFILL), node("d", Role.DECODE, load=small), node("e", Role.DECODE, free=0))
     assert best(*fleet) == ("p", "e")
     assert best(*fleet, without={"e"}) is None

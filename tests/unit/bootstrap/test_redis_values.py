@@ -72,7 +72,7 @@ MALFORMED = {
     "a beat with less than no pages": lambda client, space: client.hset(
         f"{space}:node:{MEMBER}",
         "beat",
-        b'{"incarnation":"p1-incarnation-1","ready":true,"load":{"free_pages":{"full":-1}}}',
+        b'{"incarnation":"p1-incarnation-1","ready":true,"load":{"available_pages":{"full":-1}}}',
     ),
     "no beat": lambda client, space: client.hdel(f"{space}:node:{MEMBER}", "beat"),
     "a time that is none": lambda client, space: client.hset(f"{space}:node:{MEMBER}", "seen_ms", "soon"),
@@ -255,7 +255,7 @@ async def test_a_room_whose_record_lost_a_field_fails_nobodys_call(redis_fleet, 
 
 async def test_a_load_from_redis_is_what_was_announced(redis_fleet):
     directory = await redis_fleet.directory(node("p", Role.PREFILL))
-    load = Load(rooms=3, free_pages={"full": 5}, total_pages={"full": 9})
+    load = Load(rooms=3, available_pages={"full": 5}, total_pages={"full": 9})
     await directory.heartbeat("p", "node-0", beat("p-incarnation-1", ready=False, load=load))
     (record,) = await redis_fleet.replica().nodes()
     assert (record.load, record.beat.ready) == (load, False)

@@ -69,6 +69,14 @@ def test_it_says_what_is_not_ready_in_time(answer, why):
     assert (result.exit_code, result.stderr) == (1, f"{bad} is not ready after 0 s: {why}\n")
 
 
+def test_it_says_what_it_waits_for_before_its_time_is_over(monkeypatch):
+    monkeypatch.setattr("kvbridge.cli.wait.QUIET_S", 0.0)
+    with daemon(NOT_READY, READY) as node:
+        result = wait(node)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"{node} is not ready yet: rank worker pp0.tp0 is starting; no pages\n"
+
+
 def test_nobody_answers():
     with daemon(READY) as url:
         pass

@@ -265,7 +265,7 @@ async def test_who_has_left_does_not_come_back() -> None:
 
 
 def pages(**free: int) -> Load:
-    return Load(free_pages=free, total_pages=dict.fromkeys(free, 1000))
+    return Load(available_pages=free, total_pages=dict.fromkeys(free, 1000))
 
 
 @pytest.mark.parametrize(

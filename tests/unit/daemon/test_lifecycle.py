@@ -1,13 +1,15 @@
-"""How a node ends when one of its parts does not."""
+"""How a daemon starts and ends, also when one of its parts does not."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
 
 from kvbridge.config.schema import PrefillConfig
+from kvbridge.daemon.lifecycle import run_daemon
 from kvbridge.daemon.prefill import prefill_daemon
 
 
@@ -35,3 +37,32 @@ def test_a_part_that_cannot_be_closed_does_not_keep_the_memory(tmp_path: Path) -
     with pytest.raises(RuntimeError, match="ended by itself"):
         asyncio.run(live())
     assert not list(tmp_path.iterdir())
+
+
+class Observed:
+    """A daemon that looks, once it has started, at what a full collection would go through, and ends."""
+
+    def __init__(self) -> None:
+        self.parts = [[] for _ in range(1000)]
+        self.frozen = self.collected = 0
+
+    async def start(self) -> None:
+        pass
+
+    async def failed(self) -> None:
+        self.frozen, self.collected = gc.get_freeze_count(), len(gc.get_objects())
+
+    async def drain(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def test_the_collector_leaves_alone_what_a_daemon_is_made_of() -> None:
+    daemon = Observed()
+    try:
+        asyncio.run(run_daemon(daemon))
+    finally:
+        gc.unfreeze()
+    assert daemon.frozen > 1000 > daemon.collected

@@ -11,16 +11,20 @@ from fastapi import FastAPI
 from kvbridge.api.status import BootstrapStatus, NodeStatus, Readiness, RegistrationState
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import Rank, Role
+from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
-from kvbridge.daemon.announce import Announcer
+from kvbridge.daemon.announce import Announcer, is_significant
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.http.operations import AppSettings
+from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, PeerLost, RoomEntered
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.prefix_cache import PrefixCache
 from tests.unit.bootstrap.fleet import node as fleet_node
 
 NODE = {"instance": "i", "model": {"preset": "tiny-gqa"}, "pools": {"device": {"full": 8}}}
@@ -125,9 +129,36 @@ def test_the_recent_past_is_on_the_page(prefill: NodeDaemon) -> None:
     assert (page.traffic["p"].sent_bytes, page.traffic["p"].rooms_failed) == (7, 1)
 
 
+@pytest.mark.parametrize("readers", [0, 1])
+def test_a_pool_full_of_cached_pages_is_shown_as_full_as_far_as_somebody_reads_them(
+    prefill: NodeDaemon, readers: int
+) -> None:
+    full, book, empty = IndexSpace.FULL, prefill.parts.book, prefill.overview.load()
+    cache, keys = PrefixCache(book, PrefixIndex((full,), 8)), Keys(bytes(range(128)))
+    got = cache.admit(Owner(1, 1), keys, lambda _: {full: 8})
+    cache.keep(Owner(1, 1), keys, 0, got.own)
+    book.free(Owner(1, 1))
+    if not readers:
+        cache.let_go(Owner(1, 1))
+    available = 0 if readers else 8
+    page, load = prefill.overview.status(), prefill.overview.load()
+    assert page.pools[full][PageState.CACHED] == 8
+    assert page.available_pages == {full: available}
+    assert (load.available_pages, load.total_pages) == ({"full": available}, {"full": 8})
+    assert is_significant(empty, load) is bool(readers)
+    metrics = b"".join(prefill.overview.render_metrics()[0]).decode()
+    for line in (
+        'kvbridge_pool_pages{space="full",state="free"} 0.0',
+        'kvbridge_pool_pages{space="full",state="cached"} 8.0',
+        f'kvbridge_pages_available{{space="full"}} {available}.0',
+        f'kvbridge_pages_expected_free{{space="full",within="1s"}} {available}.0',
+    ):
+        assert line in metrics
+
+
 def test_what_is_only_known_when_somebody_scrapes(prefill: NodeDaemon) -> None:
-    page, _ = prefill.overview.render_metrics()
-    shown = page.decode()
+    pieces, _ = prefill.overview.render_metrics()
+    shown = b"".join(pieces).decode()
     for line in (
         'kvbridge_pool_pages{space="full",state="free"} 8.0',
         'kvbridge_pool_bytes{space="full",state="leased"} 0.0',

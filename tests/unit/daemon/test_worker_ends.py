@@ -74,7 +74,7 @@ class Listener:
 @pytest.fixture
 def host():
     listener, events = Listener(), EventStream()
-    events.add_reader(listener.fact)
+    events.add_reader({Fact: listener.fact})
     made = WorkerHost(SimpleNamespace(), {RANK: (0,)}, events)
     made.serve(listener, {EndpointsRevoked: listener.said.append})
     made._server = Server()

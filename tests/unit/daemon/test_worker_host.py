@@ -54,7 +54,7 @@ def host(listener: Listener, tmp_path: Path) -> WorkerHost:
         }
     )
     events = EventStream()
-    events.add_reader(listener.fact)
+    events.add_reader({Fact: listener.fact})
     made = WorkerHost(config, {R0: (0, 1), R1: (0, 1)}, events)
     made.serve(listener, {RoomClosed: listener.said.append})
     made.workers.connect(lambda _link, _message: None)

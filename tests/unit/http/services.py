@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -25,6 +25,7 @@ from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.operations import AppSettings
 from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.telemetry.context import TRACE, TraceContext
 
 
 class FakeRooms:
@@ -33,6 +34,7 @@ class FakeRooms:
     role = Role.PREFILL
 
     def __init__(self) -> None:
+        self.traces: list[TraceContext | None] = []
         self.rooms: dict[int, RoomReport] = {}
         self.error: Exception | None = None
         self.waits: list[tuple[int, float, frozenset[RoomState]]] = []
@@ -42,6 +44,7 @@ class FakeRooms:
         self.waiting = asyncio.Event()
 
     async def admit(self, request: AdmissionRequest, may_name: Namespaces = ANY_NAMESPACE) -> RoomReport:
+        self.traces.append(TRACE.get())
         if self.error:
             raise self.error
         may_name.require(request.namespace, keyed=bool(request.page_hashes))
@@ -99,6 +102,7 @@ NODE_PAGE = NodeStatus(
         waiting=0, oldest_wait_s=0, starved_s=0, clients=(), released_pages_per_s={}, usual_release_s=None
     ),
     pools={IndexSpace.FULL: {PageState.FREE: 8}},
+    available_pages={IndexSpace.FULL: 8},
     quarantine={},
     problems=(),
     traffic={},
@@ -123,6 +127,7 @@ class FakeStatus:
         self._page = page
         self.served: list[tuple[object, ...]] = []
         self.answers: list[tuple[str, str, int]] = []
+        self.traceparents_ignored = 0
 
     def readiness(self) -> Readiness:
         return self.ready
@@ -130,8 +135,8 @@ class FakeStatus:
     def status(self) -> Any:
         return self._page
 
-    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
-        return f"kvbridge_rooms 1 # {accept}\n".encode(), "text/plain; version=0.0.4"
+    def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
+        return iter((b"kvbridge_rooms 1 # ", accept.encode(), b"\n")), "text/plain; version=0.0.4"
 
     def serves(self, route: str, methods: Sequence[str], code: int) -> None:
         self.served.append((route, *methods, code))
@@ -139,6 +144,9 @@ class FakeStatus:
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         assert seconds >= 0
         self.answers.append((route, method, code))
+
+    def traceparent_ignored(self) -> None:
+        self.traceparents_ignored += 1
 
 
 def settings(tokens: Sequence[str] = (), **changes: Any) -> AppSettings:

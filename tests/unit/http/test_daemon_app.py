@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import re
 
@@ -21,6 +23,7 @@ from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.problems import Problem
 from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
+OF_ROUTER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 pytestmark = pytest.mark.asyncio
 
 MEMBERS = {"type", "title", "status", "detail", "code", "instance"}
@@ -193,10 +196,31 @@ async def test_health_and_readiness(http, status):
 
 async def test_operators_routes(http):
     response = await http.get("/metrics", headers={"Accept": "application/openmetrics-text"})
-    expected = FakeStatus().render_metrics("application/openmetrics-text")
-    assert (response.content, response.headers["content-type"]) == expected
+    assert response.content == b"kvbridge_rooms 1 # application/openmetrics-text\n"
+    assert response.headers["content-type"] == "text/plain; version=0.0.4"
     assert (await http.get("/version")).json() == {"name": "kvbridge", "version": __version__, "protocol_version": 1}
     assert (await http.get("/status")).json()["rooms"] == {"admitted": 1}
+
+
+async def test_others_have_their_turn_while_a_long_page_of_metrics_is_made(http, status, monkeypatch):
+    turns, seen = itertools.count(), []
+
+    async def others():
+        while True:
+            seen.append(next(turns))
+            await asyncio.sleep(0)
+
+    def pieces():
+        for _ in range(5):
+            yield b"kvbridge_rooms 1\n"
+            seen.append("piece")
+
+    monkeypatch.setattr("kvbridge.http.operations.TURN_S", 0.0)
+    monkeypatch.setattr(status, "render_metrics", lambda _accept: (pieces(), "text/plain"))
+    beside = asyncio.create_task(others())
+    assert (await http.get("/metrics")).content.count(b"\n") == 5
+    beside.cancel()
+    assert [before for before, after in itertools.pairwise(seen) if before == after == "piece"] == []
 
 
 async def test_requests_are_counted_by_the_template_of_their_route(http, status):
@@ -218,6 +242,15 @@ async def test_a_request_has_an_id_that_is_the_callers_when_it_gives_one(http, g
     answer = await http.get("/health", headers={"X-Request-Id": given.encode()})
     told = answer.headers["x-request-id"]
     assert told == given if given == "router-7/a.b:c" else re.fullmatch("[0-9a-f]{16}", told)
+
+
+@pytest.mark.parametrize("given", [[], ["garbage"], ["\u00e9"], [OF_ROUTER, OF_ROUTER], [OF_ROUTER]])
+async def test_a_traceparent_is_taken_over_or_ignored_and_never_the_callers_fault(http, rooms, status, given):
+    headers = [("traceparent", text.encode()) for text in given]
+    assert (await http.post("/v1/requests", json={"room": 3, "prompt_tokens": 5}, headers=headers)).status_code == 201
+    good = given == [OF_ROUTER]
+    assert [trace and trace.traceparent for trace in rooms.traces] == [OF_ROUTER if good else None]
+    assert status.traceparents_ignored == (bool(given) and not good)
 
 
 async def test_a_load_balancer_may_ask_without_wanting_an_answer(http, status):

@@ -122,7 +122,7 @@ class Bench:
 
     @property
     def free(self) -> int:
-        return self.book.free_pages()[FULL]
+        return self.book.available_pages()[FULL]
 
 
 async def turn() -> None:
@@ -207,7 +207,7 @@ async def test_who_waits_too_long_is_refused_with_the_limit(made):
     bench.now(1, 6)
     error = await refused("capacity", await bench.waits(2, 4, wait_s=0.01))
     assert "0.01 s (limit: the request's wait_s" in str(error)
-    assert "4 of 'full' (2 free)" in str(error)
+    assert "4 of 'full' (2 available)" in str(error)
     assert error.lacking == {FULL: 2}
     assert bench.events.refusals == {"wait_timeout": 1}
     assert bench.events.waits[0][0] == "timeout"
@@ -475,7 +475,7 @@ async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
     bench.clock.advance(0.1)
     bench.admission.tick()
     assert bench.admission.problem() == (
-        "nothing could be admitted for 30 s (limit: admission.unready_after_s): space 'full' has no free page of 8 "
+        "nothing could be admitted for 30 s (limit: admission.unready_after_s): space 'full' has no available page of 8 "
         "(5 held, 3 quarantined); quarantined for: worker pp0.tp0 is silent"
     )
     assert bench.admission.starved_s() == 30.0

@@ -26,6 +26,7 @@ from kvbridge.core.wire.engine_messages import (
     Refused,
     Release,
     RoomEvent,
+    SparseRows,
 )
 from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
@@ -33,7 +34,7 @@ from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.rooms import RoomEngines
-from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineFact, EngineLost
+from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineFact, EngineLost, SparseDecoded
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -165,7 +166,10 @@ def test_the_decode_verbs():
     assert pages.phases_s["move"] == 1.0
     extended = api.call(Extend(call=4, room=1, tokens=3 * PAGE))
     assert len(extended.tables[0].ids) == 3 * 4
-    assert api.call(Release(call=5, room=1)) == Accepted(call=5)
+    sparse = SparseRows(hit=7, loaded=3, preloaded=64, backed_up=16)
+    assert api.call(Release(call=5, room=1, sparse=sparse)) == Accepted(call=5)
+    (told,) = api.bench.events.of(SparseDecoded)
+    assert (told.room, told.rows) == (1, {"hit": 7, "loaded": 3, "preloaded": 64, "backed_up": 16})
     assert api.bench.free == 16
     assert api.call(AbortRoom(call=6, room=1, reason="late")) == Accepted(call=6)
     assert api.call(Claim(call=7, room=1)).code == "room_failed"

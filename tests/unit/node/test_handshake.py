@@ -130,7 +130,7 @@ def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
     side.hello()
     assert len(pick(side.messages, Welcome)) == 2
     assert len(pick(side.workers.messages, ConnectPeer)) == 2
-    assert side.nodes.known() == [DECODE]
+    assert side.nodes.known() == {DECODE}
     assert side.nodes.peers()[0].transports == {"pp0.tp0": ("local",), "pp0.tp1": ("local",)}
 
 
@@ -153,7 +153,7 @@ def test_a_node_that_does_not_fit_is_told_why(fields, code, text):
     [rejected] = pick(side.messages, Rejected, DECODE)
     assert rejected.code == code
     assert text in rejected.message
-    assert side.nodes.known() == []
+    assert not side.nodes.known()
     assert side.workers.messages == []
 
 
@@ -171,7 +171,7 @@ def test_a_worker_that_cannot_connect_rejects_the_node():
     assert len(pick(side.workers.messages, DisconnectPeer)) == 2
     side.connected(R1)
     assert pick(side.messages, Welcome) == []
-    assert side.nodes.known() == []
+    assert not side.nodes.known()
 
 
 def test_a_node_that_has_changed_is_connected_anew_and_only_the_last_answer_counts():
@@ -193,7 +193,7 @@ def test_a_new_life_ends_the_old_one():
     side.hello(NEXT_LIFE)
     assert side.gone == [(DECODE, f"it was restarted (now {NEXT_LIFE})")]
     assert len(pick(side.workers.messages, DisconnectPeer)) == 2
-    assert side.nodes.known() == [NEXT_LIFE]
+    assert side.nodes.known() == {NEXT_LIFE}
 
 
 def test_a_worker_that_is_back_is_connected_to_everybody():
@@ -280,9 +280,9 @@ def test_nobody_takes_a_name_over_from_another_key():
     side.nodes.hello(NEXT_LIFE, Hello(node=description(NEXT_LIFE)), key="another key")
     [rejected] = pick(side.messages, Rejected, NEXT_LIFE)
     assert rejected.code == "unauthorized"
-    assert (side.nodes.known(), side.gone) == ([DECODE], [])
+    assert (side.nodes.known(), side.gone) == ({DECODE}, [])
     side.nodes.hello(NEXT_LIFE, Hello(node=description(NEXT_LIFE)), key="its key")
-    assert side.nodes.known() == [NEXT_LIFE]
+    assert side.nodes.known() == {NEXT_LIFE}
 
 
 # ------------------------------------------------------------------------------------------- inspections
@@ -376,7 +376,7 @@ def test_a_name_that_another_key_has_taken_meanwhile_is_refused():
     side.nodes.hello(NEXT_LIFE, Hello(node=description(NEXT_LIFE)), key="another key")
     end_inspection(side)
     end_inspection(side)
-    assert side.nodes.known() == [DECODE]
+    assert side.nodes.known() == {DECODE}
     assert pick(side.messages, Rejected, NEXT_LIFE)[0].code == "unauthorized"
 
 
@@ -389,7 +389,7 @@ def test_what_waits_is_bounded(count, payload_bytes):
         if pick(side.messages, Rejected):
             break
     assert pick(side.messages, Rejected, DECODE)[0].code == "capacity"
-    assert side.nodes.known() == []
+    assert not side.nodes.known()
     end_inspection(side)
     assert side.delivered == []
 
@@ -636,7 +636,7 @@ def test_a_decode_node_that_requires_what_we_lack_is_rejected_by_name():
     assert rejected.code == "feature_missing"
     assert "requires feature 'later'" in rejected.message
     assert "upgrade prefill instance prefill" in rejected.message
-    assert side.nodes.known() == []
+    assert not side.nodes.known()
 
 
 def test_an_older_decode_node_is_welcomed_with_what_both_have():

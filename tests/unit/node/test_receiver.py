@@ -772,6 +772,24 @@ def test_an_engine_says_what_its_pages_hold_already():
     assert state(bench) is ReceiverState.COMMITTED
 
 
+def test_rooms_may_have_the_pages_of_a_common_prefix_and_only_the_rest_is_leased():
+    bench = ReceiverBench(adopted=True)
+    bench.nodes.know()
+    for room in (1, 2, 3):
+        admit(bench, room=room)
+    bench.verbs.provide(1, tables(4, 5), prefix_tokens=PAGE)
+    bench.verbs.provide(2, tables(4, 6), prefix_tokens=PAGE)
+    with pytest.raises(ConflictError, match="are leased, a peer may still write them for room 1 generation 1"):
+        bench.verbs.provide(3, tables(5, 7), prefix_tokens=PAGE)
+    with pytest.raises(ConflictError, match=r"page 4 .* belongs to room 1 generation 1 and room 2 generation 1"):
+        bench.verbs.provide(3, tables(4, 7))
+    with pytest.raises(ConflictError, match=r"page 6 .* belongs to room 2 generation 1;"):
+        bench.verbs.provide(3, tables(6, 7))
+    counts = bench.book.counts()[IndexSpace.FULL]
+    assert (counts[PageState.LEASED], counts[PageState.CACHED]) == (2, 1)
+    bench.book.check_integrity()
+
+
 def test_what_lies_in_the_nodes_host_pool_has_no_prefix():
     """The engine brings the device pages; those of the host pool are the daemon's, and fresh."""
     bench = ReceiverBench(adopted=True)

@@ -900,6 +900,47 @@ def test_adopted_pages_must_cover_the_request_and_be_nobody_elses():
     bench.book.check_integrity()
 
 
+def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_them():
+    bench = SenderBench(adopted=True)
+    for room in (1, 2, 3):
+        admit(bench, room=room)
+    begin(bench, tables=tables(3, 4))
+    with pytest.raises(ConflictError, match=r"page 3 .* still belongs to room 1"):
+        begin(bench, room=2, tables=tables(3, 5))
+    for computed_tokens in (TOKENS, TOKENS + 1):
+        with pytest.raises(InvalidInputError, match="computed_tokens must be less than"):
+            begin(bench, room=2, tables=tables(3, 5), computed_tokens=computed_tokens)
+    with pytest.raises(ConflictError, match="page 3"):
+        begin(bench, room=2, tables=tables(3, 5), computed_tokens=PAGE - 1)
+    begin(bench, room=2, tables=tables(3, 5), computed_tokens=PAGE + 1)
+    bench.service.peers.offer(DECODE, offer())
+    publish(bench)
+    finish(bench)
+    answer(bench)
+    assert state(bench) is SenderState.COMPLETED
+    assert bench.book.counts()[IndexSpace.FULL][PageState.CACHED] == 1, "room 2 reads it still"
+    with pytest.raises(ConflictError, match=r"page 3 .* still belongs to room 2"):
+        begin(bench, room=3, tables=tables(3, 6))
+    begin(bench, room=3, tables=tables(3, 6), computed_tokens=PAGE)
+    bench.book.check_integrity()
+
+
+def test_all_ranks_read_and_write_the_same_pages_of_a_room():
+    bench = SenderBench(ranks=(R0, R1), adopted=True)
+    admit(bench)
+    begin(bench, "engine0", (R0,), tables=tables(3, 4), computed_tokens=PAGE)
+    with pytest.raises(ConflictError, match="read and write the same"):
+        begin(bench, "engine1", (R1,), tables=tables(3, 4))
+    begin(bench, "engine1", (R1,), tables=tables(3, 4), computed_tokens=PAGE)
+
+
+def test_what_is_computed_already_is_the_nodes_to_say_where_it_owns_the_pools():
+    bench = SenderBench()
+    admit(bench)
+    with pytest.raises(InvalidInputError, match="takes no page tables, and no computed_tokens"):
+        begin(bench, computed_tokens=PAGE)
+
+
 @pytest.mark.parametrize("offered", [False, True])
 def test_an_adopted_room_can_be_aborted_before_it_has_pages(offered):
     bench = SenderBench(adopted=True)
@@ -988,7 +1029,7 @@ def test_an_order_is_a_fact_from_its_beginning_to_its_end_with_room_peer_rank_an
     who = {"room": 1, "generation": 1, "peer": DECODE, "rank": R0, "order": order, "transport": "local"}
     [began, ended] = order_facts(bench)
     assert began == OrderBegan(**who)
-    assert ended == OrderEnded(**who, amounts=full_amounts(TOKENS))
+    assert ended == OrderEnded(**who, amounts=full_amounts(TOKENS), seconds={"move": 1.0})
 
 
 def test_an_order_ends_with_its_worker():

@@ -15,7 +15,8 @@ from kvbridge.core.errors import (
     PageOutOfBoundsError,
 )
 from kvbridge.core.geometry.hot_buffer import sparse_request_bytes
-from kvbridge.sparse import SparseCache
+from kvbridge.sparse import PendingCopies, ReleasedRequest, SparseCache, SparseRows
+from kvbridge.sparse.streams import Point
 from tests.helpers.sparse_simulation import HostPool, SparseSimulation, c4_component, settings
 
 
@@ -42,6 +43,19 @@ def test_a_long_decode_past_many_evictions_and_backups():
     assert counts.resident == 64 * 2
     assert counts.evicted > 1000
     assert world.requests[0].complete_rows_on_host == 3300 // 4 // 64 * 64
+    told = world.release(0).rows()
+    assert (told.preloaded, told.hit + told.loaded > 1000) == (0, True)
+    assert told.backed_up == (3300 // 4 // 64 - 1000 // 4 // 64) * 64 * 2  # new pages that are complete, in two layers
+
+
+def test_what_was_done_for_a_request_is_not_known_before_its_copies_have_ended():
+    point, told = Point(), SparseRows(preloaded=5)
+    point.reached = lambda: False
+    released = ReleasedRequest(PendingCopies(point, "request slot 0"), told, torch.ones(2, 4, dtype=torch.int32))
+    with pytest.raises(ConflictError, match="wait for that first"):
+        released.rows()
+    point.reached = lambda: True
+    assert released.rows() == SparseRows(hit=2, loaded=2, preloaded=5)
 
 
 @pytest.mark.parametrize("ring_pages", [2, 3])

@@ -7,7 +7,15 @@ import inspect
 
 from kvbridge.core.ids import Rank
 from kvbridge.telemetry import events
-from kvbridge.telemetry.events import EventStream, Fact, MemoryRegistered, MessagesResent
+from kvbridge.telemetry.events import (
+    EventStream,
+    Fact,
+    MemoryRegistered,
+    MessagesResent,
+    PeerFact,
+    PeerLost,
+    WorkerStarted,
+)
 from tests.helpers.manual_clock import ManualClock
 
 
@@ -16,16 +24,32 @@ def test_every_reader_has_every_fact_in_order_with_its_time() -> None:
     stream = EventStream(clock)
     first: list[tuple[float, Fact]] = []
     second: list[tuple[float, Fact]] = []
-    stream.add_reader(lambda now_s, fact: first.append((now_s, fact)))
+    stream.add_reader({Fact: lambda now_s, fact: first.append((now_s, fact))})
     one, two = MessagesResent(count=2), MemoryRegistered(rank=Rank(pp=0, tp=0), share=0.5)
     stream.emit(one)
     clock.advance(1)
-    stream.add_reader(lambda now_s, fact: second.append((now_s, fact)))
+    stream.add_reader({Fact: lambda now_s, fact: second.append((now_s, fact))})
     stream.emit(two)
     assert first == [(5.0, one), (6.0, two)]
     assert second == [(6.0, two)]
 
 
 def test_facts_do_not_change() -> None:
-    kinds = {kind for _, kind in inspect.getmembers(events, inspect.isclass) if dataclasses.is_dataclass(kind)}
+    kinds = {
+        kind
+        for _, kind in inspect.getmembers(events, inspect.isclass)
+        if dataclasses.is_dataclass(kind) and kind.__module__ == events.__name__
+    }
     assert all(issubclass(kind, Fact) and kind.__dataclass_params__.frozen for kind in kinds)
+
+
+def test_a_reader_has_the_facts_of_its_table_and_of_the_kinds_below() -> None:
+    stream, heard = EventStream(), []
+    stream.emit(MessagesResent(count=1))  # before anybody reads
+    stream.add_reader({MessagesResent: lambda _, fact: heard.append(fact.count)})
+    stream.add_reader(
+        {PeerFact: lambda _, fact: heard.append(fact.peer), MemoryRegistered: lambda *_: heard.append("m")}
+    )
+    for fact in (MessagesResent(count=2), PeerLost(peer="p", reason="r"), WorkerStarted(rank=Rank(pp=0, tp=0), pid=1)):
+        stream.emit(fact)
+    assert heard == [2, "p"]

@@ -7,7 +7,7 @@ import logging
 import pytest
 import structlog
 
-from kvbridge.telemetry.context import REQUEST_ID, TRACE_ID
+from kvbridge.telemetry.context import REQUEST_ID, TRACE, TraceContext
 from kvbridge.telemetry.logs import MAX_KINDS, Seldom, configure_logs, leave_standard_output
 from tests.helpers.manual_clock import ManualClock
 
@@ -122,14 +122,17 @@ def test_no_line_has_another_name_than_its_daemons(lines):
 
 
 def test_lines_carry_the_ids_of_the_request_that_they_are_written_for(lines):
-    request, trace = REQUEST_ID.set("r-1"), TRACE_ID.set("4bf9")
+    called = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", sampled=False)
+    request, trace = REQUEST_ID.set("r-1"), TRACE.set(called)
     structlog.get_logger("x").info("admitted")
     structlog.get_logger("x").info("room_ended", request_id="r-0")
     REQUEST_ID.reset(request)
-    TRACE_ID.reset(trace)
+    TRACE.reset(trace)
     structlog.get_logger("x").info("idle")
     first, second, third = lines()
-    assert (first["request_id"], first["trace_id"]) == ("r-1", "4bf9")
+    assert (first["request_id"], first["trace_id"]) == ("r-1", called.trace_id), (
+        "whether anybody records the trace or not"
+    )
     assert second["request_id"] == "r-0", "of an earlier request that the line is about"
     assert not {"request_id", "trace_id"} & third.keys()
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.plan.operations import Amount
-from kvbridge.telemetry.context import TRACE_ID
+from kvbridge.telemetry.context import TRACE, TraceContext
 from kvbridge.telemetry.metrics import (
     ADMISSION_TO_CLAIM,
     BUILD,
@@ -54,8 +54,13 @@ def metrics(clock):
     return Metrics(role=DECODE, values=VALUES, clock=clock)
 
 
+def rendered(metrics, accept=""):
+    pieces, content_type = metrics.render(accept)
+    return b"".join(pieces), content_type
+
+
 def samples(metrics):
-    body, content_type = metrics.render()
+    body, content_type = rendered(metrics)
     assert content_type.startswith("text/plain")
     return {
         (sample.name, *sorted(sample.labels.values())): sample.value
@@ -110,16 +115,19 @@ def test_no_series_says_when_it_was_created(metrics):
     metrics.count(RESENT)
     metrics.observe(WAIT, 1.0, "admitted")
     for accept in ("", "application/openmetrics-text; version=1.0.0"):
-        body, _ = metrics.render(accept)
+        body, _ = rendered(metrics, accept)
         assert b"_created" not in body
 
 
 def test_a_histogram_has_an_example_when_open_metrics_is_asked_for_and_a_trace_is_recorded(metrics):
     metrics.observe(ADMISSION_TO_CLAIM, 0.2)
-    bound = TRACE_ID.set("4bf92f3577b34da6a3ce929d0e0e4736")
+    bound = TRACE.set(TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", sampled=True))
     metrics.observe(ADMISSION_TO_CLAIM, 0.02)
-    TRACE_ID.reset(bound)
-    body, content_type = metrics.render("application/openmetrics-text; version=1.0.0")
+    TRACE.reset(bound)
+    bound = TRACE.set(TraceContext("5bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", sampled=False))
+    metrics.observe(ADMISSION_TO_CLAIM, 0.4)
+    TRACE.reset(bound)
+    body, content_type = rendered(metrics, "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     told = {
         sample.labels["le"]: sample.exemplar
@@ -130,7 +138,8 @@ def test_a_histogram_has_an_example_when_open_metrics_is_asked_for_and_a_trace_i
     assert told["0.025"].labels == {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736"}
     assert told["0.025"].value == 0.02
     assert told["0.25"] is None
-    assert b"trace_id" not in metrics.render()[0]
+    assert told["0.5"] is None, "nobody records that trace"
+    assert b"trace_id" not in rendered(metrics)[0]
 
 
 def test_bytes_and_operation_sizes(metrics):

@@ -31,6 +31,7 @@ from kvbridge.telemetry.events import (
     RoomMessageRefused,
     RoomQuarantined,
     RoomRejected,
+    SparseDecoded,
     WaitOutcome,
     WorkerLost,
 )
@@ -65,12 +66,11 @@ class Counted:
         self.metrics = Metrics(role="prefill", clock=self.clock)
         self.events = EventStream(self.clock)
         names = PeerNames()
-        self.events.add_reader(names)
-        self.events.add_reader(MetricsReader(self.metrics, names))
+        self.events.add_reader(names.table)
+        self.events.add_reader(MetricsReader(self.metrics, names).table)
         self.events.emit(PeerAccepted(peer="dddd", name="decode-0/node-0", features=()))
 
     def sample(self, name: str, **labels: str) -> float:
-        self.metrics.render()
         return sum(
             found.value
             for family in self.metrics.registry.collect()
@@ -178,10 +178,22 @@ def test_facts_count_in_their_metric(counted: Counted, fact: Fact, name: str, la
     assert counted.sample(name, **labels) == value
 
 
-def test_pages_that_differ_are_counted_on_decode() -> None:
+@pytest.mark.parametrize(
+    ("fact", "line"),
+    [
+        (
+            PagesDiffer(**ROOM, component=ComponentKind.C4_KV, pages=2),
+            b'kvbridge_digest_mismatches_total{component="c4_kv"} 2.0\n',
+        ),
+        (SparseDecoded(**ROOM, rows={"hit": 7, "loaded": 3}), b'kvbridge_sparse_rows_total{outcome="loaded"} 3.0\n'),
+    ],
+)
+def test_what_only_a_decode_node_counts(fact: Fact, line: bytes) -> None:
     metrics = Metrics(role="decode")
-    MetricsReader(metrics, PeerNames())(0.0, PagesDiffer(**ROOM, component=ComponentKind.C4_KV, pages=2))
-    assert b'kvbridge_digest_mismatches_total{component="c4_kv"} 2.0' in metrics.render()[0]
+    events = EventStream()
+    events.add_reader(MetricsReader(metrics, PeerNames()).table)
+    events.emit(fact)
+    assert line in b"".join(metrics.render()[0])
 
 
 class Logged:
@@ -192,7 +204,7 @@ class Logged:
         self.lines = LogReader(names, self.metrics, self.clock)
         self.events = EventStream(self.clock)
         for reader in (names, self.lines):
-            self.events.add_reader(reader)
+            self.events.add_reader(reader.table)
         self.events.emit(PeerAccepted(peer="dddd", name="decode-0/node-0", features=()))
 
 
@@ -245,7 +257,7 @@ def test_at_high_rates_the_log_says_how_many_rooms_it_left_out() -> None:
         for kind, count in (("completed", 1_000), ("peer_failed", 100))
     ]
     left_out = b'kvbridge_log_lines_left_out_total{event="room_ended"} ' + str(float(1_100 - 2 * LINES)).encode()
-    assert left_out in logged.metrics.render()[0]
+    assert left_out in b"".join(logged.metrics.render()[0])
 
 
 def test_what_strangers_can_cause_is_logged_seldom() -> None:
@@ -260,7 +272,7 @@ def test_what_strangers_can_cause_is_logged_seldom() -> None:
 def test_status_keeps_the_last_problems_with_their_time() -> None:
     clock = ManualClock(7.0)
     stream, recent = EventStream(clock), StatusReader()
-    stream.add_reader(recent)
+    stream.add_reader(recent.table)
     for number in range(RECENT_PROBLEMS):
         stream.emit(RoomEntered(room=number, generation=1, state=RoomState.FAILED, code="c", reason="r"))
     clock.advance(1)
@@ -283,7 +295,7 @@ def test_status_keeps_the_last_problems_with_their_time() -> None:
 
 def test_status_knows_the_traffic_with_each_peer_and_forgets_the_longest_unheard_of() -> None:
     stream, recent = EventStream(), StatusReader()
-    stream.add_reader(recent)
+    stream.add_reader(recent.table)
     stream.emit(ended(1, amounts=AMOUNTS))
     stream.emit(RankReceived(**ROOM, rank=R0, amounts=AMOUNTS, transport="local"))
     stream.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED))

@@ -18,7 +18,7 @@ class Node:
         self.clock = ManualClock()
         self.stream = EventStream(self.clock)
         self.timelines = RoomTimelines()
-        self.stream.add_reader(self.timelines)
+        self.stream.add_reader(self.timelines.table)
 
     def enter(self, room: int, *states: RoomState, generation: int = 1, peer: str = "", code: str = "") -> None:
         for state in states:

@@ -10,9 +10,9 @@ from operator import mul
 import pytest
 from rich.console import Console
 
+from kvbridge.cli import pictures
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.testbed import pictures
 from kvbridge.testbed.replay import plot
 from kvbridge.testbed.replay.report import (
     PHASES,

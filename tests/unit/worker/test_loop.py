@@ -349,7 +349,7 @@ def test_an_order_is_planned_moved_and_reported():
     assert {kind: amount.lane_rows for kind, amount in sent.amounts.items()} == {
         kind: amount.lane_rows for kind, amount in full_amounts(TOKENS).items()
     }
-    assert set(sent.seconds) == {"plan", "first_byte", "move"}
+    assert set(sent.seconds) == {"plan", "submit", "first_byte", "move"}
     assert sent.seconds["move"] == 2.0
 
 

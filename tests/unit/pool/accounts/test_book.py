@@ -16,8 +16,14 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 
 FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
-FREE, HELD, LEASED, QUARANTINED = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED
-A, B = Owner(7, 1), Owner(8, 1)
+FREE, HELD, LEASED, QUARANTINED, CACHED = (
+    PageState.FREE,
+    PageState.HELD,
+    PageState.LEASED,
+    PageState.QUARANTINED,
+    PageState.CACHED,
+)
+A, B, C = Owner(7, 1), Owner(8, 1), Owner(9, 1)
 
 
 @pytest.fixture
@@ -31,8 +37,8 @@ def test_a_room_goes_from_reserved_to_offered_to_committed_to_free(book):
     pages = book.reserve(A, {FULL: 5, SWA: 2})
     assert pages[FULL].tolist() == [0, 1, 2, 3, 4]
     assert book.counts() == {
-        FULL: {FREE: 11, HELD: 5, LEASED: 0, QUARANTINED: 0},
-        SWA: {FREE: 2, HELD: 2, LEASED: 0, QUARANTINED: 0},
+        FULL: {FREE: 11, HELD: 5, LEASED: 0, QUARANTINED: 0, CACHED: 0},
+        SWA: {FREE: 2, HELD: 2, LEASED: 0, QUARANTINED: 0, CACHED: 0},
     }
     book.move(A, HELD, LEASED)
     assert book.state(A) is LEASED
@@ -135,7 +141,7 @@ def test_quarantine_lasts_until_every_reason_is_lifted(book):
     with pytest.raises(ConflictError, match="worker 1"):
         book.grow(A, {FULL: 1})
     assert book.release_quarantined("worker 1") == (A,)
-    assert book.counts()[FULL] == {FREE: 16, HELD: 0, LEASED: 0, QUARANTINED: 0}
+    assert book.counts()[FULL] == {FREE: 16, HELD: 0, LEASED: 0, QUARANTINED: 0, CACHED: 0}
 
 
 def test_a_quarantine_needs_a_reason(book):
@@ -174,7 +180,7 @@ def test_a_watcher_hears_what_becomes_of_pages(book):
             heard.append(("quarantined", owner))
 
         def freed(self, pages):
-            heard.append(("freed", dict(pages), book.free_pages()[FULL]))
+            heard.append(("freed", dict(pages), book.available_pages()[FULL]))
 
         def gone(self, owner):
             heard.append(("gone", owner))
@@ -215,7 +221,8 @@ def test_a_space_that_does_not_exist_is_refused_before_anything_is_taken(book):
 def test_repr_is_for_the_operator(book):
     book.reserve(A, {FULL: 3, SWA: 1}, state=LEASED)
     assert repr(book) == (
-        "<page book: 1 owners; full 13 free 0 held 3 leased 0 quarantined, swa 3 free 0 held 1 leased 0 quarantined>"
+        "<page book: 1 owners; full 13 free 0 held 3 leased 0 quarantined 0 cached, "
+        "swa 3 free 0 held 1 leased 0 quarantined 0 cached>"
     )
 
 
@@ -234,8 +241,9 @@ def test_adopted_pages_join_those_that_the_owner_has(adopting):
     assert adopting.adopt(A, {FULL: [9, 2, 4]})[FULL].tolist() == [9, 2, 4]
     assert adopting.pages(A)[FULL].dtype == np.int32
     adopting.move(A, HELD, LEASED)
-    assert adopting.counts()[FULL] == {FREE: 13, HELD: 0, LEASED: 3, QUARANTINED: 0}
-    adopting.adopt(B, {FULL: [3]}, state=LEASED)
+    assert adopting.counts()[FULL] == {FREE: 13, HELD: 0, LEASED: 3, QUARANTINED: 0, CACHED: 0}
+    adopting.adopt(B, {FULL: [3]})
+    adopting.move(B, HELD, LEASED)
     assert adopting.counts()[FULL][LEASED] == 4
     adopting.move(A, LEASED, HELD)
     assert adopting.free(A) == 6
@@ -279,7 +287,8 @@ def test_owned_and_adopted_spaces_are_not_mixed_up(adopting):
 
 
 def test_an_adopted_quarantine_keeps_the_engines_pages(adopting):
-    adopting.adopt(A, {FULL: [1]}, state=LEASED)
+    adopting.adopt(A, {FULL: [1]})
+    adopting.move(A, HELD, LEASED)
     adopting.quarantine(A, "worker")
     with pytest.raises(ConflictError, match="quarantined"):
         adopting.adopt(A, {FULL: [2]})
@@ -296,12 +305,242 @@ def test_integrity_check_finds_what_is_wrong(spoil):
     book.adopt(B, {SWA: [1, 2]})
     match spoil:
         case "count":
-            book._in_state[FULL][HELD] = 1
+            book._holdings._in_state[FULL][HELD] = 1
         case "twice":
-            book._holdings[A].pages[FULL] = np.array([1, 1], dtype=np.int32)
+            book._holdings.of(A).pages[FULL] = np.array([1, 1], dtype=np.int32)
         case "lost":
             book._spaces[FULL].give([1])
         case "reason":
-            book._holdings[B].reasons.add("x")
+            book._holdings.of(B).reasons.add("x")
     with pytest.raises(IntegrityError):
         book.check_integrity()
+
+
+def test_a_page_may_be_read_by_several_rooms_while_one_writes_it_or_none(adopting):
+    adopting.adopt(A, {FULL: [1, 2, 3]})
+    adopting.move(A, HELD, LEASED)
+    adopting.adopt(B, {FULL: [4]}, shared={FULL: [1, 2, 9]})
+    assert adopting.pages(B)[FULL].tolist() == [4]
+    assert adopting.counts()[FULL] == {FREE: 11, HELD: 1, LEASED: 3, QUARANTINED: 0, CACHED: 1}
+    adopting.adopt(C, {FULL: [5]}, shared={FULL: [2, 9]})
+    adopting.move(A, LEASED, HELD)
+    assert adopting.free(A) == 1, "the others read two of its three"
+    assert adopting.counts()[FULL] == {FREE: 11, HELD: 2, LEASED: 0, QUARANTINED: 0, CACHED: 3}
+    adopting.check_integrity()
+    adopting.free(B)
+    assert adopting.counts()[FULL][CACHED] == 2
+    adopting.free(C)
+    assert adopting.counts()[FULL][FREE] == 16
+
+
+def test_what_others_read_is_nobodys_to_write(adopting):
+    adopting.adopt(A, {}, shared={FULL: [1, 2]})
+    adopting.adopt(B, {}, shared={FULL: [2]})
+    with pytest.raises(ConflictError, match=r"page 2 .* still belongs to room 7 generation 1 and room 8 generation 1"):
+        adopting.adopt(C, {FULL: [2]})
+    adopting.free(A)
+    with pytest.raises(ConflictError, match=r"page 2 .* belongs to room 8 generation 1;"):
+        adopting.adopt(C, {FULL: [2]})
+    adopting.adopt(C, {FULL: [1]})
+    adopting.free(B)
+    adopting.adopt(C, {FULL: [2]})
+
+
+@pytest.mark.parametrize("end", ["committed", "quarantined"])
+def test_what_a_peer_may_still_write_is_nobodys_prefix(adopting, end):
+    adopting.adopt(A, {FULL: [1, 2]})
+    adopting.move(A, HELD, LEASED)
+    if end == "quarantined":
+        adopting.quarantine(A, "a writer that may still write")
+    with pytest.raises(ConflictError, match="may still write them for room 7 generation 1"):
+        adopting.adopt(B, {FULL: [3]}, shared={FULL: [2]}, written_by_peers=True)
+    assert B not in adopting
+    if end == "committed":
+        adopting.move(A, LEASED, HELD)
+    else:
+        adopting.release_quarantined("a writer that may still write")
+    adopting.adopt(B, {FULL: [3]}, shared={FULL: [2]}, written_by_peers=True)
+
+
+def test_a_room_in_quarantine_keeps_what_it_reads(adopting):
+    adopting.adopt(A, {FULL: [3]}, shared={FULL: [1]})
+    adopting.quarantine(A, "a transport that may still read")
+    assert adopting.counts()[FULL] == {FREE: 14, HELD: 0, LEASED: 0, QUARANTINED: 1, CACHED: 1}
+    with pytest.raises(ConflictError, match="page 1"):
+        adopting.adopt(B, {FULL: [1]})
+    adopting.release_quarantined("a transport that may still read")
+    assert adopting.counts()[FULL][FREE] == 16
+
+
+def test_adopting_is_all_or_nothing_over_what_is_written_and_what_is_read(adopting):
+    adopting.adopt(A, {FULL: [1]})
+    for pages, shared, error in (
+        ({FULL: [1]}, {FULL: [2]}, ConflictError),
+        ({FULL: [3]}, {FULL: [3]}, InvalidInputError),
+        ({FULL: [3]}, {FULL: [16]}, PageOutOfBoundsError),
+        ({FULL: [3]}, {HOST: [1]}, InvalidInputError),
+    ):
+        with pytest.raises(error):
+            adopting.adopt(B, pages, shared=shared)
+        assert B not in adopting
+        assert adopting.counts()[FULL] == {FREE: 15, HELD: 1, LEASED: 0, QUARANTINED: 0, CACHED: 0}
+
+
+# ------------------------------------------------------------------------------------------- the page cache
+
+
+class Cache:
+    """Pages of FULL in the order in which they are to go."""
+
+    def __init__(self, book):
+        self.pages = []
+        self.asked = []
+        book.use_cache(self)
+
+    def evictable(self):
+        return {FULL: len(self.pages)}
+
+    def evict(self, lacking):
+        self.asked.append(dict(lacking))
+        count = lacking[FULL]
+        gone, self.pages = self.pages[:count], self.pages[count:]
+        return {FULL: np.array(gone, dtype=np.int32)}
+
+
+@pytest.fixture
+def cache(book):
+    return Cache(book)
+
+
+def keep(book, owner, ids):
+    book.cache(owner, {FULL: np.array(ids, dtype=np.int32)})
+
+
+def test_cached_pages_leave_their_owner_and_nothing_is_lost(book):
+    book.reserve(A, {FULL: 5, SWA: 1})
+    keep(book, A, [3, 1])
+    assert book.counts()[FULL] == {FREE: 11, HELD: 3, LEASED: 0, QUARANTINED: 0, CACHED: 2}
+    assert book.pages(A)[FULL].tolist() == [0, 2, 4]
+    assert book.available_pages() == {FULL: 11, SWA: 3}, "nobody says that they can be evicted"
+    book.move(A, HELD, LEASED)
+    book.quarantine(A, "x")
+    assert book.counts()[FULL] == {FREE: 11, HELD: 0, LEASED: 0, QUARANTINED: 3, CACHED: 2}
+    book.check_integrity()
+    book.release_quarantined("x")
+    book.uncache({FULL: np.array([1, 3], dtype=np.int32)})
+    assert book.counts()[FULL][FREE] == 16
+
+
+@pytest.mark.parametrize("state", [LEASED, QUARANTINED])
+def test_pages_that_a_transfer_may_touch_are_not_cached(book, state):
+    book.reserve(A, {FULL: 2}, state=LEASED)
+    if state is QUARANTINED:
+        book.quarantine(A, "x")
+    with pytest.raises(ConflictError, match=f"{state} pages cannot be cached"):
+        keep(book, A, [0])
+    assert book.counts()[FULL][CACHED] == 0
+
+
+@pytest.mark.parametrize("ids", [[2], [0, 0], [0, 5], [-1]])
+def test_only_an_owners_own_pages_are_cached_each_once(book, ids):
+    book.reserve(A, {FULL: 2, SWA: 1})
+    book.reserve(B, {FULL: 1})
+    with pytest.raises(ConflictError, match="are its own"):
+        book.cache(A, {SWA: np.array([0], dtype=np.int32), FULL: np.array(ids, dtype=np.int32)})
+    assert book.counts()[SWA][CACHED] == book.counts()[FULL][CACHED] == 0
+    assert book.pages(A)[FULL].tolist() == [0, 1]
+
+
+def test_pages_of_adopted_spaces_are_their_engines_to_keep(adopting):
+    adopting.adopt(A, {FULL: [1]})
+    with pytest.raises(InvalidInputError, match="'full' is not a space that this node allocates from"):
+        keep(adopting, A, [1])
+
+
+def test_only_cached_pages_leave_the_cache(book):
+    book.reserve(A, {FULL: 3})
+    keep(book, A, [0, 1])
+    for ids in ([2], [5], [0, 0], [16], [-1]):
+        with pytest.raises(IntegrityError, match="'full'"):
+            book.uncache({FULL: np.array(ids, dtype=np.int32)})
+    assert book.counts()[FULL][CACHED] == 2
+
+
+def test_a_reservation_that_finds_too_few_free_pages_evicts_what_lacks(book, cache):
+    book.reserve(A, {FULL: 12})
+    keep(book, A, range(8))
+    cache.pages = [4, 5, 6, 7, 0, 1, 2, 3]
+    assert book.available_pages()[FULL] == 12
+    pages = book.reserve(B, {FULL: 7, SWA: 1})
+    assert cache.asked == [{FULL: 3}]
+    assert pages[FULL].tolist() == [4, 5, 6, 12, 13, 14, 15]
+    assert book.available_pages()[FULL] == 5
+    assert book.grow(B, {FULL: 2})[FULL].tolist() == [0, 7]
+    assert book.counts()[FULL] == {FREE: 0, HELD: 13, LEASED: 0, QUARANTINED: 0, CACHED: 3}
+
+
+def test_a_reservation_that_cannot_be_met_evicts_nothing_and_says_what_could_be(book, cache):
+    book.reserve(A, {FULL: 12, SWA: 3})
+    keep(book, A, range(8))
+    cache.pages = [0, 1]
+    with pytest.raises(CapacityError) as caught:
+        book.reserve(B, {FULL: 9})
+    assert "space 'full' lacks 3 pages (9 wanted, 4 of 16 free, 2 of 8 cached can be evicted, 0 being" in str(
+        caught.value
+    )
+    assert caught.value.lacking == {FULL: 3}
+    with pytest.raises(CapacityError, match="'swa' lacks 1 pages"):
+        book.reserve(B, {FULL: 5, SWA: 2})
+    with pytest.raises(InvalidInputError, match="needs 17 pages"):
+        book.reserve(B, {FULL: 17})
+    assert cache.asked == []
+    assert book.counts()[FULL][CACHED] == 8
+
+
+@pytest.mark.parametrize("answer", [[11], [3], []])
+def test_what_a_cache_gives_up_is_checked(book, cache, answer):
+    book.reserve(A, {FULL: 16})
+    keep(book, A, range(8))
+    cache.evictable = lambda: {FULL: 8}
+    cache.evict = lambda lacking: {FULL: np.array(answer, dtype=np.int32)}
+    with pytest.raises(IntegrityError):
+        book.reserve(B, {FULL: 2})
+    assert B not in book
+
+
+def test_watchers_hear_of_pages_that_become_available_and_not_of_evictions(book, cache):
+    heard = []
+
+    class Watcher:
+        def freed(self, pages):
+            heard.append(dict(pages))
+
+        def gone(self, owner):
+            pass
+
+    book.reserve(A, {FULL: 16})
+    book.watch(Watcher())
+    keep(book, A, range(4))
+    book.became_available({FULL: 0})
+    assert heard == []
+    cache.pages = [0, 1, 2, 3]
+    book.became_available({FULL: 4})
+    book.reserve(B, {FULL: 4})
+    assert heard == [{FULL: 4}]
+    book.free(A)
+    assert heard[1:] == [{FULL: 12}]
+
+
+@pytest.mark.parametrize("damage", ["cached and free", "cached and owned", "not counted"])
+def test_the_recount_finds_cached_pages_that_are_something_else_too(damage):
+    book = PageBook({FULL: 16})
+    book.reserve(A, {FULL: 4})
+    keep(book, A, [0, 1])
+    space = book._spaces[FULL]
+    space._is_cached[{"cached and free": 9, "cached and owned": 2, "not counted": 1}[damage]] ^= True
+    with pytest.raises(IntegrityError):
+        book.check_integrity()
+    if damage != "not counted":
+        space._is_cached[1] = False
+        with pytest.raises(IntegrityError):
+            book.check_integrity()

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from kvbridge.cli.trace import read_trace
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.testbed.replay.trace import read_trace
 from tests.helpers.traces import trace_line, write_trace
 
 

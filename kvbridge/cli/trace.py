@@ -3,7 +3,8 @@
 Owns: reading and validating a trace file. Must not know: what is done with its requests.
 
 A line is {"timestamp": milliseconds since the trace began, "input_length": tokens, "output_length": tokens, "hash_ids": one
-number for each block of the prompt, equal where prompts share a prefix}. Other keys are ignored, `hash_ids` may be missing.
+number for each block of 512 tokens of the prompt, equal where prompts share a prefix}. Other keys are ignored, `hash_ids` may be
+missing.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import NonNegative
 
+BLOCK_TOKENS = 512
+"""Tokens of the prompt that one of `hash_ids` stands for."""
 MOST_TOKENS = 1 << 24
 """No request of any trace is as long; a larger number is a mistake in the file."""
 
@@ -57,6 +62,19 @@ def read_trace(path: Path, *, start: int = 0, count: int = 0) -> tuple[TraceRequ
             f"--trace {path}: has {len(requests)} requests after the first {start}, --count asks for {count}"
         )
     return requests
+
+
+def prompt_tokens(request: TraceRequest, number: int) -> npt.NDArray[np.uint32]:
+    """Return token ids for a prompt of which a trace tells no more than `hash_ids`: equal to those of others where these are.
+
+    Blocks without an id are shared with no request of another `number`.
+    """
+    ids = np.full(
+        -(-request.input_length // BLOCK_TOKENS), (1 << 63) + number, dtype="<u8"
+    )  # no block of a trace has such an id
+    told = request.hash_ids[: len(ids)]
+    ids[: len(told)] = told
+    return np.repeat(ids, BLOCK_TOKENS // 2).view("<u4")[: request.input_length]
 
 
 def _requests(path: Path, lines: Iterator[str]) -> Iterator[TraceRequest]:

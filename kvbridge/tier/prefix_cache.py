@@ -1,0 +1,239 @@
+"""The prefixes that stay on one node: the index of what they are and the page book of what may happen to their pages, as one.
+
+Owns: which owner reads which records, from its admission until it lets go, once. Must not know: rooms, engines, messages, memory,
+when a page is whole or a lease has ended (whoever knows that calls `keep` and `let_go`).
+
+The book says of a page that it is cached, the index which prefix it holds and how many read it, and here is said who they are. So
+each can be counted again from the others: the index's pages are the book's cached ones, and its pins are the owners' paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, IntegrityError, NotFoundError
+from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.holdings import Pages
+from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.records import RecordArray
+
+Demand = Callable[[int], Mapping[IndexSpace, int]]
+"""From the pages of a prefix that is cached to the pages that an owner needs of each space beside it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admitted:
+    """What an owner got."""
+
+    prefix: Pages
+    """Cached pages that hold the first pages of its prompt, in their order, by space; to be read only, until it lets go."""
+    checkpoint: PageIdArray
+    """Windows and states at the end of the prefix, to be read only; empty unless they were asked for."""
+    own: Pages
+    """Pages that are its own alone."""
+
+    @property
+    def prefix_pages(self) -> int:
+        """Of how many pages of the prompt the prefix consists."""
+        return max(map(len, self.prefix.values()), default=0)
+
+
+@dataclass(slots=True)
+class _Reader:
+    path: RecordArray
+    checkpointed: int | None = None
+    """The record whose checkpoint it reads."""
+
+
+class PrefixCache:
+    """The cached prefixes of one node. Implements the book's PageCache. Not thread-safe: it belongs to the one deciding thread."""
+
+    def __init__(self, book: PageBook, index: PrefixIndex, *, clock: Clock = monotonic) -> None:
+        self._book = book
+        self._index = index
+        self._clock = clock
+        self._readers: dict[Owner, _Reader] = {}
+        book.use_cache(self)
+
+    # ------------------------------------------------------------------------------------- owners
+
+    def admit(
+        self, owner: Owner, keys: Keys, demand: Demand, *, at_most: int | None = None, from_checkpoint: bool = False
+    ) -> Admitted:
+        """Give a new owner the longest cached prefix of its prompt, of `at_most` pages, and pages of its own for the rest.
+
+        One step, all or nothing; it lasts until `let_go`. `from_checkpoint`: only a prefix at whose end windows and states have
+        been kept is of use. Raises what `PageBook.reserve` does.
+        """
+        path = self._index.match(keys, at_most=at_most)
+        if from_checkpoint:
+            path = path[: max((np.flatnonzero(self._index.checkpointed(path)) + 1).tolist(), default=0)]
+        try:
+            return self._admit(owner, path, demand, from_checkpoint=from_checkpoint)
+        except CapacityError as error:
+            if not (from_checkpoint and len(path)):
+                raise  # each page of a prefix is one page less to reserve, so that it would not fit without one either
+            try:  # but a checkpoint takes pages in which the owner's own windows may have to be
+                return self._admit(owner, path[:0], demand, from_checkpoint=False)
+            except CapacityError:
+                raise error from None
+
+    def _admit(self, owner: Owner, path: RecordArray, demand: Demand, *, from_checkpoint: bool) -> Admitted:
+        if owner in self._readers:
+            raise ConflictError(
+                f"{owner} was admitted already, with a prefix of {len(self._readers[owner].path)} pages"
+            )
+        reader = _Reader(path, int(path[-1]) if from_checkpoint and len(path) else None)
+        self._index.pin(path)
+        checkpoint = path[:0] if reader.checkpointed is None else self._index.pin_checkpoint(reader.checkpointed)
+        try:
+            own = self._book.reserve(owner, demand(len(path)))
+        except BridgeError:
+            self._unpin(reader)
+            raise
+        self._readers[owner] = reader
+        self._index.touch(path, self._clock())
+        return Admitted(self._index.pages(path), checkpoint, own)
+
+    def keep(
+        self,
+        owner: Owner,
+        keys: Keys,
+        start: int,
+        pages: Mapping[IndexSpace, PageIdArray],
+        *,
+        digests: DigestArray | None = None,
+    ) -> int:
+        """Keep whole pages of an owner, those of `keys[start:]`, and return how many are new; nobody writes them any more.
+
+        `start`: how many pages of its prompt the owner reads already, by `admit` or an earlier `keep`. It reads all of these from
+        now on. Pages that the cache has already stay the owner's, and it goes on with them; so do all when what was before them
+        has been dropped meanwhile. All or nothing. Raises ConflictError when the owner's pages are not held or not its own, or
+        `start` is another, InvalidInputError for keys that are no chain, NotFoundError for an owner that was never admitted.
+        """
+        reader = self._reader(owner)
+        if start != len(reader.path):
+            raise ConflictError(
+                f"{owner}: pages from {start} on cannot be kept, it reads {len(reader.path)} pages so far"
+            )
+        self._book.cache(owner, {})  # refuses what is not held before the index takes anything
+        if not np.array_equal(self._index.match(keys, at_most=start), reader.path):
+            return 0
+        inserted = self._index.insert(keys, start, pages, now=self._clock(), digests=digests)
+        new = inserted.records[inserted.kept]
+        try:
+            self._book.cache(owner, {space: ids[inserted.kept] for space, ids in pages.items()})
+        except BridgeError:
+            self._index.drop(new[:1])
+            raise
+        self._index.pin(inserted.records)
+        reader.path = np.concatenate((reader.path, inserted.records))
+        return len(new)
+
+    def keep_checkpoint(self, owner: Owner, page_count: int, pages: PageIdArray) -> bool:
+        """Keep an owner's `pages` as the windows and states at the end of the first `page_count` pages that it reads.
+
+        False, and they stay the owner's, when there are some already or that prefix has been dropped. Raises ConflictError when
+        the owner does not read so many pages, or these are not its own and held.
+        """
+        path = self._reader(owner).path
+        if not 0 < page_count <= len(path):
+            raise ConflictError(
+                f"{owner}: no checkpoint at the end of page {page_count}, it reads {len(path)} pages so far"
+            )
+        record = path[page_count - 1 : page_count]
+        if self._index.checkpointed(record)[0] or self._index.is_dropped(record)[0]:
+            return False
+        self._book.cache(owner, {CHECKPOINT_SPACE: pages})
+        self._index.set_checkpoint(int(record[0]), pages)
+        self._book.became_available({CHECKPOINT_SPACE: len(pages)})
+        return True
+
+    def let_go(self, owner: Owner) -> None:
+        """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
+        reader = self._reader(owner)
+        del self._readers[owner]
+        if not len(reader.path):
+            return
+        before = self._book.available_pages()
+        self._book.uncache(_some(self._unpin(reader)))
+        now = self._book.available_pages()
+        self._book.became_available(
+            {space: count - before[space] for space, count in now.items() if count > before[space]}
+        )
+
+    def drop(self) -> int:
+        """Forget every prefix and return how many pages are free now; those that are read follow when their readers let go."""
+        return self._uncached(self._index.drop())
+
+    def drop_page(self, keys: Keys, page: int) -> int:
+        """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
+        return self._uncached(self._index.drop(self._index.match(keys, at_most=page + 1)[page:]))
+
+    def __contains__(self, owner: object) -> bool:
+        return owner in self._readers
+
+    # ------------------------------------------------------------------------------------- the book's PageCache
+
+    def evictable(self) -> Mapping[IndexSpace, int]:
+        """See PageCache."""
+        return self._index.evictable()
+
+    def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
+        """See PageCache."""
+        return _some(self._index.evict(lacking))
+
+    # ------------------------------------------------------------------------------------- for operators
+
+    def check_integrity(self) -> None:
+        """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""
+        self._book.check_integrity()
+        self._index.check_integrity()
+        cached = self._book.cached_pages()
+        known = self._index.all_pages()
+        for space in cached.keys() | known.keys():
+            differing = np.setxor1d(cached.get(space, ()), known.get(space, ()))
+            if len(differing):
+                raise IntegrityError(
+                    f"pages of '{space}' are cached or in the index, not both: {differing.tolist()[:8]}"
+                )
+        pins, checkpoint_pins = self._index.pins()
+        expected, restoring = np.zeros_like(pins), dict.fromkeys(checkpoint_pins, 0)
+        for reader in self._readers.values():
+            expected[reader.path] += 1  # a path has no record twice
+            if reader.checkpointed is not None:
+                restoring[reader.checkpointed] = restoring.get(reader.checkpointed, 0) + 1
+        if not np.array_equal(pins, expected) or restoring != checkpoint_pins:
+            raise IntegrityError(f"pins do not add up to what {len(self._readers)} owners read, in {self._index!r}")
+
+    def __repr__(self) -> str:
+        return f"<prefix cache: {len(self._readers)} readers, {self._index!r}>"
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def _reader(self, owner: Owner) -> _Reader:
+        try:
+            return self._readers[owner]
+        except KeyError:
+            raise NotFoundError(f"{owner} reads no cached pages: it was never admitted here, or has let go") from None
+
+    def _unpin(self, reader: _Reader) -> Mapping[IndexSpace, PageIdArray]:
+        if reader.checkpointed is not None:
+            self._index.unpin_checkpoint(reader.checkpointed)
+        return self._index.unpin(reader.path)
+
+    def _uncached(self, pages: Mapping[IndexSpace, PageIdArray]) -> int:
+        self._book.uncache(_some(pages))
+        return sum(map(len, pages.values()))
+
+
+def _some(pages: Mapping[IndexSpace, PageIdArray]) -> Pages:
+    """Leave out spaces of which there is no page: the node may not have them."""
+    return {space: ids for space, ids in pages.items() if len(ids)}

@@ -1,0 +1,127 @@
+"""How long the index of cached prefixes takes for what admission and release ask of it, with 1M pages in it.
+
+Run it as `python -m tests.bench.bench_prefix [--json]`. Times are processor time, since the budgets are for a machine that does
+nothing else: the best of many calls, and the median beside it. `scattered`: records have their numbers at random, which is worse
+than any use leaves them; the budgets are for an index as requests fill it.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from kvbridge.core.ids import IndexSpace
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+
+FULL, HOST = IndexSpace.FULL, IndexSpace.HOST
+PAGES = 1_000_000
+SPARE = 20_000
+"""Pages that come while it is measured."""
+LONG, LONG_PATHS = 4096, 20
+REPEATS = 20
+BUDGETS_MS = {"match_pin_512": 0.15, "match_pin_4096": 1.2, "insert_512": 0.5, "evict_1000": 2.0}
+BUDGET_BYTES = 300
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _times_ms(call: Callable[[int], object]) -> dict[str, float]:
+    times = []
+    for number in range(REPEATS):
+        begun_ns = time.process_time_ns()
+        call(number)
+        times.append((time.process_time_ns() - begun_ns) / 1e6)
+    return {"best_ms": min(times), "median_ms": statistics.median(times)}
+
+
+def _filled(*, scattered: bool) -> tuple[PrefixIndex, list[Keys], np.ndarray, float]:
+    """An index of `PAGES` pages, its long paths, pages that are not in it, and the bytes that a page takes."""
+    rng = np.random.default_rng(7)
+    pages = rng.permutation(PAGES + SPARE).astype(np.int32)
+    before = _resident_bytes()
+    index = PrefixIndex([FULL, HOST], PAGES + SPARE)
+    if scattered:
+        index._records._unused[:] = rng.permutation(PAGES + SPARE)
+    lengths, filled, long = [LONG] * LONG_PATHS, 0, []
+    while filled < PAGES:
+        length = min(PAGES - filled, lengths.pop() if lengths else int(rng.integers(1, 200)))
+        keys, ids = Keys(rng.bytes(16 * length)), pages[filled : filled + length]
+        filled += length
+        index.insert(keys, 0, {FULL: ids, HOST: ids}, now=float(filled))
+        if len(long) < LONG_PATHS:
+            long.append(keys)
+    return index, long, pages[PAGES:], (_resident_bytes() - before) / PAGES
+
+
+def measure(*, scattered: bool) -> tuple[dict, float]:
+    """Every figure of one index, and the bytes of a page; in a process that has not made one before."""
+    index, long, free, page_bytes = _filled(scattered=scattered)
+    pinned = []
+
+    def match_and_pin(keys: Keys) -> None:
+        records = index.match(keys)
+        index.pin(records)
+        pinned.append(records)
+
+    cases = {f"match_pin_{count}": _times_ms(lambda at, n=count: match_and_pin(long[at][:n])) for count in (512, LONG)}
+    for records in pinned:
+        index.unpin(records)
+    rng = np.random.default_rng(8)
+    new = [(Keys(rng.bytes(16 * 512)), free[512 * at : 512 * (at + 1)]) for at in range(REPEATS)]
+    cases["insert_512"] = _times_ms(
+        lambda at: index.insert(new[at][0], 0, {FULL: new[at][1], HOST: new[at][1]}, now=2.0 * PAGES)
+    )
+    cases["evict_1000"] = _times_ms(lambda _: index.evict({FULL: 1000}))
+    for name, case in cases.items():
+        case["budget_ms"] = BUDGETS_MS[name]
+    return {"numbers": "scattered" if scattered else "as filled", "cases": cases}, page_bytes
+
+
+def run() -> dict:
+    """Measure both; JSON-able."""
+    identity = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=256)
+    tokens = np.random.default_rng(9).integers(0, 129_280, 1 << 20)
+    found = [measure(scattered=scattered) for scattered in (False, True)]
+    fresh, page_bytes = found[0]
+    return {
+        "name": "prefix",
+        "keys_of_1m_tokens": _times_ms(lambda _: page_keys(identity, tokens)),
+        "indexes": [index for index, _ in found],
+        "page_bytes": page_bytes,
+        "page_bytes_budget": BUDGET_BYTES,
+        "within_budget": page_bytes <= BUDGET_BYTES
+        and all(case["best_ms"] <= case["budget_ms"] for case in fresh["cases"].values()),
+    }
+
+
+def table(figures: dict) -> str:
+    """The figures of `run` for a reader."""
+    keys = figures["keys_of_1m_tokens"]
+    lines = [f"keys of 1M tokens: {keys['best_ms']:.1f} ms (median {keys['median_ms']:.1f})"]
+    lines.append(f"memory of a page: {figures['page_bytes']:.0f} B (budget {BUDGET_BYTES})")
+    lines.append(f"{'numbers':<10} {'what':<15} {'best ms':>8} {'median ms':>10} {'budget ms':>10}")
+    for index in figures["indexes"]:
+        lines += [
+            f"{index['numbers']:<10} {name:<15} {case['best_ms']:>8.3f} {case['median_ms']:>10.3f} {case['budget_ms']:>10}"
+            for name, case in index["cases"].items()
+        ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print a table, or with --json the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    figures = run()
+    print(json.dumps(figures, indent=2) if parser.parse_args().json else table(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""A newcomer's cluster: a directory that `kvbridge init` wrote, `kvbridge up` on it, and what that printed.
+
+Every wait has a deadline; the ports are free ones; Ctrl-C ends the cluster at the latest when its context does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.helpers.cluster import eventually
+
+SAID_S = 90.0
+END_S = 60.0
+THIS_CHECKOUT = (sys.executable, "-m", "kvbridge")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+class TriedCluster:
+    """One directory, and the command that is tried on it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        kvbridge: Sequence[str] = THIS_CHECKOUT,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.kvbridge = kvbridge
+        self.environment = dict(os.environ if environment is None else environment)
+        self.ports = dict(zip(("bootstrap", "prefill", "decode"), free_ports(3), strict=True))
+
+    def init(self, *arguments: str) -> str:
+        """Write the configurations, move them to free ports, and return what was printed."""
+        told = self.run("init", str(self.folder), "--one-host", *arguments)
+        assert told.returncode == 0, told.stderr
+        moved = dict(zip(("7900", "7901", "7902"), map(str, self.ports.values()), strict=True))
+        for file in self.folder.glob("*.yaml"):
+            file.write_text(re.sub("790[012]", lambda found: moved[found[0]], file.read_text()))
+        return told.stdout
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, beside the directory."""
+        return subprocess.run(
+            [*self.kvbridge, *arguments],
+            cwd=self.folder.parent,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=SAID_S + END_S,
+            check=False,
+        )
+
+    def start(self, *arguments: str, said: Path) -> subprocess.Popen[str]:
+        """Start a command that Ctrl-C reaches, though tests may run in the background, where it is ignored."""
+        with said.open("w") as output:
+            return subprocess.Popen(
+                ["env", "--default-signal=INT", *self.kvbridge, *arguments],
+                cwd=self.folder.parent,
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+    @contextmanager
+    def up(self) -> Iterator[subprocess.Popen[str]]:
+        """`kvbridge up`, what it prints in a file of the directory."""
+        with self.start("up", str(self.folder), said=self.folder / "said") as process:
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)
+                process.wait(END_S)
+
+    def url(self, role: str) -> str:
+        """Where a daemon's HTTP API is."""
+        return f"http://127.0.0.1:{self.ports[role]}"
+
+    def said(self, text: str) -> str:
+        """What `up` has printed, once a text is in it."""
+        found = self.folder / "said"
+        try:
+            eventually(text, lambda: text in found.read_text(), timeout_s=SAID_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; said:\n{found.read_text()}") from None
+        return found.read_text()
+
+    def move_a_request(self) -> None:
+        """Do in a shell what `up` says to try, and check what decode's engine has read."""
+        steps = re.search(r"^  room=.*wait$", self.said("Ctrl-C drains"), re.MULTILINE | re.DOTALL)
+        assert steps
+        done = subprocess.run(
+            ["bash", "-ec", steps[0]],
+            cwd=self.folder.parent,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=SAID_S,
+            check=False,
+        )
+        assert done.stdout.startswith("c4_kv layer 2 (250, 104) {2}"), (done.stdout, done.stderr)
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder with a path as short as those of sockets have to be."""
+    with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as path:
+        yield Path(path)

@@ -1,0 +1,218 @@
+"""One request's trace over all processes, as a collector receives it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from kvbridge.telemetry.context import parse_traceparent
+from tests.helpers.cluster import eventually
+from tests.helpers.live_rooms import LiveCluster, http, live_cluster, metric, report
+from tests.helpers.span_collector import Collector, ReceivedSpan, span_collector
+
+TOKENS = 1000
+ROUTER_SPAN = "00f067aa0ba902b7"
+LATER_NS = 3_000_000
+"""Two processes of a host look at its clock one after another."""
+
+BELOW = {
+    ("kvbridge-bootstrap", "pair"): "",
+    ("kvbridge-bootstrap", "reserve"): "pair",
+    ("kvbridge-prefill", "room"): "reserve",
+    ("kvbridge-prefill", "admission"): "room",
+    ("kvbridge-prefill", "offer"): "room",
+    ("kvbridge-prefill", "publish"): "room",
+    ("kvbridge-prefill", "send"): "commit",
+    ("kvbridge-prefill", "order"): "send",
+    ("kvbridge-prefill", "plan"): "order",
+    ("kvbridge-prefill", "submit"): "order",
+    ("kvbridge-prefill", "wait"): "order",
+    ("kvbridge-decode", "room"): "reserve",
+    ("kvbridge-decode", "admission"): "room",
+    ("kvbridge-decode", "offer"): "room",
+    ("kvbridge-decode", "commit"): "room",
+    ("kvbridge-decode", "verify"): "commit",
+    ("kvbridge-decode", "claim"): "room",
+    ("kvbridge-decode", "use"): "room",
+}
+"""By service and name of a span: the name of the one that it is a part of."""
+OUTLIVES = {("kvbridge-prefill", "room"), ("kvbridge-decode", "room")}
+"""They begin while the request that makes them is served, and go on after it."""
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with span_collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def live(collector: Collector) -> Iterator[LiveCluster]:
+    telemetry = {"telemetry": {"log_format": "json", "traces": {"endpoint": collector.url, "sampled_ratio": 0.0}}}
+    with live_cluster(
+        prefill=telemetry, decode=telemetry | {"integrity": {"digest": "crc32c"}}, bootstrap=telemetry
+    ) as running:
+        yield running
+        running.no_traceback()
+
+
+@pytest.fixture(autouse=True)
+def _engines_let_go(live: LiveCluster) -> Iterator[None]:
+    yield
+    live.detach()
+
+
+def ask(live: LiveCluster, traceparent: str) -> int:
+    """Pair a request on behalf of a router; returns the room."""
+
+    def look() -> int | None:
+        answer = http(
+            "POST",
+            live.cluster.bootstrap,
+            "/v1/requests",
+            headers={"traceparent": traceparent},
+            json={"prompt_tokens": TOKENS, "max_new_tokens": 8},
+        )
+        assert answer.status_code in {201, 503}, answer.text
+        return int(answer.json()["room"]) if answer.is_success else None
+
+    return int(eventually("a ticket", look))
+
+
+def cross(live: LiveCluster, room: int) -> tuple[str, str]:
+    """Take a paired room through its life; returns what both engines are told to go on with."""
+    assert live.reader is not None
+    begun = live.sender.begin(room, prompt_tokens=TOKENS)
+    live.sender.publish(room, TOKENS)
+    live.sender.finish(room)
+    claimed = live.reader.wait_claim(room, 20.0)
+    live.reader.release(room)
+    return begun.traceparent, claimed.traceparent
+
+
+def exported(live: LiveCluster) -> float:
+    """How many spans the decode node says that the collector has taken."""
+    return metric(live.decode, "kvbridge_trace_spans_total", outcome="exported")
+
+
+def lines(live: LiveCluster, room: int) -> list[dict[str, str]]:
+    """What the three daemons have logged of a room's end and of its admission."""
+    found = [line for daemon in live.cluster.all() for line in daemon.log_path.read_text().splitlines() if "{" in line]
+    return [line for line in map(json.loads, found) if line.get("room") == room and line["event"] == "room_ended"]
+
+
+def test_a_request_is_one_trace_over_all_processes(live: LiveCluster, collector: Collector) -> None:
+    trace_id = secrets.token_hex(16)
+    room = ask(live, f"00-{trace_id}-{ROUTER_SPAN}-01")
+    told_prefill, told_decode = cross(live, room)
+    wanted = set(BELOW)
+    collector.wait(
+        "the whole trace", lambda spans: {(s.service, s.name) for s in spans if s.trace_id == trace_id} >= wanted
+    )
+
+    spans = collector.of(trace_id)
+    by_id = {span.span_id: span for span in spans}
+    assert len(by_id) == len(spans), "every span has an id of its own"
+    assert {(span.service, span.name) for span in spans} == wanted
+    for span in spans:
+        print(
+            f"{(span.begin_ns - spans[0].begin_ns) / 1e6:9.3f} {(span.end_ns - span.begin_ns) / 1e6:9.3f} ms", end=" "
+        )
+        print(span.service, span.name, span.attributes)
+        assert span.begin_ns <= span.end_ns
+        assert span.room == room
+        assert not span.error
+        above = BELOW[span.service, span.name]
+        if not above:
+            assert span.parent_id == ROUTER_SPAN
+            continue
+        parent = by_id[span.parent_id]
+        assert parent.name == above
+        assert span.begin_ns >= parent.begin_ns - LATER_NS
+        assert span.end_ns <= parent.end_ns + LATER_NS or (span.service, span.name) in OUTLIVES
+
+    def one(service: str, name: str) -> ReceivedSpan:
+        (found,) = [span for span in spans if (span.service, span.name) == (f"kvbridge-{service}", name)]
+        return found
+
+    ordered = [one("decode", name) for name in ("admission", "offer", "commit", "claim", "use")]
+    assert all(later.begin_ns >= earlier.end_ns for earlier, later in pairwise(ordered[1:]))
+    steps = [next(span for span in spans if span.name == name) for name in ("plan", "submit", "wait")]
+    assert [step.begin_ns for step in steps] == sorted(step.begin_ns for step in steps)
+    assert {span.attributes["kvbridge.role"] for span in spans if span.name == "reserve"} == {"prefill", "decode"}
+    moved = one("decode", "room").attributes["kvbridge.bytes"]
+    assert sum(span.attributes["kvbridge.bytes"] for span in spans if span.name == "order") == moved > 0
+    assert one("prefill", "order").attributes["kvbridge.rank"] == "pp0.tp0"
+    # Engines are told the span of their node's room.
+    assert told_prefill == f"00-{trace_id}-{one('prefill', 'room').span_id}-01"
+    assert told_decode == f"00-{trace_id}-{one('decode', 'room').span_id}-01"
+    resource = one("decode", "room").resource
+    assert (resource["kvbridge.instance"], resource["kvbridge.node"]) == ("decode-0", "node-0")
+    assert resource["process.pid"] == live.decode.endpoint().pid
+
+    eventually("both ends in the logs", lambda: len(lines(live, room)) == 2)
+    assert {line["trace_id"] for line in lines(live, room)} == {trace_id}
+    for daemon, name in (
+        (live.decode, "kvbridge_admission_to_claim_seconds"),
+        (live.prefill, "kvbridge_phase_duration_seconds"),
+    ):
+        page = http("GET", daemon, "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+        families = {family.name: family for family in text_string_to_metric_families(page.text)}
+        shown = {sample.exemplar.labels["trace_id"] for sample in families[name].samples if sample.exemplar}
+        assert trace_id in shown
+    eventually(
+        "all are counted", lambda: exported(live) == sum(s.service == "kvbridge-decode" for s in collector.spans)
+    )
+    assert set(collector.paths) == {"/v1/traces"}
+
+
+def test_a_trace_that_its_caller_does_not_record_goes_to_logs_and_engines_only(
+    live: LiveCluster, collector: Collector
+) -> None:
+    trace_id = secrets.token_hex(16)
+    room = ask(live, f"00-{trace_id}-{ROUTER_SPAN}-00")
+    told = [parse_traceparent(text) for text in cross(live, room)]
+    assert [(each.trace_id, each.span_id, each.sampled) for each in told if each] == [
+        (trace_id, ROUTER_SPAN, False)
+    ] * 2
+    eventually("both ends in the logs", lambda: len(lines(live, room)) == 2)
+    assert {line["trace_id"] for line in lines(live, room)} == {trace_id}
+    # A recorded request after it: when that one has come, nothing more comes of the one before.
+    after = secrets.token_hex(16)
+    cross(live, ask(live, f"00-{after}-{ROUTER_SPAN}-01"))
+    collector.wait(
+        "the trace after it", lambda spans: sum(s.trace_id == after and s.name == "room" for s in spans) == 2
+    )
+    assert not collector.of(trace_id)
+
+
+@pytest.mark.parametrize("given", ["garbage", "00-" + "0" * 32 + "-00f067aa0ba902b7-01", "a" * 5000])
+def test_a_traceparent_that_is_none_is_counted_and_ignored(live: LiveCluster, given: str) -> None:
+    before = metric(live.cluster.bootstrap, "kvbridge_traceparents_ignored_total")
+    room = ask(live, given)
+    assert metric(live.cluster.bootstrap, "kvbridge_traceparents_ignored_total") > before
+    told = [parse_traceparent(text) for text in cross(live, room)]
+    assert all(each is not None and not each.sampled for each in told), (
+        "sampled_ratio is 0: a trace that nobody records"
+    )
+
+
+def test_a_room_that_fails_says_so_in_its_trace(live: LiveCluster, collector: Collector) -> None:
+    trace_id = secrets.token_hex(16)
+    room = ask(live, f"00-{trace_id}-{ROUTER_SPAN}-01")
+    live.sender.begin(room, prompt_tokens=TOKENS)
+    eventually("the offer has come", lambda: report(live.prefill, room)["state"] == "transferring")
+    live.detach()
+    collector.wait("both rooms", lambda spans: sum(s.trace_id == trace_id and s.name == "room" for s in spans) == 2)
+    collector.wait("what it was in", lambda spans: any(s.trace_id == trace_id and s.name == "send" for s in spans))
+    spans = collector.of(trace_id)
+    for span in spans:
+        failed = span.name in {"room", "send", "commit", "publish"}
+        assert bool(span.error) == failed, (span.service, span.name, span.error)
+    assert {span.attributes["kvbridge.code"] for span in spans if span.name == "room"} == {"peer_failed"}
+    assert all("engine" in span.error for span in spans if span.name in {"send", "commit"})

@@ -1,0 +1,110 @@
+"""Page keys: the published vectors by a second implementation, written from the module's description alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import resources
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.tier.keys import Keys, PrefixIdentity, extend_keys, page_keys
+
+VECTORS = json.loads(resources.files("kvbridge.tier").joinpath("page_key_vectors.json").read_text(encoding="utf-8"))
+FIELDS = ("model", "revision", "fingerprint", "tokens_per_page", "adapter", "namespace")
+
+
+def naive_hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def naive_keys(identity: dict, tokens: list[int]) -> tuple[bytes, list[bytes]]:
+    text = b"kvbridge page keys v1\n"
+    for field in FIELDS:
+        value = str(identity[field]).encode("utf-8")
+        text += len(value).to_bytes(4, "little") + value
+    root = previous = naive_hash(text)
+    size, keys = identity["tokens_per_page"], []
+    for page in range(len(tokens) // size):
+        ids = tokens[page * size : (page + 1) * size]
+        previous = naive_hash(previous + b"".join(token.to_bytes(4, "little") for token in ids))
+        keys.append(previous)
+    return root, keys
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["what"])
+def test_the_published_vectors(vector):
+    root, keys = naive_keys(vector["identity"], vector["tokens"])
+    assert [root.hex(), *(key.hex() for key in keys)] == [vector["root"], *vector["keys"]]
+    identity = PrefixIdentity(**vector["identity"])
+    assert identity.root == root
+    for tokens in (vector["tokens"], np.array(vector["tokens"], dtype=np.uint32)):
+        assert page_keys(identity, tokens).to_list() == keys
+
+
+def test_the_vectors_tell_identities_apart():
+    assert len({vector["root"] for vector in VECTORS}) == 7
+    first, second = VECTORS[:2]
+    assert first["keys"][0] == second["keys"][0]
+    assert first["keys"][1] != second["keys"][1]
+
+
+def identity(**changes) -> PrefixIdentity:
+    return PrefixIdentity(**{"model": "m", "revision": "r", "fingerprint": "f", "tokens_per_page": 4} | changes)
+
+
+def test_no_two_divisions_of_one_text_into_fields_are_the_same():
+    assert identity(model="ab", revision="c").root != identity(model="a", revision="bc").root
+    assert identity(adapter="x").root != identity(namespace="x").root
+
+
+@pytest.mark.parametrize("wrong", [{"tokens_per_page": 0}, {"tenant": "x"}, {"model": None}])
+def test_an_identity_is_whole(wrong):
+    with pytest.raises(ValidationError):
+        identity(**wrong)
+
+
+@pytest.mark.parametrize("cut", range(0, 17, 4))
+def test_keys_are_extended_by_what_follows(cut):
+    tokens = list(range(18))
+    whole = page_keys(identity(), tokens)
+    assert len(whole) == 4
+    assert extend_keys(identity(), page_keys(identity(), tokens[:cut]), tokens[cut:]) == whole
+
+
+@pytest.mark.parametrize("wrong", [[-1] * 4, [2**32] * 4, [0.5] * 4, [[1, 2, 3, 4]], ["a"] * 4])
+def test_tokens_that_are_none_are_refused(wrong):
+    with pytest.raises(InvalidInputError, match="token id"):
+        page_keys(identity(), wrong)
+
+
+def test_keys_are_a_sequence_of_their_pages():
+    keys = page_keys(identity(), list(range(20)))
+    listed = keys.to_list()
+    assert list(keys) == listed
+    assert keys[-1] == listed[-1]
+    assert keys[1:3] == Keys.of(listed[1:3])
+    assert keys[3:2] == Keys()
+    assert keys[2:].to_list() == listed[2:]
+    with pytest.raises(IndexError):
+        keys[5]
+    with pytest.raises(InvalidInputError, match="step"):
+        keys[::2]
+
+
+def test_keys_of_other_lengths_are_refused():
+    with pytest.raises(InvalidInputError, match="17 bytes in all"):
+        Keys(bytes(17))
+    with pytest.raises(InvalidInputError, match="got 15"):
+        Keys.of([bytes(16), bytes(15)])
+
+
+@pytest.mark.parametrize("same", range(5))
+def test_shared_pages_are_counted_from_the_start(same):
+    ours = page_keys(identity(), list(range(16)))
+    theirs = page_keys(identity(), [*range(4 * same), *range(100, 120)])
+    assert ours.shared_with(theirs) == theirs.shared_with(ours) == same
+    assert ours.shared_with(ours[:same]) == same

@@ -1,0 +1,226 @@
+"""Prefixes that stay, one situation at a time; tests/property/test_prefix_cache.py has them in every order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError, NotFoundError
+from kvbridge.core.ids import IndexSpace
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers.manual_clock import ManualClock
+
+FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
+HELD, LEASED = PageState.HELD, PageState.LEASED
+PAGES = 16
+A, B, C, D = (Owner(room, 1) for room in (7, 8, 9, 10))
+
+
+def keys(name: str, pages: int) -> Keys:
+    return Keys.of([f"{name} {page}".encode().ljust(16) for page in range(pages)])
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.book = PageBook({FULL: PAGES, SWA: 4})
+        self.clock = ManualClock()
+        self.cache = PrefixCache(self.book, PrefixIndex((FULL,), PAGES), clock=self.clock)
+
+    def admit(self, owner: Owner, name: str, pages: int, windows: int = 0, **wanted):
+        self.clock.advance(1.0)
+        demand = lambda prefix: {FULL: pages - prefix, SWA: windows}  # noqa: E731 - it is one
+        return self.cache.admit(owner, keys(name, pages), demand, **wanted)
+
+    def keep(self, owner: Owner, name: str, start: int, ids) -> int:
+        return self.cache.keep(owner, keys(name, start + len(ids)), start, {FULL: np.array(ids, dtype=np.int32)})
+
+    def end(self, owner: Owner) -> None:
+        self.cache.let_go(owner)
+        self.book.free(owner)
+
+    def warm(self, owner: Owner, name: str, pages: int):
+        ids = self.admit(owner, name, pages).own[FULL]
+        assert self.keep(owner, name, 0, ids) == pages
+        self.end(owner)
+        return ids.tolist()
+
+    @property
+    def cached(self) -> int:
+        return self.book.counts()[FULL][PageState.CACHED]
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    yield bench
+    bench.cache.check_integrity()
+
+
+def test_the_next_turn_gets_what_the_last_one_left_and_only_the_rest_is_reserved(bench):
+    ids = bench.warm(A, "a", 5)
+    got = bench.admit(B, "a", 8, windows=2)
+    assert (got.prefix_pages, got.prefix[FULL].tolist()) == (5, ids)
+    assert (got.own[FULL].size, got.own[SWA].size) == (3, 2)
+    assert not set(got.own[FULL].tolist()) & set(ids)
+    assert bench.book.available_pages()[FULL] == PAGES - 8
+    assert bench.admit(C, "a", 8, at_most=2).prefix_pages == 2
+
+
+def test_of_two_that_computed_the_same_page_the_first_stays_and_both_go_on_with_their_own(bench):
+    first, second = bench.admit(A, "a", 4).own[FULL], bench.admit(B, "a", 6).own[FULL]
+    assert bench.keep(A, "a", 0, first) == 4
+    assert bench.keep(B, "a", 0, second) == 2
+    assert bench.book.pages(B)[FULL].tolist() == second[:4].tolist(), "it reads these, so they are not free yet"
+    assert bench.cached == 6
+    bench.end(A)
+    assert bench.book.available_pages()[FULL] == PAGES - 6 - 4, "B reads the path of its last two pages, too"
+    bench.end(B)
+    assert bench.admit(C, "a", 6).prefix[FULL].tolist() == first.tolist() + second[4:].tolist()
+
+
+def test_a_room_in_quarantine_keeps_its_own_pages_and_what_it_reads_and_nothing_else(bench):
+    bench.warm(A, "a", 4)
+    bench.admit(B, "a", 6)
+    bench.admit(C, "a", 4)
+    bench.book.move(B, HELD, LEASED)
+    bench.book.quarantine(B, "a writer that may still write")
+    bench.end(C)
+    assert bench.book.counts()[FULL] == {
+        PageState.FREE: PAGES - 6,
+        HELD: 0,
+        LEASED: 0,
+        PageState.QUARANTINED: 2,
+        PageState.CACHED: 4,
+    }
+    with pytest.raises(CapacityError, match="lacks 1 pages"):
+        bench.admit(D, "d", PAGES - 5)
+    bench.book.release_quarantined("a writer that may still write")
+    assert bench.book.available_pages()[FULL] == PAGES - 4, "who proves that nobody writes says nothing of who reads"
+    bench.cache.let_go(B)
+    assert bench.book.available_pages()[FULL] == PAGES
+
+
+@pytest.mark.parametrize("state", [LEASED, PageState.QUARANTINED])
+def test_pages_whose_lease_has_not_ended_by_proof_are_not_kept(bench, state):
+    ids = bench.admit(A, "a", 4).own[FULL]
+    bench.book.move(A, HELD, LEASED)
+    if state is not LEASED:
+        bench.book.quarantine(A, "x")
+    with pytest.raises(ConflictError, match=f"{state} pages cannot be cached"):
+        bench.keep(A, "a", 0, ids)
+    assert bench.cached == 0
+    assert bench.admit(B, "a", 4).prefix_pages == 0
+
+
+def test_what_is_kept_follows_on_what_is_read_once(bench):
+    ids = bench.admit(A, "a", 6).own[FULL]
+    assert bench.keep(A, "a", 0, ids[:2]) == 2
+    for start in (0, 1, 3):
+        with pytest.raises(ConflictError, match="it reads 2 pages so far"):
+            bench.keep(A, "a", start, ids[2:3])
+    assert bench.keep(A, "a", 2, ids[2:]) == 4
+    with pytest.raises(ConflictError, match="admitted already"):
+        bench.admit(A, "a", 6)
+    bench.end(A)
+    for gone in (lambda: bench.cache.let_go(A), lambda: bench.keep(A, "a", 6, [])):
+        with pytest.raises(NotFoundError, match="room 7 generation 1 reads no cached pages"):
+            gone()
+
+
+def test_keys_that_are_no_chain_keep_nothing(bench):
+    ids = bench.admit(A, "a", 3).own[FULL]
+    chain = keys("a", 3)
+    with pytest.raises(InvalidInputError, match="no chain"):
+        bench.cache.keep(A, Keys.of([chain[0], chain[1], chain[0]]), 0, {FULL: ids})
+    assert bench.cached == 0
+    assert bench.book.pages(A)[FULL].tolist() == ids.tolist()
+
+
+def test_what_is_dropped_is_found_by_nobody_and_free_when_its_last_reader_has_let_go(bench):
+    bench.warm(A, "a", 4)
+    bench.warm(A, "b", 4)
+    own = bench.admit(B, "a", 6).own[FULL]
+    assert bench.cache.drop() == 4
+    assert (bench.cached, bench.admit(C, "a", 4).prefix_pages) == (4, 0)
+    assert bench.keep(B, "a", 4, own) == 0, "what was before them is not known any more"
+    assert bench.book.pages(B)[FULL].tolist() == own.tolist()
+    bench.keep(C, "a", 0, bench.book.pages(C)[FULL])
+    assert bench.keep(B, "a", 4, own) == 0, "nor is it what this room reads"
+    bench.end(B)
+    assert bench.cached == 4
+    bench.end(C)
+
+
+def test_a_page_that_differs_goes_with_all_that_depends_on_it(bench):
+    bench.warm(A, "a", 6)
+    assert bench.cache.drop_page(keys("a", 6), 2) == 4
+    assert bench.cache.drop_page(keys("a", 6), 2) == 0
+    assert bench.admit(B, "a", 6).prefix_pages == 2
+
+
+def test_a_prefix_without_windows_at_its_end_is_of_no_use_to_prefill(bench):
+    got = bench.admit(A, "a", 6, windows=2)
+    bench.keep(A, "a", 0, got.own[FULL])
+    assert bench.cache.keep_checkpoint(A, 4, got.own[SWA][:1])
+    assert not bench.cache.keep_checkpoint(A, 4, got.own[SWA][1:]), "there is one"
+    with pytest.raises(ConflictError, match="it reads 6 pages so far"):
+        bench.cache.keep_checkpoint(A, 7, got.own[SWA][1:])
+    bench.end(A)
+    assert bench.book.counts()[SWA][PageState.CACHED] == 1
+    again = bench.admit(B, "a", 6, windows=1, from_checkpoint=True)
+    assert (again.prefix_pages, again.checkpoint.tolist()) == (4, got.own[SWA][:1].tolist())
+    assert bench.book.available_pages()[SWA] == 2
+    assert bench.admit(C, "b", 2, from_checkpoint=True).checkpoint.size == 0
+    bench.end(B)
+    assert bench.book.available_pages()[SWA] == 4
+
+
+def test_a_request_whose_own_windows_need_the_checkpoints_pages_is_admitted_without_it(bench):
+    got = bench.admit(A, "a", 4, windows=1)
+    bench.keep(A, "a", 0, got.own[FULL])
+    bench.cache.keep_checkpoint(A, 4, got.own[SWA])
+    bench.end(A)
+    got = bench.admit(B, "a", 6, windows=4, from_checkpoint=True)
+    assert (got.prefix_pages, got.own[FULL].size, got.own[SWA].size) == (0, 6, 4)
+    with pytest.raises(CapacityError, match="'swa' lacks 1 pages"):
+        bench.admit(C, "a", 6, windows=1, from_checkpoint=True)
+
+
+def test_a_pool_that_has_been_full_for_long_still_gives_long_runs():
+    book = PageBook({FULL: 4096})
+    clock = ManualClock()
+    cache = PrefixCache(book, PrefixIndex((FULL,), 4096), clock=clock)
+    lengths = np.random.default_rng(1).integers(16, 200, size=400)
+    runs = []
+    for room, pages in enumerate(lengths.tolist()):
+        clock.advance(1.0)
+        chain, owner = keys(f"{room}", pages), Owner(room, 1)
+        got = cache.admit(owner, chain, lambda prefix, pages=pages: {FULL: pages - prefix})
+        cache.keep(owner, chain, 0, got.own)
+        cache.let_go(owner)
+        book.free(owner)
+        runs.append(1 + np.count_nonzero(np.diff(got.own[FULL]) != 1))
+    cache.check_integrity()
+    assert book.counts()[FULL][PageState.FREE] < 200
+    assert lengths[200:].sum() / sum(runs[200:]) > 16, "pages a run"
+
+
+@pytest.mark.parametrize("spoil", ["a pin too many", "a page of nobody", "a reader too many"])
+def test_the_recount_finds_what_is_wrong_between_book_and_index(spoil):
+    bench = Bench()
+    bench.warm(A, "a", 4)
+    bench.admit(B, "a", 4)
+    match spoil:
+        case "a pin too many":
+            bench.cache._index.pin(bench.cache._index.match(keys("a", 2)))
+        case "a page of nobody":
+            bench.book.reserve(C, {FULL: 1})
+            bench.book.cache(C, bench.book.pages(C))
+        case "a reader too many":
+            bench.cache._readers[C] = bench.cache._readers[B]
+    with pytest.raises(IntegrityError):
+        bench.cache.check_integrity()

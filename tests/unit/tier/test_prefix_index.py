@@ -1,0 +1,292 @@
+"""The index of cached prefixes, case by case; `tests/property/test_prefix_index.py` has it against a naive model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError, NotFoundError
+from kvbridge.core.ids import IndexSpace
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+from kvbridge.tier.policy import GreedyDual
+
+FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
+IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
+
+
+def keys_of(text: str) -> Keys:
+    return page_keys(IDENTITY, [ord(letter) for letter in text])
+
+
+class Pool:
+    """An index with pages that nobody else has."""
+
+    def __init__(self, capacity: int = 1000, **options) -> None:
+        self.index = PrefixIndex([FULL, HOST], capacity, **options)
+        self.next_page, self.now = 0, 0.0
+
+    def pages(self, count: int) -> dict:
+        ids = np.arange(self.next_page, self.next_page + count, dtype=np.int32)
+        self.next_page += count
+        return {FULL: ids, HOST: ids + 5000}
+
+    def add(self, text: str, start: int = 0, **options):
+        self.now += 1
+        keys = keys_of(text)
+        return self.index.insert(keys, start, self.pages(len(keys) - start), now=self.now, **options)
+
+    def match(self, text: str, **options):
+        return self.index.match(keys_of(text), **options)
+
+    def knows(self, *texts: str) -> bool:
+        self.index.check_integrity()
+        return all(len(self.match(text)) == len(text) for text in texts)
+
+    def evict(self, count: int) -> list[int]:
+        found = self.index.evict({FULL: count})
+        assert (found[HOST] - 5000).tolist() == found[FULL].tolist()
+        self.index.check_integrity()
+        return found[FULL].tolist()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9])
+def test_the_longest_known_run_is_found(length):
+    pool = Pool()
+    pool.add("abcdefghi"[:length])
+    path = pool.match("abcdefghixyz")
+    assert pool.index.pages(path)[FULL].tolist() == list(range(length))
+    assert len(pool.match("abcdefghi", at_most=length - 1)) == length - 1
+    assert len(pool.match("xbc")) == len(pool.match("")) == len(pool.match("abc", at_most=0)) == 0
+
+
+def test_a_second_arrival_keeps_the_first():
+    pool = Pool()
+    first = pool.add("abc")
+    second = pool.add("abcde")
+    assert second.kept.tolist() == [False, False, False, True, True]
+    assert second.records[:3].tolist() == first.records.tolist()
+    assert pool.index.pages(second.records)[FULL].tolist() == [0, 1, 2, 6, 7]
+    again = pool.add("abcde", start=2)
+    assert not again.kept.any()
+    assert again.records.tolist() == second.records[2:].tolist()
+
+
+def test_no_page_comes_without_its_parent():
+    pool = Pool()
+    pool.add("ab")
+    with pytest.raises(NotFoundError, match="only 2 pages"):
+        pool.add("abcd", start=3)
+    assert pool.knows("ab")
+
+
+def test_keys_that_are_no_chain_share_nothing_wrong():
+    pool = Pool()
+    pool.add("abc")
+    pool.add("xyz")
+    abc, xyz = keys_of("abc"), keys_of("xyz")
+    crossed = Keys(abc[:2].data + xyz[2:].data)
+    assert len(pool.index.match(crossed)) in {0, 2}
+    assert len(pool.index.match(Keys(abc[1:].data))) == 0
+    for keys in (crossed, Keys(abc.data + xyz[:1].data), Keys(abc.data + 2 * keys_of("q").data)):
+        before = len(pool.index)
+        with pytest.raises((InvalidInputError, NotFoundError)):
+            pool.index.insert(keys, 0, pool.pages(len(keys)), now=9.0)
+        assert len(pool.index) == before
+    assert pool.knows("abc", "xyz")
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        {FULL: np.zeros(2, np.int32)},
+        {FULL: np.zeros(2, np.int32), HOST: np.zeros(1, np.int32)},
+        {FULL: np.zeros(2, np.int32), HOST: np.zeros(2, np.int32), SWA: np.zeros(2, np.int32)},
+    ],
+)
+def test_each_key_needs_a_page_of_each_space(pages):
+    with pytest.raises(InvalidInputError, match="2 keys need"):
+        Pool().index.insert(keys_of("ab"), 0, pages, now=1.0)
+
+
+def test_the_oldest_leaves_go_first_from_the_end():
+    pool = Pool()
+    pool.add("s" + "a" * 40)  # pages 0 to 40
+    pool.add("s" + "b" * 40)  # 41 is the second arrival of s, 42 to 81
+    assert pool.evict(3) == [40, 39, 38]
+    assert pool.knows("s" + "a" * 37, "s" + "b" * 40)
+    pool.index.touch(pool.match("s" + "a" * 37), now=10.0)
+    assert pool.evict(3) == [81, 80, 79]
+
+
+def test_a_path_that_has_been_begun_is_finished():
+    pool = Pool(capacity=5000)
+    pool.add("a" * 20)
+    pool.add("b" * 20)
+    assert pool.evict(5) == list(range(19, -1, -1))
+    assert pool.knows("b" * 20)
+    assert pool.evict(1) == [39]  # 19 more would be too many for one
+    assert pool.evict(3) == list(range(38, 19, -1))
+
+
+def test_what_is_pinned_stays_and_all_above_it():
+    pool = Pool()
+    pool.add("abcd")
+    pool.add("abxy")
+    path = pool.match("abc")
+    pool.index.pin(path)
+    assert pool.index.evictable()[FULL] == 3
+    with pytest.raises(CapacityError, match="by 1 of 'full'") as refused:
+        pool.index.evict({FULL: 4})
+    assert refused.value.lacking == {FULL: 1}
+    pool.evict(3)
+    assert pool.knows("abc")
+    assert not pool.knows("abx")
+    assert pool.index.unpin(path) == {}
+    pool.evict(3)
+    assert len(pool.index) == 0
+
+
+def test_pins_go_down_paths_and_end_once():
+    pool = Pool()
+    pool.add("abcd")
+    path = pool.match("abcd")
+    with pytest.raises(IntegrityError, match="nobody pins its parent"):
+        pool.index.pin(path[2:])
+    for wrong in (path[::-1], path[[0, 2]]):
+        with pytest.raises(IntegrityError, match="no path"):
+            pool.index.pin(wrong)
+    pool.index.pin(path[:2])
+    pool.index.pin(path[2:])
+    with pytest.raises(IntegrityError, match="no path"):
+        pool.index.unpin(path[2:])
+    pool.index.check_integrity()
+    pool.index.unpin(path)
+    with pytest.raises(IntegrityError, match="more often"):
+        pool.index.unpin(path)
+    pool.index.check_integrity()
+
+
+def test_what_is_dropped_is_unreachable_at_once_and_comes_back_with_the_last_reader():
+    pool = Pool()
+    pool.add("abcd")
+    pool.add("abxy")
+    path = pool.match("abc")
+    pool.index.pin(path)
+    pool.index.pin(path)
+    free = pool.index.drop(path[1:2])
+    assert sorted(free[FULL].tolist()) == [3, 6, 7]  # d, x and y
+    assert len(pool.match("abcd")) == 1
+    pool.add("abcd", start=1)
+    assert pool.knows("abcd")
+    assert pool.index.unpin(path) == {}
+    assert sorted(pool.index.unpin(path)[FULL].tolist()) == [1, 2]
+    assert pool.knows("abcd")
+    everything = pool.index.drop()
+    assert len(everything[FULL]) == 4
+    assert len(pool.index) == 0
+    pool.index.check_integrity()
+
+
+def test_digests_stay_with_their_page():
+    pool = Pool(digest_words=2)
+    digests = np.arange(6, dtype=np.uint32).reshape(3, 2)
+    pool.add("abc", digests=digests)
+    pool.add("abcd", start=3)
+    pool.add("abc", digests=digests + 100)
+    values, known = pool.index.digests(pool.match("abcd"))
+    assert values.tolist() == [[0, 1], [2, 3], [4, 5], [0, 0]]
+    assert known.tolist() == [True, True, True, False]
+    with pytest.raises(InvalidInputError, match="2 words"):
+        pool.add("q", digests=np.zeros((1, 3), np.uint32))
+
+
+class TestCheckpoints:
+    @pytest.fixture
+    def pool(self) -> Pool:
+        pool = Pool()
+        pool.add("abc")
+        pool.add("abx")
+        for name, text in enumerate(("ab", "abc", "abx")):
+            assert pool.index.set_checkpoint(int(pool.match(text)[-1]), np.array([2 * name, 2 * name + 1], np.int32))
+        return pool
+
+    def test_the_first_stays(self, pool):
+        assert not pool.index.set_checkpoint(int(pool.match("ab")[-1]), np.array([9], np.int32))
+        assert pool.index.checkpoint(int(pool.match("ab")[-1])).tolist() == [0, 1]
+        assert pool.index.checkpointed(pool.match("abc")).tolist() == [False, True, True]
+        with pytest.raises(NotFoundError):
+            pool.index.checkpoint(int(pool.match("a")[-1]))
+
+    def test_they_go_alone_before_pages_do_the_oldest_first(self, pool):
+        path = pool.match("ab")
+        pool.index.pin(path)
+        pool.index.pin_checkpoint(int(path[-1]))
+        assert pool.index.evictable()[SWA] == 4
+        assert pool.index.evict({SWA: 1})[SWA].tolist() == [2, 3]
+        pool.index.unpin_checkpoint(int(path[-1]))
+        pool.index.unpin(path)
+        found = pool.index.evict({SWA: 3})
+        assert found[SWA].tolist() == [4, 5, 0, 1]  # that which was read is the younger one
+        assert not len(found[FULL])
+        assert pool.knows("abc", "abx")
+        with pytest.raises(CapacityError, match="'swa'"):
+            pool.index.evict({SWA: 1})
+
+    def test_they_go_with_their_page(self, pool):
+        found = pool.index.evict({FULL: 1})
+        assert found[SWA].tolist() == [2, 3]
+        assert pool.index.evictable() == {FULL: 3, HOST: 3, SWA: 4}
+        assert len(pool.index.drop()[SWA]) == 4
+        pool.index.check_integrity()
+
+    def test_who_restores_pins_the_page_too_and_for_longer(self, pool):
+        path = pool.match("abc")
+        with pytest.raises(IntegrityError, match="not pinned the record"):
+            pool.index.pin_checkpoint(int(path[-1]))
+        pool.index.pin(path)
+        pool.index.pin_checkpoint(int(path[-1]))
+        with pytest.raises(IntegrityError, match="still pins its checkpoint"):
+            pool.index.unpin(path)
+        pool.index.unpin_checkpoint(int(path[-1]))
+        with pytest.raises(IntegrityError, match="more often"):
+            pool.index.unpin_checkpoint(int(path[-1]))
+        pool.index.unpin(path)
+        pool.index.check_integrity()
+
+
+def test_candidates_that_are_outdated_do_not_pile_up():
+    pool = Pool()
+    pool.add("abc")
+    path = pool.match("abc")
+    for now in range(5000):
+        pool.index.touch(path, now=10.0 + now)
+    assert len(pool.index._candidates) < 1100
+    assert pool.evict(3) == [2, 1, 0]
+
+
+def test_greedy_dual_keeps_what_is_short_or_shared():
+    pool = Pool(policy=GreedyDual())
+    pool.add("ab")
+    pool.add("x" * 100)
+    pool.add("cd")
+    pool.add("cd")
+    assert pool.evict(60)[-1] >= 2
+    pool.evict(40)
+    assert pool.knows("ab", "cd")
+    pool.evict(2)
+    assert pool.knows("cd")
+    assert not pool.knows("ab")
+
+
+@pytest.mark.parametrize("spaces", [[], [FULL, FULL], [FULL, SWA]])
+def test_spaces_that_do_not_grow_with_the_tokens_are_refused(spaces):
+    with pytest.raises(InvalidInputError, match="grow with the tokens"):
+        PrefixIndex(spaces, 10)
+
+
+def test_more_pages_than_there_are_is_a_defect():
+    pool = Pool(capacity=3)
+    with pytest.raises(IntegrityError, match="of 3 that there are"):
+        pool.add("abcd")
+    assert repr(pool.index) == "<prefix index: 0 of 3 records, 0 pinned, 0 unreachable, 0 checkpoints>"

@@ -1,0 +1,44 @@
+"""The simulated pool against least recently used pages, counted one at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.tier.keys import PrefixIdentity, page_keys
+from kvbridge.tier.policy import LeastRecentlyUsed
+from kvbridge.tier.simulation import run_cache
+
+IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
+
+
+def naive_hits(prompts, page_count: int) -> int:
+    used: dict[bytes, float] = {}
+    hits = 0
+    for now, keys in prompts:
+        listed = keys.to_list()
+        hit = next((at for at, key in enumerate(listed) if key not in used), len(listed))
+        hits += hit
+        for at, key in enumerate(reversed(listed)):
+            used[key] = now + at * 1e-6  # the end of a prompt goes before its beginning
+        for key in sorted(used, key=used.__getitem__)[: max(0, len(used) - page_count)]:
+            del used[key]
+    return hits
+
+
+@pytest.mark.parametrize("page_count", [40, 100, 250, 5000])
+def test_hits_are_those_of_least_recently_used_pages(page_count):
+    rng = np.random.default_rng(3)
+    prompts = []
+    for number in range(400):
+        shared, own = int(rng.integers(0, 12)), int(rng.integers(1, 20))
+        tokens = [*([shared] * shared), *rng.integers(100, 104, own)]
+        prompts.append((float(number), page_keys(IDENTITY, tokens)))
+    found = run_cache(prompts, page_count, LeastRecentlyUsed())
+    expected = naive_hits(prompts, page_count)
+    assert found.hit_pages == expected > 300
+    if page_count == 5000:
+        assert (found.evicted_pages, found.late_pages, found.too_long) == (0, 0, 0)
+    else:
+        assert found.evicted_pages
+        assert found.late_pages >= found.late_runs
