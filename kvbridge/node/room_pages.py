@@ -20,7 +20,7 @@ from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, Liveness, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
-from kvbridge.core.geometry.tables import check_demand, joined_tables, request_tables
+from kvbridge.core.geometry.tables import GROWING_SPACES, check_demand, joined_tables, request_tables
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.node.room import Quarantine, Room
@@ -33,10 +33,6 @@ from kvbridge.tier.prefix_cache import PrefixCache
 
 log = structlog.get_logger(__name__)
 
-_GROWING = (IndexSpace.FULL, IndexSpace.HOST)
-"""Spaces in which a page is final once its tokens are computed."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomSettings:
     """What is the same for all rooms of a node."""
@@ -44,7 +40,9 @@ class RoomSettings:
     geometry: ModelGeometry
     limits: DaemonTimeouts
     shares_prefixes: bool = False
-    """Rooms keep the page keys that they were admitted with (`tier.enabled`)."""
+    """Rooms keep the page keys that they were admitted with, and pages stay under them (`tier.enabled`)."""
+    keeps_answers: bool = True
+    """Decode: so do pages of answers, not of prompts only (`tier.generated`)."""
     adopted: bool = False
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()
@@ -92,7 +90,7 @@ class RoomPages:
         admitted = self.prefixes.admit(
             room.owner,
             room.keys,
-            lambda pages: {space: count - pages * (space in _GROWING) for space, count in demand.items()},
+            lambda pages: {space: count - pages * (space in GROWING_SPACES) for space, count in demand.items()},
             at_most=(room.prompt_tokens - self.computes) // page,
             from_checkpoint=self.computes and any(kept.liveness is not Liveness.GROWING for kept in geometry.components),
         )
@@ -112,7 +110,7 @@ class RoomPages:
         """Return the tables of a room without the `prefix_tokens` before them, which nobody may write."""
         prefix_pages = room.prefix_tokens // self.settings.geometry.tokens_per_page
         return {
-            space: PageTable(space, table.ids[prefix_pages:], prefix_pages) if space in _GROWING else table
+            space: PageTable(space, table.ids[prefix_pages:], prefix_pages) if space in GROWING_SPACES else table
             for space, table in room.tables.items()
         }
 
@@ -151,7 +149,7 @@ class RoomPages:
         only reads, and others may have them as well. `written_by_peers`: see PageBook.adopt.
         """
         whole = cached_tokens // self.settings.geometry.tokens_per_page
-        shared = {space: table.ids[:whole] for space, table in tables.items() if space in _GROWING}
+        shared = {space: table.ids[:whole] for space, table in tables.items() if space in GROWING_SPACES}
         own = {space: table.ids[len(shared.get(space, ())) :] for space, table in tables.items()}
         self.book.adopt(room.owner, own, shared=shared, written_by_peers=written_by_peers)
         room.tables = room.tables | tables
