@@ -26,7 +26,7 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import EventStream, RoomQuarantined
+from kvbridge.telemetry.events import EventStream, PrefixMatched, RoomQuarantined
 from kvbridge.tier.index import DigestArray
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -43,6 +43,8 @@ class RoomSettings:
     """Rooms keep the page keys that they were admitted with, and pages stay under them (`tier.enabled`)."""
     keeps_answers: bool = True
     """Decode: so do pages of answers, not of prompts only (`tier.generated`)."""
+    growing_page_bytes: int = 0
+    """Decode: what of a page of a prompt this node need not be sent when it holds it."""
     adopted: bool = False
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()
@@ -102,6 +104,15 @@ class RoomPages:
             room.computed_tokens, room.checkpoint = admitted.prefix_pages * page, admitted.checkpoint
         else:
             room.prefix_tokens = admitted.prefix_pages * page
+        hit_tokens = admitted.prefix_pages * page
+        self.events.emit(
+            PrefixMatched(
+                **room.identity,
+                hit_tokens=hit_tokens,
+                miss_tokens=room.prompt_tokens - hit_tokens,
+                hit_bytes=admitted.prefix_pages * self.settings.growing_page_bytes,
+            )
+        )
 
     def _tell_tables(self, room: Room[Any], ids: Mapping[IndexSpace, PageIdArray]) -> None:
         room.tables = request_tables(self.settings.geometry, ids, prompt_tokens=room.prompt_tokens)
