@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from kvbridge.api.directory import InstanceView
 from kvbridge.api.examples import BOOTSTRAP_STATUS, DECODE_STATUS, PREFILL_STATUS
-from kvbridge.core.ids import FrozenModel, IndexSpace, Role, examples
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Role, examples
 from kvbridge.pool.accounts.page_states import PageState
 
 

@@ -33,6 +33,7 @@ from kvbridge.tier.prefix_cache import PrefixCache
 
 log = structlog.get_logger(__name__)
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomSettings:
     """What is the same for all rooms of a node."""
@@ -94,7 +95,8 @@ class RoomPages:
             room.keys,
             lambda pages: {space: count - pages * (space in GROWING_SPACES) for space, count in demand.items()},
             at_most=(room.prompt_tokens - self.computes) // page,
-            from_checkpoint=self.computes and any(kept.liveness is not Liveness.GROWING for kept in geometry.components),
+            from_checkpoint=self.computes
+            and any(kept.liveness is not Liveness.GROWING for kept in geometry.components),
         )
         both = ((space, (admitted.prefix.get(space), own)) for space, own in admitted.own.items())
         self._tell_tables(

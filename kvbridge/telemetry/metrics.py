@@ -104,8 +104,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_prefix_tokens_total",
         _COUNTER,
         ("outcome",),
-        "Prompt tokens of rooms with page keys, when they were admitted: cached here (hit), so that decode is not sent their growing "
-        "rows and prefill does not compute them, or not.",
+        "Prompt tokens of rooms with page keys, when they were admitted: cached here (hit), so that decode is not sent their "
+        "growing rows and prefill does not compute them, or not.",
         values={"outcome": ("hit", "miss")},
     ),
     PREFIX_BYTES := MetricSpec(
@@ -119,8 +119,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_prefix_pages",
         _GAUGE,
         ("state",),
-        "Pages of prompts and answers that are cached: read by rooms that have not let go of them, or by nobody, so that they can be "
-        "evicted. One is a page in each space that grows with the tokens.",
+        "Pages of prompts and answers that are cached: read by rooms that have not let go of them, or by nobody, so that they "
+        "can be evicted. One is a page in each space that grows with the tokens.",
         values={"state": ("read", "unread")},
     ),
     PREFIX_EVICTED := MetricSpec(
