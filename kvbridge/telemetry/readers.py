@@ -168,7 +168,8 @@ class MetricsReader:
     def _prefix_matched(self, _now_s: float, fact: PrefixMatched) -> None:
         self._metrics.count(PREFIX_TOKENS, "hit", by=fact.hit_tokens)
         self._metrics.count(PREFIX_TOKENS, "miss", by=fact.miss_tokens)
-        self._metrics.count(PREFIX_BYTES, by=fact.hit_bytes)
+        if fact.hit_bytes:  # a prefill node has no such metric
+            self._metrics.count(PREFIX_BYTES, by=fact.hit_bytes)
 
     def _phases_ended(self, _now_s: float, fact: PhasesEnded) -> None:
         for phase, seconds in fact.phases_s.items():
