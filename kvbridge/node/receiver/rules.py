@@ -136,7 +136,7 @@ class ReceiverRules:
         for peer in room.writers:
             self.ports.nodes.send(peer, offer)
 
-    def _keep(self, room: ReceiverRoom, action: ReceiverAction) -> None:
+    def _keep(self, room: ReceiverRoom, action: StrEnum) -> None:
         answer = room.answer if self.pages.settings.keeps_answers else None
         if action is ReceiverAction.KEEP_PROMPT:
             self.pages.keep(room, room.keys if room.is_same_prompt else NO_KEYS)
