@@ -19,7 +19,7 @@ from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeRoom
 from kvbridge.engine.views import PoolViews
-from tests.contract.harness import require_library
+from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, report, status
 
@@ -41,8 +41,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["local", "mooncake"])
 def live(request: pytest.FixtureRequest) -> Iterator[LiveCluster]:
-    if request.param != "local":
-        require_library(request.param)
+    require_library(BACKENDS[request.param])
     settings: dict[str, Any] = {"prefill": NODE, "decode": NODE, "pages": POOL, "host_pages": 24}
     with live_cluster(transport=request.param, **settings) as running:
         assert running.sender
