@@ -60,6 +60,8 @@ class PrefixCache:
         self._index = index
         self._clock = clock
         self._readers: dict[Owner, _Reader] = {}
+        self.evicted_pages = 0
+        """Of prompts, so far; one is a page of each space."""
         book.use_cache(self)
 
     # ------------------------------------------------------------------------------------- owners
@@ -180,6 +182,15 @@ class PrefixCache:
     def __contains__(self, owner: object) -> bool:
         return owner in self._readers
 
+    def reads(self, owner: Owner) -> int:
+        """How many pages of its prompt and answer an owner reads. Raises NotFoundError as `let_go`."""
+        return len(self._reader(owner).path)
+
+    @property
+    def spaces(self) -> tuple[IndexSpace, ...]:
+        """Those in which each page of a prompt has one page here."""
+        return self._index.spaces
+
     # ------------------------------------------------------------------------------------- the book's PageCache
 
     def evictable(self) -> Mapping[IndexSpace, int]:
@@ -188,9 +199,22 @@ class PrefixCache:
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
         """See PageCache."""
-        return _some(self._index.evict(lacking))
+        before = len(self._index)
+        pages = _some(self._index.evict(lacking))
+        self.evicted_pages += before - len(self._index)
+        return pages
 
     # ------------------------------------------------------------------------------------- for operators
+
+    @property
+    def readers(self) -> int:
+        """How many owners have been admitted and have not let go."""
+        return len(self._readers)
+
+    def pages(self) -> tuple[int, int]:
+        """How many pages of prompts somebody reads, and how many nobody does."""
+        unread = self._index.evictable()[self.spaces[0]]
+        return len(self._index) - unread, unread
 
     def check_integrity(self) -> None:
         """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""
