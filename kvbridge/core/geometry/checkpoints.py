@@ -48,16 +48,17 @@ def wanted_checkpoints(
     """Return at which page ends of a prompt checkpoints are worth their pages, in tokens, ascending.
 
     At its last one, where the next turn goes on; where it leaves a prefix that is known here (`known_tokens`), since others may do
-    so, too; and every `interval_tokens` (0: nowhere else). The engine comes by those behind `computed_tokens` only.
+    so, too; and every `interval_tokens`, rounded down to whole pages (0: nowhere else). The engine comes by those behind `computed_tokens` only.
     """
     if not needs_checkpoints(geometry):
         return ()
     page = geometry.tokens_per_page
     last = prompt_tokens // page * page
-    ends = {last, min(known_tokens, last) // page * page}
+    ends = {last, min(known_tokens, last)}
     if interval_tokens:
         ends.update(range(interval_tokens, last, interval_tokens))
-    return tuple(sorted(end for end in ends if end > computed_tokens and len(window_pages(geometry, end))))
+    whole = {end // page * page for end in ends}
+    return tuple(sorted(end for end in whole if end > computed_tokens and len(window_pages(geometry, end))))
 
 
 def _is_live_at_page_ends(component: Component, tokens_per_page: int) -> bool:

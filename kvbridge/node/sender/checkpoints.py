@@ -48,7 +48,7 @@ class RoomCheckpoints:
             live = window_pages(geometry, tokens)
             try:
                 ids = self.pages.book.grow(room.owner, {IndexSpace.SWA: len(live)})[IndexSpace.SWA]
-            except CapacityError:
+            except (CapacityError, InvalidInputError):  # not now, or never in a pool of this size
                 return
             room.checkpoints[tokens] = PageTable(IndexSpace.SWA, ids, live.start)
 

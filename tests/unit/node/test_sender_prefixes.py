@@ -337,7 +337,7 @@ def test_what_a_gpu_has_yet_to_write_stays_when_it_says_so_itself(released: bool
     bench = Bench()
     bench.admit(1, HISTORY[:1000])
     begun = bench.begin(1, HISTORY[:1000], by_gpu=True)
-    bench.publish(1, HISTORY[:1000], after={str(R0): StreamPoint(event=0, sequence=1)})
+    bench.publish(1, HISTORY[:1000], after={str(R0): StreamPoint(ring="ring", handle=bytes(64), device_uuid="0" * 32)})
     bench.finish(1, tuple(one.tokens for one in begun.checkpoints), by_gpu=True)
     bench.service.peers.abort(DECODE, Abort(room=1, generation=1, code="aborted", message="not ours"))
     bench.service.driver.stop(bench.service.book.get(1), "enough")
@@ -418,6 +418,8 @@ def test_two_rooms_share_a_prefix_and_one_of_them_dies() -> None:
     assert shared == [ids(first)[:3]] * 2
     bench.service.driver.fail(bench.service.book.get(2), "worker_gone", "killed")
     bench.closed(2)
+    bench.check()
+    bench.verbs.abort("engine", 2, "it has failed")
     bench.check()
     bench.publish(3, HISTORY[:1203])
     bench.finish(3)
