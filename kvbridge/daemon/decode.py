@@ -50,6 +50,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             fence=fence,
             engines=parts.engines,
             events=parts.events,
+            prefixes=parts.prefixes,
         ),
         RoomSettings(
             geometry=parts.geometry,

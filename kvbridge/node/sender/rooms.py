@@ -69,7 +69,7 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
     """Put the rooms of a prefill node together."""
     book = RoomBook[SenderRoom](Role.PREFILL, user_state, clock=clock, keep_s=settings.limits.room_keep_s)
     facts = RoomFacts(book, ports.engines, ports.events, ENGINE_WORDS, clock)
-    pages = RoomPages(ports.book, settings, ports.events)
+    pages = RoomPages(ports.book, settings, ports.events, ports.prefixes, computes=True)
     checkpoints = RoomCheckpoints(pages)
     orders = Orders(ports, book, pages, clock)
     driver: RoomDriver[SenderRoom] = RoomDriver(SenderRules(facts, pages, orders, checkpoints, ports.nodes, clock), facts)
