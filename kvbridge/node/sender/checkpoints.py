@@ -54,9 +54,7 @@ class RoomCheckpoints:
 
     def tell(self, room: SenderRoom, answer: Pages) -> Pages:
         """Add to the answer to `begin` from what the engine starts, and what it is to leave behind."""
-        wanted = [
-            (tokens, table) for tokens, table in sorted(room.checkpoints.items()) if tokens < room.prompt_tokens
-        ]
+        wanted = [(tokens, table) for tokens, table in sorted(room.checkpoints.items()) if tokens < room.prompt_tokens]
         restore = None
         if room.checkpoint is not None and len(room.checkpoint):
             first_page = window_pages(self.pages.settings.geometry, room.computed_tokens).start
@@ -67,11 +65,12 @@ class RoomCheckpoints:
     @staticmethod
     def check(room: SenderRoom, written: tuple[int, ...]) -> None:
         """Raise InvalidInputError for a checkpoint that was not asked for: an engine has written to pages that nobody gave it."""
-        unknown = sorted(set(written) - {tokens for tokens in room.checkpoints if tokens < room.prompt_tokens})
+        asked = {tokens for tokens in room.checkpoints if tokens < room.prompt_tokens}
+        unknown = sorted(set(written) - asked)
         if unknown:
             raise InvalidInputError(
-                f"finish names checkpoints at {unknown} tokens that `begin` did not ask for in room {room.room}; it asked for those "
-                f"at {sorted(tokens for tokens in room.checkpoints if tokens < room.prompt_tokens)}"
+                f"finish names checkpoints at {unknown} tokens of room {room.room} that `begin` did not ask for; it asked for "
+                f"{sorted(asked)}"
             )
 
     def keep(self, room: SenderRoom) -> None:
