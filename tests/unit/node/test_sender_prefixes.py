@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.errors import ConflictError, InvalidInputError
+from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, PageTable
-from kvbridge.core.wire.engine_messages import Pages
+from kvbridge.core.wire.engine_messages import AskRestorable, Pages
 from kvbridge.core.wire.messages import Abort, Drained, Offer, to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import OpenRoom, RoomClosed, Send, Sent
+from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.sender.room import SenderPorts, SenderRoom
 from kvbridge.node.sender.rooms import sender_rooms
@@ -58,6 +59,7 @@ class Bench:
     windows: int = 16
     ranks: tuple = (R0,)
     interval: int = 0
+    part_of_instance: bool = False
     clock: ManualClock = field(default_factory=ManualClock)
 
     def __post_init__(self) -> None:
@@ -82,6 +84,7 @@ class Bench:
                 shares_prefixes=True,
                 limits=SENDER_LIMITS,
                 checkpoint_interval_tokens=self.interval,
+                part_of_instance=self.part_of_instance,
             ),
             clock=self.clock,
         )
@@ -105,6 +108,10 @@ class Bench:
         )
         assert isinstance(found, Pages)
         return found
+
+    def restorable(self, room: int) -> tuple[int, ...]:
+        call = AskRestorable(call=1, room=room)
+        return self.service.calls[AskRestorable](AttachedEngine("engine", 0, self.ranks), call).tokens
 
     def offer(self, room: int, tokens: list[int], held: int = 0) -> None:
         ids = np.arange(-(-len(tokens) // PAGE) - held // PAGE, dtype=np.int32)
@@ -449,3 +456,89 @@ def test_two_rooms_that_compute_the_same_at_once_keep_one() -> None:
         bench.sent(room)
     assert pages_in(bench.book, PageState.CACHED) == 3 + 1
     bench.quiet()
+
+
+# ------------------------------------------------------------------------------------------- several nodes of one instance
+
+
+def test_nodes_of_one_instance_start_at_the_same_token() -> None:
+    """What they have in common is not the least of what each would start from."""
+    nodes = [Bench(part_of_instance=True), Bench(part_of_instance=True)]
+    for node, turns in zip(nodes, ((300, 600, 1500), (300, 1000)), strict=True):
+        for number, length in enumerate(turns):
+            node.cross(1 + number, HISTORY[:length])
+    tokens = HISTORY[:2000]
+    for node in nodes:
+        node.admit(9, tokens)
+        node.offer(9, tokens)
+        assert not node.orders(9), "the engines have yet to agree"
+    common = set(nodes[0].restorable(9)) & set(nodes[1].restorable(9))
+    assert [node.restorable(9) for node in nodes] == [(0, 256, 512, 1280), (0, 256, 768)]
+    begun = [node.begin(9, tokens, at_most=max(common)) for node in nodes]
+    for node, pages in zip(nodes, begun, strict=True):
+        assert pages.computed_tokens == 256
+        assert pages.restore is not None
+        assert pages.restore.tokens == 256
+        assert not set(ids(pages)[1:]) & set(node.book.cached_pages()[FULL].tolist()), "it writes nobody's pages"
+        assert [order.section.stop_token for order in node.orders(9)] == [256]
+        node.check()
+        node.publish(9, tokens)
+        node.finish(9, tuple(one.tokens for one in pages.checkpoints))
+        node.sent(9)
+        assert node.service.book.report(9).computed_tokens == 256
+        node.quiet()
+        assert node.cross(10, HISTORY[:2001]).computed_tokens == 1792
+
+
+@pytest.mark.parametrize("at_most", [0, 100, 255])
+def test_an_engine_may_start_from_nothing(at_most: int) -> None:
+    bench = Bench(part_of_instance=True)
+    bench.cross(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    begun = bench.begin(2, HISTORY[:1500], at_most=at_most)
+    assert (begun.computed_tokens, begun.restore) == (0, None)
+    assert not set(ids(begun)) & set(bench.book.cached_pages()[FULL].tolist())
+    bench.check()
+    bench.offer(2, HISTORY[:1500])
+    assert not bench.orders(2)
+
+
+def test_a_model_without_windows_starts_at_any_pages_end() -> None:
+    bench = Bench(geometry=GQA, part_of_instance=True)
+    bench.cross(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    assert bench.restorable(2) == (0, 256, 512, 768)
+    assert bench.begin(2, HISTORY[:1500], at_most=600).computed_tokens == 512
+    bench.check()
+
+
+def test_what_does_not_fit_leaves_the_room_as_it_was() -> None:
+    bench = Bench(pages=9, part_of_instance=True)
+    bench.cross(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    bench.admit(3, HISTORY[:1300])
+    before = bench.book.counts()
+    with pytest.raises(CapacityError):
+        bench.begin(2, HISTORY[:1500], at_most=0)
+    assert bench.book.counts() == before
+    bench.check()
+    assert bench.begin(2, HISTORY[:1500]).computed_tokens == 768
+
+
+def test_ranks_of_one_node_start_at_the_same_token() -> None:
+    bench = Bench(ranks=(R0, R1), part_of_instance=True)
+    bench.cross(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    assert bench.begin(2, HISTORY[:1500], ranks=(R0,)).computed_tokens == 768
+    with pytest.raises(ConflictError, match="on another rank"):
+        bench.begin(2, HISTORY[:1500], ranks=(R1,), at_most=0)
+    assert bench.begin(2, HISTORY[:1500], ranks=(R1,), at_most=1000).computed_tokens == 768
+
+
+def test_a_prefix_that_is_being_sent_is_kept() -> None:
+    bench = Bench()
+    bench.cross(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    bench.offer(2, HISTORY[:1500])
+    with pytest.raises(ConflictError, match="being sent"):
+        bench.begin(2, HISTORY[:1500], at_most=0)
