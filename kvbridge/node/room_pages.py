@@ -18,7 +18,8 @@ import structlog
 
 from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.components import ComponentKind, Liveness, ModelGeometry
+from kvbridge.core.geometry.checkpoints import needs_checkpoints
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.geometry.tables import GROWING_SPACES, check_demand, joined_tables, request_tables
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
@@ -44,8 +45,12 @@ class RoomSettings:
     """Rooms keep the page keys that they were admitted with, and pages stay under them (`tier.enabled`)."""
     keeps_answers: bool = True
     """Decode: so do pages of answers, not of prompts only (`tier.generated`)."""
+    checkpoint_interval_tokens: int = 0
+    """Prefill: checkpoints are wanted every so many tokens of a prompt, too (0: they are not)."""
     growing_page_bytes: int = 0
     """Decode: what of a page of a prompt this node need not be sent when it holds it."""
+    part_of_instance: bool = False
+    """Prefill: other nodes have ranks of the same instance, which all start at the same token of a room."""
     adopted: bool = False
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()
@@ -95,8 +100,7 @@ class RoomPages:
             room.keys,
             lambda pages: {space: count - pages * (space in GROWING_SPACES) for space, count in demand.items()},
             at_most=(room.prompt_tokens - self.computes) // page,
-            from_checkpoint=self.computes
-            and any(kept.liveness is not Liveness.GROWING for kept in geometry.components),
+            from_checkpoint=self.computes and needs_checkpoints(geometry),
         )
         both = ((space, (admitted.prefix.get(space), own)) for space, own in admitted.own.items())
         self._set_tables(
@@ -116,6 +120,21 @@ class RoomPages:
                 hit_bytes=admitted.prefix_pages * self.settings.growing_page_bytes,
             )
         )
+
+    def shorten(self, room: Room[Any], tokens: int) -> None:
+        """Prefill, before anything of the room is leased: let it read only so many tokens of the prefix that it got.
+
+        Raises CapacityError when there are no pages for the rest of it, and NotFoundError when it cannot go on from there.
+        """
+        if self.prefixes is None:
+            return
+        geometry = self.settings.geometry
+        held, left = (count // geometry.tokens_per_page for count in (room.computed_tokens, tokens))
+        got = self.prefixes.shorten(room.owner, left, from_checkpoint=needs_checkpoints(geometry))
+        for space in self.prefixes.spaces:
+            ids = np.concatenate((got.prefix[space], got.own[space], room.tables[space].ids[held:]))
+            room.tables[space] = PageTable(space, ids)
+        room.computed_tokens, room.checkpoint, room.shared_pages = tokens, got.checkpoint, left
 
     def _set_tables(self, room: Room[Any], ids: Mapping[IndexSpace, PageIdArray]) -> None:
         room.tables = request_tables(self.settings.geometry, ids, prompt_tokens=room.prompt_tokens)
