@@ -99,8 +99,9 @@ class CacheCodec:
         self.device = device
         self._config = config
         self._window: int = config.sliding_window
-        self._kinds = [_KINDS[kind] for kind in config.layer_types or ()]
-        _check_fit(geometry, config, self._kinds)
+        self.kinds = [_KINDS[kind] for kind in config.layer_types or ()]
+        """The components of each layer."""
+        _check_fit(geometry, config, self.kinds)
         self._codecs = {component.kind: self._codec(component) for component in geometry.components}
 
     def encode(self, cache: DynamicCache, component: Component, layer: int, *, start: int, stop: int) -> torch.Tensor:
@@ -138,7 +139,7 @@ class CacheCodec:
         cache = DynamicCache(config=self._config) if into is None else into
         for layer, held in enumerate(cache.layers):
             self._decode_window(held, layer, tokens=tokens, read=read)
-            for kind in self._kinds[layer]:
+            for kind in self.kinds[layer]:
                 if kind in _ENTRIES:
                     self._decode_state(held, kind, layer, tokens=tokens, read=read)
                 if kind in _ENTRIES and kind not in elsewhere:
@@ -247,6 +248,19 @@ def reencoded(codec: CacheCodec, cache: DynamicCache, *, into: DynamicCache | No
         return codec.encode(cache, component, layer, start=start, stop=stop)
 
     return codec.decode(cache.get_seq_length(), read, into=into)
+
+
+def replace_entries(codec: CacheCodec, cache: DynamicCache, by: DynamicCache, *, tokens: int) -> None:
+    """Take the entries of the first `tokens` tokens from another cache; windows and states stay.
+
+    It is what a decode node does that kept rows of an answer, computed one token at a time, where prefill computes them by chunks.
+    """
+    for held, other, kinds in zip(cache.layers, by.layers, codec.kinds, strict=True):
+        for kind in kinds:
+            if kind in _ENTRIES:
+                rows, name = tokens // codec.geometry.component(kind).tokens_per_row, _ENTRIES[kind]
+                entries = [other.compressed_kv[name][:, :rows], held.compressed_kv[name][:, rows:]]
+                held.compressed_kv[name] = torch.cat(entries, dim=1)
 
 
 class PrefillPacker:

@@ -8,7 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from kvbridge.testbed.demo.report import format_bytes, is_scattered, print_report
+from kvbridge.testbed.demo.report import is_scattered
+from kvbridge.testbed.demo.report_table import format_bytes, print_report
 from tests.unit.testbed.demo_reports import HOT_BUFFER, report, request, sparse_request
 
 
