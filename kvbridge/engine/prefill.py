@@ -8,7 +8,7 @@ call. After `finish` or `abort` the pages are not the engine's any more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
 from kvbridge.engine.base import Engine
 from kvbridge.engine.stream_order import StreamChoice
+from kvbridge.tier.keys import NO_KEYS, Keys
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,17 @@ class PrefillRoom:
     prompt_tokens: int
     prefix_tokens: int
     """Tokens that decode already holds, if its offer has come; they need not be written."""
+    computed_tokens: int
+    """Tokens that this node already holds: where the engine starts to compute. Their rows are in `tables`, to be read only, and
+    count as published."""
     tables: Tables
+    restore: Tables
+    """From what to start, as the tables of a request of `computed_tokens` tokens: the same rows, and the windows and states as they
+    were there. To be read only, until `finish` or `abort`."""
+    checkpoints: Mapping[int, Tables]
+    """Where others may start who have the same tokens so far: as soon as the engine has computed exactly so many tokens, it writes
+    the windows and states that it has then (and nothing else) to these tables, and names them with `finish`. Ascending. To leave
+    one out is no error: it costs a later request its time."""
     traceparent: str = ""
     """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
 
@@ -47,15 +58,42 @@ class PrefillEngine(Engine):
         self._begun: dict[int, tuple[int, set[StreamPoint]]] = {}
         """Rooms whose pages a GPU writes: the generation, and the points behind which what was published is written."""
 
-    def admit(self, room: int, *, prompt_tokens: int, generation: int = 1) -> None:
-        """Admit a room from here, as `POST /v1/requests` on the prefill daemon does. Raises CapacityError when full."""
-        call = Admit(call=self._link.number(), room=room, generation=generation, prompt_tokens=prompt_tokens)
+    def admit(
+        self,
+        room: int,
+        *,
+        prompt_tokens: int,
+        generation: int = 1,
+        page_hashes: Keys = NO_KEYS,
+        namespace: str = "",
+    ) -> None:
+        """Admit a room from here, as `POST /v1/requests` on the prefill daemon does. Raises CapacityError when full.
+
+        `page_hashes`: the `page_keys` of the prompt, computed with the same `namespace`.
+        """
+        call = Admit(
+            call=self._link.number(),
+            room=room,
+            generation=generation,
+            prompt_tokens=prompt_tokens,
+            page_hashes=page_hashes.data,
+            namespace=namespace,
+        )
         self._call(call, Accepted)
 
     def begin(
-        self, room: int, *, prompt_tokens: int, tables: Tables | None = None, computed_tokens: int = 0
+        self,
+        room: int,
+        *,
+        prompt_tokens: int,
+        page_hashes: Keys = NO_KEYS,
+        tables: Tables | None = None,
+        computed_tokens: int = 0,
     ) -> PrefillRoom:
         """Start to compute an admitted room and learn its pages; adopted pools name theirs in `tables`.
+
+        `page_hashes`: the `page_keys` of the tokens that this engine computes. Needed for a room that was admitted with keys, else
+        without effect. Raises KeyMismatchError, and the room fails, when they are others.
 
         `computed_tokens` (adopted pools): how many tokens from the prompt's start the engine's own prefix cache holds. The room
         only reads the pages that hold none but these, so other rooms may name them too, whether they wrote them or read them as
@@ -70,6 +108,7 @@ class PrefillEngine(Engine):
             call=self._link.number(),
             room=room,
             prompt_tokens=prompt_tokens,
+            page_hashes=page_hashes.data,
             tables=wire,
             computed_tokens=computed_tokens,
             by_gpu=by_gpu,
@@ -77,12 +116,16 @@ class PrefillEngine(Engine):
         pages = self._call(message, Pages)
         if by_gpu:
             self._begun[room] = pages.generation, set()
+        tables = tables_from_wire(pages.tables)
         return PrefillRoom(
             room,
             pages.generation,
             pages.prompt_tokens,
             pages.prefix_tokens,
-            tables_from_wire(pages.tables),
+            pages.computed_tokens,
+            tables,
+            tables | tables_from_wire((pages.restore.table,) if pages.restore else ()),
+            {one.tokens: tables | tables_from_wire((one.table,)) for one in pages.checkpoints},
             pages.traceparent,
         )
 
@@ -109,14 +152,17 @@ class PrefillEngine(Engine):
         if room in self._begun:
             self._begun[room][1].update(points.values())
 
-    def finish(self, room: int, *, metadata: bytes = b"") -> None:
+    def finish(self, room: int, *, metadata: bytes = b"", checkpoints: Collection[int] = ()) -> None:
         """Say that everything is published; `metadata` (at most 64 KiB) travels to the decode engine with it.
+
+        `checkpoints`: at how many tokens the engine has written a checkpoint, of those that `begin` asked for. With pools on a GPU
+        it has done so in front of its last `publish`, on the same stream.
 
         The pages go to a later room once they are sent. With pools on a GPU, those of a room that ends otherwise do when the
         GPU has written what was published of it, of which this or a later call informs the node.
         """
         begun = self._begun.get(room)
-        message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None)
+        message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None, checkpoints=tuple(checkpoints))
         try:
             self._call(message, Accepted)
         finally:  # a room that is over by now is let go of like any other
