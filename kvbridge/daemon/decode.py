@@ -56,6 +56,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             geometry=parts.geometry,
             limits=config.timeouts,
             shares_prefixes=config.tier.enabled,
+            keeps_answers=config.tier.generated,
             adopted=parts.adopted,
             host=parts.layout.host_kinds,
             digest=config.integrity.digest,

@@ -15,6 +15,7 @@ from kvbridge.config.tier import TierConfig
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import IndexSpace, NodeIdentity, Rank, Role
 from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.core.wire.features import ENGINE_FEATURES
@@ -183,7 +184,7 @@ def _prefixes(
     Engines that bring the memory have prefix caches of their own. Pages of `full` that hold anything but growing components would
     be written again.
     """
-    spaces = tuple(space for space in (IndexSpace.FULL, IndexSpace.HOST) if space in layout.owned)
+    spaces = tuple(space for space in GROWING_SPACES if space in layout.owned)
     in_full = {part.liveness for part in geometry.components if part.space is IndexSpace.FULL}
     if not (config.enabled and spaces) or layout.adopted or in_full != {Liveness.GROWING}:
         return None

@@ -21,7 +21,7 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.checkpoints import needs_checkpoints
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
-from kvbridge.core.geometry.tables import check_demand, joined_tables, request_tables
+from kvbridge.core.geometry.tables import GROWING_SPACES, check_demand, joined_tables, request_tables
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.node.room import Quarantine, Room
@@ -34,10 +34,6 @@ from kvbridge.tier.prefix_cache import PrefixCache
 
 log = structlog.get_logger(__name__)
 
-_GROWING = (IndexSpace.FULL, IndexSpace.HOST)
-"""Spaces in which a page is final once its tokens are computed."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomSettings:
     """What is the same for all rooms of a node."""
@@ -45,7 +41,9 @@ class RoomSettings:
     geometry: ModelGeometry
     limits: DaemonTimeouts
     shares_prefixes: bool = False
-    """Rooms keep the page keys that they were admitted with (`tier.enabled`)."""
+    """Rooms keep the page keys that they were admitted with, and pages stay under them (`tier.enabled`)."""
+    keeps_answers: bool = True
+    """Decode: so do pages of answers, not of prompts only (`tier.generated`)."""
     checkpoint_interval_tokens: int = 0
     """Prefill: checkpoints are wanted every so many tokens of a prompt, too (0: they are not)."""
     adopted: bool = False
@@ -95,7 +93,7 @@ class RoomPages:
         admitted = self.prefixes.admit(
             room.owner,
             room.keys,
-            lambda pages: {space: count - pages * (space in _GROWING) for space, count in demand.items()},
+            lambda pages: {space: count - pages * (space in GROWING_SPACES) for space, count in demand.items()},
             at_most=(room.prompt_tokens - self.computes) // page,
             from_checkpoint=self.computes and needs_checkpoints(geometry),
         )
@@ -115,7 +113,7 @@ class RoomPages:
         """Return the tables of a room without the `prefix_tokens` before them, which nobody may write."""
         prefix_pages = room.prefix_tokens // self.settings.geometry.tokens_per_page
         return {
-            space: PageTable(space, table.ids[prefix_pages:], prefix_pages) if space in _GROWING else table
+            space: PageTable(space, table.ids[prefix_pages:], prefix_pages) if space in GROWING_SPACES else table
             for space, table in room.tables.items()
         }
 
@@ -154,7 +152,7 @@ class RoomPages:
         only reads, and others may have them as well. `written_by_peers`: see PageBook.adopt.
         """
         whole = cached_tokens // self.settings.geometry.tokens_per_page
-        shared = {space: table.ids[:whole] for space, table in tables.items() if space in _GROWING}
+        shared = {space: table.ids[:whole] for space, table in tables.items() if space in GROWING_SPACES}
         own = {space: table.ids[len(shared.get(space, ())) :] for space, table in tables.items()}
         self.book.adopt(room.owner, own, shared=shared, written_by_peers=written_by_peers)
         room.tables = room.tables | tables

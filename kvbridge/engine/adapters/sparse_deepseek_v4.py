@@ -155,12 +155,19 @@ class SparseDecoder(Closing):
         self._rows = {layer: HotRows(store, layer, entries) for layer in component.layers}
         self._hooks = IndexerHooks(model)
 
-    def admit(self, request_slot: int, placements: Sequence[Placement], *, tokens: int) -> SparseRequest:
-        """Take over a request of `tokens` tokens whose C4 rows are in the host pages of `placements`, the rest in others."""
+    def admit(
+        self, request_slot: int, placements: Sequence[Placement], *, tokens: int, shared_tokens: int = 0
+    ) -> SparseRequest:
+        """Take over a request of `tokens` tokens whose C4 rows are in the host pages of `placements`, the rest in others.
+
+        `shared_tokens`: the pages of so many, from its start, others read as well; nothing is written there.
+        """
         config = self._model.config
         into = _cache_with(config, lambda layer: SparseLayer(config, self._rows[layer]))
         cache = unpack(self._codec, placements, tokens=tokens, into=into, elsewhere=_ON_HOST)
-        self.store.admit(request_slot, _host_page_ids(placements[0].tables), tokens // self._tokens_per_row)
+        shared_pages = shared_tokens // self._codec.geometry.tokens_per_page
+        rows = tokens // self._tokens_per_row
+        self.store.admit(request_slot, _host_page_ids(placements[0].tables), rows, shared_pages=shared_pages)
         return SparseRequest(request_slot, cache, tokens)
 
     def extend(self, request: SparseRequest, tables: Tables) -> None:

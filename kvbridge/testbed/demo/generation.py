@@ -87,7 +87,9 @@ class _Sparse:
         slot = store.requests.free_slot()
         self._placements = _placements(engine, claimed)
         self._prompt_tokens = claimed.prompt_tokens
-        self._request = decoder.admit(slot, self._placements, tokens=claimed.prompt_tokens)
+        self._request = decoder.admit(
+            slot, self._placements, tokens=claimed.prompt_tokens, shared_tokens=claimed.prefix_tokens
+        )
         self._paged_tokens = claimed.prompt_tokens
         self._complete_pages = self._pages()
         self._selected = 0

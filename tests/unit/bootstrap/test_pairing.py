@@ -26,6 +26,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity, Namespaces
 from kvbridge.core.session.states import RoomState
+from kvbridge.telemetry.events import PairingEnded
 from tests.unit.bootstrap.fleet import FLEET, TIMES, FakeDaemons, half, node
 
 pytestmark = pytest.mark.asyncio
@@ -520,7 +521,7 @@ async def test_an_instance_that_does_not_say_is_asked_as_before(world):
 async def test_a_namespace_that_may_not_be_named_is_refused_before_anybody_is_asked(world):
     port, outcomes = FakeDaemons(), []
     pairing = await world.pairing(port)
-    pairing.watch(lambda outcome, _seconds: outcomes.append(outcome))
+    pairing.events.add_reader({PairingEnded: lambda _now_s, fact: outcomes.append(fact.outcome)})
     with pytest.raises(NamespaceError, match="'acme': it may name the default one"):
         await pairing.pair(KEYED, Namespaces())
     assert (port.calls, outcomes) == ([], ["namespace_forbidden"])
