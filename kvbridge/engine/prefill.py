@@ -162,7 +162,13 @@ class PrefillEngine(Engine):
         GPU has written what was published of it, of which this or a later call informs the node.
         """
         begun = self._begun.get(room)
-        message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None, checkpoints=tuple(checkpoints))
+        message = Finish(
+            call=self._link.number(),
+            room=room,
+            metadata=metadata,
+            by_gpu=begun is not None,
+            checkpoints=tuple(checkpoints),
+        )
         try:
             self._call(message, Accepted)
         finally:  # a room that is over by now is let go of like any other

@@ -34,6 +34,7 @@ from kvbridge.tier.prefix_cache import PrefixCache
 
 log = structlog.get_logger(__name__)
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomSettings:
     """What is the same for all rooms of a node."""

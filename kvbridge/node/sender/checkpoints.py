@@ -54,9 +54,7 @@ class RoomCheckpoints:
 
     def tell(self, room: SenderRoom, answer: Pages) -> Pages:
         """Add to the answer to `begin` from what the engine starts, and what it is to leave behind."""
-        wanted = [
-            (tokens, table) for tokens, table in sorted(room.checkpoints.items()) if tokens < room.prompt_tokens
-        ]
+        wanted = [(tokens, table) for tokens, table in sorted(room.checkpoints.items()) if tokens < room.prompt_tokens]
         restore = None
         if room.checkpoint is not None and len(room.checkpoint):
             first_page = window_pages(self.pages.settings.geometry, room.computed_tokens).start

@@ -72,7 +72,9 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
     pages = RoomPages(ports.book, settings, ports.events, ports.prefixes, computes=True)
     checkpoints = RoomCheckpoints(pages)
     orders = Orders(ports, book, pages, clock)
-    driver: RoomDriver[SenderRoom] = RoomDriver(SenderRules(facts, pages, orders, checkpoints, ports.nodes, clock), facts)
+    driver: RoomDriver[SenderRoom] = RoomDriver(
+        SenderRules(facts, pages, orders, checkpoints, ports.nodes, clock), facts
+    )
     workers = SenderWorkers(book, driver, pages, orders, ports.nodes, clock)
     early = EarlyOffers(wait_s=settings.limits.early_offer_s, clock=clock)
     peers = SenderPeers(book, driver, workers, ports.nodes, early, settings.geometry, clock)

@@ -10,7 +10,7 @@ begins with the same system prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from kvbridge.testbed.demo.job import Text
@@ -44,7 +44,7 @@ class Request:
     previous: int = 0
     """0: nothing comes before what is new."""
     after: int = 0
-    """The request that has to be answered before this one is made; 0: none."""
+    """The request that has to be answered before this one is made, `previous` or another; 0: none."""
     page_keys: bool = False
     """Whether its pages may be shared."""
     by_itself: bool = False
@@ -60,38 +60,50 @@ def single_prompts(lengths: Sequence[int]) -> tuple[Request, ...]:
 def conversations(count: int, turns: int, *, steps: int, system_tokens: int) -> tuple[Request, ...]:
     """Return the requests of `count` conversations with answers of `steps` tokens, interleaved by turns.
 
-    The last two are the longest of them once more, by themselves: without page keys, then with them.
+    The longest conversation has one turn more, by itself, and the last request is this one again without reuse.
     """
     made: list[Request] = []
     for turn in range(1, turns + 1):
         for conversation in range(1, count + 1):
             number = len(made) + 1
-            before = made[number - 1 - count] if turn > 1 else None
+            if turn > 1:
+                made.append(_next_turn(number, made[-count], steps=steps))
+                continue
             shares = conversation % 2 == 1
-            begun = before.tokens + steps if before else system_tokens
-            ending = _REMAINDERS[(number - 1) % len(_REMAINDERS)] if number % 5 else -steps
-            tokens = begun + _LEAST_NEW_TOKENS + (ending - begun - _LEAST_NEW_TOKENS) % _PAGE
-            place = number * _STRIDE
-            system = () if before else _text(system_tokens, 0 if shares else place + 1)
+            system = _text(system_tokens, 0 if shares else number * _STRIDE + 1)
+            tokens = _prompt_tokens(number, system_tokens, steps=steps)
             made.append(
                 Request(
                     number,
                     tokens,
-                    system + _text(tokens - begun, place),
+                    system + _text(tokens - system_tokens, number * _STRIDE),
                     conversation,
                     turn,
-                    previous=before.number if before else 0,
                     # Whoever shares the system prompt comes when it is known.
-                    after=before.number if before else (conversation > 2 and shares and conversation - 2) or 0,
+                    after=conversation - 2 if shares and conversation > 2 else 0,
                     page_keys=True,
                 )
             )
     longest = max(made, key=lambda request: request.tokens)
-    for page_keys in (False, True):
-        again = {"previous": longest.previous, "conversation": longest.conversation, "turn": longest.turn}
-        number = len(made) + 1
-        made.append(Request(number, longest.tokens, longest.new, page_keys=page_keys, by_itself=True, **again))
-    return tuple(made)
+    apart = replace(_next_turn(len(made) + 1, longest, steps=steps), by_itself=True)
+    return (*made, apart, replace(apart, number=apart.number + 1, page_keys=False))
+
+
+def _next_turn(number: int, before: Request, *, steps: int) -> Request:
+    """Return the request that continues another one and its answer."""
+    begun = before.tokens + steps
+    tokens = _prompt_tokens(number, begun, steps=steps)
+    new = _text(tokens - begun, number * _STRIDE)
+    return Request(
+        number, tokens, new, before.conversation, before.turn + 1, before.number, before.number, page_keys=True
+    )
+
+
+def _prompt_tokens(number: int, begun: int, *, steps: int) -> int:
+    """Return where a prompt ends that has `begun` tokens already: so that it, or every fifth answer, ends at an edge."""
+    ending = _REMAINDERS[number % len(_REMAINDERS)] if number % 5 else -steps
+    least = begun + _LEAST_NEW_TOKENS
+    return least + (ending - least) % _PAGE
 
 
 def _text(tokens: int, offset: int) -> Text:

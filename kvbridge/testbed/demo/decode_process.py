@@ -82,8 +82,6 @@ class _Decoding:
     def run(self) -> None:
         """Until every request of the job is through."""
         while self._missing:
-            while isinstance(order := self._channel.next_order(0.0), Serve):
-                self._orders[order.room] = order
             for event in self._engine.events(0.0 if self._active else IDLE_WAIT_S):
                 self._on_event(event)
             for request in self._active:
@@ -101,6 +99,8 @@ class _Decoding:
 
     def _claim(self, room: int) -> _Request:
         """Claim a committed room and take its cache out of the pages."""
+        while isinstance(known := self._channel.next_order(0.0), Serve):  # it was said before prefill could begin
+            self._orders[known.room] = known
         order = self._orders.pop(room)
         claimed = self._engine.claim(room, page_hashes=self._keys(order, ()))
         claimed_s = time.monotonic()

@@ -131,11 +131,12 @@ class Demo(ClusterRun):
             self.next_report()
 
     def _may_begin(self, request: DemoRequest) -> bool:
-        """Whether all that comes before a request is over."""
+        """Whether all that comes before a request is over; for one by itself the model alone must be idle, too."""
         planned = request.planned
         if planned.by_itself:
-            return all(each.decoded for each in self._requests.values() if each.planned.number < planned.number)
-        return all(self._requests[number].decoded for number in (planned.previous, planned.after) if number)
+            earlier = [each for each in self._requests.values() if each.planned.number < planned.number]
+            return all(each.decoded and each.alone for each in earlier)
+        return not planned.after or self._requests[planned.after].decoded is not None
 
     def _admit(self, request: DemoRequest) -> bool:
         """Pair a request and hand it to the engines; False: it does not fit now, and others are still running."""
