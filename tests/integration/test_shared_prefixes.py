@@ -176,6 +176,4 @@ def append(view: PoolViews, part: Component, number: int, claimed: DecodeRoom, s
     for layer in view.layers(part.kind):
         lanes, rows = (0, part.lanes), {"start_row": start_row, "stop_row": stop_row}
         values = synthetic.expected_rows(part, room=number, layer=layer, lanes=lanes, **rows)
-        view.write_rows(
-            part.kind, layer, tables=claimed.tables, start_row=start_row, rows=torch.from_numpy(values)
-        )
+        view.write_rows(part.kind, layer, tables=claimed.tables, start_row=start_row, rows=torch.from_numpy(values))

@@ -255,7 +255,9 @@ def replace_entries(codec: CacheCodec, cache: DynamicCache, by: DynamicCache, *,
 
     It is what a decode node does that kept rows of an answer, computed one token at a time, where prefill computes them by chunks.
     """
-    for held, other, kinds in zip(cache.layers, by.layers, codec.kinds, strict=True):
+    for layer, kinds in enumerate(codec.kinds):
+        held: CacheLayer = cache.layers[layer]
+        other: CacheLayer = by.layers[layer]
         for kind in kinds:
             if kind in _ENTRIES:
                 rows, name = tokens // codec.geometry.component(kind).tokens_per_row, _ENTRIES[kind]
