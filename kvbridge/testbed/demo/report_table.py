@@ -31,9 +31,10 @@ _LEGEND = (
 )
 
 _TURN_LEGEND = (
-    "Turn: which one of which conversation; its prompt is all that was said before, and something new. Tokens that decode held "
-    "were not sent, with K and M for KiB and MiB; windows and states always are. Ms: from the router's request until decode had "
-    "the cache and the first token, beside what else was running."
+    "Turn: which one of which conversation; its prompt is all that was said before, and something new; cold: without reuse. Held: "
+    "tokens that decode had already, which were not sent. Computed: by prefill, which had the others. Sent: bytes, with K and M for "
+    "KiB and MiB, windows and states among them; whole: without reuse. Ms: from the router's request until decode had the cache and "
+    "the first token, beside what else was running."
 )
 _SPARSE_LEGEND = (
     "Rows: the C4 context of one layer at the end. Selected, all layers and steps: in the ring of new rows, in hot slots, or "
@@ -111,17 +112,17 @@ _SPARSE_COLUMNS = (
 
 def _turn(request: RequestReport) -> str:
     name = f"{request.turn} of {request.conversation}"
-    return name if request.page_keys else f"{name}, no reuse"
+    return name if request.page_keys else f"{name} cold"
 
 
 _TURN_COLUMNS = (
     _NUMBER,
     ("turn", _turn),
     ("tokens", lambda request: f"{request.prompt_tokens:,}"),
-    ("held by decode", lambda request: f"{request.prefix_tokens:,}"),
-    ("computed by prefill", lambda request: f"{request.prompt_tokens - request.computed_tokens:,}"),
+    ("held", lambda request: f"{request.prefix_tokens:,}"),
+    ("computed", lambda request: f"{request.prompt_tokens - request.computed_tokens:,}"),
     ("sent", lambda request: format_bytes(request.total.bytes)),
-    ("without reuse", lambda request: format_bytes(request.total.bytes + request.spared_bytes)),
+    ("whole", lambda request: format_bytes(request.total.bytes + request.spared_bytes)),
     ("ms", lambda request: f"{request.arrival_s * 1000:,.0f}"),
     _EQUAL,
 )

@@ -61,7 +61,6 @@ def test_the_last_two_are_one_turn_with_and_without_reuse():
         ({"turns": 2, "chunk_tokens": 384}, "--chunk-tokens 384: with --turns it has to divide a page of 256 tokens"),
         ({"turns": 2, "encoding": RowEncoding.FP8_V4}, "--turns with fp8_v4 rows"),
         ({"keep_answers": True}, "--keep-answers is about later turns"),
-        ({"turns": 50, "prompts": 500}, "prompts of .* tokens, the model takes"),
     ],
 )
 def test_what_contradicts_itself_is_refused(options, said):
