@@ -63,6 +63,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
             limits=config.timeouts,
             shares_prefixes=config.tier.enabled,
             checkpoint_interval_tokens=config.tier.checkpoint_interval_tokens,
+            part_of_instance=len(parts.workers.layers) < config.parallelism.pp_size * config.parallelism.tp_size,
             adopted=parts.adopted,
         ),
     )

@@ -27,7 +27,7 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import EventStream, RoomQuarantined
+from kvbridge.telemetry.events import EventStream, PrefixMatched, RoomQuarantined
 from kvbridge.tier.index import DigestArray
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -47,6 +47,10 @@ class RoomSettings:
     """Decode: so do pages of answers, not of prompts only (`tier.generated`)."""
     checkpoint_interval_tokens: int = 0
     """Prefill: checkpoints are wanted every so many tokens of a prompt, too (0: they are not)."""
+    growing_page_bytes: int = 0
+    """Decode: what of a page of a prompt this node need not be sent when it holds it."""
+    part_of_instance: bool = False
+    """Prefill: other nodes have ranks of the same instance, which all start at the same token of a room."""
     adopted: bool = False
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()
@@ -87,7 +91,7 @@ class RoomPages:
         `demand`: the pages that it needs without a prefix. The room's tables have both, the prefix first. Raises CapacityError.
         """
         if self.prefixes is None or not room.keys:
-            self._tell_tables(room, self.book.reserve(room.owner, demand))
+            self._set_tables(room, self.book.reserve(room.owner, demand))
             return
         geometry = self.settings.geometry
         page = geometry.tokens_per_page
@@ -99,20 +103,45 @@ class RoomPages:
             from_checkpoint=self.computes and needs_checkpoints(geometry),
         )
         both = ((space, (admitted.prefix.get(space), own)) for space, own in admitted.own.items())
-        self._tell_tables(
+        self._set_tables(
             room, {space: np.concatenate([ids for ids in parts if ids is not None]) for space, parts in both}
         )
+        room.shared_pages = admitted.prefix_pages
         if self.computes:
             room.computed_tokens, room.checkpoint = admitted.prefix_pages * page, admitted.checkpoint
         else:
             room.prefix_tokens = admitted.prefix_pages * page
+        hit_tokens = admitted.prefix_pages * page
+        self.events.emit(
+            PrefixMatched(
+                **room.identity,
+                hit_tokens=hit_tokens,
+                miss_tokens=room.prompt_tokens - hit_tokens,
+                hit_bytes=admitted.prefix_pages * self.settings.growing_page_bytes,
+            )
+        )
 
-    def _tell_tables(self, room: Room[Any], ids: Mapping[IndexSpace, PageIdArray]) -> None:
+    def shorten(self, room: Room[Any], tokens: int) -> None:
+        """Prefill, before anything of the room is leased: let it read only so many tokens of the prefix that it got.
+
+        Raises CapacityError when there are no pages for the rest of it, and NotFoundError when it cannot go on from there.
+        """
+        if self.prefixes is None:
+            return
+        geometry = self.settings.geometry
+        held, left = (count // geometry.tokens_per_page for count in (room.computed_tokens, tokens))
+        got = self.prefixes.shorten(room.owner, left, from_checkpoint=needs_checkpoints(geometry))
+        for space in self.prefixes.spaces:
+            ids = np.concatenate((got.prefix[space], got.own[space], room.tables[space].ids[held:]))
+            room.tables[space] = PageTable(space, ids)
+        room.computed_tokens, room.checkpoint, room.shared_pages = tokens, got.checkpoint, left
+
+    def _set_tables(self, room: Room[Any], ids: Mapping[IndexSpace, PageIdArray]) -> None:
         room.tables = request_tables(self.settings.geometry, ids, prompt_tokens=room.prompt_tokens)
 
     def own_tables(self, room: Room[Any]) -> Tables:
         """Return the tables of a room without the `prefix_tokens` before them, which nobody may write."""
-        prefix_pages = room.prefix_tokens // self.settings.geometry.tokens_per_page
+        prefix_pages = room.prefix_tokens // self.settings.geometry.tokens_per_page  # adopted ones, too
         return {
             space: PageTable(space, table.ids[prefix_pages:], prefix_pages) if space in GROWING_SPACES else table
             for space, table in room.tables.items()

@@ -17,7 +17,7 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import NotReadyError, PeerError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.wire.engine_messages import AbortRoom, Call, Pages, RoomEvent
+from kvbridge.core.wire.engine_messages import AbortRoom, Call, Pages, Restorable, RoomEvent
 from kvbridge.node.driver import Deadlines, RoomDriver, RoomT
 from kvbridge.node.engines import AttachedEngine, AttachedEngines
 from kvbridge.node.prompt_keys import keys_of
@@ -30,7 +30,7 @@ from kvbridge.telemetry.events import EventStream
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 
-EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | None]]
+EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | Restorable | None]]
 """Who carries out each call of an engine; what is not listed, a node of this role does not know. No answer is Accepted."""
 
 
@@ -133,7 +133,9 @@ class RoomEngines(Generic[RoomT]):
     """States in which a room waits for an engine."""
 
     def abort(self, engine: AttachedEngine, message: AbortRoom) -> None:
-        """An engine gives a room up, and does not use its pages any more. Harmless on an ended room."""
+        """An engine gives a room up, and does not use its pages any more. Harmless on one that is over, or even forgotten."""
+        if not self.rooms.attempts(message.room):
+            return
         room = self.rooms.used_by(engine.name, message.room)
         room.let_go(engine.name)
         self.driver.stop(room, f"by the {self.rooms.role} engine: {message.reason}")

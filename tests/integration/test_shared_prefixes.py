@@ -19,7 +19,7 @@ from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeRoom
 from kvbridge.engine.views import PoolViews
-from tests.contract.harness import require_library
+from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, report, status
 
@@ -39,12 +39,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=["local", "mooncake"])
+@pytest.fixture(scope="module", params=["local", "local 2:2", "mooncake"])
 def live(request: pytest.FixtureRequest) -> Iterator[LiveCluster]:
-    if request.param != "local":
-        require_library(request.param)
-    settings: dict[str, Any] = {"prefill": NODE, "decode": NODE, "pages": POOL, "host_pages": 24}
-    with live_cluster(transport=request.param, **settings) as running:
+    """One rank each; two stages of prefill and two decode ranks, which share the host pool; one each, with digests."""
+    transport = request.param.split()[0]
+    require_library(BACKENDS[transport])
+    digests = {"integrity": {"digest": "crc32c"}} if transport == "mooncake" else {}
+    ranks = {"prefill_pp": 2, "decode_tp": 2} if request.param != transport else {}
+    settings: dict[str, Any] = {"prefill": NODE, "decode": NODE | digests, "pages": POOL, "host_pages": 24}
+    with live_cluster(transport=transport, **settings, **ranks) as running:
         assert running.sender
         assert running.reader
         yield running
@@ -90,7 +93,11 @@ class Conversation:
             assert not wrong.wrong_bytes, wrong.mismatches[0]
             assert wrong.checked_bytes
         sent = sum(amount.bytes for amount in claimed.amounts.values())
-        assert sent == owed_bytes(TINY, tokens, claimed.prefix_tokens)
+        try:
+            assert sent == owed_bytes(TINY, tokens, claimed.prefix_tokens, ranks=len(self.live.reader.views))
+        except AssertionError:
+            self.live.reader.release(room)
+            raise
         return claimed
 
     def cross(self, tokens: int) -> int:
@@ -102,12 +109,19 @@ class Conversation:
         return held
 
 
-def owed_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int) -> int:
-    """The geometry's own sum for a prompt of which decode holds so much."""
-    return sum(
-        part.live_rows(tokens, prefix_tokens).count * part.row_bytes * part.lanes * len(part.layers)
-        for part in geometry.components
-    )
+def owed_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int, *, ranks: int = 1) -> int:
+    """The geometry's own sum for a prompt of which decode holds so much; pages that are sent whole take their padding along.
+
+    Each rank has all lanes of what is not in the host pool.
+    """
+    found = 0
+    for part in geometry.components:
+        rows, each = part.live_rows(tokens, prefix_tokens), part.rows_per_logical_page
+        for page in range(rows.start // each, -(-rows.stop // each)):
+            inside = min(rows.stop, (page + 1) * each) - max(rows.start, page * each)
+            page_bytes = part.page_bytes() if inside == part.slots_per_page else inside * part.row_bytes * part.lanes
+            found += page_bytes * len(part.layers) * (1 if part.host_capable else ranks)
+    return found
 
 
 def forget(live: LiveCluster) -> None:
@@ -169,6 +183,22 @@ def test_the_answer_is_there_for_the_next_turn(live: LiveCluster) -> None:
                 append(view, part, turns.number, claimed, prompt // part.tokens_per_row, whole // part.tokens_per_row)
     live.reader.release(room, valid_tokens=whole, page_hashes=turns.keys(whole))
     assert turns.cross(whole + 7) == whole
+
+
+def test_an_engine_that_leaves_in_the_middle_of_an_answer_leaves_the_prompt_warm(live: LiveCluster) -> None:
+    turns = Conversation(live, 303)
+    room = turns.admit(2 * PAGE + 3, more=PAGE)
+    turns.write(room, 2 * PAGE + 3)
+    turns.read(room, 2 * PAGE + 3)
+    assert turns.keys(2 * PAGE)
+    sibling = turns.admit(2 * PAGE + 9)
+    live.detach()
+    assert eventually("its end", lambda: report(live.decode, room)["state"] == "failed")
+    assert live.reader, "attached again"
+    turns.write(sibling, 2 * PAGE + 9)
+    assert turns.read(sibling, 2 * PAGE + 9).prefix_tokens == 2 * PAGE
+    live.reader.release(sibling)
+    assert turns.cross(3 * PAGE) == 2 * PAGE
 
 
 def append(view: PoolViews, part: Component, number: int, claimed: DecodeRoom, start_row: int, stop_row: int) -> None:

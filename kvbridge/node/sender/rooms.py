@@ -12,7 +12,7 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.progress import RankProgress
-from kvbridge.core.wire.engine_messages import AbortRoom, Begin, Finish, Publish, Release
+from kvbridge.core.wire.engine_messages import AbortRoom, AskRestorable, Begin, Finish, Publish, Release
 from kvbridge.node.driver import Deadlines, RoomDriver
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_facts import RoomFacts
@@ -87,6 +87,7 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
         requests=RoomRequests(book, driver, pages, ports.workers, admission, clock),
         engines=engines,
         calls={
+            AskRestorable: verbs.restorable,
             Begin: verbs.begin,
             Publish: orders.publish,
             Finish: verbs.finish,

@@ -32,9 +32,9 @@ _LEGEND = (
 
 _TURN_LEGEND = (
     "Turn: which one of which conversation; its prompt is all that was said before, and something new; cold: without reuse. Held: "
-    "tokens that decode had already, which were not sent. Computed: by prefill, which had the others. Sent: bytes, with K and M for "
-    "KiB and MiB, windows and states among them; whole: without reuse. Ms: from the router's request until decode had the cache and "
-    "the first token, beside what else was running."
+    "tokens that decode had already, which were not sent. Computed: by prefill, which had the others. Sent: bytes, windows and "
+    "states among them, with K and M for KiB and MiB; whole: without reuse. Ms: from the router's request until decode had the "
+    "cache and the first token, beside what else was running."
 )
 _SPARSE_LEGEND = (
     "Rows: the C4 context of one layer at the end. Selected, all layers and steps: in the ring of new rows, in hot slots, or "
