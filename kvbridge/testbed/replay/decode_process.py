@@ -103,9 +103,7 @@ class Decoding:
         checked = wrong = 0
         rows: list[WrongRow] = []
         for rank, views in self._engine.views.items():
-            found = synthetic.compare(
-                views, room=claimed.room, tables=claimed.tables, tokens=note.prompt_tokens, most_named=MOST_WRONG_ROWS
-            )
+            found = synthetic.compare(views, room=claimed.room, tables=claimed.tables, tokens=note.prompt_tokens)
             checked += found.checked_bytes
             wrong += found.wrong_bytes
             rows += [
