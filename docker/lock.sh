@@ -9,7 +9,7 @@ echo "torch ; sys_platform == 'never'" >"$without_torch"
 for target in cpu cuda; do
   # setuptools builds kvbridge. NVRTC compiles its kernels, Mooncake is linked against CUDA 12's runtime; both come with torch otherwise.
   { echo "setuptools>=77"; [ "$target" = cpu ] || printf '%s\n' "nvidia-cuda-nvrtc>=13" "nvidia-cuda-runtime-cu12>=12"; } |
-    uv pip compile pyproject.toml - --extra "$target" --extra redis --override "$without_torch" --output-file "docker/$target.lock" \
+    uv pip compile pyproject.toml - --extra "$target" --extra redis --extra traces --override "$without_torch" --output-file "docker/$target.lock" \
       --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --only-binary :all: \
       --no-annotate --custom-compile-command docker/lock.sh --quiet --upgrade
 done

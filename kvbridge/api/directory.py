@@ -12,9 +12,10 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from kvbridge.api.examples import REGISTRATION
-from kvbridge.api.rooms import PeerAddress
+from kvbridge.api.rooms import PageHashes, PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId, examples
+from kvbridge.core.prefixes import ModelIdentity, Namespace
 from kvbridge.core.wire.features import Features
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -68,6 +69,8 @@ class NodeRegistration(FrozenModel):
     ranks: tuple[Rank, ...]
     """The ranks that live on this node."""
     fingerprint: Name
+    model_identity: ModelIdentity | None = None
+    """Which model it holds, by its `tier` section; null: it does not say."""
     geometry: ModelGeometry
     host: tuple[ComponentKind, ...] = ()
     """The components that live in the node's host pool, so that their pages are counted there."""
@@ -140,6 +143,8 @@ class InstanceView(FrozenModel):
     role: Role
     model: str
     fingerprint: str
+    model_identity: ModelIdentity | None = None
+    """Which model it says it holds; null: it does not say."""
     pp_size: Positive
     tp_size: Positive
     meets_by: tuple[ControlMode, ...]
@@ -156,7 +161,14 @@ class InstanceView(FrozenModel):
 class PairRequest(FrozenModel):
     """Ask bootstrap for a pair of instances for one request."""
 
-    model_config = examples({"prompt_tokens": 4096, "max_new_tokens": 512, "client": "chat"})
+    model_config = examples(
+        {"prompt_tokens": 4096, "max_new_tokens": 512, "client": "chat"},
+        {
+            "prompt_tokens": 700,
+            "namespace": "acme",
+            "page_hashes": "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=",
+        },
+    )
 
     room: RoomId | None = None
     prompt_tokens: Positive
@@ -166,6 +178,11 @@ class PairRequest(FrozenModel):
     client: Annotated[str, Field(max_length=200)] = ""
     wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Wait so long for pages when no pair has them free; 0: be told at once. At most `pairing.max_wait_s`."""
+    page_hashes: PageHashes = b""
+    """The keys of all whole pages of the prompt, 16 bytes each, in base64: what may be shared with other requests. Empty: nothing.
+    Instances that do not say which model they hold (`tier`) are not sent them."""
+    namespace: Namespace = ""
+    """Who shares: it enters the keys, and the token of the request must be allowed to name it."""
 
 
 class TicketEnd(FrozenModel):

@@ -52,6 +52,7 @@ REGISTRATION: dict[str, Any] = {
     "stage_boundaries": [],
     "ranks": [{"pp": 0, "tp": 0}],
     "fingerprint": _FINGERPRINT,
+    "model_identity": {"name": "tiny-gqa", "revision": "2026-11-01"},
     "geometry": _GEOMETRY,
     "host": [],
     "ready": True,

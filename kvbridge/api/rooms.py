@@ -6,13 +6,56 @@ Field names here are the JSON names of the API.
 
 from __future__ import annotations
 
+import base64
+import binascii
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, RoomId, examples
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.prefixes import Namespace
 from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.messages import MAX_PAGE_HASHES_BYTES
+from kvbridge.tier.keys import KEY_BYTES
+
+
+def _from_base64(given: object) -> object:
+    """Turn JSON's text into bytes; what is bytes already came from this process."""
+    if not isinstance(given, str):
+        return given
+    if len(given) > _MAX_TEXT:
+        raise ValueError(f"{len(given)} characters are more than any prompt has keys: at most {_MAX_TEXT}")
+    try:
+        data = base64.b64decode(given, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("no base64 (RFC 4648 section 4, with its padding) of page keys") from None
+    if len(data) % KEY_BYTES:
+        raise ValueError(f"page keys have {KEY_BYTES} bytes each, these are {len(data)} bytes in all")
+    return data
+
+
+_MAX_TEXT = -(-MAX_PAGE_HASHES_BYTES // 3) * 4
+_THREE_KEYS, _TWO_KEYS, _ONE_KEY = (
+    "[A-Za-z0-9+/]{64}",
+    "[A-Za-z0-9+/]{42}[AEIMQUYcgkosw048]=",
+    "[A-Za-z0-9+/]{21}[AQgw]==",
+)
+PageHashes = Annotated[
+    bytes,
+    BeforeValidator(_from_base64),
+    PlainSerializer(lambda data: base64.b64encode(data).decode(), return_type=str, when_used="json"),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "contentEncoding": "base64",
+            "pattern": f"^({_THREE_KEYS})*({_TWO_KEYS}|{_ONE_KEY})?$",
+            "maxLength": _MAX_TEXT,
+        }
+    ),
+    Field(repr=False),
+]
+"""Page keys (`kvbridge.tier.keys`), 16 bytes each, one for each whole page of the prompt in its order; in JSON as base64."""
 
 
 class PeerAddress(FrozenModel):
@@ -35,6 +78,11 @@ class AdmissionRequest(FrozenModel):
             "prefill": [{"endpoint": "tcp://10.0.0.7:7911"}],
             "wait_s": 5.0,
         },
+        {
+            "prompt_tokens": 700,
+            "namespace": "acme",
+            "page_hashes": "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=",
+        },
     )
 
     room: RoomId | None = None
@@ -49,6 +97,11 @@ class AdmissionRequest(FrozenModel):
     begin_within_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """A prefill engine begins the room within so many seconds of its admission, or it ends: what is left of its ticket.
     Null: `timeouts.begin_s` of the prefill daemon."""
+    page_hashes: PageHashes = b""
+    """The keys of all whole pages of the prompt, 16 bytes each, in base64: what may be shared with other requests. Empty: nothing.
+    A node whose `tier` is off does without them."""
+    namespace: Namespace = ""
+    """Who shares: it enters the keys, and the token of the request must be allowed to name it."""
 
 
 _REPORT = {
@@ -82,7 +135,11 @@ class RoomReport(FrozenModel):
     """The nodes at the other end, each as INSTANCE/NODE; where a prefill node listens before it has answered."""
     prompt_tokens: NonNegative
     prefix_tokens: NonNegative = 0
-    """How much of the prompt the decode engine held already, by its own word."""
+    """How much of the prompt decode held already, which is not sent."""
+    computed_tokens: NonNegative = 0
+    """Prefill: how much of the prompt prefill held already, where its engine starts to compute."""
+    namespace: str = ""
+    """Who shares its prefix, as the request named it."""
     reason_code: str = ""
     reason: str = ""
     """Why it failed or was aborted; the first cause."""

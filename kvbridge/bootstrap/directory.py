@@ -26,6 +26,7 @@ from kvbridge.bootstrap.nodes import (
     incompatible,
     node_view,
     succeed,
+    ways_of,
 )
 from kvbridge.bootstrap.stores.base import NodeStore
 from kvbridge.core.errors import BridgeError, ConflictError, NotFoundError, NotReadyError, StaleError
@@ -163,9 +164,7 @@ def absences(listing: Iterable[InstanceView]) -> tuple[str, ...]:
             first = "".join(f"; '{each.instance}': {', '.join(each.reasons)}" for each in of_role[:1])
             reasons.append(f"no {role} instance is ready ({len(of_role)} known{first})")
     if not reasons:
-        ways = [
-            {(one.fingerprint, mode) for one in ready if one.role is role for mode in one.meets_by} for role in Role
-        ]
+        ways = [{way for one in ready if one.role is role for way in ways_of(one)} for role in Role]
         if not set.intersection(*ways):
             waiting = [one for one in listing if not one.ready]
             first = "".join(f"; '{each.instance}': {', '.join(each.reasons)}" for each in waiting[:1])

@@ -18,13 +18,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvbridge.api.directory import ControlMode, Load, NodeRegistration, PairRequest
+from kvbridge.api.directory import Load, NodeRegistration, PairRequest
 from kvbridge.api.rooms import PeerAddress
-from kvbridge.bootstrap.nodes import MODES_REMEDY, Instance, modes_text
+from kvbridge.bootstrap.nodes import MODES_REMEDY, Instance, Way, modes_text
 from kvbridge.core.errors import BridgeError, FingerprintMismatchError, InvalidInputError, NotReadyError
 from kvbridge.core.geometry.manifest import first_difference
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import Role
+from kvbridge.core.prefixes import identity_conflict
 
 Pages = dict[str, int]
 """Pages by index space."""
@@ -62,10 +63,6 @@ class _Option(NamedTuple):
     needed: Pages
 
 
-_Way = tuple[str, ControlMode]
-"""What the two instances of a pair have in common: the model, by its fingerprint, and how they meet."""
-
-
 class Ranking:
     """The instances that could serve one request."""
 
@@ -79,12 +76,12 @@ class Ranking:
         prefill = _ready(instances, Role.PREFILL, request)
         decode = _ready(instances, Role.DECODE, request)
         known: dict[tuple[object, ...], Pages] = {}
-        sides: dict[_Way, tuple[list[_Option], list[_Option]]] = {}
+        sides: dict[Way, tuple[list[_Option], list[_Option]]] = {}
         for side, of_role in enumerate((prefill, decode)):
             for instance in of_role:
                 if (option := _option(instance, request, known)) is not None:
-                    for mode in instance.first.meets_by:
-                        sides.setdefault((instance.fingerprint, mode), ([], []))[side].append(option)
+                    for way in instance.ways:
+                        sides.setdefault(way, ([], []))[side].append(option)
         self._sides = [(senders, receivers) for senders, receivers in sides.values() if senders and receivers]
         """Prefill and decode of each way to be a pair."""
         if not self._sides:
@@ -186,7 +183,14 @@ def _no_pair(prefill: list[Instance], decode: list[Instance], request: PairReque
     models = {instance.fingerprint for instance in prefill} & {instance.fingerprint for instance in decode}
     if not models:
         return _mismatch(prefill[0], decode[0])
-    return _no_common_mode([one for one in (*prefill, *decode) if one.fingerprint in models])
+    prefill, decode = ([one for one in side if one.fingerprint in models] for side in (prefill, decode))
+    conflicts = [identity_conflict(a.first.model_identity, b.first.model_identity) for a in prefill for b in decode]
+    if all(conflicts):
+        return FingerprintMismatchError(
+            f"no prefill instance holds the weights of a decode instance; '{prefill[0].name}' and '{decode[0].name}': "
+            f"{conflicts[0]}"
+        )
+    return _no_common_mode([*prefill, *decode])
 
 
 def _mismatch(sender: Instance, receiver: Instance) -> FingerprintMismatchError:
@@ -197,8 +201,8 @@ def _mismatch(sender: Instance, receiver: Instance) -> FingerprintMismatchError:
     )
 
 
-def _ways(instances: Iterable[Instance]) -> set[_Way]:
-    return {(instance.fingerprint, mode) for instance in instances for mode in instance.first.meets_by}
+def _ways(instances: Iterable[Instance]) -> set[Way]:
+    return {way for instance in instances for way in instance.ways}
 
 
 def _no_common_mode(instances: list[Instance]) -> NotReadyError:

@@ -21,6 +21,7 @@ from kvbridge.api.directory import (
 from kvbridge.core.errors import ConflictError, FingerprintMismatchError, InvalidInputError, StaleError
 from kvbridge.core.geometry.manifest import fingerprint, first_difference
 from kvbridge.core.ids import FrozenModel, Positive, Rank, Role
+from kvbridge.core.prefixes import ModelIdentity, identity_conflict
 from kvbridge.pool.memory.layout import stage_layers
 
 REPLACED_KEPT = 16
@@ -114,6 +115,11 @@ class Instance:
         return frozenset(self.first.meets_by)
 
     @property
+    def ways(self) -> tuple[Way, ...]:
+        """See `ways_of`."""
+        return ways_of(self.first)
+
+    @property
     def keys(self) -> tuple[NodeKey, ...]:
         """The keys of all nodes, in the order of their names."""
         return tuple(record.key for record in self.nodes)
@@ -168,6 +174,7 @@ class Instance:
             role=self.role,
             model=self.first.geometry.name,
             fingerprint=self.fingerprint,
+            model_identity=self.first.model_identity,
             pp_size=self.first.pp_size,
             tp_size=self.first.tp_size,
             meets_by=tuple(sorted(self.meets_by)),
@@ -176,6 +183,20 @@ class Instance:
             reasons=(*self.reasons(), unmatched) if unmatched else self.reasons(),
             nodes=tuple(node_view(record) for record in self.nodes),
         )
+
+
+Way = tuple[str, ControlMode, ModelIdentity | None]
+"""The form of the model, how nodes meet, and which model is held."""
+
+
+def ways_of(of: NodeRegistration | InstanceView) -> tuple[Way, ...]:
+    """Return the ways to be one of a pair: two instances of both roles can be paired if they have one in common.
+
+    A decode instance that does not say which model it holds takes pages of any: every prefill instance has that way, too. One that
+    says it takes those of its own (`identity_conflict`).
+    """
+    held = {of.model_identity, None} if of.role is Role.PREFILL else {of.model_identity}
+    return tuple((of.fingerprint, mode, model) for mode in of.meets_by for model in held)
 
 
 MODES_REMEDY = "give all of them keys (control.curve.secret_key_file), or none (and `insecure`, beyond one machine)"
@@ -204,13 +225,25 @@ def incompatible(instances: Iterable[Instance]) -> dict[str, str]:
                 found |= dict.fromkeys((instance.name for instance in ours), _other_model(ours[0], stranger))
             continue
         modes = {mode for one in others for mode in one.meets_by}
+        held = {one.first.model_identity for one in others}
         for instance in ours:
+            if conflict := _other_weights(instance, held):
+                found[instance.name] = conflict
+                continue
             if not instance.meets_by & modes:
                 found[instance.name] = (
                     f"it meets others by {modes_text(instance)}, {others[0].role} instances of its model by "
                     f"{' or '.join(sorted(modes))}: {MODES_REMEDY}"
                 )
     return found
+
+
+def _other_weights(ours: Instance, held: Iterable[ModelIdentity | None]) -> str:
+    """Why an instance can be paired with nobody who holds one of these, by what they say; empty when it can."""
+    own = ours.first.model_identity
+    pairs = [(own, other) if ours.role is Role.PREFILL else (other, own) for other in held]
+    conflicts = [identity_conflict(prefill, decode) for prefill, decode in pairs]
+    return conflicts[0] if all(conflicts) else ""
 
 
 def _other_model(ours: Instance, stranger: Instance) -> str:
@@ -301,7 +334,7 @@ def check_agreement(new: NodeRegistration, other: NodeRegistration) -> None:
     Raises ConflictError, FingerprintMismatchError.
     """
     where = f"node '{new.node}' cannot join instance '{new.instance}'"
-    for name in ("role", "pp_size", "tp_size", "stage_boundaries"):
+    for name in ("role", "pp_size", "tp_size", "stage_boundaries", "model_identity"):
         ours, theirs = getattr(new, name), getattr(other, name)
         if ours != theirs:
             raise ConflictError(f"{where}: its {name} is {ours}, that of node '{other.node}' is {theirs}")

@@ -49,6 +49,7 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.ids import ROOM_BITS, FrozenModel, Positive, Role, RoomId
+from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.context import TRACE
 from kvbridge.telemetry.events import EventStream, PairingEnded
@@ -136,16 +137,18 @@ class PairingService:
         """What happens to requests here: each end that is asked for, and how each request was answered."""
         return self._events
 
-    async def pair(self, request: PairRequest) -> Ticket:
+    async def pair(self, request: PairRequest, may_name: Namespaces = ANY_NAMESPACE) -> Ticket:
         """Return a ticket for a request that is now reserved on both ends, or raise with nothing reserved.
 
-        Raises ConflictError when the room is in use, CapacityError (NotReadyError, ClientLimitError) when nobody can take
-        it now, or within its `wait_s`, or the store is away, FingerprintMismatchError, InvalidInputError, DeadlineError when
-        `timeouts.pair_s` is over. CapacityError at once while `max_under_way` others are being paired: asked for more than this
-        process can do, all of them would take longer and longer, and in the end none would be paired in time.
+        `may_name`: the namespaces of whoever asks; raises NamespaceError for another one. Raises ConflictError when the room is in
+        use, CapacityError (NotReadyError, ClientLimitError) when nobody can take it now, or within its `wait_s`, or the store is
+        away, FingerprintMismatchError, InvalidInputError, DeadlineError when `timeouts.pair_s` is over. CapacityError at once while
+        `max_under_way` others are being paired: asked for more than this process can do, all of them would take longer and longer,
+        and in the end none would be paired in time.
         """
         begun_s, outcome, ticket = self._clock(), CANCELLED, None
         try:
+            may_name.require(request.namespace, keyed=bool(request.page_hashes))
             ticket = await self._pair_within_limits(request)
             outcome = PAIRED
         except BridgeError as error:
@@ -347,6 +350,8 @@ class PairingService:
     def _admission(self, attempt: _Attempt, candidate: Candidate, role: Role) -> AdmissionRequest:
         """Return what one side is asked to reserve; only decode learns of the writers."""
         decode, request = role is Role.DECODE, attempt.request
+        # An instance that says nothing of its model shares nothing; it may be of a release that does not know page keys.
+        keyed = (candidate.decode if decode else candidate.prefill).first.model_identity is not None
         return AdmissionRequest(
             room=attempt.room,
             generation=attempt.generation,
@@ -356,6 +361,8 @@ class PairingService:
             client=request.client,
             wait_s=self._wait_left_s(attempt),
             begin_within_s=self._ticket_left_s(attempt),
+            page_hashes=request.page_hashes if keyed else b"",
+            namespace=request.namespace if keyed else "",
         )
 
 

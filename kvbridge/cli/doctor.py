@@ -20,7 +20,7 @@ from kvbridge import __version__
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, DaemonRole, FileOption, SetOption, fail, load_or_exit
 from kvbridge.cli.keys import findings_of
 from kvbridge.cli.options import with_options
-from kvbridge.config.loading import read_secret
+from kvbridge.config.loading import read_token
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
 from kvbridge.core.errors import BridgeError
@@ -119,12 +119,12 @@ def _visit(options: DoctorOptions) -> Visit:
 def _credentials(config: Config, peer_key: str) -> Credentials:
     """Read what can be read; what cannot is a finding of `process.keys`."""
     try:
-        own = read_secret(config.http.token, config.http.token_file, key="http.token_file")
+        own = read_token(config.http, key="http.token_file")
         if isinstance(config, BootstrapConfig):
             return Credentials(bootstrap_token=own, daemon_token=own)
         link = config.bootstrap
         return Credentials(
-            bootstrap_token=read_secret(link.token, link.token_file, key="bootstrap.token_file"),
+            bootstrap_token=read_token(link, key="bootstrap.token_file"),
             daemon_token=own,
             keys=keys_of(config),
             peer_key=peer_key,

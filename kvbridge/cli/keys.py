@@ -30,6 +30,7 @@ from kvbridge.control.keys import (
     write_secret,
 )
 from kvbridge.core.errors import BridgeError
+from kvbridge.core.prefixes import Namespaces, TokenGrant
 
 TOKEN_BYTES = 32
 SHORTEST_TOKEN = 16
@@ -153,7 +154,8 @@ def _http(http: HttpConfig) -> Iterator[Finding]:
 
 def _token(section: str, inline: SecretStr | None, file: Path | None) -> Iterator[Finding]:
     try:
-        found = read_secrets(inline, file, key=f"{section}.token_file")
+        key = f"{section}.token_file"
+        found = [TokenGrant.parse(line, key=key) for line in read_secrets(inline, file, key=key)]
     except BridgeError as error:
         yield Finding(False, str(error))
         return
@@ -163,10 +165,13 @@ def _token(section: str, inline: SecretStr | None, file: Path | None) -> Iterato
         yield Finding(True, f"{section}.token: given in the configuration itself; a file of mode 0600 keeps it better")
     else:
         yield from _private(f"{section}.token_file", file)
-    shortest = min(map(len, found))
+    shortest = min(len(grant.token) for grant in found)
     if shortest < SHORTEST_TOKEN:
         text = f"{section}: a token of {shortest} characters can be guessed; `kvbridge keys token` draws one"
         yield Finding(False, text)
+    for number, grant in enumerate(found, 1):
+        if section == "http" and grant.namespaces != Namespaces():
+            yield Finding(True, f"http: token {number} of {len(found)} may name {grant.namespaces}")
     if len(found) > 1:
         yield Finding(
             True, f"{section}: {len(found)} tokens are taken; take the former ones out once nobody shows them"

@@ -131,8 +131,11 @@ class TokenConfig(FrozenModel):
 
 
 class HttpConfig(TokenConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well, while it is being changed."""
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well."""
 
+    token_file: Path | None = None
+    """File with bearer tokens, one a line; `kvbridge keys token` makes one. Who shows a token may name the default namespace, and
+    those of its line instead when that is `TOKEN namespaces=A,B` (`*`: any; `-`: the default one)."""
     host: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s/]+$")] = "127.0.0.1"
     """Where to listen; anything but a loopback address needs a token."""
     port: Port = 7900
@@ -176,14 +179,14 @@ class HttpConfig(TokenConfig):
 
 
 class PrefillHttpConfig(HttpConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well, while it is being changed."""
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well."""
 
     port: Port = 7901
     """0 takes a free port."""
 
 
 class DecodeHttpConfig(HttpConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well, while it is being changed."""
+    """The HTTP API. Callers must show the token; further lines of its file are taken as well."""
 
     port: Port = 7902
     """0 takes a free port."""

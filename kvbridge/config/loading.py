@@ -19,8 +19,10 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
 from kvbridge.config.documents import KeyPath, read_document, what_is_wrong
+from kvbridge.config.endpoints import TokenConfig
 from kvbridge.config.mistakes import describe, in_view_of_roles, unknown_key
 from kvbridge.core.errors import ConfigError
+from kvbridge.core.prefixes import TokenGrant
 
 ENVIRONMENT_PREFIX = "KVBRIDGE_"
 RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG"})
@@ -157,6 +159,17 @@ def read_secret(secret: SecretStr | None, file: Path | None, *, key: str) -> str
     `key` is the dotted key of the file, for the ConfigError raised when the file cannot be read or is empty.
     """
     return next(iter(read_secrets(secret, file, key=key)), "")
+
+
+def read_token(section: TokenConfig, *, key: str) -> str:
+    """Return the token that is to be shown: as `read_secret`, without the namespaces that may stand behind it."""
+    grants = read_grants(section, key=key)
+    return grants[0].token if grants else ""
+
+
+def read_grants(section: TokenConfig, *, key: str) -> tuple[TokenGrant, ...]:
+    """Return the tokens of a section, and which namespaces each of them may name. Raises ConfigError."""
+    return tuple(TokenGrant.parse(line, key=key) for line in read_secrets(section.token, section.token_file, key=key))
 
 
 def read_secrets(secret: SecretStr | None, file: Path | None, *, key: str) -> tuple[str, ...]:

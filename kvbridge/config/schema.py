@@ -29,6 +29,7 @@ from kvbridge.config.endpoints import (
     is_wildcard,
 )
 from kvbridge.config.pools import DecodePools, MemoryOwner, ModelConfig, ParallelismConfig, PrefillPools
+from kvbridge.config.tier import TierConfig
 from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.addresses import MAX_SOCKET_PATH_BYTES, is_loopback
@@ -66,6 +67,7 @@ class DaemonConfig(FrozenModel):
     http: HttpConfig = HttpConfig()
     bootstrap: BootstrapLinkConfig = BootstrapLinkConfig()
     admission: AdmissionConfig = AdmissionConfig()
+    tier: TierConfig = TierConfig()
     timeouts: DaemonTimeouts = DaemonTimeouts()
     telemetry: TelemetryConfig = TelemetryConfig()
     runtime_dir: Path

@@ -108,6 +108,10 @@ class UnauthorizedError(BridgeError, code="unauthorized", http_status=401):
     """The caller did not prove who it is."""
 
 
+class NamespaceError(BridgeError, code="namespace_forbidden", http_status=403):
+    """The caller's token does not let it name this namespace; the message says which ones it may name."""
+
+
 class DeadlineError(BridgeError, code="deadline", http_status=504):
     """A wait reached its limit; the message names the limit's key in the configuration."""
 
@@ -126,6 +130,10 @@ class TransportError(PeerError, code="transport_failed"):
 
 class DigestMismatchError(TransportError, code="digest_mismatch"):
     """Bytes arrived that are not those which were sent; the message names the first page that differs."""
+
+
+class KeyMismatchError(InvalidInputError, code="key_mismatch", http_status=409):
+    """An engine's tokens are not those that the room's page keys name; the message says from which page on."""
 
 
 class RegistrationError(TransportError, code="registration_failed"):

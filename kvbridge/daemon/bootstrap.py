@@ -28,7 +28,7 @@ from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import NodeStore, PairingState, RoomStore, RoomTimes, StoreObserver
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.config.directory import StoreKind
-from kvbridge.config.loading import read_secret
+from kvbridge.config.loading import read_secret, read_token
 from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.announce import DaemonEndpoint, remove_endpoint, write_endpoint
@@ -82,10 +82,8 @@ class BootstrapDaemon:
         self._started_s = time.monotonic()
         timeouts = config.timeouts
         self._secrets = SecretFiles()
-        given, file = config.daemons.token, config.daemons.token_file
-        token = self._secrets.add(
-            "daemons.token_file", (file,), lambda: read_secret(given, file, key="daemons.token_file")
-        )
+        daemons, key = config.daemons, "daemons.token_file"
+        token = self._secrets.add(key, (daemons.token_file,), lambda: read_token(daemons, key=key))
         self._daemons = DaemonClient(token=token.current, timeout_s=timeouts.reserve_s)
         token.on_change = self._daemons.use_token
         self._store = open_store(config, self.metrics, self._secrets)

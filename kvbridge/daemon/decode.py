@@ -54,6 +54,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
         RoomSettings(
             geometry=parts.geometry,
             limits=config.timeouts,
+            shares_prefixes=config.tier.enabled,
             adopted=parts.adopted,
             host=parts.layout.host_kinds,
             digest=config.integrity.digest,

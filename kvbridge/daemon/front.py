@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvbridge.config.endpoints import HttpConfig
-from kvbridge.config.loading import read_secrets
+from kvbridge.config.loading import read_grants
 from kvbridge.daemon.descriptors import affordable
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.connections import ConnectionLimits
@@ -20,11 +20,11 @@ async def open_http(
     tokens = secrets.add(
         "http.token_file",
         (http.token_file,),
-        lambda: read_secrets(http.token, http.token_file, key="http.token_file"),
+        lambda: read_grants(http, key="http.token_file"),
     )
     settings = AppSettings(
-        tokens=tokens.current,
-        tokens_now=lambda: tokens.current,
+        grants=tokens.current,
+        grants_now=lambda: tokens.current,
         open_metrics=http.open_metrics,
         max_body_bytes=http.max_body_bytes,
         max_wait_s=http.max_wait_s,

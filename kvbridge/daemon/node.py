@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import structlog
 
 from kvbridge.api.rooms import PeerAddress
-from kvbridge.config.loading import read_secret
+from kvbridge.config.loading import read_token
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
@@ -282,10 +282,8 @@ class NodeDaemon:
         log.info("daemon_listens", http=url, control=control.endpoint if control else "")
         if not config.bootstrap.url:
             return
-        given, file = config.bootstrap.token, config.bootstrap.token_file
-        token = self._secrets.add(
-            "bootstrap.token_file", (file,), lambda: read_secret(given, file, key="bootstrap.token_file")
-        )
+        link, key = config.bootstrap, "bootstrap.token_file"
+        token = self._secrets.add(key, (link.token_file,), lambda: read_token(link, key=key))
         self.overview.http_url = url
         replicas = [
             DirectoryClient(url, token=token.current, timeout_s=config.timeouts.bootstrap_call_s)

@@ -247,6 +247,7 @@ class NodeOverview:
             stage_boundaries=parts.stage_boundaries,
             ranks=tuple(parts.workers.layers),
             fingerprint=fingerprint(parts.geometry),
+            model_identity=config.tier.model,
             geometry=parts.geometry,
             host=tuple(sorted(parts.layout.host_kinds)),
             features=DIRECTORY_FEATURES,

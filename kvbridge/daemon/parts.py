@@ -115,6 +115,7 @@ class NodeParts:
             node=identity.node,
             role=identity.role,
             incarnation=identity.incarnation,
+            model_identity=self.config.tier.model,
             geometry=self.geometry,
             ranks=self.workers.packed(),
         )
@@ -146,6 +147,7 @@ class NodeParts:
             instance=self.identity.instance,
             incarnation=self.identity.incarnation,
             geometry=self.geometry,
+            model_identity=self.config.tier.model,
             ranks=ranks,
             layers={str(rank): self.layout.parts[rank].layers for rank in ranks},
             pp_size=self.config.parallelism.pp_size,

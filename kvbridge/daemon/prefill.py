@@ -46,7 +46,12 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
     )
     rooms = sender_rooms(
         SenderPorts(book=parts.book, workers=parts.workers, nodes=nodes, engines=parts.engines, events=parts.events),
-        RoomSettings(geometry=parts.geometry, limits=config.timeouts, adopted=parts.adopted),
+        RoomSettings(
+            geometry=parts.geometry,
+            limits=config.timeouts,
+            shares_prefixes=config.tier.enabled,
+            adopted=parts.adopted,
+        ),
     )
     nodes.watch(rooms.peers)
     peers = DecodePeers(parts, links, nodes, rooms, inspections, inspector)
@@ -71,6 +76,7 @@ def _introduction(parts: NodeParts) -> Self:
         instance=identity.instance,
         node=identity.node,
         incarnation=identity.incarnation,
+        model_identity=parts.config.tier.model,
         pp_size=sizes.pp_size,
         tp_size=sizes.tp_size,
         stage_boundaries=parts.stage_boundaries,

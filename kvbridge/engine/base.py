@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from kvbridge.core.closing import Closing
-from kvbridge.core.errors import DetachedError
+from kvbridge.core.errors import DetachedError, UnsupportedError
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.geometry.manifest import Region, fingerprint
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Release, RoomEvent
 from kvbridge.engine.adopted import adopt
@@ -22,6 +22,7 @@ from kvbridge.engine.link import AnswerT, EngineLink
 from kvbridge.engine.stream_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
+from kvbridge.tier.keys import Keys, PrefixIdentity, TokenIds, page_keys
 
 
 class Engine(Closing):
@@ -85,6 +86,28 @@ class Engine(Closing):
     def geometry(self) -> ModelGeometry:
         """The model that the node serves."""
         return self._attachment.answer.geometry
+
+    def page_keys(self, tokens: TokenIds, *, adapter: str = "", namespace: str = "") -> Keys:
+        """Return the page keys of a request's tokens, a sequence or a one-dimensional array of ids (`kvbridge.tier.keys`).
+
+        `adapter`: which adapter of the model computes; `namespace`: that of the request. Raises UnsupportedError when the node does
+        not say which model it holds (`tier.model_name`, `tier.model_revision`), InvalidInputError for what are no token ids.
+        """
+        model = self._attachment.answer.model_identity
+        if model is None:
+            raise UnsupportedError(
+                f"instance {self._attachment.answer.instance} does not say which model it holds, so its pages have no keys: set "
+                "tier.model_name and tier.model_revision in the configuration of its daemons"
+            )
+        identity = PrefixIdentity(
+            model=model.name,
+            revision=model.revision,
+            fingerprint=fingerprint(self.geometry),
+            tokens_per_page=self.geometry.tokens_per_page,
+            adapter=adapter,
+            namespace=namespace,
+        )
+        return page_keys(identity, tokens)
 
     @property
     def ranks(self) -> tuple[Rank, ...]:

@@ -21,6 +21,7 @@ from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, P
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.engine.base import Engine
 from kvbridge.engine.stream_order import StreamChoice
+from kvbridge.tier.keys import NO_KEYS, Keys
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class DecodeRoom:
     generation: int
     prompt_tokens: int
     prefix_tokens: int
+    """Of the prompt, what this node held already and was not sent."""
     tables: Tables
     metadata: dict[str, bytes]
     """What each prefill rank's engine gave to `finish`, keyed by `str(rank)`."""
@@ -54,9 +56,13 @@ class DecodeEngine(Engine):
         call = Provide(call=self._link.number(), room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens)
         self._call(call, Accepted)
 
-    def claim(self, room: int) -> DecodeRoom:
-        """Take a committed room. Raises RoomFailedError with the first cause, ConflictError when it is not committed yet."""
-        pages = self._call(Claim(call=self._link.number(), room=room), Pages)
+    def claim(self, room: int, *, page_hashes: Keys = NO_KEYS) -> DecodeRoom:
+        """Take a committed room. Raises RoomFailedError with the first cause, ConflictError when it is not committed yet.
+
+        `page_hashes`: the `page_keys` of the request's prompt as this engine has it. Needed for a room that was admitted with keys,
+        else without effect. Raises KeyMismatchError, and the room fails, when they are others.
+        """
+        pages = self._call(Claim(call=self._link.number(), room=room, page_hashes=page_hashes.data), Pages)
         return DecodeRoom(
             room,
             pages.generation,
@@ -69,15 +75,18 @@ class DecodeEngine(Engine):
             pages.traceparent,
         )
 
-    def wait_claim(self, room: int, timeout_s: float) -> DecodeRoom:
-        """Wait until a room is committed and claim it. Raises RoomFailedError when it ends first, else DeadlineError."""
+    def wait_claim(self, room: int, timeout_s: float, *, page_hashes: Keys = NO_KEYS) -> DecodeRoom:
+        """Wait until a room is committed and claim it. Raises RoomFailedError when it ends first, else DeadlineError.
+
+        `page_hashes` and what else is raised: as `claim`.
+        """
         deadline_s = time.monotonic() + timeout_s
         with suppress(ConflictError):  # it may have been committed before we attached
-            return self.claim(room)
+            return self.claim(room, page_hashes=page_hashes)
         while (left_s := deadline_s - time.monotonic()) > 0:
             for event in self._await_events(partial(self._link.first_event, room), left_s):
                 if event.kind == "committed":
-                    return self.claim(room)
+                    return self.claim(room, page_hashes=page_hashes)
                 if event.kind in {"aborted", "failed"}:
                     raise RoomFailedError(f"room {room} {event.kind}: {event.reason}")
         raise DeadlineError(f"room {room} was not committed within {timeout_s} s")
@@ -90,12 +99,26 @@ class DecodeEngine(Engine):
         pages = self._call(Extend(call=self._link.number(), room=room, tokens=tokens), Pages)
         return tables_from_wire(pages.tables)
 
-    def release(self, room: int, *, sparse: SparseRows | None = None, stream: StreamChoice = None) -> None:
+    def release(
+        self,
+        room: int,
+        *,
+        valid_tokens: int = 0,
+        page_hashes: Keys = NO_KEYS,
+        sparse: SparseRows | None = None,
+        stream: StreamChoice = None,
+    ) -> None:
         """Say that the request is over: submit nothing more that touches its pages.
+
+        `valid_tokens`: so many tokens have all their rows in the pages: the prompt's, and those that were *fed* after it, which are
+        one less than were produced. `page_hashes`: the `page_keys` of these tokens. Without them, and in a room without keys,
+        nothing of the answer is kept. All engines of the node have to say the same. InvalidInputError, KeyMismatchError and
+        ConflictError mean that nothing is kept; the pages are let go of all the same.
 
         `sparse`: what a hot buffer did for it (`SparseCache.release`), for the node's metrics.
 
         With pools on a GPU the pages are used again when `stream` (default: the current one) has come to this point. The node
         is told by this call or by a later one, `events` included; this call does not wait.
         """
-        self._let_go(Release(call=self._link.number(), room=room, sparse=sparse), stream)
+        answer = {"valid_tokens": valid_tokens, "page_hashes": page_hashes.data}
+        self._let_go(Release(call=self._link.number(), room=room, sparse=sparse, **answer), stream)

@@ -20,6 +20,7 @@ from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
 from kvbridge.engine.base import Engine
 from kvbridge.engine.stream_order import StreamChoice
+from kvbridge.tier.keys import NO_KEYS, Keys
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class PrefillRoom:
     prompt_tokens: int
     prefix_tokens: int
     """Tokens that decode already holds, if its offer has come; they need not be written."""
+    computed_tokens: int
+    """Tokens that this node already holds: where the engine starts to compute."""
     tables: Tables
     traceparent: str = ""
     """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
@@ -47,15 +50,42 @@ class PrefillEngine(Engine):
         self._begun: dict[int, tuple[int, set[StreamPoint]]] = {}
         """Rooms whose pages a GPU writes: the generation, and the points behind which what was published is written."""
 
-    def admit(self, room: int, *, prompt_tokens: int, generation: int = 1) -> None:
-        """Admit a room from here, as `POST /v1/requests` on the prefill daemon does. Raises CapacityError when full."""
-        call = Admit(call=self._link.number(), room=room, generation=generation, prompt_tokens=prompt_tokens)
+    def admit(
+        self,
+        room: int,
+        *,
+        prompt_tokens: int,
+        generation: int = 1,
+        page_hashes: Keys = NO_KEYS,
+        namespace: str = "",
+    ) -> None:
+        """Admit a room from here, as `POST /v1/requests` on the prefill daemon does. Raises CapacityError when full.
+
+        `page_hashes`: the `page_keys` of the prompt, computed with the same `namespace`.
+        """
+        call = Admit(
+            call=self._link.number(),
+            room=room,
+            generation=generation,
+            prompt_tokens=prompt_tokens,
+            page_hashes=page_hashes.data,
+            namespace=namespace,
+        )
         self._call(call, Accepted)
 
     def begin(
-        self, room: int, *, prompt_tokens: int, tables: Tables | None = None, computed_tokens: int = 0
+        self,
+        room: int,
+        *,
+        prompt_tokens: int,
+        page_hashes: Keys = NO_KEYS,
+        tables: Tables | None = None,
+        computed_tokens: int = 0,
     ) -> PrefillRoom:
         """Start to compute an admitted room and learn its pages; adopted pools name theirs in `tables`.
+
+        `page_hashes`: the `page_keys` of the tokens that this engine computes. Needed for a room that was admitted with keys, else
+        without effect. Raises KeyMismatchError, and the room fails, when they are others.
 
         `computed_tokens` (adopted pools): how many tokens from the prompt's start the engine's own prefix cache holds. The room
         only reads the pages that hold none but these, so other rooms may name them too, whether they wrote them or read them as
@@ -70,6 +100,7 @@ class PrefillEngine(Engine):
             call=self._link.number(),
             room=room,
             prompt_tokens=prompt_tokens,
+            page_hashes=page_hashes.data,
             tables=wire,
             computed_tokens=computed_tokens,
             by_gpu=by_gpu,
@@ -82,6 +113,7 @@ class PrefillEngine(Engine):
             pages.generation,
             pages.prompt_tokens,
             pages.prefix_tokens,
+            pages.computed_tokens,
             tables_from_wire(pages.tables),
             pages.traceparent,
         )

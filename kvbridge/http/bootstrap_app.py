@@ -30,12 +30,14 @@ from kvbridge.core.errors import (
     FeatureError,
     FingerprintMismatchError,
     InvalidInputError,
+    NamespaceError,
     NotFoundError,
     NotReadyError,
     StaleError,
     UnknownRoomError,
 )
-from kvbridge.http.callers import LEFT, while_connected
+from kvbridge.core.prefixes import Namespaces
+from kvbridge.http.callers import LEFT, MAY_NAME, while_connected
 from kvbridge.http.daemon_app import ReasonQuery, RoomPath
 from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.numbers import DESCRIBED_QUERY, as_described
@@ -49,7 +51,7 @@ PAIRING_ANSWERS = {
     201: {"headers": LOCATION},
     **problems(
         *(InvalidInputError, FingerprintMismatchError, ConflictError, StaleError),
-        *(ClientLimitError, CapacityError, NotReadyError, DeadlineError),
+        *(ClientLimitError, CapacityError, NotReadyError, DeadlineError, NamespaceError),
         body=True,
     ),
 }
@@ -86,7 +88,9 @@ def _pairs_router(pairing: PairingService, begin_trace: BeginTrace) -> APIRouter
     router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=answers, dependencies=[DESCRIBED_QUERY])
 
     @router.post("", status_code=201, dependencies=[as_described(PairRequest)], responses=PAIRING_ANSWERS)
-    async def pair_request(request: PairRequest, response: Response, connection: Request) -> Ticket:
+    async def pair_request(
+        request: PairRequest, response: Response, connection: Request, may_name: Namespaces = MAY_NAME
+    ) -> Ticket:
         """Pair a request and reserve both ends, at once or within its `wait_s`.
 
         503 with Retry-After when no pair can take it; nothing is kept then, nor when the caller closes the connection while it
@@ -95,10 +99,10 @@ def _pairs_router(pairing: PairingService, begin_trace: BeginTrace) -> APIRouter
         TRACE.set(begin_trace(TRACE.get()))
         if request.wait_s:
             ticket = await while_connected(
-                connection, pairing.pair(request), lambda late: pairing.cancel(late.room, LEFT)
+                connection, pairing.pair(request, may_name), lambda late: pairing.cancel(late.room, LEFT)
             )
         else:
-            ticket = await pairing.pair(request)
+            ticket = await pairing.pair(request, may_name)
         response.headers["Location"] = f"/v1/requests/{ticket.room}"
         return ticket
 

@@ -1,4 +1,4 @@
-"""Callers that hang up while they wait.
+"""Callers: what their tokens may name, and those that hang up while they wait.
 
 Owns: noticing it, and ending what was done for them. Must not know: what that is.
 """
@@ -9,14 +9,25 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from fastapi import Request
+from fastapi import Depends, Request
 
 from kvbridge.core.errors import ConflictError
+from kvbridge.core.prefixes import Namespaces
 
 ResultT = TypeVar("ResultT")
 
 LEFT = "its client left before it was told"
 """Why something is undone that nobody waits for any more."""
+
+
+def namespaces_of(connection: Request) -> Namespaces:
+    """Return what the token of a request may name (`middleware.BearerToken`)."""
+    named: Namespaces = connection.scope["state"]["namespaces"]
+    return named
+
+
+MAY_NAME = Depends(namespaces_of)
+"""For a route that carries what its caller may name to a service."""
 
 
 async def while_connected(

@@ -35,7 +35,7 @@ from kvbridge.api.directory import (
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.bootstrap.pairing import PairReport
-from kvbridge.core.errors import DeadlineError, PeerError, ProtocolError, UnauthorizedError
+from kvbridge.core.errors import DeadlineError, NamespaceError, PeerError, ProtocolError, UnauthorizedError
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import agree
 from kvbridge.http.problems import error_of
@@ -264,6 +264,11 @@ class DaemonClient(_Client):
         except UnauthorizedError as error:
             # Passed on as it is, it would tell our own caller that its token is wrong.
             raise PeerError(f"{url} refuses our token: daemons.token_file must hold the daemons' http.token") from error
+        except NamespaceError as error:
+            raise PeerError(
+                f"{url} does not let our token name the namespace of the request ({error}): its line in the daemons' "
+                "http.token_file needs namespaces=*"
+            ) from error
 
     async def admit(self, url: str, request: AdmissionRequest) -> RoomReport:
         """Reserve one end of a room; it may take the request's `wait_s` longer than other calls."""

@@ -16,13 +16,15 @@ from kvbridge.core.errors import (
     ClientLimitError,
     ConflictError,
     InvalidInputError,
+    NamespaceError,
     NotReadyError,
     StaleError,
     UnknownRoomError,
 )
 from kvbridge.core.ids import MAX_ROOM, RoomId
+from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
-from kvbridge.http.callers import LEFT, while_connected
+from kvbridge.http.callers import LEFT, MAY_NAME, while_connected
 from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.numbers import DESCRIBED_QUERY, NUMBER, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
@@ -36,7 +38,10 @@ MAX_LISTED = 200
 
 ADMISSION_ANSWERS = {
     201: {"headers": LOCATION},
-    **problems(InvalidInputError, ConflictError, StaleError, ClientLimitError, CapacityError, NotReadyError, body=True),
+    **problems(
+        *(InvalidInputError, ConflictError, StaleError, ClientLimitError, CapacityError, NotReadyError, NamespaceError),
+        body=True,
+    ),
 }
 
 RoomPath = Annotated[RoomId, NUMBER, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
@@ -78,19 +83,21 @@ def _admission_router(
     router = _router()
 
     @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)], responses=ADMISSION_ANSWERS)
-    async def admit_room(request: AdmissionRequest, response: Response, connection: Request) -> RoomReport:
+    async def admit_room(
+        request: AdmissionRequest, response: Response, connection: Request, may_name: Namespaces = MAY_NAME
+    ) -> RoomReport:
         """Reserve for a request, at once or within its `wait_s`.
 
-        503 with Retry-After when it does not fit, 429 when its client has as much as it may; nothing is kept then, nor
-        when the caller closes the connection while it waits.
+        503 with Retry-After when it does not fit, 429 when its client has as much as it may, 403 for a namespace that its token
+        may not name; nothing is kept then, nor when the caller closes the connection while it waits.
         """
         TRACE.set(begin_trace(TRACE.get()))
         if request.wait_s:
             report = await while_connected(
-                connection, admission.admit(request), lambda late: requests.cancel(late.room, LEFT)
+                connection, admission.admit(request, may_name), lambda late: requests.cancel(late.room, LEFT)
             )
         else:
-            report = await admission.admit(request)
+            report = await admission.admit(request, may_name)
         response.headers["Location"] = f"/v1/requests/{report.room}"
         return report
 

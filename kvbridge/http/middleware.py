@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import BridgeError, UnauthorizedError
+from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
 from kvbridge.http.problems import make_problem, problem_of, problem_response
 from kvbridge.telemetry.context import (
     REQUEST_ID,
@@ -87,32 +88,37 @@ class Observed:
 
 
 class BearerToken:
-    """Refuse requests without one of the tokens, except to open paths. Without tokens everybody is let in."""
+    """Refuse requests without one of the tokens, except to open paths. Without tokens everybody is let in.
 
-    def __init__(self, app: ASGIApp, *, tokens: Callable[[], tuple[str, ...]], open_paths: frozenset[str]) -> None:
-        """`tokens` is asked at each request."""
+    What the caller may name is then `scope["state"]["namespaces"]`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, grants: Callable[[], tuple[TokenGrant, ...]], open_paths: frozenset[str]
+    ) -> None:
+        """`grants` is asked at each request."""
         self._app = app
-        self._tokens = tokens
+        self._grants = grants
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or not any(self._tokens()) or scope["path"] in self._open_paths:
-            await self._app(scope, receive, send)
+        grants = [grant for grant in self._grants() if grant.token]
+        if scope["type"] != "http" or not grants or scope["path"] in self._open_paths:
+            await self._let_in(ANY_NAMESPACE, scope, receive, send)
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._accepts(given.strip().encode()):
-            await self._app(scope, receive, send)
+        shown = [grant for grant in grants if secrets.compare_digest(given.strip().encode(), grant.token.encode())]
+        if scheme.lower() == "bearer" and shown:
+            await self._let_in(shown[0].namespaces, scope, receive, send)
             return
         error = UnauthorizedError("a valid token is needed: send 'Authorization: Bearer <http.token>'")
         response = problem_response(problem_of(error, scope["path"]), {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 
-    def _expected(self) -> list[bytes]:
-        return [token.encode() for token in self._tokens() if token]
-
-    def _accepts(self, given: bytes) -> bool:
-        return any([secrets.compare_digest(given, expected) for expected in self._expected()])  # noqa: C419 - all of them
+    async def _let_in(self, namespaces: Namespaces, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["namespaces"] = namespaces
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

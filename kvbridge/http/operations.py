@@ -22,6 +22,7 @@ from kvbridge import __version__
 from kvbridge.api.status import Readiness, StatusPort
 from kvbridge.core.clock import monotonic
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.prefixes import TokenGrant
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
 from kvbridge.http.description import describe, operation_id, problems
 from kvbridge.http.middleware import BearerToken, BodyLimit, Observed, UnhandledErrors
@@ -40,9 +41,9 @@ METRICS_PAGE = {
 class AppSettings(FrozenModel):
     """What applications are told of their surroundings."""
 
-    tokens: tuple[str, ...] = ()
-    """Bearer tokens, one as good as the other; none: no token is asked for."""
-    tokens_now: Callable[[], tuple[str, ...]] | None = None
+    grants: tuple[TokenGrant, ...] = ()
+    """Bearer tokens; none: no token is asked for, and everybody may name any namespace."""
+    grants_now: Callable[[], tuple[TokenGrant, ...]] | None = None
     """The tokens at the moment, where they change while the daemon runs."""
     open_metrics: bool = False
     max_body_bytes: Positive = 1 << 20
@@ -77,17 +78,17 @@ def assemble_app(
         # FastAPI would tell providers that somebody has made global of each request, beside the spans that are made here.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    for router in [*routers, _operators_router(status, kind), page_router(asks_token=bool(settings.tokens))]:
+    for router in [*routers, _operators_router(status, kind), page_router(asks_token=bool(settings.grants))]:
         app.include_router(router)
         for route in router.routes:
             if isinstance(route, APIRoute):
                 status.serves(route.path, sorted(route.methods or ()), route.status_code or 200)
     open_paths = OPEN_PATHS | ({"/metrics"} if settings.open_metrics else set())
-    _serve_description(app, token=bool(settings.tokens), open_paths=open_paths)
+    _serve_description(app, token=bool(settings.grants), open_paths=open_paths)
     install_problem_handlers(app)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(BearerToken, tokens=settings.tokens_now or (lambda: settings.tokens), open_paths=open_paths)
+    app.add_middleware(BearerToken, grants=settings.grants_now or (lambda: settings.grants), open_paths=open_paths)
     app.add_middleware(UnhandledErrors)
     app.add_middleware(Observed, answered=status.answered, traceparent_ignored=status.traceparent_ignored)
     return app

@@ -30,6 +30,7 @@ class RoomRules(Protocol[RoomT_contra]):
     table: Table[Any, Any, Any]
     ABORT: Any
     FAULT: Any
+    OTHER_PROMPT: Any
     """The events by which others end a room."""
 
     def next_event(self, room: RoomT_contra) -> StrEnum | None:
@@ -63,6 +64,10 @@ class RoomDriver(Generic[RoomT]):
         """The room cannot be completed. Harmless on one that is over."""
         self.advance(room, self.rules.FAULT, code, reason)
 
+    def refuse_prompt(self, room: RoomT, code: str, reason: str) -> None:
+        """An engine has other tokens than the room's: it fails, and both sides are to know. For a room that is not over."""
+        self.advance(room, self.rules.OTHER_PROMPT, code, reason)
+
     def miss(self, room: RoomT, limit: str) -> None:
         """The room cannot be completed, because nothing happened within `limit`."""
         room.missed = room.missed or limit
@@ -76,7 +81,7 @@ class RoomDriver(Generic[RoomT]):
     def advance(self, room: RoomT, event: StrEnum | None = None, code: str = "", reason: str = "") -> None:
         """Do what an event leads to, if any, and then what the room's facts do, until nothing more follows from them.
 
-        `code` and `reason` say why, for ABORT and FAULT. Raises ConflictError when the event is not possible now.
+        `code` and `reason` say why, for ABORT, FAULT and OTHER_PROMPT. Raises ConflictError when the event is not possible now.
         """
         event = event or self.rules.next_event(room)
         while event is not None:
@@ -90,7 +95,7 @@ class RoomDriver(Generic[RoomT]):
         entered = state is not room.state
         room.state = state
         if entered:
-            if event in {rules.ABORT, rules.FAULT}:
+            if event in {rules.ABORT, rules.FAULT, rules.OTHER_PROMPT}:
                 room.blame(code, reason)
             rules.entered(room)
         for action in actions:

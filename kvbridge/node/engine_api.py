@@ -131,7 +131,7 @@ class EngineApi:
         return known
 
     def _admit(self, message: Admit) -> None:
-        asked = message.model_dump(include={"room", "generation", "prompt_tokens", "max_new_tokens"})
+        asked = message.model_dump(exclude={"call", "type"})
         self._admission.admit_now(AdmissionRequest(**asked, client="engine"))
 
 

@@ -18,6 +18,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.telemetry.context import TraceContext
+from kvbridge.tier.keys import Keys
 
 StateT = TypeVar("StateT", bound=StrEnum)
 
@@ -81,6 +82,11 @@ class Room(Generic[StateT]):
     """Who set that limit: a configuration key, or a field of the admission."""
     missed: str = ""
     """The limit that has ended the room, if one has."""
+    computed_tokens: int = 0
+    """Prefill: how much of the prompt it held already, where its engine starts to compute."""
+    keys: Keys = field(default_factory=Keys)
+    """Of the prompt's whole pages, until it ends; empty: it shares nothing."""
+    namespace: str = ""
     ids: Mapping[str, str] = field(default_factory=dict)
     """The request id and the trace id of its admission, those that there were."""
     trace: TraceContext | None = None

@@ -186,6 +186,8 @@ class RoomBook(Generic[RoomT]):
             peers=room.peers,
             prompt_tokens=room.prompt_tokens,
             prefix_tokens=room.prefix_tokens,
+            computed_tokens=room.computed_tokens,
+            namespace=room.namespace,
             reason_code=room.reason_code,
             reason=room.reason,
             pages={space: len(table) for space, table in room.tables.items()},

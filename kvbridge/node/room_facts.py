@@ -64,6 +64,8 @@ class RoomFacts:
             generation=room.generation,
             kind=self.engine_words[room.state],
             prompt_tokens=room.prompt_tokens,
+            prefix_tokens=room.prefix_tokens,
+            computed_tokens=room.computed_tokens,
             max_new_tokens=room.max_new_tokens,
             code=room.reason_code,
             reason=room.reason,
@@ -78,6 +80,7 @@ class RoomFacts:
             generation=room.generation,
             prompt_tokens=room.prompt_tokens,
             prefix_tokens=room.prefix_tokens,
+            computed_tokens=room.computed_tokens,
             tables=to_wire(room.tables),
             traceparent=room.trace.traceparent if room.trace is not None else "",
         )

@@ -29,6 +29,8 @@ class RoomSettings:
 
     geometry: ModelGeometry
     limits: DaemonTimeouts
+    shares_prefixes: bool = False
+    """Rooms keep the page keys that they were admitted with (`tier.enabled`)."""
     adopted: bool = False
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()

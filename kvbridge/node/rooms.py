@@ -20,12 +20,14 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.core.wire.engine_messages import AbortRoom, Call, Pages, RoomEvent
 from kvbridge.node.driver import Deadlines, RoomDriver, RoomT
 from kvbridge.node.engines import AttachedEngine, AttachedEngines
+from kvbridge.node.prompt_keys import keys_of
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE, bound_ids
 from kvbridge.telemetry.events import EventStream
+from kvbridge.tier.keys import Keys
 
 EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | None]]
 """Who carries out each call of an engine; what is not listed, a node of this role does not know. No answer is Accepted."""
@@ -77,6 +79,7 @@ class RoomRequests(Generic[RoomT]):
             raise NotReadyError(f"this {self.rooms.role} daemon cannot admit a room now: {missing}")
         if request.room is not None:
             self.rooms.check_free(request.room, request.generation)
+        self._keys(request)
         return self.side.demand(request)
 
     def admit(self, request: AdmissionRequest) -> RoomReport:
@@ -92,6 +95,8 @@ class RoomRequests(Generic[RoomT]):
             state=self.driver.rules.table.start,
             created_s=self.clock(),
             ids=bound_ids(),
+            keys=self._keys(request),
+            namespace=request.namespace,
             trace=TRACE.get(),
         )
         self.pages.reserve(room, demand)
@@ -99,6 +104,13 @@ class RoomRequests(Generic[RoomT]):
         self.driver.facts.show(room)
         self.side.admitted(room, request)
         return self.rooms.describe(room)
+
+    def _keys(self, request: AdmissionRequest) -> Keys:
+        settings = self.pages.settings
+        if not request.page_hashes:
+            return Keys()
+        keys = keys_of(request.page_hashes, request.prompt_tokens, settings.geometry.tokens_per_page)
+        return keys if settings.shares_prefixes else Keys()
 
     async def cancel(self, room: int, reason: str) -> RoomReport:
         """Abort a room; harmless on a final one. Raises UnknownRoomError."""

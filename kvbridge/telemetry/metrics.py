@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbridge.core.errors import CapacityError, DeadlineError, FingerprintMismatchError, NotReadyError
+from kvbridge.core.errors import CapacityError, DeadlineError, FingerprintMismatchError, NamespaceError, NotReadyError
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.phases import LIMITS, PHASES
 from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, NODES, MetricKind, MetricSpec
@@ -40,6 +40,7 @@ _PAIRING_OUTCOMES = (
     NotReadyError.code,
     DeadlineError.code,
     FingerprintMismatchError.code,
+    NamespaceError.code,
 )
 _PAGE_STATES = ("free", "held", "leased", "quarantined", "cached")
 
@@ -232,6 +233,7 @@ METRICS: tuple[MetricSpec, ...] = (
                 "client_limit",
                 "conflict",
                 "invalid_input",
+                "namespace_forbidden",
                 "not_ready",
                 "queue_full",
                 "wait_timeout",

@@ -127,6 +127,9 @@ class Keys(Sequence[bytes]):
         return f"<{len(self)} page keys{last}>"
 
 
+NO_KEYS = Keys()
+
+
 def page_keys(identity: PrefixIdentity, tokens: TokenIds) -> Keys:
     """Return the keys of all whole pages of a prompt, given its token ids (a sequence or a one-dimensional array of integers).
 

@@ -302,16 +302,16 @@ class EngineVerbs:
     def provide(self, room, tables, *, prefix_tokens=0) -> None:
         self._call("", (), Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens))
 
-    def claim(self, engine, room) -> Room:
-        self._call(engine, (), Claim(call=1, room=room))
+    def claim(self, engine, room, page_hashes=b"") -> Room:
+        self._call(engine, (), Claim(call=1, room=room, page_hashes=page_hashes))
         return self.rooms.book.used_by(engine, room)
 
     def extend(self, engine, room, tokens) -> Tables:
         self._call(engine, (), Extend(call=1, room=room, tokens=tokens))
         return self.rooms.book.used_by(engine, room).tables
 
-    def release(self, engine, room, generation=0) -> None:
-        self._call(engine, (), Release(call=1, room=room, generation=generation))
+    def release(self, engine, room, generation=0, **answer) -> None:
+        self._call(engine, (), Release(call=1, room=room, generation=generation, **answer))
 
     def abort(self, engine, room, reason) -> None:
         self._call(engine, (), AbortRoom(call=1, room=room, reason=reason))
@@ -323,6 +323,7 @@ class SenderBench:
 
     ranks: tuple[Rank, ...] = (R0,)
     adopted: bool = False
+    shares_prefixes: bool = True
     pages: int = 16
     clock: ManualClock = field(default_factory=ManualClock)
     peers: FakePeers = field(default_factory=FakePeers)
@@ -337,7 +338,9 @@ class SenderBench:
             SenderPorts(
                 book=self.book, workers=self.workers, nodes=self.peers, engines=self.engines, events=self.events
             ),
-            RoomSettings(geometry=GEOMETRY, adopted=self.adopted, limits=SENDER_LIMITS),
+            RoomSettings(
+                geometry=GEOMETRY, adopted=self.adopted, shares_prefixes=self.shares_prefixes, limits=SENDER_LIMITS
+            ),
             clock=self.clock,
         )
         self.verbs = EngineVerbs(self.service)
@@ -357,6 +360,7 @@ class ReceiverBench:
     """A receiving service and all that surrounds it."""
 
     adopted: bool = False
+    shares_prefixes: bool = True
     digest: DigestKind = DigestKind.NONE
     pages: int = 16
     request_slots: int = 0
@@ -382,7 +386,13 @@ class ReceiverBench:
                 engines=self.engines,
                 events=self.events,
             ),
-            RoomSettings(geometry=GEOMETRY, adopted=self.adopted, digest=self.digest, limits=RECEIVER_LIMITS),
+            RoomSettings(
+                geometry=GEOMETRY,
+                adopted=self.adopted,
+                shares_prefixes=self.shares_prefixes,
+                digest=self.digest,
+                limits=RECEIVER_LIMITS,
+            ),
             clock=self.clock,
         )
         self.verbs = EngineVerbs(self.service)

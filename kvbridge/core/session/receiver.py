@@ -58,6 +58,8 @@ class ReceiverEvent(StrEnum):
     ABORT = "abort"
     FAULT = "fault"
     """A writer failed, a sum or a digest is wrong, a deadline passed, a worker or a peer died."""
+    OTHER_PROMPT = "other_prompt"
+    """An engine that claims the room has other tokens than the room's page keys name."""
     DRAINED = "drained"
     """Every prefill node proved that it does not write."""
     CLAIM = "claim"
@@ -124,12 +126,14 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
             _E.CLAIM: (_S.CLAIMED, ()),
             _E.ABORT: (_S.ABORTED, _ENDED),
             _E.FAULT: (_S.FAILED, _ENDED),
+            _E.OTHER_PROMPT: (_S.FAILED, (_A.REJECT, *_ENDED)),
         },
         _S.CLAIMED: {
             _E.CLAIM: (_S.CLAIMED, ()),
             _E.RELEASE: (_S.COMPLETED, _ENDED),
             _E.ABORT: (_S.ABORTING_CLAIMED, (_A.TELL_ENGINE,)),
             _E.FAULT: (_S.FAILING_CLAIMED, (_A.TELL_ENGINE,)),
+            _E.OTHER_PROMPT: (_S.FAILING_CLAIMED, (_A.REJECT, _A.TELL_ENGINE)),
         },
         _S.ABORTING_CLAIMED: {
             _E.RELEASE: (_S.ABORTED, _ENDED),

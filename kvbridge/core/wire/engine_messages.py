@@ -16,8 +16,9 @@ from pydantic import Field
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.prefixes import ModelIdentity, Namespace
 from kvbridge.core.wire.features import Features
-from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, Text, Traceparent, WireTable
+from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, PageHashes, Text, Traceparent, WireTable
 from kvbridge.core.wire.shared_memory import SharedRegion, StreamPoint
 
 # ---------------------------------------------------------------------------------------------- calls
@@ -56,6 +57,9 @@ class Admit(Call):
     generation: Positive = 1
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
+    page_hashes: PageHashes = b""
+    namespace: Namespace = ""
+    """Any: an engine maps the node's pools, so it can read every prefix in them."""
 
 
 class Begin(Call):
@@ -64,6 +68,8 @@ class Begin(Call):
     type: Literal["begin"] = "begin"
     room: RoomId
     prompt_tokens: Positive
+    page_hashes: PageHashes = b""
+    """The keys of the tokens that the engine computes, which have to be those that the room was admitted with."""
     tables: tuple[WireTable, ...] = ()
     computed_tokens: NonNegative = 0
     """Adopted pools: tokens from the prompt's start that the engine's own prefix cache holds; pages of only these are only read."""
@@ -108,6 +114,8 @@ class Claim(Call):
 
     type: Literal["claim"] = "claim"
     room: RoomId
+    page_hashes: PageHashes = b""
+    """The keys of the tokens of the engine's request, which have to be those that the room was admitted with."""
 
 
 class Extend(Call):
@@ -138,6 +146,10 @@ class Release(Call):
     room: RoomId
     generation: NonNegative = 0
     """On prefill, the attempt that was finished."""
+    valid_tokens: NonNegative = 0
+    """On decode: of so many tokens, the prompt's and those that were fed after it, all rows are in the pages. 0: not said."""
+    page_hashes: PageHashes = b""
+    """On decode: the keys of all whole pages of those tokens."""
     sparse: SparseRows | None = None
     """On decode with a hot buffer: what it did for the request."""
 
@@ -187,6 +199,8 @@ class Attached(Answer):
     instance: Name
     incarnation: Name
     geometry: ModelGeometry
+    model_identity: ModelIdentity | None = None
+    """Which model the node says it holds; page keys begin with it."""
     ranks: tuple[Rank, ...]
     layers: dict[str, tuple[int, ...]]
     """The global layer ids of each rank, keyed by `str(rank)`."""
@@ -207,6 +221,9 @@ class Pages(Answer):
     generation: Positive
     prompt_tokens: Positive
     prefix_tokens: NonNegative = 0
+    """What decode held already, and is not sent."""
+    computed_tokens: NonNegative = 0
+    """On prefill: where the engine starts to compute."""
     tables: tuple[WireTable, ...]
     metadata: dict[str, bytes] = Field(default_factory=dict)
     """On claim: what each writer rank sent along, keyed by `str(rank)`."""
@@ -226,6 +243,10 @@ class RoomEvent(FrozenModel):
     """wanted: decode asks for pages (adopted). committed: can be claimed. completed, aborted, failed: over, the pages are
     free again. cancel: somebody wants the claimed room to end; release it soon."""
     prompt_tokens: NonNegative = 0
+    prefix_tokens: NonNegative = 0
+    """What decode held already, and is not sent."""
+    computed_tokens: NonNegative = 0
+    """On prefill: where the engine starts to compute."""
     max_new_tokens: NonNegative = 0
     code: str = ""
     reason: Text = ""

@@ -20,11 +20,14 @@ from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Rank, Role, RoomId, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.features import Features
 
 PROTOCOL_VERSION = 1
 MAX_METADATA_BYTES = 64 * 1024
 MAX_TABLE_BYTES = 4 * 65_536
+MAX_PAGE_HASHES_BYTES = 16 * 65_536
+"""Page keys of a request, for as many pages as a table has."""
 MAX_ROOM_METADATA_BYTES = 28 * MAX_METADATA_BYTES
 """What all writers of one room may send along: a claim is answered with it and four full tables, in one frame."""
 REASON_CHARS = 2_000
@@ -49,6 +52,8 @@ MAX_AMOUNT = 2**50
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Text = Annotated[str, Field(max_length=4_000)]
+PageHashes = Annotated[bytes, Field(max_length=MAX_PAGE_HASHES_BYTES, repr=False)]
+"""Page keys in the order of the pages, 16 bytes each."""
 Metadata = Annotated[bytes, Field(max_length=MAX_METADATA_BYTES)]
 Phases = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[float, Field(allow_inf_nan=False)]],
@@ -119,6 +124,8 @@ class NodeDescription(FrozenModel):
     node: Name
     role: Role
     incarnation: Name
+    model_identity: ModelIdentity | None = None
+    """Which model it holds, by its `tier` section; None: it does not say."""
     geometry: ModelGeometry
     ranks: Annotated[tuple[PackedRank, ...], Field(max_length=MAX_NODE_RANKS)]
 
@@ -141,6 +148,8 @@ class Welcome(FrozenModel):
     instance: Name
     node: Name
     incarnation: Name
+    model_identity: ModelIdentity | None = None
+    """As in NodeDescription."""
     pp_size: Positive
     tp_size: Positive
     stage_boundaries: Annotated[tuple[Positive, ...], Field(max_length=MAX_STAGES - 1)] = ()

@@ -27,8 +27,16 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import AdmissionStatus, ClientStatus
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
+from kvbridge.core.errors import (
+    BridgeError,
+    CapacityError,
+    ClientLimitError,
+    InvalidInputError,
+    NamespaceError,
+    NotReadyError,
+)
 from kvbridge.core.ids import IndexSpace
+from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
@@ -90,13 +98,15 @@ class AdmissionController:
 
     # ------------------------------------------------------------------ admission
 
-    async def admit(self, request: AdmissionRequest) -> RoomReport:
+    async def admit(self, request: AdmissionRequest, may_name: Namespaces = ANY_NAMESPACE) -> RoomReport:
         """Admit at once or within `request.wait_s`. Nothing is kept of a request that is refused or whose caller is cancelled.
 
-        Raises CapacityError when it does not fit (in time), ClientLimitError, InvalidInputError, ConflictError, NotReadyError.
+        `may_name`: the namespaces of whoever asks. Raises NamespaceError for another one, CapacityError when it does not fit (in
+        time), ClientLimitError, InvalidInputError, ConflictError, NotReadyError.
         """
         asked_s, code, report = self._clock(), LEFT, None
         try:
+            self._check_namespace(request, may_name)
             report = self.admit_now(request) if not request.wait_s else await self._admit_in_time(request)
             code = ""
         except BridgeError as error:
@@ -114,6 +124,13 @@ class AdmissionController:
                     trace=TRACE.get(),
                 )
             )
+
+    def _check_namespace(self, request: AdmissionRequest, may_name: Namespaces) -> None:
+        try:
+            may_name.require(request.namespace, keyed=bool(request.page_hashes))
+        except NamespaceError as error:
+            self._refused(request.client, error)
+            raise
 
     async def _admit_in_time(self, request: AdmissionRequest) -> RoomReport:
         try:

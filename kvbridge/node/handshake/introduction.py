@@ -12,6 +12,7 @@ from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
 from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import first_difference
+from kvbridge.core.prefixes import identity_conflict
 from kvbridge.core.wire.messages import NodeDescription, Welcome
 from kvbridge.core.wire.packed_ranks import unpack_rank
 
@@ -35,6 +36,10 @@ def check_introduction(node: NodeDescription, myself: Self, require_wanted: Call
     if difference:
         raise FingerprintMismatchError(
             f"prefill instance {myself.welcome.instance} and decode instance {node.instance} hold different models: {difference}"
+        )
+    if conflict := identity_conflict(myself.welcome.model_identity, node.model_identity):
+        raise FingerprintMismatchError(
+            f"prefill instance {myself.welcome.instance} and decode instance {node.instance} hold different models: {conflict}"
         )
     if not node.ranks:
         raise InvalidInputError(f"decode node {node.instance}/{node.node} has no rank that is ready")

@@ -16,12 +16,14 @@ from kvbridge.api.status import PrefillNodeStatus
 from kvbridge.core.errors import (
     BridgeError,
     FeatureError,
+    FingerprintMismatchError,
     InvalidInputError,
     PeerError,
     UnauthorizedError,
     errors_by_code,
 )
 from kvbridge.core.ids import Rank
+from kvbridge.core.prefixes import identity_conflict
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
 from kvbridge.core.wire.messages import MAX_PACKED_NODE_BYTES, Hello, NodeDescription, PeerMessage, Rejected, Welcome
 from kvbridge.telemetry.events import EventStream, PeerAccepted, PeerLost, PeerRejected
@@ -188,12 +190,15 @@ class PrefillNodes:
         except FeatureError as error:
             self._reject(known, error)
             return
+        if conflict := identity_conflict(message.model_identity, self._describe().model_identity):
+            self._reject(known, FingerprintMismatchError(f"{them}: {conflict}"))
+            return
         if reason := self._disbelief(address, message):
             self._reject(known, PeerError(f"the prefill node at {address.endpoint} is not believed: {reason}"))
             return
         if known.node is not None and known.node.peer != message.incarnation:
             self._lose(known, f"another incarnation answers at {address.endpoint}")
-        facts = message.model_dump(exclude={"type", "incarnation", "ranks", "features"})
+        facts = message.model_dump(exclude={"type", "incarnation", "model_identity", "ranks", "features"})
         known.node = KnownNode(message.incarnation, **facts, ranks=message.ranks)
         self._events.emit(PeerAccepted(peer=message.incarnation, name=known.node.name, features=known.features))
         self._listener.nodes_changed()

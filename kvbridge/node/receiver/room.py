@@ -13,10 +13,12 @@ from kvbridge.core.plan.accounting import Share
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverState
 from kvbridge.core.session.states import RoomState
 from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
+from kvbridge.node.prompt_keys import Answer
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.verification import Verification
 from kvbridge.node.room import Room, named
 from kvbridge.node.rooms import RoomPorts
+from kvbridge.tier.keys import Keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,8 @@ class ReceiverRoom(Room[ReceiverState]):
     claimed_by: set[str] = field(default_factory=set)
     released_by: set[str] = field(default_factory=set)
     """Engines that do not read the room any more, though they had claimed it."""
+    answers: dict[str, Answer | None] = field(default_factory=dict)
+    """What engines have said of the answer when they released it; None: nothing. Those that were refused are not here."""
     shut: bool = False
     """Every way by which its writers could still reach its pages has been shut."""
     verification: Verification | None = None
@@ -148,6 +152,12 @@ class ReceiverRoom(Room[ReceiverState]):
         return self.awaits_readers and not self.users
 
     @property
+    def answer(self) -> Answer | None:
+        """What every engine that claimed the room has said of its answer; None while one has not, or they differ."""
+        said = set(self.answers.values())
+        return said.pop() if len(said) == 1 and self.answers.keys() == self.claimed_by else None
+
+    @property
     def active(self) -> list[WriterNode]:
         """Prefill nodes that may still send, and may say that they do not."""
         return [writer for writer in self.writers.values() if not writer.quiet and not writer.gone]
@@ -161,6 +171,7 @@ class ReceiverRoom(Room[ReceiverState]):
         """Keep what a receipt needs."""
         self.former_peer = self.first_peer
         self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
+        self.keys, self.answers = Keys(), {}
 
 
 _OTHER_WORDS = {

@@ -43,7 +43,7 @@ class ReceiverRules:
     """Implements RoomRules."""
 
     table = RECEIVER_TABLE
-    ABORT, FAULT = ReceiverEvent.ABORT, ReceiverEvent.FAULT
+    ABORT, FAULT, OTHER_PROMPT = ReceiverEvent.ABORT, ReceiverEvent.FAULT, ReceiverEvent.OTHER_PROMPT
     ports: ReceiverPorts
     facts: RoomFacts
     pages: RoomPages

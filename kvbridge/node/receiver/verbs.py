@@ -17,6 +17,7 @@ from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import Claim, Extend, Pages, Provide, Release
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.prompt_keys import Answer, answer_of, require_same_prompt
 from kvbridge.node.receiver.peers import RoomWriters
 from kvbridge.node.receiver.room import BEFORE_COMMIT, ReceiverRoom, user_state
 from kvbridge.node.room_book import RoomBook
@@ -65,7 +66,10 @@ class ReceiverVerbs:
             )
 
     def claim(self, engine: AttachedEngine, message: Claim) -> Pages:
-        """An engine takes a committed room. Raises RoomFailedError with the first cause when it will never be."""
+        """An engine takes a committed room. Raises RoomFailedError with the first cause when it will never be.
+
+        Raises KeyMismatchError, and the room fails, when the engine has other tokens than the room's page keys name.
+        """
         room_id = message.room
         room = self.rooms.get(room_id)
         if any(engine.name in earlier.users for earlier in self.rooms.attempts(room_id)[:-1]):
@@ -78,6 +82,7 @@ class ReceiverVerbs:
             raise RoomFailedError(f"room {room_id} is over ({user_state(room)}): {room.reason or 'released'}")
         if engine.name in room.claimed_by:
             raise ConflictError(f"room {room_id} was already claimed by this engine")
+        require_same_prompt(self.driver, room, message.page_hashes, self._tokens_per_page)
         if room.state is ReceiverState.COMMITTED:
             room.expected_by = set(self.driver.facts.engines.serving())
             room.claimed_s = self.clock()
@@ -116,8 +121,36 @@ class ReceiverVerbs:
         return self.driver.facts.pages(message.call, room)
 
     def release(self, engine: AttachedEngine, message: Release) -> None:
-        """An engine is through with a room. The pages are free once every engine that claimed it, or is to, is."""
+        """An engine is through with a room. The pages are free once every engine that claimed it, or is to, is.
+
+        What it says of the answer counts once all say the same. Whatever is wrong with that, InvalidInputError, KeyMismatchError or
+        ConflictError tells it, and it has let go of the pages all the same.
+        """
         room = self._held(engine, message.room)
         if message.sparse is not None:
             self.driver.facts.events.emit(SparseDecoded(**room.identity, rows=message.sparse.model_dump()))
-        self.driver.let_go(room, engine.name)
+        try:
+            said = answer_of(room, message.valid_tokens, message.page_hashes, self._tokens_per_page)
+            self._check_answer(room, said)
+            room.answers[engine.name] = said
+        finally:
+            self.driver.let_go(room, engine.name)
+
+    def _check_answer(self, room: ReceiverRoom, said: Answer | None) -> None:
+        if said is None:
+            return
+        if said.valid_tokens > room.reserved_tokens:
+            raise InvalidInputError(
+                f"valid_tokens is {said.valid_tokens}, but the pages of room {room.room} hold {room.reserved_tokens} tokens"
+            )
+        for other, heard in room.answers.items():
+            if heard != said:
+                raise ConflictError(
+                    f"nothing of the answer of room {room.room} is kept: engine {other} has released it with valid_tokens="
+                    f"{heard.valid_tokens if heard else 0}, this one with {said.valid_tokens}, or with other keys; all engines of "
+                    "a node have to say the same"
+                )
+
+    @property
+    def _tokens_per_page(self) -> int:
+        return self.pages.settings.geometry.tokens_per_page

@@ -21,6 +21,7 @@ from kvbridge.core.wire.worker_messages import MAX_POINTS
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.room import Room, named
 from kvbridge.node.rooms import RoomPorts
+from kvbridge.tier.keys import Keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +95,6 @@ class SenderRoom(Room[SenderState]):
     final_states = SENDER_TABLE.final
     ranks: dict[Rank, RankWork] = field(default_factory=dict)
     """Empty once the room has been concluded."""
-    computed_tokens: int = 0
-    """Tokens from the prompt's start that prefill had before the room, so that its engine starts behind them."""
     peer: str = ""
     """The decode node whose offer was taken; empty before."""
     destination: tuple[WireTable, ...] = ()
@@ -176,7 +175,7 @@ class SenderRoom(Room[SenderState]):
 
     def forget_details(self) -> None:
         """Keep what a receipt needs."""
-        self.tables, self.ranks, self.destination = {}, {}, ()
+        self.tables, self.ranks, self.destination, self.keys = {}, {}, (), Keys()
 
 
 _OTHER_WORDS = {SenderState.SENDING: RoomState.TRANSFERRING, SenderState.FAILING: RoomState.FAILED}

@@ -35,7 +35,7 @@ class SenderRules:
     """Implements RoomRules."""
 
     table = SENDER_TABLE
-    ABORT, FAULT = SenderEvent.ABORT, SenderEvent.FAULT
+    ABORT, FAULT, OTHER_PROMPT = SenderEvent.ABORT, SenderEvent.FAULT, SenderEvent.FAULT
     facts: RoomFacts
     pages: RoomPages
     orders: Orders

@@ -16,6 +16,7 @@ from kvbridge.core.ids import Tables
 from kvbridge.core.wire.engine_messages import Begin, Finish, Pages, Release
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.prompt_keys import require_same_prompt
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.orders import Orders
@@ -38,6 +39,8 @@ class SenderVerbs:
     def begin(self, engine: AttachedEngine, message: Begin) -> Pages:
         """An engine starts to compute a room on its ranks. Raises ConflictError on a second begin.
 
+        Raises KeyMismatchError, and the room fails, when the engine has other tokens than the room's page keys name.
+
         With that it has let go of every earlier attempt at the room, unless a GPU writes for it (`by_gpu`): then it is refused
         with a ConflictError until it has aborted that.
         """
@@ -49,6 +52,7 @@ class SenderVerbs:
                 f"room {room.room} was admitted with {room.prompt_tokens} prompt tokens, "
                 f"the engine begins it with {message.prompt_tokens}"
             )
+        require_same_prompt(self.driver, room, message.page_hashes, self.pages.settings.geometry.tokens_per_page)
         for rank in engine.ranks:
             if room.ranks[rank].engine:
                 raise ConflictError(

@@ -9,19 +9,24 @@ import pytest
 
 from kvbridge.api.directory import PairRequest
 from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.bootstrap.directory import absences
 from kvbridge.bootstrap.stores.base import Claim, PairingState
 from kvbridge.core.errors import (
     CapacityError,
     ClientLimitError,
     ConflictError,
     DeadlineError,
+    FingerprintMismatchError,
     InvalidInputError,
+    NamespaceError,
     NotReadyError,
     PeerError,
     UnknownRoomError,
 )
 from kvbridge.core.ids import Role
+from kvbridge.core.prefixes import ModelIdentity, Namespaces
 from kvbridge.core.session.states import RoomState
+from kvbridge.telemetry.events import PairingEnded
 from tests.unit.bootstrap.fleet import FLEET, TIMES, FakeDaemons, half, node
 
 pytestmark = pytest.mark.asyncio
@@ -484,3 +489,78 @@ async def test_nobody_waits_for_instances_that_are_not_ready(world):
     pairing = await world.pairing(port, node("p", Role.PREFILL), node("d", Role.DECODE, ready=False))
     with pytest.raises(NotReadyError, match="no decode instance is ready"):
         await pairing.pair(WAITING)
+
+
+# ------------------------------------------------------------------------------------- page keys, namespaces, models
+
+KEYED = PairRequest(room=7, prompt_tokens=1000, namespace="acme", page_hashes=bytes(range(48)))
+ONE, TWO = ModelIdentity(name="v4", revision="1"), ModelIdentity(name="v4", revision="2")
+
+
+def named(pair: AdmissionRequest) -> tuple[str, bytes]:
+    return pair.namespace, pair.page_hashes
+
+
+async def test_keys_and_namespace_go_to_instances_that_say_what_they_hold(world):
+    fleet = (node("p", Role.PREFILL, model_identity=ONE), node("d", Role.DECODE, model_identity=ONE))
+    port = FakeDaemons()
+    await (await world.pairing(port, *fleet)).pair(KEYED)
+    for url in ("http://p", "http://d"):
+        assert named(port.admitted[url][7]) == ("acme", bytes(range(48)))
+
+
+async def test_an_instance_that_does_not_say_is_asked_as_before(world):
+    """It may be of a release that refuses requests with page keys."""
+    fleet = (node("p", Role.PREFILL, model_identity=ONE), node("d", Role.DECODE))
+    port = FakeDaemons()
+    await (await world.pairing(port, *fleet)).pair(KEYED)
+    assert named(port.admitted["http://p"][7]) == ("acme", bytes(range(48)))
+    assert named(port.admitted["http://d"][7]) == ("", b"")
+
+
+async def test_a_namespace_that_may_not_be_named_is_refused_before_anybody_is_asked(world):
+    port, outcomes = FakeDaemons(), []
+    pairing = await world.pairing(port)
+    pairing.events.add_reader({PairingEnded: lambda _now_s, fact: outcomes.append(fact.outcome)})
+    with pytest.raises(NamespaceError, match="'acme': it may name the default one"):
+        await pairing.pair(KEYED, Namespaces())
+    assert (port.calls, outcomes) == ([], ["namespace_forbidden"])
+    await pairing.pair(KEYED, Namespaces(frozenset({"acme"})))
+
+
+async def test_pages_of_other_weights_are_never_paired(world):
+    fleet = (
+        node("p1", Role.PREFILL, free=100, model_identity=ONE),
+        node("p2", Role.PREFILL, free=90, model_identity=TWO),
+        node("p3", Role.PREFILL, free=80),
+        node("d", Role.DECODE, model_identity=TWO),
+    )
+    port = FakeDaemons()
+    ticket = await (await world.pairing(port, *fleet)).pair(REQUEST)
+    assert ticket.prefill.instance == "p2"
+    listing = {one.instance: one for one in await (await world.directory()).listing()}
+    assert (listing["p2"].ready, listing["d"].ready, listing["p2"].model_identity) == (True, True, TWO)
+    for lonely in ("p1", "p3"):
+        assert not listing[lonely].ready
+        assert "the decode side holds 'v4' revision '2'" in listing[lonely].reasons[0]
+
+
+async def test_a_decode_instance_that_does_not_say_takes_pages_of_any(world):
+    fleet = (node("p", Role.PREFILL, model_identity=ONE), node("d", Role.DECODE))
+    ticket = await (await world.pairing(FakeDaemons(), *fleet)).pair(REQUEST)
+    assert (ticket.prefill.instance, ticket.decode.instance) == ("p", "d")
+
+
+async def test_when_only_the_weights_differ_the_refusal_says_so(world):
+    fleet = (node("p", Role.PREFILL, model_identity=ONE), node("d", Role.DECODE, model_identity=TWO))
+    pairing = await world.pairing(FakeDaemons(), *fleet)
+    with pytest.raises(FingerprintMismatchError, match=r"'v4' revision '2', the prefill side holds 'v4' revision '1'"):
+        await pairing.pair(REQUEST)
+    reasons = absences(await (await world.directory()).listing())
+    assert any("tier.model_revision" in reason for reason in reasons)
+
+
+async def test_nodes_of_one_instance_hold_one_model(world):
+    directory = await world.directory(half("p", Role.PREFILL, 0, model_identity=ONE))
+    with pytest.raises(ConflictError, match=r"its model_identity is 'v4' revision '2', that of node 'node-0' is"):
+        await directory.register(half("p", Role.PREFILL, 1, model_identity=TWO))

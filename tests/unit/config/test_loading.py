@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvbridge.cli import config as cli
-from kvbridge.config.loading import load_config, read_secret, read_secrets, render_config
+from kvbridge.config.endpoints import TokenConfig
+from kvbridge.config.loading import load_config, read_grants, read_secret, read_secrets, read_token, render_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 
@@ -148,6 +149,18 @@ def test_a_list_in_the_environment_must_be_json():
     assert "KVBRIDGE_PARALLELISM__RANKS: a list or mapping is written as JSON" in mistake(
         env={"KVBRIDGE_PARALLELISM__RANKS": "pp0"}
     )
+
+
+def test_what_stands_behind_a_token_is_not_shown_to_others(tmp_path):
+    """One file may be the `http.token_file` of daemons and the `token_file` of what calls them."""
+    file = tmp_path / "token"
+    file.write_text("abc namespaces=*\nsecond namespaces=acme\nthird\n")
+    section = TokenConfig(token_file=file)
+    assert read_token(section, key="bootstrap.token_file") == "abc"
+    grants = read_grants(section, key="http.token_file")
+    assert [grant.token for grant in grants] == ["abc", "second", "third"]
+    assert [str(grant.namespaces) for grant in grants] == ["any namespace", "'acme'", "the default one"]
+    assert read_token(TokenConfig(), key="bootstrap.token_file") == ""
 
 
 def test_secrets_come_from_files(tmp_path):

@@ -9,6 +9,7 @@ from kvbridge.config.loading import load_config
 from kvbridge.config.pools import ParallelismConfig
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
+from kvbridge.core.prefixes import ModelIdentity
 
 KEY = "k" * 40
 BASE = {"instance": "i0", "model.preset": "tiny-v4", "pools.device.full": 8}
@@ -46,6 +47,12 @@ REFUSED = [
     ({"timeouts.transfer_s": 700}, "transfer_s"),
     ({"runtime_dir": "/" + "x" * 100}, "runtime_dir has 101 bytes"),
     ({"instance": "a/b"}, "instance"),
+    (
+        {"tier.enabled": True},
+        "tier: enabled without model_name and model_revision: geometry does not tell weights apart",
+    ),
+    ({"tier.enabled": True, "tier.model_name": "m"}, "set both or neither"),
+    ({"tier.model_revision": "1"}, "set both or neither"),
 ]
 
 ON_HOST = {"pools.host.pages": 8}
@@ -152,3 +159,10 @@ def test_placements_fill_in_every_rank():
     assert {place.device for place in cpu} == {"cpu"}
     cuda = ParallelismConfig(tp_size=2, device="cuda").placements()
     assert [place.device for place in cuda] == ["cuda:0", "cuda:1"]
+
+
+def test_what_a_node_says_it_holds():
+    flags = {**BASE, "tier.model_name": "m", "tier.model_revision": "1"}
+    assert load_config(PrefillConfig, environment={}, flags=BASE).tier.model is None
+    assert load_config(PrefillConfig, environment={}, flags=flags).tier.model == ModelIdentity(name="m", revision="1")
+    assert load_config(PrefillConfig, environment={}, flags={**flags, "tier.enabled": True}).tier.enabled

@@ -21,6 +21,7 @@ from kvbridge.api.status import (
 )
 from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.operations import AppSettings
 from kvbridge.pool.accounts.page_states import PageState
@@ -38,13 +39,16 @@ class FakeRooms:
         self.error: Exception | None = None
         self.waits: list[tuple[int, float, frozenset[RoomState]]] = []
         self.queries: list[RoomQuery] = []
+        self.requests: list[AdmissionRequest] = []
         self.hold: asyncio.Event | None = None
         self.waiting = asyncio.Event()
 
-    async def admit(self, request: AdmissionRequest) -> RoomReport:
+    async def admit(self, request: AdmissionRequest, may_name: Namespaces = ANY_NAMESPACE) -> RoomReport:
         self.traces.append(TRACE.get())
         if self.error:
             raise self.error
+        may_name.require(request.namespace, keyed=bool(request.page_hashes))
+        self.requests.append(request)
         room = 1 if request.room is None else request.room
         self.rooms[room] = RoomReport(
             room=room,
@@ -145,5 +149,7 @@ class FakeStatus:
         self.traceparents_ignored += 1
 
 
-def settings(**changes: Any) -> AppSettings:
-    return AppSettings(**{"max_body_bytes": 4096, "max_wait_s": 5.0, **changes})
+def settings(tokens: Sequence[str] = (), **changes: Any) -> AppSettings:
+    """`tokens`: lines of a token file."""
+    grants = tuple(TokenGrant.parse(token, key="http.token_file") for token in tokens)
+    return AppSettings(**{"max_body_bytes": 4096, "max_wait_s": 5.0, "grants": grants, **changes})

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.errors import CapacityError, ClientLimitError
+from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.server import HttpServer
@@ -35,7 +36,7 @@ class SlowRooms(FakeRooms):
         self.stubborn = False
         """Admits all the same when it is cancelled, as it does when both happen at once."""
 
-    async def admit(self, request: AdmissionRequest) -> RoomReport:
+    async def admit(self, request: AdmissionRequest, may_name: Namespaces = ANY_NAMESPACE) -> RoomReport:
         self.asked.set()
         try:
             await self.go.wait()
@@ -45,7 +46,7 @@ class SlowRooms(FakeRooms):
                 raise
         finally:
             self.ended.set()
-        return await super().admit(request)
+        return await super().admit(request, may_name)
 
     async def cancel(self, room: int, reason: str) -> RoomReport:
         report = await super().cancel(room, reason)

@@ -104,6 +104,13 @@ async def test_a_daemon_that_refuses_our_token_is_not_the_callers_fault():
             await client.status("http://d")
 
 
+async def test_a_daemon_that_does_not_let_our_token_name_a_namespace_is_not_the_callers_fault():
+    """Its caller may: bootstrap has looked at that itself."""
+    async with daemon(FakeRooms()) as client:
+        with pytest.raises(PeerError, match=r"'acme'.*the daemons' http\.token_file needs namespaces=\*"):
+            await client.admit("http://d", AdmissionRequest(prompt_tokens=9, namespace="acme"))
+
+
 async def test_no_answer_is_a_deadline_with_a_name():
     def slow(request):
         raise httpx.ReadTimeout("slow", request=request)

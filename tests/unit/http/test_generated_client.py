@@ -5,6 +5,7 @@ The generator skips what it does not understand with a warning, so there must be
 
 from __future__ import annotations
 
+import base64
 import importlib
 import json
 import sys
@@ -19,6 +20,7 @@ from openapi_python_client.config import Config, ConfigFile, MetaType
 from kvbridge.api.directory import NodeHeartbeat
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.ids import Role
+from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.http.daemon_app import create_daemon_app
 from tests.unit.bootstrap.fleet import node
 from tests.unit.http.services import FakeRooms, FakeStatus, settings
@@ -80,12 +82,21 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 async def test_a_client_of_a_daemon(made) -> None:
     rooms = FakeRooms()
     app = create_daemon_app(
-        admission=rooms, requests=rooms, rooms=rooms, status=FakeStatus(), settings=settings(tokens=("t",))
+        admission=rooms,
+        requests=rooms,
+        rooms=rooms,
+        status=FakeStatus(),
+        settings=settings(tokens=("t namespaces=acme,-",)),
     )
     client = await made("of_a_daemon", httpx.ASGITransport(app))
-    request = client.model("AdmissionRequest", {"room": 5, "prompt_tokens": 7})
+    keyed = {"page_hashes": base64.b64encode(bytes(16)).decode()}
+    request = client.model("AdmissionRequest", {"room": 5, "prompt_tokens": 7, "namespace": "acme"} | keyed)
     status, report = await client.call("requests.admit_room", body=request)
     assert (status, report.room, report.state.value) == (201, 5, "admitted")
+    assert [(asked.namespace, asked.page_hashes) for asked in rooms.requests] == [("acme", bytes(16))]
+    other = client.model("AdmissionRequest", {"prompt_tokens": 7, "namespace": "globex"})
+    status, problem = await client.call("requests.admit_room", body=other)
+    assert (status, problem.code) == (403, "namespace_forbidden")
     status, page = await client.call("requests.list_rooms", limit=10)
     assert (status, [each.room for each in page.rooms], page.next_) == (200, [5], None)
     assert (await client.call("requests.get_room", 5))[1].room == 5
@@ -102,7 +113,8 @@ async def test_a_client_of_a_daemon(made) -> None:
 async def test_a_client_of_bootstrap(made) -> None:
     setup = Setup()
     client = await made("of_bootstrap", setup.transport)
-    for registration in (node("p", Role.PREFILL), node("d", Role.DECODE)):
+    held = ModelIdentity(name="v4", revision="1")
+    for registration in (node("p", Role.PREFILL, model_identity=held), node("d", Role.DECODE)):
         body = client.model("NodeRegistration", registration.model_dump(mode="json"))
         status, view = await client.call("directory.register_node", registration.instance, registration.node, body=body)
         assert (status, view.epoch) == (200, 1)
@@ -112,6 +124,7 @@ async def test_a_client_of_bootstrap(made) -> None:
     assert (await client.call("directory.send_heartbeat", "q", "node-0", body=body))[1].code == "not_found"
     listing = (await client.call("directory.list_instances"))[1]
     assert [(each.instance, each.ready) for each in listing] == [("d", True), ("p", True)]
+    assert [each.model_identity and each.model_identity.revision for each in listing] == [None, "1"]
     status, ticket = await client.call(
         "requests.pair_request", body=client.model("PairRequest", {"prompt_tokens": 300})
     )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.features import PEER_FEATURES, Features
 from kvbridge.core.wire.messages import (
     Heartbeat,
@@ -71,7 +73,7 @@ def handshakes(events: RecordedEvents) -> list[PeerFact]:
 
 
 class PrefillSide:
-    def __init__(self) -> None:
+    def __init__(self, **about) -> None:
         self.events = RecordedEvents()
         self.workers = FakeWorkers(R0, R1)
         self.clock = ManualClock()
@@ -83,7 +85,7 @@ class PrefillSide:
         inspections = Inspections(self.inspect, limit_s=20, clock=self.clock)
         inspections.deliver_to(lambda *said: self.delivered.append(said))
         self.nodes = DecodeNodes(
-            Self(welcome(tp_size=2, ranks=(R0, R1)), GEOMETRY),
+            Self(welcome(tp_size=2, ranks=(R0, R1), **about), GEOMETRY),
             self.workers,
             inspections=inspections,
             events=self.events,
@@ -409,7 +411,7 @@ def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
 
 
 class DecodeSide:
-    def __init__(self, features: Features = PEER_FEATURES) -> None:
+    def __init__(self, features: Features = PEER_FEATURES, **about) -> None:
         self.events = RecordedEvents()
         self.opened: list[object] = []
         self.closed: list[object] = []
@@ -419,7 +421,7 @@ class DecodeSide:
         self.renamed: list[tuple[object, object]] = []
         self.error: BridgeError | None = None
         self.nodes = PrefillNodes(
-            describe=description,
+            describe=partial(description, **about),
             links=self,
             events=self.events,
             features=features,
@@ -670,3 +672,35 @@ def test_a_prefill_node_that_requires_what_we_lack_is_refused_and_one_that_has_i
     assert side.nodes.known_node(ADDRESS) is None
     side.welcome(features=Features(has=("digests", "later")))
     assert side.nodes.peers()[0].features == ("digests",)
+
+
+ONE, TWO = ModelIdentity(name="m", revision="1"), ModelIdentity(name="m", revision="2")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"),
+    [(ONE, ONE, True), (ONE, None, True), (None, None, True), (ONE, TWO, False), (None, TWO, False)],
+)
+def test_a_prefill_node_writes_to_whoever_does_not_hold_other_weights(ours, theirs, fits):
+    side = PrefillSide(model_identity=ours)
+    side.hello(model_identity=theirs)
+    rejected = pick(side.messages, Rejected, DECODE)
+    assert not rejected if fits else rejected[0].code == "fingerprint_mismatch"
+    assert fits or f"the decode side holds {theirs}" in rejected[0].message
+    assert bool(side.workers.messages) is fits
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"), [(ONE, ONE, True), (None, ONE, True), (ONE, TWO, False), (ONE, None, False)]
+)
+def test_a_decode_node_looks_for_itself_whose_pages_it_takes(ours, theirs, fits):
+    """A prefill node of an earlier release says nothing, and does not look."""
+    side = DecodeSide(model_identity=ours)
+    side.nodes.known_node(ADDRESS)
+    side.nodes.welcome(ADDRESS, welcome(model_identity=theirs))
+    if fits:
+        assert side.nodes.known_node(ADDRESS).peer == PREFILL
+        return
+    [rejected] = side.events.of(PeerRejected)
+    assert (rejected.code, "tier.model_revision" in rejected.reason) == ("fingerprint_mismatch", True)
+    assert side.closed == [ADDRESS]

@@ -26,7 +26,7 @@ class Scripted:
     """Facts amount to what `script` says of a state; everything that is done is written down."""
 
     table = SENDER_TABLE
-    ABORT, FAULT = SenderEvent.ABORT, SenderEvent.FAULT
+    ABORT, FAULT, OTHER_PROMPT = SenderEvent.ABORT, SenderEvent.FAULT, SenderEvent.FAULT
 
     def __init__(self) -> None:
         self.script = {SenderState.SENDING: SenderEvent.ALL_SENT, SenderState.ABORTING: SenderEvent.DRAINED}

@@ -1,0 +1,45 @@
+"""Settings of prefixes that stay: which model their pages belong to.
+
+Owns: that section and the relations inside it. Must not know: keys, pages, who may name which namespace.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from kvbridge.core.ids import FrozenModel
+from kvbridge.core.prefixes import ModelIdentity
+
+Text = Annotated[str, Field(max_length=200)]
+
+
+class TierConfig(FrozenModel):
+    """Prefixes that stay. Page keys begin with the model: pages of two models, or of two revisions of one, are never mixed up."""
+
+    enabled: bool = False
+    """Whether requests may have page keys here. Needs `model_name` and `model_revision`."""
+    model_name: Text = ""
+    """Name of the model, the same on all nodes that hold it and in what computes page keys."""
+    model_revision: Text = ""
+    """Revision of the model, or a digest of its weights. A decode node that says one takes pages only from prefill nodes that say
+    the same: set it on prefill nodes first."""
+
+    @property
+    def model(self) -> ModelIdentity | None:
+        """What the node says it holds; None: nothing."""
+        if not self.model_name:
+            return None
+        return ModelIdentity(name=self.model_name, revision=self.model_revision)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.model_name) != bool(self.model_revision):
+            raise ValueError("model_name and model_revision belong together: set both or neither")
+        if self.enabled and not self.model_revision:
+            raise ValueError(
+                "enabled without model_name and model_revision: geometry does not tell weights apart, and pages of other weights "
+                "under the same key would be wrong answers; set both"
+            )
+        return self

@@ -1,0 +1,86 @@
+"""Page keys at a node's door: those that a request names, and those of the engines that work on it.
+
+Owns: what must be equal, and what is said when it is not. Must not know: tokens, which pages have which keys, sockets.
+
+Whoever names a key gets its page, and the keys of a request come from a router. So engines say the keys of the tokens that they
+really have, and a room goes on only with equal ones. What is said of a difference names pages, never tokens or keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvbridge.core.errors import InvalidInputError, KeyMismatchError
+from kvbridge.node.driver import RoomDriver
+from kvbridge.node.room import Room
+from kvbridge.tier.keys import KEY_BYTES, Keys
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine says of a room that it releases: so many tokens are whole in its pages, and these are their keys."""
+
+    valid_tokens: int
+    keys: Keys
+
+
+def keys_of(page_hashes: bytes, tokens: int, tokens_per_page: int) -> Keys:
+    """Return the keys of all whole pages of so many tokens. Raises InvalidInputError for another number of bytes."""
+    whole = tokens // tokens_per_page
+    if len(page_hashes) != whole * KEY_BYTES:
+        raise InvalidInputError(
+            f"page_hashes has {len(page_hashes)} bytes; {tokens} tokens are {whole} whole pages of {tokens_per_page}, whose keys "
+            f"have {whole * KEY_BYTES} bytes ({KEY_BYTES} each)"
+        )
+    return Keys(page_hashes)
+
+
+def require_same_prompt(driver: RoomDriver[Any], room: Room[Any], page_hashes: bytes, tokens_per_page: int) -> None:
+    """Fail a room whose engine has other tokens than its keys name, and raise KeyMismatchError.
+
+    Without keys a room shares nothing, and whatever its engines say of theirs is left alone: they need not know who asked for what.
+    Raises InvalidInputError, and the room goes on, when it has keys and the engine states none, or another number.
+    """
+    if not room.keys:
+        return
+    if not page_hashes:
+        raise InvalidInputError(
+            f"room {room.room} was admitted with page keys, so its engines have to state those of their own tokens: give "
+            "page_hashes=engine.page_keys(tokens, adapter=..., namespace=...)"
+        )
+    difference = _difference(room, keys_of(page_hashes, room.prompt_tokens, tokens_per_page), tokens_per_page)
+    if difference:
+        why = f"the {driver.facts.rooms.role} engine's {difference}"
+        driver.refuse_prompt(room, KeyMismatchError.code, why)
+        raise KeyMismatchError(f"room {room.room}: {why}")
+
+
+def answer_of(room: Room[Any], valid_tokens: int, page_hashes: bytes, tokens_per_page: int) -> Answer | None:
+    """Return what an engine says of a room that it releases; None when it says nothing, or the room has no keys.
+
+    Raises InvalidInputError for keys that are not those of so many tokens, KeyMismatchError for another prompt.
+    """
+    if not room.keys or not valid_tokens:
+        return None
+    if valid_tokens < room.prompt_tokens:
+        raise InvalidInputError(
+            f"valid_tokens is {valid_tokens}, but room {room.room} has a prompt of {room.prompt_tokens} tokens, all of which are "
+            "in its pages: count them too"
+        )
+    keys = keys_of(page_hashes, valid_tokens, tokens_per_page)
+    if difference := _difference(room, keys, tokens_per_page):
+        raise KeyMismatchError(f"room {room.room}: nothing of its answer is kept: the decode engine's {difference}")
+    return Answer(valid_tokens, keys)
+
+
+def _difference(room: Room[Any], keys: Keys, tokens_per_page: int) -> str:
+    page = room.keys.shared_with(keys)
+    if page == len(room.keys):
+        return ""
+    first, last = page * tokens_per_page, (page + 1) * tokens_per_page - 1
+    also = " or its model, revision, adapter or namespace" if page == 0 else ""
+    return (
+        f"tokens are not those that the request's page keys name: page {page} (tokens {first} to {last}) is the first that "
+        f"differs; its tokens{also} are others in what computed the request's page_hashes"
+    )

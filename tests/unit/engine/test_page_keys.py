@@ -1,0 +1,102 @@
+"""The page keys of an engine's tokens, and what its verbs carry of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import UnsupportedError
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import Rank
+from kvbridge.core.prefixes import ModelIdentity
+from kvbridge.core.wire.engine_messages import Accepted, Attached, Pages
+from kvbridge.engine import DecodeEngine, PrefillEngine
+from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.stream_order import StreamOrder
+from kvbridge.tier.keys import PrefixIdentity, page_keys
+
+GEOMETRY = preset("tiny-gqa")
+PAGE = GEOMETRY.tokens_per_page
+TOKENS = list(range(2 * PAGE + 1))
+
+
+class Link:
+    """A node that accepts everything."""
+
+    lost = ""
+
+    def __init__(self) -> None:
+        self.said = []
+
+    def number(self) -> int:
+        return 1
+
+    def call(self, message, answer):
+        self.said.append(message)
+        if answer is Accepted:
+            return Accepted(call=1)
+        return Pages(
+            call=1, room=1, generation=1, prompt_tokens=len(TOKENS), prefix_tokens=PAGE, computed_tokens=2, tables=()
+        )
+
+
+def engine(kind, model: ModelIdentity | None):
+    answer = Attached(
+        call=1,
+        instance="prefill-0",
+        incarnation="i",
+        geometry=GEOMETRY,
+        model_identity=model,
+        ranks=(Rank(pp=0, tp=0),),
+        layers={},
+        pp_size=1,
+        tp_size=1,
+    )
+    link = Link()
+    return kind(Attachment(link, answer, None, {}, StreamOrder({}))), link
+
+
+MODEL = ModelIdentity(name="m", revision="r")
+
+
+def test_keys_begin_with_what_the_node_holds():
+    prefill, _ = engine(PrefillEngine, MODEL)
+    own = {"model": "m", "revision": "r", "fingerprint": fingerprint(GEOMETRY), "tokens_per_page": PAGE}
+    assert prefill.page_keys(TOKENS) == page_keys(PrefixIdentity(**own), TOKENS)
+    assert prefill.page_keys(np.array(TOKENS)) == prefill.page_keys(TOKENS)
+    named = prefill.page_keys(TOKENS, adapter="lora", namespace="acme")
+    assert named == page_keys(PrefixIdentity(**own, adapter="lora", namespace="acme"), TOKENS)
+    assert len({prefill.page_keys(TOKENS).data, named.data, prefill.page_keys(TOKENS, namespace="acme").data}) == 3
+
+
+def test_without_a_model_there_are_no_keys():
+    prefill, _ = engine(PrefillEngine, None)
+    with pytest.raises(UnsupportedError, match=r"prefill-0 does not say .*tier\.model_name and tier\.model_revision"):
+        prefill.page_keys(TOKENS)
+
+
+def test_the_verbs_carry_them():
+    prefill, link = engine(PrefillEngine, MODEL)
+    keys = prefill.page_keys(TOKENS)
+    prefill.admit(1, prompt_tokens=len(TOKENS), page_hashes=keys, namespace="acme")
+    begun = prefill.begin(1, prompt_tokens=len(TOKENS), page_hashes=keys)
+    assert (begun.prefix_tokens, begun.computed_tokens) == (PAGE, 2)
+    decode, other = engine(DecodeEngine, MODEL)
+    assert decode.claim(1, page_hashes=keys).prefix_tokens == PAGE
+    decode.wait_claim(1, 1.0, page_hashes=keys)
+    decode.release(1, valid_tokens=len(TOKENS), page_hashes=keys)
+    said = [*link.said, *other.said]
+    assert [message.type for message in said] == ["admit", "begin", "claim", "claim", "release"]
+    assert {message.page_hashes for message in said} == {keys.data}
+    assert (said[0].namespace, said[-1].valid_tokens) == ("acme", len(TOKENS))
+
+
+def test_and_do_without():
+    prefill, link = engine(PrefillEngine, None)
+    prefill.admit(1, prompt_tokens=9)
+    prefill.begin(1, prompt_tokens=9)
+    decode, other = engine(DecodeEngine, None)
+    decode.claim(1)
+    decode.release(1)
+    assert {message.page_hashes for message in [*link.said, *other.said]} == {b""}

@@ -1,0 +1,142 @@
+"""Page keys and namespaces in requests: what is taken, and who may name what."""
+
+from __future__ import annotations
+
+import base64
+
+import httpx
+import pytest
+
+from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.config.endpoints import HttpConfig
+from kvbridge.http.bootstrap_app import create_bootstrap_app
+from kvbridge.http.daemon_app import create_daemon_app
+from tests.unit.http.services import BOOTSTRAP_PAGE, FakeRooms, FakeStatus, settings
+
+pytestmark = pytest.mark.asyncio
+
+KEYS = bytes(range(32))
+TOKENS = ("plain", "tenant namespaces=acme", "router namespaces=*")
+
+
+@pytest.fixture
+def rooms() -> FakeRooms:
+    return FakeRooms()
+
+
+def daemon(rooms, *, tokens=TOKENS, token="router", **changes) -> httpx.AsyncClient:
+    app = create_daemon_app(
+        admission=rooms, requests=rooms, rooms=rooms, status=FakeStatus(), settings=settings(tokens, **changes)
+    )
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://daemon", headers=headers)
+
+
+def body(namespace: str | None = None, keys: bytes | None = KEYS, **fields) -> dict:
+    named = {} if namespace is None else {"namespace": namespace}
+    keyed = {} if keys is None else {"page_hashes": base64.b64encode(keys).decode()}
+    return {"prompt_tokens": 700, **named, **keyed, **fields}
+
+
+async def test_keys_and_namespace_reach_the_rooms(rooms):
+    async with daemon(rooms) as http:
+        assert (await http.post("/v1/requests", json=body("acme"))).status_code == 201
+    assert [(one.namespace, one.page_hashes) for one in rooms.requests] == [("acme", KEYS)]
+
+
+@pytest.mark.parametrize(
+    ("token", "namespace", "keys", "status"),
+    [
+        ("plain", None, None, 201),
+        ("plain", None, KEYS, 201),
+        ("plain", "", KEYS, 201),
+        ("plain", "acme", KEYS, 403),
+        ("plain", "acme", None, 403),
+        ("tenant", "acme", KEYS, 201),
+        ("tenant", "globex", KEYS, 403),
+        ("tenant", None, KEYS, 403),
+        ("tenant", None, None, 201),
+        ("router", "globex", KEYS, 201),
+        ("router", None, KEYS, 201),
+        ("tenant namespaces=acme", "acme", KEYS, 401),
+        ("nobody", None, None, 401),
+    ],
+)
+@pytest.mark.parametrize("wait_s", [0.0, 1.0])
+async def test_a_token_says_which_namespaces_its_bearer_may_name(rooms, token, namespace, keys, status, wait_s):
+    async with daemon(rooms, token=token) as http:
+        response = await http.post("/v1/requests", json=body(namespace, keys, wait_s=wait_s))
+    assert response.status_code == status, response.text
+    if status == 403:
+        assert response.json()["code"] == "namespace_forbidden"
+        assert "may name" in response.json()["detail"]
+        assert not rooms.rooms
+
+
+async def test_without_tokens_everybody_may_name_any(rooms):
+    async with daemon(rooms, tokens=(), token="") as http:
+        assert (await http.post("/v1/requests", json=body("acme"))).status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"page_hashes": "not base64!"}, "body.page_hashes: no base64"),
+        ({"page_hashes": "AAEC"}, "body.page_hashes: page keys have 16 bytes each, these are 3 bytes in all"),
+        ({"page_hashes": "AAECAwQFBgcICQoLDA0ODw"}, "body.page_hashes: no base64"),
+        ({"page_hashes": "AAECAwQFBgcICQ\noLDA0ODw=="}, "body.page_hashes: no base64"),
+        ({"page_hashes": 7}, "body.page_hashes"),
+        ({"page_hashes": ["AAEC"]}, "body.page_hashes"),
+        ({"namespace": "a b"}, "body.namespace"),
+        ({"namespace": "-"}, "body.namespace"),
+        ({"namespace": "x" * 65}, "body.namespace"),
+        ({"namespace": None}, "body.namespace"),
+    ],
+)
+async def test_what_are_no_keys_and_no_names_is_refused(rooms, change, fault):
+    async with daemon(rooms) as http:
+        response = await http.post("/v1/requests", json=body() | change)
+    assert (response.status_code, response.json()["code"]) == (400, "invalid_input")
+    assert fault in response.json()["detail"]
+
+
+async def test_a_prompt_of_a_million_tokens_fits_the_usual_body(rooms):
+    keys = bytes(16) * 4_096
+    async with daemon(rooms, max_body_bytes=HttpConfig().max_body_bytes) as http:
+        answer = await http.post("/v1/requests", json=body(keys=keys, prompt_tokens=1 << 20))
+    assert answer.status_code == 201
+    assert rooms.requests[0].page_hashes == keys
+    assert len(answer.content) < 4_096, "a report does not repeat the keys"
+
+
+async def test_more_keys_than_any_prompt_has_are_refused(rooms):
+    async with daemon(rooms, max_body_bytes=1 << 22) as http:
+        answer = await http.post("/v1/requests", json=body(keys=bytes(16) * 65_537))
+    assert answer.status_code == 400
+    assert "more than any prompt has keys" in answer.json()["detail"]
+
+
+async def test_bootstrap_hands_on_what_its_caller_may_name():
+    class Pairing:
+        def __init__(self) -> None:
+            self.asked: list[tuple[str, bool, bool]] = []
+
+        async def pair(self, request, may_name):
+            self.asked.append((request.namespace, "acme" in may_name, "" in may_name))
+            may_name.require(request.namespace, keyed=bool(request.page_hashes))
+            raise AssertionError("only refusals are asked for here")
+
+    pairing = Pairing()
+    app = create_bootstrap_app(
+        directory=None, pairing=pairing, status=FakeStatus(BOOTSTRAP_PAGE), settings=settings(TOKENS)
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://bootstrap") as http:
+        for token in ("plain", "tenant"):
+            answer = await http.post("/v1/requests", json=body("globex"), headers={"Authorization": f"Bearer {token}"})
+            assert (answer.status_code, answer.json()["code"]) == (403, "namespace_forbidden")
+    assert pairing.asked == [("globex", False, True), ("globex", True, False)]
+
+
+async def test_a_request_is_written_without_what_it_does_not_say():
+    """A release that does not know page keys refuses a request that has them."""
+    assert AdmissionRequest(prompt_tokens=1).model_dump_json(exclude_defaults=True) == '{"prompt_tokens":1}'
