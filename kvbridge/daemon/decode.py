@@ -50,11 +50,13 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             fence=fence,
             engines=parts.engines,
             events=parts.events,
+            prefixes=parts.prefixes,
         ),
         RoomSettings(
             geometry=parts.geometry,
             limits=config.timeouts,
             shares_prefixes=config.tier.enabled,
+            keeps_answers=config.tier.generated,
             adopted=parts.adopted,
             host=parts.layout.host_kinds,
             digest=config.integrity.digest,

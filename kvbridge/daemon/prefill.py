@@ -45,7 +45,14 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         names_of=links.names_of,
     )
     rooms = sender_rooms(
-        SenderPorts(book=parts.book, workers=parts.workers, nodes=nodes, engines=parts.engines, events=parts.events),
+        SenderPorts(
+            book=parts.book,
+            workers=parts.workers,
+            nodes=nodes,
+            engines=parts.engines,
+            events=parts.events,
+            prefixes=parts.prefixes,
+        ),
         RoomSettings(
             geometry=parts.geometry,
             limits=config.timeouts,

@@ -28,6 +28,7 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE, bound_ids
 from kvbridge.telemetry.events import EventStream
 from kvbridge.tier.keys import Keys
+from kvbridge.tier.prefix_cache import PrefixCache
 
 EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | None]]
 """Who carries out each call of an engine; what is not listed, a node of this role does not know. No answer is Accepted."""
@@ -41,6 +42,8 @@ class RoomPorts:
     workers: WorkerSet
     engines: AttachedEngines
     events: EventStream
+    prefixes: PrefixCache | None = None
+    """None: the node shares nothing."""
 
 
 class AdmittingSide(Protocol[RoomT]):

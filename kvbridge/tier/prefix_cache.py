@@ -180,6 +180,15 @@ class PrefixCache:
     def __contains__(self, owner: object) -> bool:
         return owner in self._readers
 
+    def reads(self, owner: Owner) -> int:
+        """How many pages of its prompt and answer an owner reads. Raises NotFoundError as `let_go`."""
+        return len(self._reader(owner).path)
+
+    @property
+    def spaces(self) -> tuple[IndexSpace, ...]:
+        """Those in which each page of a prompt has one page here."""
+        return self._index.spaces
+
     # ------------------------------------------------------------------------------------- the book's PageCache
 
     def evictable(self) -> Mapping[IndexSpace, int]:

@@ -68,13 +68,15 @@ def refuses(daemon: DaemonProcess, reason: str, times: int = 1, headers: Headers
 
 
 def busy_pages(daemon: DaemonProcess, headers: Headers | None = None) -> dict[str, dict[str, int]]:
-    """The pages of each space that are not free, by state; empty when every page is."""
-    pools = status(daemon, headers)["pools"]
+    """The pages of each space that somebody has or reads, by state; empty when every page is free or cached for nobody in particular."""
+    found = status(daemon, headers)
+    pools, available = found["pools"], found["available_pages"]
     busy = {
         space: {state: count for state, count in states.items() if count and state != "free"}
         for space, states in pools.items()
+        if sum(states.values()) != available[space]
     }
-    return {space: states for space, states in busy.items() if states}
+    return busy
 
 
 def all_free(daemon: DaemonProcess, headers: Headers | None = None) -> None:

@@ -209,6 +209,8 @@ class Done(RoomMessage):
     """How many Digests of this writer there were."""
     transport: Annotated[str, Field(max_length=200)] = ""
     """What the writer has sent it over; several are joined by '+'."""
+    last_page_key: Annotated[bytes, Field(max_length=16)] = b""
+    """Of the prompt that the rank's engine has computed, as that said itself; it names all whole pages. Empty: nobody asked it."""
     under_way_ago_s: Annotated[tuple[tuple[Ago, Ago], ...], Field(max_length=MAX_INTERVALS)] = ()
     """When it was sending: from so many seconds ago until so many, at the time of this message."""
 

@@ -103,6 +103,12 @@ class ReceiverRules:
                 self._reject(room)
             case ReceiverAction.HOLD:
                 self.pages.hold(room)
+            case ReceiverAction.KEEP_PROMPT:
+                if room.is_same_prompt:
+                    self.pages.keep(room, room.keys)
+            case ReceiverAction.KEEP_ANSWER:
+                if self.pages.settings.keeps_answers and room.answer is not None:
+                    self.pages.keep(room, room.answer.keys)
             case ReceiverAction.FREE:
                 self.pages.give_back(room)
                 room.forget_details()
@@ -126,7 +132,7 @@ class ReceiverRules:
             generation=room.generation,
             prompt_tokens=room.prompt_tokens,
             prefix_tokens=room.prefix_tokens,
-            tables=to_wire(room.tables),
+            tables=to_wire(self.pages.own_tables(room)),
             digest=self.pages.settings.digest,
             traceparent=room.trace.part(COMMIT).traceparent if room.trace is not None else "",
         )

@@ -65,7 +65,7 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
     """Put the rooms of a prefill node together."""
     book = RoomBook[SenderRoom](Role.PREFILL, user_state, clock=clock, keep_s=settings.limits.room_keep_s)
     facts = RoomFacts(book, ports.engines, ports.events, ENGINE_WORDS, clock)
-    pages = RoomPages(ports.book, settings, ports.events)
+    pages = RoomPages(ports.book, settings, ports.events, ports.prefixes, computes=True)
     orders = Orders(ports, book, pages, clock)
     driver: RoomDriver[SenderRoom] = RoomDriver(SenderRules(facts, pages, orders, ports.nodes, clock), facts)
     workers = SenderWorkers(book, driver, pages, orders, ports.nodes, clock)

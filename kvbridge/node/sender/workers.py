@@ -55,6 +55,7 @@ class SenderWorkers:
                 metadata=work.metadata,
                 digest_parts=self._tell_digests(room, rank, work),
                 transport=work.transport,
+                last_page_key=room.keys[-1] if room.keys else b"",
                 under_way_ago_s=work.under_way_ago_s(self.clock()),
             )
             self.nodes.send(room.peer, done)
