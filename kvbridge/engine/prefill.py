@@ -8,7 +8,7 @@ call. After `finish` or `abort` the pages are not the engine's any more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,8 +33,16 @@ class PrefillRoom:
     prefix_tokens: int
     """Tokens that decode already holds, if its offer has come; they need not be written."""
     computed_tokens: int
-    """Tokens that this node already holds: where the engine starts to compute."""
+    """Tokens that this node already holds: where the engine starts to compute. Their rows are in `tables`, to be read only, and
+    count as published."""
     tables: Tables
+    restore: Tables
+    """From what to start, as the tables of a request of `computed_tokens` tokens: the same rows, and the windows and states as they
+    were there. To be read only, until `finish` or `abort`."""
+    checkpoints: Mapping[int, Tables]
+    """Where others may start who have the same tokens so far: as soon as the engine has computed exactly so many tokens, it writes
+    the windows and states that it has then (and nothing else) to these tables, and names them with `finish`. Ascending. To leave
+    one out is no error: it costs a later request its time."""
     traceparent: str = ""
     """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
 
@@ -108,13 +116,16 @@ class PrefillEngine(Engine):
         pages = self._call(message, Pages)
         if by_gpu:
             self._begun[room] = pages.generation, set()
+        tables = tables_from_wire(pages.tables)
         return PrefillRoom(
             room,
             pages.generation,
             pages.prompt_tokens,
             pages.prefix_tokens,
             pages.computed_tokens,
-            tables_from_wire(pages.tables),
+            tables,
+            tables | tables_from_wire((pages.restore.table,) if pages.restore else ()),
+            {one.tokens: tables | tables_from_wire((one.table,)) for one in pages.checkpoints},
             pages.traceparent,
         )
 
@@ -141,14 +152,17 @@ class PrefillEngine(Engine):
         if room in self._begun:
             self._begun[room][1].update(points.values())
 
-    def finish(self, room: int, *, metadata: bytes = b"") -> None:
+    def finish(self, room: int, *, metadata: bytes = b"", checkpoints: Collection[int] = ()) -> None:
         """Say that everything is published; `metadata` (at most 64 KiB) travels to the decode engine with it.
+
+        `checkpoints`: at how many tokens the engine has written a checkpoint, of those that `begin` asked for. With pools on a GPU
+        it has done so in front of its last `publish`, on the same stream.
 
         The pages go to a later room once they are sent. With pools on a GPU, those of a room that ends otherwise do when the
         GPU has written what was published of it, of which this or a later call informs the node.
         """
         begun = self._begun.get(room)
-        message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None)
+        message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None, checkpoints=tuple(checkpoints))
         try:
             self._call(message, Accepted)
         finally:  # a room that is over by now is let go of like any other

@@ -18,7 +18,8 @@ import structlog
 
 from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.components import ComponentKind, Liveness, ModelGeometry
+from kvbridge.core.geometry.checkpoints import needs_checkpoints
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.geometry.tables import GROWING_SPACES, check_demand, joined_tables, request_tables
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
@@ -43,6 +44,8 @@ class RoomSettings:
     """Rooms keep the page keys that they were admitted with, and pages stay under them (`tier.enabled`)."""
     keeps_answers: bool = True
     """Decode: so do pages of answers, not of prompts only (`tier.generated`)."""
+    checkpoint_interval_tokens: int = 0
+    """Prefill: checkpoints are wanted every so many tokens of a prompt, too (0: they are not)."""
     adopted: bool = False
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()
@@ -92,7 +95,7 @@ class RoomPages:
             room.keys,
             lambda pages: {space: count - pages * (space in GROWING_SPACES) for space, count in demand.items()},
             at_most=(room.prompt_tokens - self.computes) // page,
-            from_checkpoint=self.computes and any(kept.liveness is not Liveness.GROWING for kept in geometry.components),
+            from_checkpoint=self.computes and needs_checkpoints(geometry),
         )
         both = ((space, (admitted.prefix.get(space), own)) for space, own in admitted.own.items())
         self._tell_tables(

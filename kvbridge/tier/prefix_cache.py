@@ -180,6 +180,10 @@ class PrefixCache:
     def __contains__(self, owner: object) -> bool:
         return owner in self._readers
 
+    def known(self, keys: Keys) -> int:
+        """How many pages of a prompt are cached now, whoever may use them."""
+        return len(self._index.match(keys))
+
     def reads(self, owner: Owner) -> int:
         """How many pages of its prompt and answer an owner reads. Raises NotFoundError as `let_go`."""
         return len(self._reader(owner).path)

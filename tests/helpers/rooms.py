@@ -298,8 +298,8 @@ class EngineVerbs:
             engine, ranks, Publish(call=1, room=room, upto_token=upto_token, layers=layers, after=dict(after or {}))
         )
 
-    def finish(self, engine, ranks, room, *, metadata, by_gpu=False) -> None:
-        self._call(engine, ranks, Finish(call=1, room=room, metadata=metadata, by_gpu=by_gpu))
+    def finish(self, engine, ranks, room, *, metadata, **fields) -> None:
+        self._call(engine, ranks, Finish(call=1, room=room, metadata=metadata, **fields))
 
     def provide(self, room, tables, *, prefix_tokens=0) -> None:
         self._call("", (), Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens))

@@ -18,7 +18,16 @@ from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Ro
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import ModelIdentity, Namespace
 from kvbridge.core.wire.features import Features
-from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, PageHashes, Text, Traceparent, WireTable
+from kvbridge.core.wire.messages import (
+    MAX_CHECKPOINTS,
+    Heartbeat,
+    Metadata,
+    Name,
+    PageHashes,
+    Text,
+    Traceparent,
+    WireTable,
+)
 from kvbridge.core.wire.shared_memory import SharedRegion, StreamPoint
 
 # ---------------------------------------------------------------------------------------------- calls
@@ -96,6 +105,8 @@ class Finish(Call):
     metadata: Metadata = b""
     by_gpu: bool = False
     """A GPU may still have to write what was published: the engine lets go of the pages by Release."""
+    checkpoints: Annotated[tuple[Positive, ...], Field(max_length=MAX_CHECKPOINTS)] = ()
+    """Of the checkpoints that were wanted, those that the engine has written before its last publication, in tokens."""
 
 
 class Provide(Call):
@@ -213,6 +224,13 @@ class Attached(Answer):
     features: Features = Features()
 
 
+class Checkpoint(FrozenModel):
+    """Pages for windows and states as they are after exactly so many tokens of a prompt."""
+
+    tokens: Positive
+    table: WireTable
+
+
 class Pages(Answer):
     """The tables of a room, for begin, claim and extend."""
 
@@ -225,6 +243,10 @@ class Pages(Answer):
     computed_tokens: NonNegative = 0
     """On prefill: where the engine starts to compute."""
     tables: tuple[WireTable, ...]
+    restore: Checkpoint | None = None
+    """On begin: the windows and states that the engine starts from, to be read only; none where the model has none."""
+    checkpoints: Annotated[tuple[Checkpoint, ...], Field(max_length=MAX_CHECKPOINTS)] = ()
+    """On begin: windows and states that the engine is asked to write when it stands there; ascending."""
     metadata: dict[str, bytes] = Field(default_factory=dict)
     """On claim: what each writer rank sent along, keyed by `str(rank)`."""
     amounts: Amounts = Field(default_factory=dict)

@@ -19,6 +19,7 @@ from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.prompt_keys import require_same_prompt
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
+from kvbridge.node.sender.checkpoints import RoomCheckpoints
 from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.room import SenderRoom
 from kvbridge.node.sender.workers import SenderWorkers
@@ -34,6 +35,7 @@ class SenderVerbs:
     pages: RoomPages
     orders: Orders
     workers: SenderWorkers
+    checkpoints: RoomCheckpoints
     clock: Clock
 
     def begin(self, engine: AttachedEngine, message: Begin) -> Pages:
@@ -76,7 +78,7 @@ class SenderVerbs:
         self.driver.facts.events.emit(RoomBegun(**room.identity, engine=engine.name))
         self.driver.facts.show(room)
         self.orders.open(room)
-        return self.driver.facts.pages(message.call, room)
+        return self.checkpoints.tell(room, self.driver.facts.pages(message.call, room))
 
     def _take_tables(self, room: SenderRoom, tables: Tables, computed_tokens: int) -> None:
         if not self.pages.settings.adopted:
@@ -123,9 +125,11 @@ class SenderVerbs:
                     f"room {room.room} cannot finish: rank {rank} has published {work.progress.published_tokens} "
                     f"of {room.prompt_tokens} tokens"
                 )
+        self.checkpoints.check(room, message.checkpoints)
         for rank in engine.ranks:
-            room.ranks[rank].finished = True
-            room.ranks[rank].metadata = message.metadata
+            work = room.ranks[rank]
+            work.finished, work.written = True, not message.by_gpu
+            work.metadata, work.checkpoints = message.metadata, frozenset(message.checkpoints)
         self.driver.facts.events.emit(RoomFinished(**room.identity, engine=engine.name))
         if not message.by_gpu:
             self.driver.let_go(room, engine.name)
@@ -142,4 +146,6 @@ class SenderVerbs:
         unfinished = any(work.engine == engine.name and not work.finished for work in room.ranks.values())
         if unfinished and not (room.over or room.stopping):
             raise ConflictError(f"room {room.room} is not finished by this engine; finish or abort it")
+        for work in room.ranks.values():
+            work.written = work.written or (work.finished and work.engine == engine.name)
         self.driver.let_go(room, engine.name)

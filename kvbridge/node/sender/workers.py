@@ -23,6 +23,7 @@ from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.room import RankWork, SenderRoom
+from kvbridge.tier.keys import Keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,5 +124,6 @@ class SenderWorkers:
                 continue
             room.in_transit = room.in_transit or bool(work.outstanding)
             self.orders.closed(room, rank)
+            room.keys = Keys()  # what it has written may be gone with the worker: nothing of it stays
             why = f"rank worker {rank} of the prefill node died: {reason}"
             self.driver.fail(room, WORKER_GONE, why)
