@@ -31,7 +31,7 @@ from kvbridge.core.ids import PageTable, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.rows import RowPlaces, place_rows, section_rows
 from kvbridge.engine.views import PoolViews, RegionView
-from kvbridge.tier.keys import KEY_BYTES, Keys
+from kvbridge.tier.keys import KEY_BYTES, NO_KEYS, Keys
 
 BLOCK_BYTES = 256 * 1024
 """Rows are made and compared in blocks of about this size, which stay in a core's cache."""
@@ -39,7 +39,6 @@ MOST_NAMED = 20
 """Wrong rows that one comparison names; all wrong bytes are counted."""
 _WORD_BYTES = 8
 _WORD_MASK = (1 << 64) - 1
-NO_KEYS = Keys()
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(ComponentKind, start=1)}
 
 Words = npt.NDArray[np.uint64]
