@@ -176,9 +176,7 @@ class NodeParts:
             self.engines.memory_lost(rank, f"rank worker {rank} is gone: {reason}")
 
 
-def _prefixes(
-    config: TierConfig, geometry: ModelGeometry, layout: NodeLayout, book: PageBook
-) -> PrefixCache | None:
+def _prefixes(config: TierConfig, geometry: ModelGeometry, layout: NodeLayout, book: PageBook) -> PrefixCache | None:
     """Make what keeps prefixes, when it is wanted and this node gives out all pages that a prefix takes.
 
     Engines that bring the memory have prefix caches of their own. Pages of `full` that hold anything but growing components would

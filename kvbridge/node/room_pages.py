@@ -27,12 +27,13 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import EventStream, RoomQuarantined
+from kvbridge.telemetry.events import EventStream, PrefixMatched, RoomQuarantined
 from kvbridge.tier.index import DigestArray
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 
 log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomSettings:
@@ -46,6 +47,8 @@ class RoomSettings:
     """Decode: so do pages of answers, not of prompts only (`tier.generated`)."""
     checkpoint_interval_tokens: int = 0
     """Prefill: checkpoints are wanted every so many tokens of a prompt, too (0: they are not)."""
+    growing_page_bytes: int = 0
+    """Decode: what of a page of a prompt this node need not be sent when it holds it."""
     adopted: bool = False
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()
@@ -105,6 +108,15 @@ class RoomPages:
             room.computed_tokens, room.checkpoint = admitted.prefix_pages * page, admitted.checkpoint
         else:
             room.prefix_tokens = admitted.prefix_pages * page
+        hit_tokens = admitted.prefix_pages * page
+        self.events.emit(
+            PrefixMatched(
+                **room.identity,
+                hit_tokens=hit_tokens,
+                miss_tokens=room.prompt_tokens - hit_tokens,
+                hit_bytes=admitted.prefix_pages * self.settings.growing_page_bytes,
+            )
+        )
 
     def _tell_tables(self, room: Room[Any], ids: Mapping[IndexSpace, PageIdArray]) -> None:
         room.tables = request_tables(self.settings.geometry, ids, prompt_tokens=room.prompt_tokens)

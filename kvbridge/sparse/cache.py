@@ -106,8 +106,9 @@ class SparseCache(Closing):
 
         `host_page_ids`: int32, the request's host pages in the order of its rows; all pages that it will need, or as many as it
         has now and the rest by `extend`. `shared_pages`: so many of them, from the first on, hold a prefix that this node had
-        already (`prefix_tokens` of the claim, in pages): a step that would write one is refused with IntegrityError. What its first step needs is loaded beside compute. Raises CapacityError,
-        ConflictError, InvalidInputError, PageOutOfBoundsError; then nothing has changed.
+        already (`prefix_tokens` of the claim, in pages): a step that would write one is refused with IntegrityError. What its first
+        step needs is loaded beside compute. Raises CapacityError, ConflictError, InvalidInputError, PageOutOfBoundsError; then
+        nothing has changed.
         """
         self._check_ids(request_slot, host_page_ids)
         request = self.requests.admit(request_slot, host_page_ids.copy(), rows, shared_pages=shared_pages)

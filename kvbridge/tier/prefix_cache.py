@@ -60,6 +60,8 @@ class PrefixCache:
         self._index = index
         self._clock = clock
         self._readers: dict[Owner, _Reader] = {}
+        self.evicted_pages = 0
+        """Of prompts, so far; one is a page of each space."""
         book.use_cache(self)
 
     # ------------------------------------------------------------------------------------- owners
@@ -201,9 +203,22 @@ class PrefixCache:
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
         """See PageCache."""
-        return _some(self._index.evict(lacking))
+        before = len(self._index)
+        pages = _some(self._index.evict(lacking))
+        self.evicted_pages += before - len(self._index)
+        return pages
 
     # ------------------------------------------------------------------------------------- for operators
+
+    @property
+    def readers(self) -> int:
+        """How many owners have been admitted and have not let go."""
+        return len(self._readers)
+
+    def pages(self) -> tuple[int, int]:
+        """How many pages of prompts somebody reads, and how many nobody does."""
+        unread = self._index.evictable()[self.spaces[0]]
+        return len(self._index) - unread, unread
 
     def check_integrity(self) -> None:
         """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""

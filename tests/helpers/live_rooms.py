@@ -68,15 +68,14 @@ def refuses(daemon: DaemonProcess, reason: str, times: int = 1, headers: Headers
 
 
 def busy_pages(daemon: DaemonProcess, headers: Headers | None = None) -> dict[str, dict[str, int]]:
-    """The pages of each space that somebody has or reads, by state; empty when every page is free or cached for nobody in particular."""
+    """The pages of spaces of which somebody has or reads some, by state; empty when every page is free, or cached and not read."""
     found = status(daemon, headers)
     pools, available = found["pools"], found["available_pages"]
-    busy = {
+    return {
         space: {state: count for state, count in states.items() if count and state != "free"}
         for space, states in pools.items()
         if sum(states.values()) != available[space]
     }
-    return busy
 
 
 def all_free(daemon: DaemonProcess, headers: Headers | None = None) -> None:

@@ -39,8 +39,8 @@ def check_offer(offer: Offer, geometry: ModelGeometry, *, prompt_tokens: int) ->
     for space, table in tables_from_wire(offer.tables).items():
         if space in GROWING_SPACES and table.first_page != offer.prefix_tokens // page:
             raise InvalidInputError(
-                f"decode holds the first {offer.prefix_tokens // page} pages of the prompt, and its table of space '{space}' begins "
-                f"with page {table.first_page}: pages that several read are nobody's to write"
+                f"decode holds the first {offer.prefix_tokens // page} pages of the prompt, and its table of space '{space}' "
+                f"begins with page {table.first_page}: pages that several read are nobody's to write"
             )
 
 

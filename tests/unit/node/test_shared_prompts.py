@@ -98,7 +98,7 @@ def test_an_offer_that_names_a_page_of_its_prefix_is_refused(bench):
     bench.whole(1, 3 * PAGE)
     room = bench.admit(2, 4 * PAGE)
     offer = pick(bench.nodes.messages, Offer)[-1].model_copy(update={"tables": to_wire(room.tables)})
-    with pytest.raises(InvalidInputError, match="holds the first 3 pages .* begins with page 0"):
+    with pytest.raises(InvalidInputError, match=r"holds the first 3 pages .* begins with page 0"):
         check_offer(offer, GEOMETRY, prompt_tokens=room.prompt_tokens)
 
 
@@ -192,7 +192,9 @@ def test_on_every_way_out_a_room_lets_go_once(bench, when):
     room = bench.admit(2, 4 * PAGE)
     if when == "committed":
         bench.done(room)
-    bench.service.driver.fail(room, "integrity", "a test") if when == "failing" else bench.service.driver.stop(room, "a")
+    bench.service.driver.fail(room, "integrity", "a test") if when == "failing" else bench.service.driver.stop(
+        room, "a"
+    )
     if when != "committed":
         assert room.owner in bench.prefixes, "a writer may still write its own pages"
         bench.service.peers.drained(PREFILL, Drained(room=2, generation=1))

@@ -89,7 +89,9 @@ def test_nothing_is_ever_written_to_a_page_that_others_read(rows):
 
 
 def test_pages_that_are_not_complete_cannot_be_shared():
-    with pytest.raises(InvalidInputError, match="2 host pages are said to be shared, but only 1 are complete with 127 rows"):
+    with pytest.raises(
+        InvalidInputError, match="2 host pages are said to be shared, but only 1 are complete with 127 rows"
+    ):
         book().admit(0, pages(4), 127, shared_pages=2)
 
 
