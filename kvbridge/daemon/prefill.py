@@ -36,7 +36,9 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
     """Put a prefill daemon together; nothing is open yet. Raises ConfigError, InvalidInputError."""
     parts = NodeParts.build(config, Role.PREFILL)
     if config.tier.enabled and (why := why_no_prefixes(parts.geometry)):
-        raise ConfigError(f"tier.enabled: {why}. Set it to false here; decode nodes keep prefixes of this model all the same")
+        raise ConfigError(
+            f"tier.enabled: {why}. Set it to false here; decode nodes keep prefixes of this model all the same"
+        )
     links, inspector = DecodeLinks(config, parts.events), Inspector()
     inspections = Inspections(inspector.run, limit_s=config.timeouts.handshake_s)
     nodes = DecodeNodes(
@@ -61,6 +63,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
             limits=config.timeouts,
             shares_prefixes=config.tier.enabled,
             checkpoint_interval_tokens=config.tier.checkpoint_interval_tokens,
+            part_of_instance=len(parts.workers.layers) < config.parallelism.pp_size * config.parallelism.tp_size,
             adopted=parts.adopted,
         ),
     )

@@ -14,7 +14,17 @@ from functools import partial
 
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import Role, Tables
-from kvbridge.core.wire.engine_messages import Accepted, Admit, Begin, Finish, Pages, Publish, Release
+from kvbridge.core.wire.engine_messages import (
+    Accepted,
+    Admit,
+    AskRestorable,
+    Begin,
+    Finish,
+    Pages,
+    Publish,
+    Release,
+    Restorable,
+)
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
@@ -81,6 +91,13 @@ class PrefillEngine(Engine):
         )
         self._call(call, Accepted)
 
+    def restorable(self, room: int) -> tuple[int, ...]:
+        """Return where an admitted room can start, in tokens, ascending; see `at_most` of `begin`. 0 is always among them.
+
+        It is true now: by the time of `begin` only what the node starts from by itself, the last one, is sure to be there.
+        """
+        return self._call(AskRestorable(call=self._link.number(), room=room), Restorable).tokens
+
     def begin(
         self,
         room: int,
@@ -89,6 +106,7 @@ class PrefillEngine(Engine):
         page_hashes: Keys = NO_KEYS,
         tables: Tables | None = None,
         computed_tokens: int = 0,
+        at_most: int | None = None,
     ) -> PrefillRoom:
         """Start to compute an admitted room and learn its pages; adopted pools name theirs in `tables`.
 
@@ -98,6 +116,10 @@ class PrefillEngine(Engine):
         `computed_tokens` (adopted pools): how many tokens from the prompt's start the engine's own prefix cache holds. The room
         only reads the pages that hold none but these, so other rooms may name them too, whether they wrote them or read them as
         well; they are to be written by nobody until all of these rooms are over. Every other page is one room's alone.
+
+        `at_most`: start at no more than so many tokens, which an instance of several prefill nodes needs: each has a cache of its
+        own, and all engines have to start at the same token. So they compare what `restorable` says, and all begin with the largest
+        number that every node has. Raises CapacityError when there are no pages for what is to be computed besides.
 
         Raises UnknownRoomError, ConflictError on a second begin, and with pools on a GPU for a room of which an earlier attempt was
         neither finished nor aborted; InvalidInputError when the lengths differ.
@@ -111,6 +133,7 @@ class PrefillEngine(Engine):
             page_hashes=page_hashes.data,
             tables=wire,
             computed_tokens=computed_tokens,
+            at_most=at_most,
             by_gpu=by_gpu,
         )
         pages = self._call(message, Pages)
@@ -162,7 +185,13 @@ class PrefillEngine(Engine):
         GPU has written what was published of it, of which this or a later call informs the node.
         """
         begun = self._begun.get(room)
-        message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None, checkpoints=tuple(checkpoints))
+        message = Finish(
+            call=self._link.number(),
+            room=room,
+            metadata=metadata,
+            by_gpu=begun is not None,
+            checkpoints=tuple(checkpoints),
+        )
         try:
             self._call(message, Accepted)
         finally:  # a room that is over by now is let go of like any other

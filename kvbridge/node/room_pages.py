@@ -49,6 +49,8 @@ class RoomSettings:
     """Prefill: checkpoints are wanted every so many tokens of a prompt, too (0: they are not)."""
     growing_page_bytes: int = 0
     """Decode: what of a page of a prompt this node need not be sent when it holds it."""
+    part_of_instance: bool = False
+    """Prefill: other nodes have ranks of the same instance, which all start at the same token of a room."""
     adopted: bool = False
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()
@@ -117,6 +119,21 @@ class RoomPages:
                 hit_bytes=admitted.prefix_pages * self.settings.growing_page_bytes,
             )
         )
+
+    def shorten(self, room: Room[Any], tokens: int) -> None:
+        """Prefill, before anything of the room is leased: let it read only so many tokens of the prefix that it got.
+
+        Raises CapacityError when there are no pages for the rest of it, and NotFoundError when it cannot go on from there.
+        """
+        if self.prefixes is None:
+            return
+        geometry = self.settings.geometry
+        held, left = (count // geometry.tokens_per_page for count in (room.computed_tokens, tokens))
+        got = self.prefixes.shorten(room.owner, left, from_checkpoint=needs_checkpoints(geometry))
+        for space in self.prefixes.spaces:
+            ids = np.concatenate((got.prefix[space], got.own[space], room.tables[space].ids[held:]))
+            room.tables[space] = PageTable(space, ids)
+        room.computed_tokens, room.checkpoint = tokens, got.checkpoint
 
     def _tell_tables(self, room: Room[Any], ids: Mapping[IndexSpace, PageIdArray]) -> None:
         room.tables = request_tables(self.settings.geometry, ids, prompt_tokens=room.prompt_tokens)

@@ -162,6 +162,9 @@ class PrefixCache:
         """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
         reader = self._reader(owner)
         del self._readers[owner]
+        self._end(reader)
+
+    def _end(self, reader: _Reader) -> None:
         if not len(reader.path):
             return
         before = self._book.available_pages()
@@ -170,6 +173,38 @@ class PrefixCache:
         self._book.became_available(
             {space: count - before[space] for space, count in now.items() if count > before[space]}
         )
+
+    def checkpoints(self, owner: Owner) -> list[int]:
+        """At the ends of how many pages of those that an owner reads there is a checkpoint now, ascending."""
+        return (np.flatnonzero(self._index.checkpointed(self._reader(owner).path)) + 1).tolist()
+
+    def shorten(self, owner: Owner, page_count: int, *, from_checkpoint: bool) -> Admitted:
+        """Let an owner read only the first `page_count` pages of its prefix, and give it pages of its own for the others.
+
+        As for `admit`, whose pages besides these it keeps. Raises CapacityError, and nothing has changed then; NotFoundError when
+        there is no checkpoint (any more).
+        """
+        reader = self._reader(owner)
+        given_up = len(reader.path) - page_count
+        fewer = _Reader(
+            reader.path[:page_count], int(reader.path[page_count - 1]) if from_checkpoint and page_count else None
+        )
+        self._index.pin(fewer.path)
+        try:
+            checkpoint = (
+                fewer.path[:0] if fewer.checkpointed is None else self._index.pin_checkpoint(fewer.checkpointed)
+            )
+        except BridgeError:
+            self._index.unpin(fewer.path)
+            raise
+        try:
+            own = self._book.grow(owner, dict.fromkeys(self.spaces, given_up))
+        except BridgeError:
+            self._unpin(fewer)
+            raise
+        self._readers[owner] = fewer
+        self._end(reader)
+        return Admitted(self._index.pages(fewer.path), checkpoint, own)
 
     def drop(self) -> int:
         """Forget every prefix and return how many pages are free now; those that are read follow when their readers let go."""

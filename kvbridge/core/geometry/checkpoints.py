@@ -48,7 +48,8 @@ def wanted_checkpoints(
     """Return at which page ends of a prompt checkpoints are worth their pages, in tokens, ascending.
 
     At its last one, where the next turn goes on; where it leaves a prefix that is known here (`known_tokens`), since others may do
-    so, too; and every `interval_tokens`, rounded down to whole pages (0: nowhere else). The engine comes by those behind `computed_tokens` only.
+    so, too; and every `interval_tokens`, rounded down to whole pages (0: nowhere else). The engine comes by those behind
+    `computed_tokens` only.
     """
     if not needs_checkpoints(geometry):
         return ()

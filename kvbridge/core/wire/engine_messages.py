@@ -20,6 +20,7 @@ from kvbridge.core.prefixes import ModelIdentity, Namespace
 from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import (
     MAX_CHECKPOINTS,
+    MAX_RESTORABLE,
     Heartbeat,
     Metadata,
     Name,
@@ -80,10 +81,19 @@ class Begin(Call):
     page_hashes: PageHashes = b""
     """The keys of the tokens that the engine computes, which have to be those that the room was admitted with."""
     tables: tuple[WireTable, ...] = ()
+    at_most: NonNegative | None = None
+    """The engine is to start at no more than so many tokens."""
     computed_tokens: NonNegative = 0
     """Adopted pools: tokens from the prompt's start that the engine's own prefix cache holds; pages of only these are only read."""
     by_gpu: bool = False
     """A GPU writes for this engine, so that with this call it has not let go of an earlier attempt at the room."""
+
+
+class AskRestorable(Call):
+    """Prefill: at which tokens can the engine of a room start here?"""
+
+    type: Literal["ask_restorable"] = "ask_restorable"
+    room: RoomId
 
 
 class Publish(Call):
@@ -174,7 +184,19 @@ class AbortRoom(Call):
 
 
 EngineToNode = Annotated[
-    Attach | Detach | Admit | Begin | Publish | Finish | Provide | Claim | Extend | Release | AbortRoom | Heartbeat,
+    Attach
+    | Detach
+    | Admit
+    | AskRestorable
+    | Begin
+    | Publish
+    | Finish
+    | Provide
+    | Claim
+    | Extend
+    | Release
+    | AbortRoom
+    | Heartbeat,
     Field(discriminator="type"),
 ]
 
@@ -222,6 +244,14 @@ class Attached(Answer):
     host: tuple[SharedRegion, ...] = ()
     """The node's host pool."""
     features: Features = Features()
+
+
+class Restorable(Answer):
+    """Where the engine of a room can start: 0, and as many tokens as its node holds to go on from."""
+
+    type: Literal["restorable"] = "restorable"
+    tokens: Annotated[tuple[NonNegative, ...], Field(max_length=MAX_RESTORABLE)]
+    """Ascending."""
 
 
 class Checkpoint(FrozenModel):
@@ -281,4 +311,6 @@ class Detached(FrozenModel):
     reason: Text
 
 
-NodeToEngine = Annotated[Accepted | Refused | Attached | Pages | RoomEvent | Detached, Field(discriminator="type")]
+NodeToEngine = Annotated[
+    Accepted | Refused | Attached | Restorable | Pages | RoomEvent | Detached, Field(discriminator="type")
+]

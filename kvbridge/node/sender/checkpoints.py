@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbridge.core.errors import CapacityError, InvalidInputError
-from kvbridge.core.geometry.checkpoints import most_reusable_tokens, wanted_checkpoints
+from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError
+from kvbridge.core.geometry.checkpoints import most_reusable_tokens, needs_checkpoints, wanted_checkpoints
 from kvbridge.core.geometry.pages import window_pages
 from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.wire.engine_messages import Checkpoint, Pages
 from kvbridge.core.wire.messages import MAX_CHECKPOINTS, to_wire
 from kvbridge.node.room_pages import RoomPages
@@ -52,11 +53,36 @@ class RoomCheckpoints:
                 return
             room.checkpoints[tokens] = PageTable(IndexSpace.SWA, ids, live.start)
 
+    def restorable(self, room: SenderRoom) -> tuple[int, ...]:
+        """Return where the engine of a room can start, in tokens: at 0, and where it has all that it needs."""
+        page, ends = self.pages.settings.geometry.tokens_per_page, range(1, 1)
+        if (prefixes := self.pages.prefixes) is not None and room.computed_tokens:
+            if needs_checkpoints(self.pages.settings.geometry):
+                return (0, *(whole * page for whole in prefixes.checkpoints(room.owner)))
+            ends = range(1, room.computed_tokens // page + 1)
+        return (0, *(whole * page for whole in ends))
+
+    def start_at_most(self, room: SenderRoom, tokens: int) -> None:
+        """Let the engine of a room start at no more than so many tokens.
+
+        Raises ConflictError when the room has been begun with more or its prefix is on its way, CapacityError when there are no
+        pages for what it is to compute besides.
+        """
+        if room.computed_tokens <= tokens:
+            return
+        if room.begun or room.open_ranks:
+            raise ConflictError(
+                f"room {room.room} starts at {room.computed_tokens} tokens, not at {tokens} or less: "
+                + ("it was begun so on another rank" if room.begun else "these are being sent already")
+            )
+        self.pages.shorten(room, max(end for end in self.restorable(room) if end <= tokens))
+        for work in room.ranks.values():
+            layers = work.progress.layers
+            work.progress = RankProgress(layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.computed_tokens)
+
     def tell(self, room: SenderRoom, answer: Pages) -> Pages:
         """Add to the answer to `begin` from what the engine starts, and what it is to leave behind."""
-        wanted = [
-            (tokens, table) for tokens, table in sorted(room.checkpoints.items()) if tokens < room.prompt_tokens
-        ]
+        wanted = [(tokens, table) for tokens, table in sorted(room.checkpoints.items()) if tokens < room.prompt_tokens]
         restore = None
         if room.checkpoint is not None and len(room.checkpoint):
             first_page = window_pages(self.pages.settings.geometry, room.computed_tokens).start
@@ -67,11 +93,12 @@ class RoomCheckpoints:
     @staticmethod
     def check(room: SenderRoom, written: tuple[int, ...]) -> None:
         """Raise InvalidInputError for a checkpoint that was not asked for: an engine has written to pages that nobody gave it."""
-        unknown = sorted(set(written) - {tokens for tokens in room.checkpoints if tokens < room.prompt_tokens})
+        asked = {tokens for tokens in room.checkpoints if tokens < room.prompt_tokens}
+        unknown = sorted(set(written) - asked)
         if unknown:
             raise InvalidInputError(
-                f"finish names checkpoints at {unknown} tokens that `begin` did not ask for in room {room.room}; it asked for those "
-                f"at {sorted(tokens for tokens in room.checkpoints if tokens < room.prompt_tokens)}"
+                f"finish names checkpoints at {unknown} tokens of room {room.room} that `begin` did not ask for; it asked for "
+                f"{sorted(asked)}"
             )
 
     def keep(self, room: SenderRoom) -> None:

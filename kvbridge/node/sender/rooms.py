@@ -12,7 +12,7 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.progress import RankProgress
-from kvbridge.core.wire.engine_messages import AbortRoom, Begin, Finish, Publish, Release
+from kvbridge.core.wire.engine_messages import AbortRoom, AskRestorable, Begin, Finish, Publish, Release
 from kvbridge.node.driver import Deadlines, RoomDriver
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_facts import RoomFacts
@@ -72,7 +72,9 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
     pages = RoomPages(ports.book, settings, ports.events, ports.prefixes, computes=True)
     checkpoints = RoomCheckpoints(pages)
     orders = Orders(ports, book, pages, clock)
-    driver: RoomDriver[SenderRoom] = RoomDriver(SenderRules(facts, pages, orders, checkpoints, ports.nodes, clock), facts)
+    driver: RoomDriver[SenderRoom] = RoomDriver(
+        SenderRules(facts, pages, orders, checkpoints, ports.nodes, clock), facts
+    )
     workers = SenderWorkers(book, driver, pages, orders, ports.nodes, clock)
     early = EarlyOffers(wait_s=settings.limits.early_offer_s, clock=clock)
     peers = SenderPeers(book, driver, workers, ports.nodes, early, settings.geometry, clock)
@@ -85,6 +87,7 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
         requests=RoomRequests(book, driver, pages, ports.workers, admission, clock),
         engines=engines,
         calls={
+            AskRestorable: verbs.restorable,
             Begin: verbs.begin,
             Publish: orders.publish,
             Finish: verbs.finish,

@@ -13,7 +13,7 @@ from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.pages import tables_cover
 from kvbridge.core.geometry.tables import same_tables, tables_from_wire
 from kvbridge.core.ids import Tables
-from kvbridge.core.wire.engine_messages import Begin, Finish, Pages, Release
+from kvbridge.core.wire.engine_messages import AskRestorable, Begin, Finish, Pages, Release, Restorable
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.prompt_keys import require_same_prompt
@@ -37,6 +37,12 @@ class SenderVerbs:
     workers: SenderWorkers
     checkpoints: RoomCheckpoints
     clock: Clock
+
+    def restorable(self, _: AttachedEngine, message: AskRestorable) -> Restorable:
+        """An engine asks where it could start, before it begins."""
+        room = self.rooms.get(message.room)
+        room.require_alive()
+        return Restorable(call=message.call, tokens=self.checkpoints.restorable(room))
 
     def begin(self, engine: AttachedEngine, message: Begin) -> Pages:
         """An engine starts to compute a room on its ranks. Raises ConflictError on a second begin.
@@ -67,6 +73,8 @@ class SenderVerbs:
                 "engine's GPU; abort it first"
             )
         self._take_tables(room, tables, message.computed_tokens)
+        if message.at_most is not None:
+            self.checkpoints.start_at_most(room, message.at_most)
         for attempt in earlier:
             self.driver.let_go(attempt, engine.name)
         for rank in engine.ranks:

@@ -92,9 +92,7 @@ def test_checkpoints_are_at_page_ends_behind_what_is_computed(
 ) -> None:
     start = min(computed * PAGE, most_reusable_tokens(V4, prompt))
     junction = max(start, min(known * PAGE, prompt // PAGE * PAGE))
-    found = wanted_checkpoints(
-        V4, prompt, computed_tokens=start, known_tokens=known * PAGE, interval_tokens=interval
-    )
+    found = wanted_checkpoints(V4, prompt, computed_tokens=start, known_tokens=known * PAGE, interval_tokens=interval)
     assert list(found) == sorted(set(found))
     assert all(end % PAGE == 0 and start < end <= prompt for end in found)
     assert junction == start or junction in found
