@@ -1,9 +1,10 @@
 """An engine for load: takes rooms through their life and looks at the bytes of some of them.
 
 `python -m tests.bench.load_engine prefill|decode RUNTIME_DIR SAMPLE_EVERY SHARED`. Prefill reads lines "room tokens admit" and
-answers nothing but failures; decode reads nothing. Both print JSON lines: {"ready": true}, {"room": ..., "phases_s": ...}, {"room": ...,
-"code": ..., "error": ...}. Rooms whose id is a multiple of SAMPLE_EVERY are filled and compared byte for byte (0: none).
-SHARED (0 or 1): rooms have the prompts of `shared_prompts`, and their page keys. Then all are filled, from where the node says.
+answers nothing but failures; decode reads nothing. Both print JSON lines: {"ready": true}, {"room": ..., "phases_s": ...},
+{"room": ..., "code": ..., "error": ...}. Rooms whose id is a multiple of SAMPLE_EVERY are filled and compared byte for byte (0:
+none). SHARED (0 or 1): rooms have the prompts of `shared_prompts`, and their page keys. Then all are filled, from where the node
+says.
 """
 
 from __future__ import annotations

@@ -175,8 +175,9 @@ def _cluster(folder: Path, transport: str, *, shared: bool) -> Cluster:
         ends_with_us=True,
     )
     made = plan_cluster(folder, spec)
+    made.bootstrap.config["pairing"] = {"max_wait_s": 1.0}
     made.bootstrap.config["timeouts"] = {
-        "reserve_s": 3.0, "pair_s": 4.0, "ticket_s": KEEP_S, "room_keep_s": KEEP_S,
+        "reserve_s": 3.0, "pair_s": 4.0, "ticket_s": KEEP_S - 1, "room_keep_s": KEEP_S,
     }  # fmt: skip
     return made
 
