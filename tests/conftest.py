@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 
 import pytest
 
@@ -43,4 +44,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_configure(config: pytest.Config) -> None:
     """Have every test looked at; called by pytest."""
+    # What a script runs in its background is born ignoring Ctrl-C, and so would be all that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(isolation)

@@ -133,7 +133,9 @@ class RoomEngines(Generic[RoomT]):
     """States in which a room waits for an engine."""
 
     def abort(self, engine: AttachedEngine, message: AbortRoom) -> None:
-        """An engine gives a room up, and does not use its pages any more. Harmless on an ended room."""
+        """An engine gives a room up, and does not use its pages any more. Harmless on one that is over, or even forgotten."""
+        if not self.rooms.attempts(message.room):
+            return
         room = self.rooms.used_by(engine.name, message.room)
         room.let_go(engine.name)
         self.driver.stop(room, f"by the {self.rooms.role} engine: {message.reason}")

@@ -192,6 +192,54 @@ def soak(results: Results) -> str:
     return f"{line}\n\n{markdown(Table('', headings, rows))}"
 
 
+WORK = {
+    "match_pin_512": "match and pin 131,072 tokens",
+    "match_pin_4096": "match and pin 1,048,576 tokens",
+    "insert_512": "insert 131,072 tokens",
+    "evict_1000": "evict 1,000 pages",
+}
+
+
+def prefixes(results: Results) -> str:
+    """What the index of cached prefixes takes on one core."""
+    found = results["prefix"]
+    rows = tuple(
+        (
+            WORK[name],
+            *(f"{index['cases'][name]['median_ms']:.2f}" for index in found["indexes"]),
+            f"{case['budget_ms']:g}",
+        )
+        for name, case in found["indexes"][0]["cases"].items()
+    )
+    line = (
+        f"Keys of 1,048,576 tokens take {found['keys_of_1m_tokens']['median_ms']:.1f} ms, a page takes "
+        f"{found['page_bytes']:.0f} B of memory (budget {found['page_bytes_budget']} B)."
+    )
+    columns = tuple(f"{index['numbers']}, ms" for index in found["indexes"])
+    return f"{markdown(Table('', ('an index of 1M pages', *columns, 'budget ms'), rows))}\n\n{line}"
+
+
+POLICIES = {"lru": "least recently used", "greedy_dual": "by size, age and uses"}
+
+
+def kept(results: Results) -> str:
+    """How much of a trace pools of prefixes would hold."""
+    rows = tuple(
+        (
+            f"{pool['pool_bytes'] / 2**30:g} GiB" if pool["pool_bytes"] else "endless",
+            POLICIES[pool["policy"]],
+            f"{100 * pool['hit_rate']:.2f} %",
+            number(pool["pages_in_a_run"]) if pool["pages_in_a_run"] else "",
+        )
+        for pool in results["pools"]
+    )
+    line = (
+        f"{results['requests']:,} requests of `{results['trace']}` ({results['prompt_tokens']:,} tokens, {results['model']}) "
+        f"through the index in {results['seconds']:.0f} s on one core."
+    )
+    return f"{line}\n\n{markdown(Table('', ('pool', 'evicted first', 'prompt tokens found', 'pages in a run given out'), rows))}"
+
+
 PHASES = (
     "admission",
     "engine_queue",
@@ -261,6 +309,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "directory": (LOAD, directories),
     "soak": ("soak-100000-2-cores.json", soak),
     "replay": ("replay-conversation-300-flash.json", replays),
+    "prefixes": ("prefix-2-cores.json", prefixes),
+    "kept": ("fit-trace-conversation-flash.json", kept),
     "one GPU": ("gpu-h200.json", one_gpu),
     "two GPUs": ("gpu-h200-x2.json", two_gpus),
 }

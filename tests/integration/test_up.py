@@ -66,7 +66,8 @@ def test_ctrl_c_twice_does_not_wait_for_rooms(tried: TriedCluster) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(END_S) == 0
         assert time.monotonic() - begun_s < 15, "rooms have so long to end"
-    assert tried.said("").count("effect='closing now'") == 2
+    hurried = [line.split()[0] for line in tried.said("").splitlines() if "effect='closing now'" in line]
+    assert {"prefill", "decode"} <= set(hurried), "and bootstrap, if it is still there"
 
 
 @pytest.mark.parametrize("started", [1, 2, 3])

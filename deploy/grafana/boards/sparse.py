@@ -98,6 +98,7 @@ BOARD = Board(
                     Query(f"{HITS} / ({HITS} + {LOADED})", "hits"),
                     unit="percentunit",
                     width=12,
+                    empty_unless="an engine has told what its hot buffer did",
                 ),
                 lines(
                     "Rows a second",

@@ -849,6 +849,7 @@ def test_receipts_keep_little_and_are_forgotten():
         bench.service.book.report(1)
     bench.service.peers.abort(DECODE, abort())
     assert len(pick(bench.peers.messages, Drained)) == 1
+    bench.verbs.abort("engine", 1, "it has learned of the end only now")
 
 
 def test_a_room_whose_pages_an_engine_still_writes_is_not_forgotten():
