@@ -86,6 +86,8 @@ class Room(Generic[StateT]):
     """Prefill: how much of the prompt it held already, where its engine starts to compute."""
     checkpoint: PageIdArray | None = None
     """Prefill: the cached windows and states that its engine starts from, to be read only; None: it has not been asked for."""
+    shared_pages: int = 0
+    """Of the pages in each growing space, those that it had not to be given: cached ones."""
     keys: Keys = field(default_factory=Keys)
     """Of the prompt's whole pages, until it ends; empty: it shares nothing."""
     namespace: str = ""

@@ -106,6 +106,7 @@ class RoomPages:
         self._tell_tables(
             room, {space: np.concatenate([ids for ids in parts if ids is not None]) for space, parts in both}
         )
+        room.shared_pages = admitted.prefix_pages
         if self.computes:
             room.computed_tokens, room.checkpoint = admitted.prefix_pages * page, admitted.checkpoint
         else:
@@ -140,7 +141,7 @@ class RoomPages:
 
     def own_tables(self, room: Room[Any]) -> Tables:
         """Return the tables of a room without the `prefix_tokens` before them, which nobody may write."""
-        prefix_pages = room.prefix_tokens // self.settings.geometry.tokens_per_page
+        prefix_pages = room.prefix_tokens // self.settings.geometry.tokens_per_page  # adopted ones, too
         return {
             space: PageTable(space, table.ids[prefix_pages:], prefix_pages) if space in GROWING_SPACES else table
             for space, table in room.tables.items()

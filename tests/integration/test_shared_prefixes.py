@@ -19,7 +19,7 @@ from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeRoom
 from kvbridge.engine.views import PoolViews
-from tests.contract.harness import require_library
+from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, report, status
 
@@ -41,9 +41,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["local", "mooncake"])
 def live(request: pytest.FixtureRequest) -> Iterator[LiveCluster]:
-    if request.param != "local":
-        require_library(request.param)
-    settings: dict[str, Any] = {"prefill": NODE, "decode": NODE, "pages": POOL, "host_pages": 24}
+    require_library(BACKENDS[request.param])
+    digests = {"integrity": {"digest": "crc32c"}} if request.param == "mooncake" else {}
+    settings: dict[str, Any] = {"prefill": NODE, "decode": NODE | digests, "pages": POOL, "host_pages": 24}
     with live_cluster(transport=request.param, **settings) as running:
         assert running.sender
         assert running.reader
@@ -177,6 +177,22 @@ def test_the_answer_is_there_for_the_next_turn(live: LiveCluster) -> None:
                 append(view, part, turns.number, claimed, prompt // part.tokens_per_row, whole // part.tokens_per_row)
     live.reader.release(room, valid_tokens=whole, page_hashes=turns.keys(whole))
     assert turns.cross(whole + 7) == whole
+
+
+def test_an_engine_that_leaves_in_the_middle_of_an_answer_leaves_the_prompt_warm(live: LiveCluster) -> None:
+    turns = Conversation(live, 303)
+    room = turns.admit(2 * PAGE + 3, more=PAGE)
+    turns.write(room, 2 * PAGE + 3)
+    turns.read(room, 2 * PAGE + 3)
+    assert turns.keys(2 * PAGE)
+    sibling = turns.admit(2 * PAGE + 9)
+    live.detach()
+    assert eventually("its end", lambda: report(live.decode, room)["state"] == "failed")
+    assert live.reader, "attached again"
+    turns.write(sibling, 2 * PAGE + 9)
+    assert turns.read(sibling, 2 * PAGE + 9).prefix_tokens == 2 * PAGE
+    live.reader.release(sibling)
+    assert turns.cross(3 * PAGE) == 2 * PAGE
 
 
 def append(view: PoolViews, part: Component, number: int, claimed: DecodeRoom, start_row: int, stop_row: int) -> None:
