@@ -2,172 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 
-from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.errors import ConflictError, InvalidInputError
-from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace, PageTable
-from kvbridge.core.wire.engine_messages import Pages
-from kvbridge.core.wire.messages import Abort, Drained, Offer, to_wire
+from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError
+from kvbridge.core.wire.messages import Abort, Drained
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.core.wire.worker_messages import OpenRoom, RoomClosed, Send, Sent
-from kvbridge.node.room_pages import RoomSettings
-from kvbridge.node.sender.room import SenderPorts, SenderRoom
-from kvbridge.node.sender.rooms import sender_rooms
-from kvbridge.pool.accounts.book import PageBook
+from kvbridge.core.wire.worker_messages import OpenRoom
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.tier.index import PrefixIndex
-from kvbridge.tier.keys import PrefixIdentity, page_keys
-from kvbridge.tier.prefix_cache import PrefixCache
-from tests.helpers.manual_clock import ManualClock
-from tests.helpers.rooms import (
-    DECODE,
-    R0,
-    R1,
-    SENDER_LIMITS,
-    EngineVerbs,
-    FakeEngines,
-    FakePeers,
-    FakeWorkers,
-    RecordedEvents,
-    pages_in,
-    pick,
-)
-
-V4, GQA = preset("tiny-v4"), preset("tiny-gqa")
-PAGE = V4.tokens_per_page
-IDENTITY = PrefixIdentity(model="tiny", revision="1", fingerprint="0" * 64, tokens_per_page=PAGE)
-HISTORY = list(range(1_000, 1_000 + 20 * PAGE))
-FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
-
-
-def hashes(tokens: list[int]) -> bytes:
-    return page_keys(IDENTITY, tokens).data
-
-
-@dataclass
-class Bench:
-    """A sending service that keeps prefixes, and all that surrounds it."""
-
-    geometry: object = V4
-    pages: int = 64
-    windows: int = 16
-    ranks: tuple = (R0,)
-    interval: int = 0
-    clock: ManualClock = field(default_factory=ManualClock)
-
-    def __post_init__(self) -> None:
-        spaces = {FULL: self.pages}
-        if self.geometry is V4:
-            spaces |= {SWA: self.windows, IndexSpace.REQUEST: 8}
-        self.book = PageBook(spaces)
-        self.cache = PrefixCache(self.book, PrefixIndex((FULL,), self.pages), clock=self.clock)
-        self.workers, self.peers = FakeWorkers(*self.ranks, geometry=self.geometry), FakePeers()
-        self.engines, self.events = FakeEngines("engine"), RecordedEvents()
-        self.service = sender_rooms(
-            SenderPorts(
-                book=self.book,
-                workers=self.workers,
-                nodes=self.peers,
-                engines=self.engines,
-                events=self.events,
-                prefixes=self.cache,
-            ),
-            RoomSettings(
-                geometry=self.geometry,
-                shares_prefixes=True,
-                limits=SENDER_LIMITS,
-                checkpoint_interval_tokens=self.interval,
-            ),
-            clock=self.clock,
-        )
-        self.verbs = EngineVerbs(self.service)
-
-    def admit(self, room: int, tokens: list[int], *, keyed: bool = True) -> SenderRoom:
-        found = hashes(tokens) if keyed else b""
-        request = AdmissionRequest(room=room, prompt_tokens=len(tokens), page_hashes=found)
-        self.service.requests.admit(request)
-        return self.service.book.get(room)
-
-    def begin(self, room: int, tokens: list[int], ranks=None, **more) -> Pages:
-        found = self.verbs.begin(
-            "engine",
-            ranks or self.ranks,
-            room,
-            prompt_tokens=len(tokens),
-            tables={},
-            page_hashes=hashes(tokens),
-            **more,
-        )
-        assert isinstance(found, Pages)
-        return found
-
-    def offer(self, room: int, tokens: list[int], held: int = 0) -> None:
-        ids = np.arange(-(-len(tokens) // PAGE) - held // PAGE, dtype=np.int32)
-        table = PageTable(FULL, ids, held // PAGE)
-        self.service.peers.offer(
-            DECODE,
-            Offer(
-                room=room, generation=1, prompt_tokens=len(tokens), prefix_tokens=held, tables=to_wire({FULL: table})
-            ),
-        )
-
-    def orders(self, room: int) -> list[Send]:
-        return [order for order in pick(self.workers.messages, Send) if order.room == room]
-
-    def sent(self, room: int, **more) -> None:
-        """Every order of a room has ended."""
-        for rank in self.ranks:
-            for order in pick(self.workers.messages, Send, rank):
-                if order.room == room:
-                    ended = Sent(room=room, generation=1, rank=rank, order=order.order, **more)
-                    self.service.workers.sent(ended)
-
-    def closed(self, room: int, *, quiet: bool = True) -> None:
-        for rank in self.ranks:
-            self.service.workers.room_closed(RoomClosed(room=room, generation=1, rank=rank, quiet=quiet))
-
-    def publish(self, room: int, tokens: list[int], **more) -> None:
-        self.verbs.publish("engine", self.ranks, room, upto_token=len(tokens), layers=None, **more)
-
-    def finish(self, room: int, written: tuple[int, ...] = (), **more) -> None:
-        self.verbs.finish("engine", self.ranks, room, metadata=b"", checkpoints=written, **more)
-
-    def compute(self, room: int, tokens: list[int], *, skip: bool = False) -> Pages:
-        """The engine's part, with every checkpoint that is asked for unless it skips them."""
-        begun = self.begin(room, tokens)
-        self.publish(room, tokens)
-        self.finish(room, () if skip else tuple(one.tokens for one in begun.checkpoints))
-        return begun
-
-    def cross(self, room: int, tokens: list[int], *, held: int = 0, skip: bool = False) -> Pages:
-        """A whole room."""
-        self.admit(room, tokens)
-        self.offer(room, tokens, held)
-        begun = self.compute(room, tokens, skip=skip)
-        self.sent(room)
-        self.check()
-        return begun
-
-    def check(self) -> None:
-        self.cache.check_integrity()
-
-    def quiet(self) -> None:
-        """Nothing but the cache has pages."""
-        self.check()
-        for counts in self.book.counts().values():
-            used = {state for state, count in counts.items() if count}
-            assert used <= {PageState.FREE, PageState.CACHED}
-
-
-def ids(pages: Pages, space: IndexSpace = FULL) -> list[int]:
-    table = next(table for table in pages.tables if table.space is space)
-    return np.frombuffer(table.ids, "<i4").tolist()
-
+from tests.helpers.prefix_bench import FULL, GQA, HISTORY, PAGE, SWA, ids
+from tests.helpers.prefix_bench import PrefixBench as Bench
+from tests.helpers.rooms import DECODE, R0, R1, pages_in, pick
 
 # ------------------------------------------------------------------------------------------- turns
 
@@ -449,3 +294,89 @@ def test_two_rooms_that_compute_the_same_at_once_keep_one() -> None:
         bench.sent(room)
     assert pages_in(bench.book, PageState.CACHED) == 3 + 1
     bench.quiet()
+
+
+# ------------------------------------------------------------------------------------------- several nodes of one instance
+
+
+def test_nodes_of_one_instance_start_at_the_same_token() -> None:
+    """What they have in common is not the least of what each would start from."""
+    nodes = [Bench(part_of_instance=True), Bench(part_of_instance=True)]
+    for node, turns in zip(nodes, ((300, 600, 1500), (300, 1000)), strict=True):
+        for number, length in enumerate(turns):
+            node.cross(1 + number, HISTORY[:length])
+    tokens = HISTORY[:2000]
+    for node in nodes:
+        node.admit(9, tokens)
+        node.offer(9, tokens)
+        assert not node.orders(9), "the engines have yet to agree"
+    common = set(nodes[0].restorable(9)) & set(nodes[1].restorable(9))
+    assert [node.restorable(9) for node in nodes] == [(0, 256, 512, 1280), (0, 256, 768)]
+    begun = [node.begin(9, tokens, at_most=max(common)) for node in nodes]
+    for node, pages in zip(nodes, begun, strict=True):
+        assert pages.computed_tokens == 256
+        assert pages.restore is not None
+        assert pages.restore.tokens == 256
+        assert not set(ids(pages)[1:]) & set(node.book.cached_pages()[FULL].tolist()), "it writes nobody's pages"
+        assert [order.section.stop_token for order in node.orders(9)] == [256]
+        node.check()
+        node.publish(9, tokens)
+        node.finish(9, tuple(one.tokens for one in pages.checkpoints))
+        node.sent(9)
+        assert node.service.book.report(9).computed_tokens == 256
+        node.quiet()
+        assert node.cross(10, HISTORY[:2001]).computed_tokens == 1792
+
+
+@pytest.mark.parametrize("at_most", [0, 100, 255])
+def test_an_engine_may_start_from_nothing(at_most: int) -> None:
+    bench = Bench(part_of_instance=True)
+    bench.cross(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    begun = bench.begin(2, HISTORY[:1500], at_most=at_most)
+    assert (begun.computed_tokens, begun.restore) == (0, None)
+    assert not set(ids(begun)) & set(bench.book.cached_pages()[FULL].tolist())
+    bench.check()
+    bench.offer(2, HISTORY[:1500])
+    assert not bench.orders(2)
+
+
+def test_a_model_without_windows_starts_at_any_pages_end() -> None:
+    bench = Bench(geometry=GQA, part_of_instance=True)
+    bench.cross(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    assert bench.restorable(2) == (0, 256, 512, 768)
+    assert bench.begin(2, HISTORY[:1500], at_most=600).computed_tokens == 512
+    bench.check()
+
+
+def test_what_does_not_fit_leaves_the_room_as_it_was() -> None:
+    bench = Bench(pages=9, part_of_instance=True)
+    bench.cross(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    bench.admit(3, HISTORY[:1300])
+    before = bench.book.counts()
+    with pytest.raises(CapacityError):
+        bench.begin(2, HISTORY[:1500], at_most=0)
+    assert bench.book.counts() == before
+    bench.check()
+    assert bench.begin(2, HISTORY[:1500]).computed_tokens == 768
+
+
+def test_ranks_of_one_node_start_at_the_same_token() -> None:
+    bench = Bench(ranks=(R0, R1), part_of_instance=True)
+    bench.cross(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    assert bench.begin(2, HISTORY[:1500], ranks=(R0,)).computed_tokens == 768
+    with pytest.raises(ConflictError, match="on another rank"):
+        bench.begin(2, HISTORY[:1500], ranks=(R1,), at_most=0)
+    assert bench.begin(2, HISTORY[:1500], ranks=(R1,), at_most=1000).computed_tokens == 768
+
+
+def test_a_prefix_that_is_being_sent_is_kept() -> None:
+    bench = Bench()
+    bench.cross(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    bench.offer(2, HISTORY[:1500])
+    with pytest.raises(ConflictError, match="being sent"):
+        bench.begin(2, HISTORY[:1500], at_most=0)
