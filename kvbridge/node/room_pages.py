@@ -91,7 +91,7 @@ class RoomPages:
         `demand`: the pages that it needs without a prefix. The room's tables have both, the prefix first. Raises CapacityError.
         """
         if self.prefixes is None or not room.keys:
-            self._tell_tables(room, self.book.reserve(room.owner, demand))
+            self._set_tables(room, self.book.reserve(room.owner, demand))
             return
         geometry = self.settings.geometry
         page = geometry.tokens_per_page
@@ -103,7 +103,7 @@ class RoomPages:
             from_checkpoint=self.computes and needs_checkpoints(geometry),
         )
         both = ((space, (admitted.prefix.get(space), own)) for space, own in admitted.own.items())
-        self._tell_tables(
+        self._set_tables(
             room, {space: np.concatenate([ids for ids in parts if ids is not None]) for space, parts in both}
         )
         room.shared_pages = admitted.prefix_pages
@@ -134,9 +134,9 @@ class RoomPages:
         for space in self.prefixes.spaces:
             ids = np.concatenate((got.prefix[space], got.own[space], room.tables[space].ids[held:]))
             room.tables[space] = PageTable(space, ids)
-        room.computed_tokens, room.checkpoint = tokens, got.checkpoint
+        room.computed_tokens, room.checkpoint, room.shared_pages = tokens, got.checkpoint, left
 
-    def _tell_tables(self, room: Room[Any], ids: Mapping[IndexSpace, PageIdArray]) -> None:
+    def _set_tables(self, room: Room[Any], ids: Mapping[IndexSpace, PageIdArray]) -> None:
         room.tables = request_tables(self.settings.geometry, ids, prompt_tokens=room.prompt_tokens)
 
     def own_tables(self, room: Room[Any]) -> Tables:

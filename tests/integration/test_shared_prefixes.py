@@ -39,12 +39,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=["local", "mooncake"])
+@pytest.fixture(scope="module", params=["local", "local 2:2", "mooncake"])
 def live(request: pytest.FixtureRequest) -> Iterator[LiveCluster]:
-    require_library(BACKENDS[request.param])
-    digests = {"integrity": {"digest": "crc32c"}} if request.param == "mooncake" else {}
+    """One rank each; two stages of prefill and two decode ranks, which share the host pool; one each, with digests."""
+    transport = request.param.split()[0]
+    require_library(BACKENDS[transport])
+    digests = {"integrity": {"digest": "crc32c"}} if transport == "mooncake" else {}
+    ranks = {"prefill_pp": 2, "decode_tp": 2} if request.param != transport else {}
     settings: dict[str, Any] = {"prefill": NODE, "decode": NODE | digests, "pages": POOL, "host_pages": 24}
-    with live_cluster(transport=request.param, **settings) as running:
+    with live_cluster(transport=transport, **settings, **ranks) as running:
         assert running.sender
         assert running.reader
         yield running
@@ -91,7 +94,7 @@ class Conversation:
             assert wrong.checked_bytes
         sent = sum(amount.bytes for amount in claimed.amounts.values())
         try:
-            assert sent == owed_bytes(TINY, tokens, claimed.prefix_tokens)
+            assert sent == owed_bytes(TINY, tokens, claimed.prefix_tokens, ranks=len(self.live.reader.views))
         except AssertionError:
             self.live.reader.release(room)
             raise
@@ -106,15 +109,18 @@ class Conversation:
         return held
 
 
-def owed_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int) -> int:
-    """The geometry's own sum for a prompt of which decode holds so much; pages that are sent whole take their padding along."""
+def owed_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int, *, ranks: int = 1) -> int:
+    """The geometry's own sum for a prompt of which decode holds so much; pages that are sent whole take their padding along.
+
+    Each rank has all lanes of what is not in the host pool.
+    """
     found = 0
     for part in geometry.components:
         rows, each = part.live_rows(tokens, prefix_tokens), part.rows_per_logical_page
         for page in range(rows.start // each, -(-rows.stop // each)):
             inside = min(rows.stop, (page + 1) * each) - max(rows.start, page * each)
             page_bytes = part.page_bytes() if inside == part.slots_per_page else inside * part.row_bytes * part.lanes
-            found += page_bytes * len(part.layers)
+            found += page_bytes * len(part.layers) * (1 if part.host_capable else ranks)
     return found
 
 

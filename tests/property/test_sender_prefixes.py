@@ -124,6 +124,8 @@ class PrefillNode(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 99), by_engine=st.booleans())
     def abort(self, choice: int, by_engine: bool) -> None:
         number = self.pick(choice)
+        if self.room(number) is None:
+            return
         if by_engine:
             self.bench.verbs.abort("engine", number, "enough")
         else:
