@@ -169,7 +169,7 @@ class ReplayPlan:
         decode_pages = self.decode_pages()
         host_pages = decode_pages.pop(IndexSpace.HOST.value, 0)
         host_pool = {"components": sorted(self.host_kinds), "pages": host_pages}
-        tier = {}
+        tier: dict[str, object] = {}
         if options.prefixes:
             tier = {
                 "enabled": True,
