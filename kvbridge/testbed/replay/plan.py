@@ -13,7 +13,7 @@ from typing import Self
 from kvbridge.cli.trace import TraceRequest, prompt_tokens, read_trace
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import CapacityError, InvalidInputError
-from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint, lane_interval
 from kvbridge.core.geometry.pages import NO_HOST, pages_needed
 from kvbridge.core.geometry.presets import preset
@@ -103,13 +103,14 @@ class ReplayPlan:
         return tuple(found)
 
     def whole_bytes(self, tokens: int) -> int:
-        """Bytes that decode would be sent of a prompt of so many tokens if it held nothing, on all of its ranks together."""
-        tp = self.options.decode_tp
+        """Bytes that decode would be sent of a prompt of so many tokens if it held nothing: the node's host pool, and all ranks."""
+
+        def lanes(each: Component) -> int:
+            tp = 1 if each.kind in self.host_kinds else self.options.decode_tp
+            return sum(stop - start for start, stop in (lane_interval(each, rank, tp) for rank in range(tp)))
+
         return sum(
-            len(each.layers)
-            * each.row_bytes
-            * each.live_rows(tokens).count
-            * sum(stop - start for start, stop in (lane_interval(each, rank, tp) for rank in range(tp)))
+            len(each.layers) * each.row_bytes * each.live_rows(tokens).count * lanes(each)
             for each in self.geometry.components
         )
 
