@@ -25,7 +25,7 @@ GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
 .PHONY: help setup system servers browser demo unit test test-all test-faults test-gpu test-operate dashboards docs check format bench
-.PHONY: bench-gpu soak fuzz fuzz-http clean
+.PHONY: bench-gpu soak soak-shared fuzz fuzz-http clean
 
 help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine; then with sparse decode"
@@ -43,6 +43,7 @@ help:
 	@echo "make bench   measure planning, transports, overhead and load; results in out/bench/"
 	@echo "make bench-gpu  measure kernels, transports and time to first token on this machine's GPUs; results in out/bench-gpu/"
 	@echo "make soak    100,000 rooms through one pair of daemons; red when memory or anything else grows"
+	@echo "make soak-shared  the same with nine rooms of ten sharing prefixes that stay"
 	@echo "make fuzz    feed every decoder that faces a socket with nonsense, FUZZ_SECONDS for each family; findings in out/fuzz/"
 	@echo "make fuzz-http  call the HTTP APIs by their own description, FUZZ_EXAMPLES times each way"
 	@echo "make setup   only prepare the virtual environment"
@@ -119,6 +120,9 @@ bench-gpu: $(GPU_READY)
 
 soak: $(READY)
 	$(BIN)/python -m tests.bench.soak --rooms $(ROOMS) --output out/bench/soak.json
+
+soak-shared: $(READY)
+	$(BIN)/python -m tests.bench.soak --shared --rooms $(ROOMS) --output out/bench/soak-shared.json
 
 FUZZ_SECONDS ?= 60
 FUZZ_EXAMPLES ?= 200

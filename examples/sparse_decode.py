@@ -22,7 +22,8 @@ def decode(runtime_dir: str, room: int, steps: int) -> None:
         with SparseCache(settings, c4, hosts, torch.device("cpu")) as cache:  # once, for all requests
             claimed = bridge.wait_claim(room, timeout_s=60)
             slot, tokens = 0, claimed.prompt_tokens
-            cache.admit(slot, claimed.tables[IndexSpace.HOST].ids, tokens // c4.tokens_per_row)
+            shared = claimed.prefix_tokens // bridge.geometry.tokens_per_page  # pages that others read as well
+            cache.admit(slot, claimed.tables[IndexSpace.HOST].ids, tokens // c4.tokens_per_row, shared_pages=shared)
             for now in range(tokens + 1, tokens + 1 + steps):
                 rows = now // c4.tokens_per_row  # a new one every fourth token
                 cache.begin_step([(slot, rows)])  # every request of the batch

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from kvbridge.api.directory import InstanceView
 from kvbridge.api.examples import BOOTSTRAP_STATUS, DECODE_STATUS, PREFILL_STATUS
-from kvbridge.core.ids import FrozenModel, IndexSpace, Role, examples
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Role, examples
 from kvbridge.pool.accounts.page_states import PageState
 
 
@@ -195,6 +195,8 @@ class NodeStatus(FrozenModel):
     pools: dict[IndexSpace, dict[PageState, int]]
     available_pages: dict[IndexSpace, int]
     """What a request can have now: free pages, and cached ones that nobody reads."""
+    prefixes: PrefixStatus | None = None
+    """Null where none stay (`tier.enabled`)."""
     quarantine: dict[str, tuple[str, ...]]
     """By reason: whose pages nobody may use yet."""
     problems: tuple[ProblemStatus, ...]
@@ -203,6 +205,18 @@ class NodeStatus(FrozenModel):
     """By the peer's incarnation."""
     fence: FenceStatus | None = None
     """Null on a prefill node, to which nobody writes."""
+
+
+class PrefixStatus(FrozenModel):
+    """What stays of prompts and answers. A page is one in each space that grows with the tokens."""
+
+    read_pages: NonNegative
+    unread_pages: NonNegative
+    """These can be evicted."""
+    readers: NonNegative
+    """Rooms with page keys that have not let go of what they read."""
+    evicted_pages: NonNegative
+    """Since the daemon was started."""
 
 
 class StoreStatus(FrozenModel):

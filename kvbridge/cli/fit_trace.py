@@ -6,7 +6,6 @@ Owns: the sizes, the table, the document and the picture. Must not know: how pre
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
-from kvbridge.tier.policy import EvictionPolicy, GreedyDual, LeastRecentlyUsed
+from kvbridge.tier.policy import POLICIES
 from kvbridge.tier.simulation import run_cache
 
 DEFAULT_POOLS = "4GiB,16GiB,64GiB,256GiB"
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "greedy_dual": GreedyDual}
 TITLES = {"lru": "least recently used goes first", "greedy_dual": "size, age and uses are weighed"}
 COLOURS = {"lru": (BLUE, "o"), "greedy_dual": (ORANGE, "s")}
 SIZE_INCHES = (10.0, 4.2)

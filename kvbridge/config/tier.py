@@ -5,11 +5,11 @@ Owns: that section and the relations inside it. Must not know: keys, pages, who 
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvbridge.core.ids import FrozenModel
+from kvbridge.core.ids import FrozenModel, NonNegative
 from kvbridge.core.prefixes import ModelIdentity
 
 Text = Annotated[str, Field(max_length=200)]
@@ -25,6 +25,20 @@ class TierConfig(FrozenModel):
     model_revision: Text = ""
     """Revision of the model, or a digest of its weights. A decode node that says one takes pages only from prefill nodes that say
     the same: set it on prefill nodes first."""
+
+    policy: Literal["lru", "greedy_dual"] = "lru"
+    """Which cached prefixes go first when pages are needed: those used longest ago, or (for pools that are small for their load)
+    weighed by length, age and uses."""
+
+    checkpoint_interval_tokens: NonNegative = 0
+    """Prefill, models with windows: so often in a prompt its engine is asked to keep windows and states, from which others go on
+    that have the same tokens so far, rounded down to whole pages. Each takes pages of `pools.device.swa`. 0: only at a prompt's end
+    and where a second one has left what is known of it."""
+
+    generated: bool = True
+    """Decode: whether pages of answers stay too, as far as engines say with `release` what is in them. Their rows were computed one
+    token at a time, so whoever goes on from them gets other roundings than one who computes the whole prompt; false: the prompt's
+    pages only."""
 
     @property
     def model(self) -> ModelIdentity | None:

@@ -12,6 +12,7 @@ from kvbridge.api.status import FenceStatus, PrefillNodeStatus
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
+from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.features import PEER_FEATURES, Feature, Features
@@ -33,6 +34,7 @@ from kvbridge.telemetry.events import MessageUndelivered
 def decode_daemon(config: DecodeConfig) -> NodeDaemon:
     """Put a decode daemon together; nothing is open yet. Raises ConfigError, InvalidInputError."""
     parts = NodeParts.build(config, Role.DECODE)
+    page_bytes = parts.layout.page_bytes(parts.geometry)
     links = PrefillLinks(config, parts.events)
     nodes = PrefillNodes(
         describe=parts.description,
@@ -50,11 +52,14 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             fence=fence,
             engines=parts.engines,
             events=parts.events,
+            prefixes=parts.prefixes,
         ),
         RoomSettings(
             geometry=parts.geometry,
             limits=config.timeouts,
             shares_prefixes=config.tier.enabled,
+            keeps_answers=config.tier.generated,
+            growing_page_bytes=sum(page_bytes.get(space, 0) for space in GROWING_SPACES),
             adopted=parts.adopted,
             host=parts.layout.host_kinds,
             digest=config.integrity.digest,

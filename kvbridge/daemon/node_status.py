@@ -20,6 +20,7 @@ from kvbridge.api.status import (
     ModelStatus,
     NodeStatus,
     PeerStatuses,
+    PrefixStatus,
     ProblemStatus,
     Readiness,
     RegistrationState,
@@ -46,6 +47,8 @@ from kvbridge.telemetry.metrics import (
     PEERS,
     POOL,
     POOL_BYTES,
+    PREFIX_EVICTED,
+    PREFIX_PAGES,
     QUARANTINED,
     READY,
     ROOMS,
@@ -145,10 +148,20 @@ class NodeOverview:
             admission=self._admission.status(),
             pools=parts.book.counts(),
             available_pages=parts.book.available_pages(),
+            prefixes=self._prefixes(),
             quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
             problems=self._problems(),
             traffic=self._traffic(),
             fence=self._peers.fence(),
+        )
+
+    def _prefixes(self) -> PrefixStatus | None:
+        prefixes = self._parts.prefixes
+        if prefixes is None:
+            return None
+        read, unread = prefixes.pages()
+        return PrefixStatus(
+            read_pages=read, unread_pages=unread, readers=prefixes.readers, evicted_pages=prefixes.evicted_pages
         )
 
     def _problems(self) -> tuple[ProblemStatus, ...]:
@@ -196,6 +209,9 @@ class NodeOverview:
         metrics.replace(WORKERS, {(state,): count for state, count in workers.items()})
         metrics.replace(DIRECTORY_REGISTRATION, {(self._directory().state.value,): 1})
         self._render_pools()
+        if (prefixes := self._prefixes()) is not None:
+            metrics.replace(PREFIX_PAGES, {("read",): prefixes.read_pages, ("unread",): prefixes.unread_pages})
+            metrics.assign(PREFIX_EVICTED, prefixes.evicted_pages)
         if self._parts.identity.role is Role.DECODE:
             metrics.assign(EPOCH, self._peers.epoch)
         metrics.assign(WAITING, self._admission.waiting)

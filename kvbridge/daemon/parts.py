@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from kvbridge import __version__
 from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.config.tier import TierConfig
 from kvbridge.core.errors import NotReadyError
-from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.ids import NodeIdentity, Rank, Role
+from kvbridge.core.geometry.tables import GROWING_SPACES
+from kvbridge.core.ids import IndexSpace, NodeIdentity, Rank, Role
 from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.core.wire.features import ENGINE_FEATURES
 from kvbridge.core.wire.messages import NodeDescription
@@ -34,6 +36,9 @@ from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames, Stat
 from kvbridge.telemetry.registry import Metrics, library_versions
 from kvbridge.telemetry.specs import Direction
 from kvbridge.telemetry.timelines import RoomTimelines
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.policy import POLICIES
+from kvbridge.tier.prefix_cache import PrefixCache
 
 NodeConfig = PrefillConfig | DecodeConfig
 
@@ -52,6 +57,8 @@ class NodeParts:
     events: EventStream
     layout: NodeLayout
     book: PageBook
+    prefixes: PrefixCache | None
+    """The pages of the book that stay; None: none do."""
     memory: NodeMemory
     worker_host: WorkerHost
     engine_socket: EngineSocket
@@ -72,7 +79,7 @@ class NodeParts:
         lines = LogReader(names, metrics)
         for reader in (names, MetricsReader(metrics, names), lines, recent, timelines):
             events.add_reader(reader.table)
-        layers = {rank: part.layers for rank, part in layout.parts.items()}
+        layers, book = {rank: part.layers for rank, part in layout.parts.items()}, layout.book()
         socket = EngineSocket(config.timeouts.engine_settle_s, events)
         return cls(
             config=config,
@@ -84,7 +91,8 @@ class NodeParts:
             timelines=timelines,
             events=events,
             layout=layout,
-            book=layout.book(),
+            book=book,
+            prefixes=_prefixes(config.tier, geometry, layout, book),
             memory=NodeMemory(layout),
             worker_host=WorkerHost(config, layers, events),
             engine_socket=socket,
@@ -158,9 +166,28 @@ class NodeParts:
         )
 
     def memory_lost(self, rank: Rank, reason: str) -> None:
-        """A rank worker is gone, and its rooms know: engines let go of the device memory that it had made, if any."""
+        """A rank worker is gone, and its rooms know: of the device memory that it had made, if any, engines and prefixes let go.
+
+        A prefix is held by all ranks of a node or not at all, and what of it lies in the host pool is of no use alone.
+        """
         if rank in self.layout.orders:
+            if self.prefixes is not None:
+                self.prefixes.drop()
             self.engines.memory_lost(rank, f"rank worker {rank} is gone: {reason}")
+
+
+def _prefixes(config: TierConfig, geometry: ModelGeometry, layout: NodeLayout, book: PageBook) -> PrefixCache | None:
+    """Make what keeps prefixes, when it is wanted and this node gives out all pages that a prefix takes.
+
+    Engines that bring the memory have prefix caches of their own. Pages of `full` that hold anything but growing components would
+    be written again.
+    """
+    spaces = tuple(space for space in GROWING_SPACES if space in layout.owned)
+    in_full = {part.liveness for part in geometry.components if part.space is IndexSpace.FULL}
+    if not (config.enabled and spaces) or layout.adopted or in_full != {Liveness.GROWING}:
+        return None
+    index = PrefixIndex(spaces, min(layout.owned[space] for space in spaces), policy=POLICIES[config.policy]())
+    return PrefixCache(book, index)
 
 
 def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: NodeLayout) -> Metrics:

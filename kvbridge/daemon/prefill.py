@@ -12,7 +12,8 @@ from kvbridge.api.status import DecodeNodeStatus
 from kvbridge.config.schema import PrefillConfig
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
-from kvbridge.core.errors import BridgeError, NotReadyError
+from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
+from kvbridge.core.geometry.checkpoints import why_no_prefixes
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.features import PEER_FEATURES
 from kvbridge.core.wire.messages import Abort, Drained, Failed, Heartbeat, Hello, Offer, PeerMessage, Welcome
@@ -34,6 +35,10 @@ from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
 def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
     """Put a prefill daemon together; nothing is open yet. Raises ConfigError, InvalidInputError."""
     parts = NodeParts.build(config, Role.PREFILL)
+    if config.tier.enabled and (why := why_no_prefixes(parts.geometry)):
+        raise ConfigError(
+            f"tier.enabled: {why}. Set it to false here; decode nodes keep prefixes of this model all the same"
+        )
     links, inspector = DecodeLinks(config, parts.events), Inspector()
     inspections = Inspections(inspector.run, limit_s=config.timeouts.handshake_s)
     nodes = DecodeNodes(
@@ -45,11 +50,20 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         names_of=links.names_of,
     )
     rooms = sender_rooms(
-        SenderPorts(book=parts.book, workers=parts.workers, nodes=nodes, engines=parts.engines, events=parts.events),
+        SenderPorts(
+            book=parts.book,
+            workers=parts.workers,
+            nodes=nodes,
+            engines=parts.engines,
+            events=parts.events,
+            prefixes=parts.prefixes,
+        ),
         RoomSettings(
             geometry=parts.geometry,
             limits=config.timeouts,
             shares_prefixes=config.tier.enabled,
+            checkpoint_interval_tokens=config.tier.checkpoint_interval_tokens,
+            part_of_instance=len(parts.workers.layers) < config.parallelism.pp_size * config.parallelism.tp_size,
             adopted=parts.adopted,
         ),
     )

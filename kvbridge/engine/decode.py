@@ -3,7 +3,8 @@
 Owns: the verbs. Must not know: how an engine computes, who the prefill side is.
 
 A room can be claimed once a `committed` event names it, or once `GET /v1/requests/{room}` says so. From the claim to the
-release its pages are the engine's alone.
+release its pages are the engine's alone, but for whole pages of a prompt that has page keys: others may read these, and nobody
+writes them.
 """
 
 from __future__ import annotations

@@ -8,13 +8,23 @@ call. After `finish` or `abort` the pages are not the engine's any more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import Role, Tables
-from kvbridge.core.wire.engine_messages import Accepted, Admit, Begin, Finish, Pages, Publish, Release
+from kvbridge.core.wire.engine_messages import (
+    Accepted,
+    Admit,
+    AskRestorable,
+    Begin,
+    Finish,
+    Pages,
+    Publish,
+    Release,
+    Restorable,
+)
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
@@ -33,8 +43,16 @@ class PrefillRoom:
     prefix_tokens: int
     """Tokens that decode already holds, if its offer has come; they need not be written."""
     computed_tokens: int
-    """Tokens that this node already holds: where the engine starts to compute."""
+    """Tokens that this node already holds: where the engine starts to compute. Their rows are in `tables`, to be read only, and
+    count as published."""
     tables: Tables
+    restore: Tables
+    """From what to start, as the tables of a request of `computed_tokens` tokens: the same rows, and the windows and states as they
+    were there. To be read only, until `finish` or `abort`."""
+    checkpoints: Mapping[int, Tables]
+    """Where others may start who have the same tokens so far: as soon as the engine has computed exactly so many tokens, it writes
+    the windows and states that it has then (and nothing else) to these tables, and names them with `finish`. Ascending. To leave
+    one out is no error: it costs a later request its time."""
     traceparent: str = ""
     """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
 
@@ -73,6 +91,13 @@ class PrefillEngine(Engine):
         )
         self._call(call, Accepted)
 
+    def restorable(self, room: int) -> tuple[int, ...]:
+        """Return where an admitted room can start, in tokens, ascending; see `at_most` of `begin`. 0 is always among them.
+
+        It is true now: by the time of `begin` only what the node starts from by itself, the last one, is sure to be there.
+        """
+        return self._call(AskRestorable(call=self._link.number(), room=room), Restorable).tokens
+
     def begin(
         self,
         room: int,
@@ -81,6 +106,7 @@ class PrefillEngine(Engine):
         page_hashes: Keys = NO_KEYS,
         tables: Tables | None = None,
         computed_tokens: int = 0,
+        at_most: int | None = None,
     ) -> PrefillRoom:
         """Start to compute an admitted room and learn its pages; adopted pools name theirs in `tables`.
 
@@ -90,6 +116,10 @@ class PrefillEngine(Engine):
         `computed_tokens` (adopted pools): how many tokens from the prompt's start the engine's own prefix cache holds. The room
         only reads the pages that hold none but these, so other rooms may name them too, whether they wrote them or read them as
         well; they are to be written by nobody until all of these rooms are over. Every other page is one room's alone.
+
+        `at_most`: start at no more than so many tokens, which an instance of several prefill nodes needs: each has a cache of its
+        own, and all engines have to start at the same token. So they compare what `restorable` says, and all begin with the largest
+        number that every node has. Raises CapacityError when there are no pages for what is to be computed besides.
 
         Raises UnknownRoomError, ConflictError on a second begin, and with pools on a GPU for a room of which an earlier attempt was
         neither finished nor aborted; InvalidInputError when the lengths differ.
@@ -103,18 +133,22 @@ class PrefillEngine(Engine):
             page_hashes=page_hashes.data,
             tables=wire,
             computed_tokens=computed_tokens,
+            at_most=at_most,
             by_gpu=by_gpu,
         )
         pages = self._call(message, Pages)
         if by_gpu:
             self._begun[room] = pages.generation, set()
+        tables = tables_from_wire(pages.tables)
         return PrefillRoom(
             room,
             pages.generation,
             pages.prompt_tokens,
             pages.prefix_tokens,
             pages.computed_tokens,
-            tables_from_wire(pages.tables),
+            tables,
+            tables | tables_from_wire((pages.restore.table,) if pages.restore else ()),
+            {one.tokens: tables | tables_from_wire((one.table,)) for one in pages.checkpoints},
             pages.traceparent,
         )
 
@@ -141,14 +175,23 @@ class PrefillEngine(Engine):
         if room in self._begun:
             self._begun[room][1].update(points.values())
 
-    def finish(self, room: int, *, metadata: bytes = b"") -> None:
+    def finish(self, room: int, *, metadata: bytes = b"", checkpoints: Collection[int] = ()) -> None:
         """Say that everything is published; `metadata` (at most 64 KiB) travels to the decode engine with it.
+
+        `checkpoints`: at how many tokens the engine has written a checkpoint, of those that `begin` asked for. With pools on a GPU
+        it has done so in front of its last `publish`, on the same stream.
 
         The pages go to a later room once they are sent. With pools on a GPU, those of a room that ends otherwise do when the
         GPU has written what was published of it, of which this or a later call informs the node.
         """
         begun = self._begun.get(room)
-        message = Finish(call=self._link.number(), room=room, metadata=metadata, by_gpu=begun is not None)
+        message = Finish(
+            call=self._link.number(),
+            room=room,
+            metadata=metadata,
+            by_gpu=begun is not None,
+            checkpoints=tuple(checkpoints),
+        )
         try:
             self._call(message, Accepted)
         finally:  # a room that is over by now is let go of like any other

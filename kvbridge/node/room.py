@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 from kvbridge.core.errors import RoomFailedError
-from kvbridge.core.ids import Tables
+from kvbridge.core.ids import PageIdArray, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
@@ -84,6 +84,10 @@ class Room(Generic[StateT]):
     """The limit that has ended the room, if one has."""
     computed_tokens: int = 0
     """Prefill: how much of the prompt it held already, where its engine starts to compute."""
+    checkpoint: PageIdArray | None = None
+    """Prefill: the cached windows and states that its engine starts from, to be read only; None: it has not been asked for."""
+    shared_pages: int = 0
+    """Of the pages in each growing space, those that it had not to be given: cached ones."""
     keys: Keys = field(default_factory=Keys)
     """Of the prompt's whole pages, until it ends; empty: it shares nothing."""
     namespace: str = ""

@@ -43,6 +43,8 @@ class RoomFacts:
                     limit=room.missed,
                     age_s=self.clock() - room.created_s,
                     prompt_tokens=room.prompt_tokens,
+                    prefix_tokens=room.prefix_tokens,
+                    computed_tokens=room.computed_tokens,
                     bytes=sum(amount.bytes for amount in room.amounts.values()),
                     ids=room.ids,
                     trace=room.trace,

@@ -1,26 +1,38 @@
-"""The pages of a node's rooms: how many a room needs, who may touch them, and when they go back.
+"""The pages of a node's rooms: how many a room needs, which it shares, who may touch them, and when they go back.
 
-Owns: every change to what the page book keeps for a room. Must not know: which side it is on, messages, what a fact leads to.
+Owns: every change to what the page book and the prefix cache keep for a room. Must not know: which side it is on, messages, what a
+fact leads to.
+
+A room with page keys reads cached pages that hold the beginning of its prompt, in front of pages of its own. Only those are leased
+and quarantined; it lets go of what it reads when its own go back, on whatever way it ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import structlog
+
 from kvbridge.config.timeouts import DaemonTimeouts
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.checkpoints import needs_checkpoints
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
-from kvbridge.core.geometry.tables import check_demand, joined_tables, request_tables
-from kvbridge.core.ids import IndexSpace, Tables
+from kvbridge.core.geometry.tables import GROWING_SPACES, check_demand, joined_tables, request_tables
+from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import EventStream, RoomQuarantined
+from kvbridge.telemetry.events import EventStream, PrefixMatched, RoomQuarantined
+from kvbridge.tier.index import DigestArray
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.prefix_cache import PrefixCache
 
-_GROWING = (IndexSpace.FULL, IndexSpace.HOST)
-"""Spaces in which a page is final once its tokens are computed."""
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +42,15 @@ class RoomSettings:
     geometry: ModelGeometry
     limits: DaemonTimeouts
     shares_prefixes: bool = False
-    """Rooms keep the page keys that they were admitted with (`tier.enabled`)."""
+    """Rooms keep the page keys that they were admitted with, and pages stay under them (`tier.enabled`)."""
+    keeps_answers: bool = True
+    """Decode: so do pages of answers, not of prompts only (`tier.generated`)."""
+    checkpoint_interval_tokens: int = 0
+    """Prefill: checkpoints are wanted every so many tokens of a prompt, too (0: they are not)."""
+    growing_page_bytes: int = 0
+    """Decode: what of a page of a prompt this node need not be sent when it holds it."""
+    part_of_instance: bool = False
+    """Prefill: other nodes have ranks of the same instance, which all start at the same token of a room."""
     adopted: bool = False
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()
@@ -46,6 +66,10 @@ class RoomPages:
     book: PageBook
     settings: RoomSettings
     events: EventStream
+    prefixes: PrefixCache | None = None
+    """None: nothing is shared here, and rooms have no keys."""
+    computes: bool = False
+    """Prefill: an engine computes on behind a prefix, so at least one token, and from the windows and states at its end."""
     always: frozenset[IndexSpace] = field(default_factory=frozenset)
     """Spaces of which every room takes a page, where this node gives them out."""
 
@@ -61,10 +85,85 @@ class RoomPages:
             needed.setdefault(space, 1)
         return needed
 
-    def reserve(self, room: Room[Any], demand: dict[IndexSpace, int]) -> None:
-        """Give a room its pages, all or nothing. Raises CapacityError."""
-        ids = self.book.reserve(room.owner, demand, state=PageState.HELD)
+    def reserve(self, room: Room[Any], demand: Mapping[IndexSpace, int]) -> None:
+        """Give a room the longest prefix of its prompt that is cached, and pages of its own for the rest; all or nothing.
+
+        `demand`: the pages that it needs without a prefix. The room's tables have both, the prefix first. Raises CapacityError.
+        """
+        if self.prefixes is None or not room.keys:
+            self._set_tables(room, self.book.reserve(room.owner, demand))
+            return
+        geometry = self.settings.geometry
+        page = geometry.tokens_per_page
+        admitted = self.prefixes.admit(
+            room.owner,
+            room.keys,
+            lambda pages: {space: count - pages * (space in GROWING_SPACES) for space, count in demand.items()},
+            at_most=(room.prompt_tokens - self.computes) // page,
+            from_checkpoint=self.computes and needs_checkpoints(geometry),
+        )
+        both = ((space, (admitted.prefix.get(space), own)) for space, own in admitted.own.items())
+        self._set_tables(
+            room, {space: np.concatenate([ids for ids in parts if ids is not None]) for space, parts in both}
+        )
+        room.shared_pages = admitted.prefix_pages
+        if self.computes:
+            room.computed_tokens, room.checkpoint = admitted.prefix_pages * page, admitted.checkpoint
+        else:
+            room.prefix_tokens = admitted.prefix_pages * page
+        hit_tokens = admitted.prefix_pages * page
+        self.events.emit(
+            PrefixMatched(
+                **room.identity,
+                hit_tokens=hit_tokens,
+                miss_tokens=room.prompt_tokens - hit_tokens,
+                hit_bytes=admitted.prefix_pages * self.settings.growing_page_bytes,
+            )
+        )
+
+    def shorten(self, room: Room[Any], tokens: int) -> None:
+        """Prefill, before anything of the room is leased: let it read only so many tokens of the prefix that it got.
+
+        Raises CapacityError when there are no pages for the rest of it, and NotFoundError when it cannot go on from there.
+        """
+        if self.prefixes is None:
+            return
+        geometry = self.settings.geometry
+        held, left = (count // geometry.tokens_per_page for count in (room.computed_tokens, tokens))
+        got = self.prefixes.shorten(room.owner, left, from_checkpoint=needs_checkpoints(geometry))
+        for space in self.prefixes.spaces:
+            ids = np.concatenate((got.prefix[space], got.own[space], room.tables[space].ids[held:]))
+            room.tables[space] = PageTable(space, ids)
+        room.computed_tokens, room.checkpoint, room.shared_pages = tokens, got.checkpoint, left
+
+    def _set_tables(self, room: Room[Any], ids: Mapping[IndexSpace, PageIdArray]) -> None:
         room.tables = request_tables(self.settings.geometry, ids, prompt_tokens=room.prompt_tokens)
+
+    def own_tables(self, room: Room[Any]) -> Tables:
+        """Return the tables of a room without the `prefix_tokens` before them, which nobody may write."""
+        prefix_pages = room.prefix_tokens // self.settings.geometry.tokens_per_page  # adopted ones, too
+        return {
+            space: PageTable(space, table.ids[prefix_pages:], prefix_pages) if space in GROWING_SPACES else table
+            for space, table in room.tables.items()
+        }
+
+    def keep(self, room: Room[Any], keys: Keys, *, digests: DigestArray | None = None) -> int:
+        """Keep the whole pages of `keys` that the room does not share yet, and return how many are new.
+
+        They are held, final, and nobody writes them any more; the room goes on reading them. `digests`: of those pages. Keys of a
+        request can be anything: those that are no chain keep nothing, and the log tells.
+        """
+        if self.prefixes is None or room.owner not in self.prefixes:
+            return 0
+        start = self.prefixes.reads(room.owner)
+        if len(keys) <= start:
+            return 0
+        pages = {space: room.tables[space].ids[start : len(keys)] for space in self.prefixes.spaces}
+        try:
+            return self.prefixes.keep(room.owner, keys, start, pages, digests=digests)
+        except InvalidInputError as error:
+            log.warning("prefix_not_kept", **room.identity, reason=str(error))
+            return 0
 
     def grow(self, room: Room[Any], tokens: int) -> None:
         """Give a room what it lacks for `tokens` tokens, all or nothing. Raises CapacityError."""
@@ -83,7 +182,7 @@ class RoomPages:
         only reads, and others may have them as well. `written_by_peers`: see PageBook.adopt.
         """
         whole = cached_tokens // self.settings.geometry.tokens_per_page
-        shared = {space: table.ids[:whole] for space, table in tables.items() if space in _GROWING}
+        shared = {space: table.ids[:whole] for space, table in tables.items() if space in GROWING_SPACES}
         own = {space: table.ids[len(shared.get(space, ())) :] for space, table in tables.items()}
         self.book.adopt(room.owner, own, shared=shared, written_by_peers=written_by_peers)
         room.tables = room.tables | tables
@@ -102,7 +201,10 @@ class RoomPages:
             self.book.expect_free(room.owner)
 
     def give_back(self, room: Room[Any]) -> None:
-        """Free the pages of a room, given proof that nobody touches them any more; harmless when it has none."""
+        """Free the pages of a room and let go of those that it shares, given proof that nobody touches them for it any more.
+
+        Harmless when it has none.
+        """
         owner, room.quarantine = room.owner, None
         match self.book.state(owner):
             case PageState.LEASED:
@@ -117,6 +219,8 @@ class RoomPages:
                         self.book.release_quarantined(reason)
             case PageState.FREE:
                 pass
+        if self.prefixes is not None and owner in self.prefixes:
+            self.prefixes.let_go(owner)
 
     def quarantine(self, room: Room[Any], cause: Quarantine, why: str) -> None:
         """Keep the pages of a room from everybody until `give_back`, and say why. Harmless when that was said before."""

@@ -17,7 +17,7 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import NotReadyError, PeerError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.wire.engine_messages import AbortRoom, Call, Pages, RoomEvent
+from kvbridge.core.wire.engine_messages import AbortRoom, Call, Pages, Restorable, RoomEvent
 from kvbridge.node.driver import Deadlines, RoomDriver, RoomT
 from kvbridge.node.engines import AttachedEngine, AttachedEngines
 from kvbridge.node.prompt_keys import keys_of
@@ -28,8 +28,9 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE, bound_ids
 from kvbridge.telemetry.events import EventStream
 from kvbridge.tier.keys import Keys
+from kvbridge.tier.prefix_cache import PrefixCache
 
-EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | None]]
+EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | Restorable | None]]
 """Who carries out each call of an engine; what is not listed, a node of this role does not know. No answer is Accepted."""
 
 
@@ -41,6 +42,8 @@ class RoomPorts:
     workers: WorkerSet
     engines: AttachedEngines
     events: EventStream
+    prefixes: PrefixCache | None = None
+    """None: the node shares nothing."""
 
 
 class AdmittingSide(Protocol[RoomT]):

@@ -14,8 +14,8 @@ A step, for the requests that decode together, as the engine calls it:
 replayed; the other verbs stay outside. No verb waits for the device, and none allocates device memory. All of it happens on
 torch's current stream of the device, or beside it and in order with it.
 
-Host pages: a request's page table names them, and they are this request's alone from `admit` until what `release` returned says
-that they are quiet. Give them back only then.
+Host pages: a request's page table names them. The first `shared_pages` of them others read as well, and nobody writes; all others
+are this request's alone from `admit` until what `release` returned says that they are quiet. Give them back only then.
 """
 
 from __future__ import annotations
@@ -101,15 +101,17 @@ class SparseCache(Closing):
 
     # ------------------------------------------------------------------ requests come and go
 
-    def admit(self, request_slot: int, host_page_ids: PageIdArray, rows: int) -> None:
+    def admit(self, request_slot: int, host_page_ids: PageIdArray, rows: int, *, shared_pages: int = 0) -> None:
         """Begin a request of `rows` complete rows in a free slot.
 
         `host_page_ids`: int32, the request's host pages in the order of its rows; all pages that it will need, or as many as it
-        has now and the rest by `extend`. What its first step needs is loaded beside compute. Raises CapacityError,
-        ConflictError, InvalidInputError, PageOutOfBoundsError; then nothing has changed.
+        has now and the rest by `extend`. `shared_pages`: so many of them, from the first on, hold a prefix that this node had
+        already (`prefix_tokens` of the claim, in pages): a step that would write one is refused with IntegrityError. What its first
+        step needs is loaded beside compute. Raises CapacityError, ConflictError, InvalidInputError, PageOutOfBoundsError; then
+        nothing has changed.
         """
         self._check_ids(request_slot, host_page_ids)
-        request = self.requests.admit(request_slot, host_page_ids.copy(), rows)
+        request = self.requests.admit(request_slot, host_page_ids.copy(), rows, shared_pages=shared_pages)
         self._first_rows[request_slot] = rows
         loads = self._loads(request)
         stream, memory = self._load_stream, self.memory

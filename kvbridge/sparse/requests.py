@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError, NotFoundError
+from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import PageIdArray
 from kvbridge.kernels.swap_in import SwapInShape
 
@@ -32,6 +32,8 @@ class Request:
     """First row that was put into the ring; a multiple of a page's rows."""
     pages: PageIdArray
     """Host page ids, in the order of the request's rows."""
+    shared_pages: int = 0
+    """So many of them, from the first on, others read as well: nothing is written there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class RequestBook:
 
     # ------------------------------------------------------------------ verbs
 
-    def admit(self, slot: int, pages: PageIdArray, rows: int) -> Request:
+    def admit(self, slot: int, pages: PageIdArray, rows: int, *, shared_pages: int = 0) -> Request:
         """Put a request into a free slot. Raises CapacityError, InvalidInputError; then nothing has changed."""
         if not 0 <= slot < self.max_requests:
             raise CapacityError(
@@ -126,7 +128,13 @@ class RequestBook:
             raise InvalidInputError(
                 f"request slot {slot}: {rows} rows lie in {needed} host pages, the page table names {len(pages)}"
             )
-        request = Request(slot, rows, ring_begin=rows // self._page_rows * self._page_rows, pages=pages)
+        if not 0 <= shared_pages <= rows // self._page_rows:
+            raise InvalidInputError(
+                f"request slot {slot}: {shared_pages} host pages are said to be shared, but only {rows // self._page_rows} are "
+                f"complete with {rows} rows, and one that is not will be written"
+            )
+        ring_begin = rows // self._page_rows * self._page_rows
+        request = Request(slot, rows, ring_begin, pages, shared_pages)
         self._requests[slot] = request
         return request
 
@@ -167,7 +175,7 @@ class RequestBook:
             if new % self._page_rows == 0 and earlier * self._page_rows >= request.ring_begin:
                 overwritten.append(self._place(request, earlier))
             if rows % self._page_rows == 0:
-                completed.append(self._place(request, page))
+                completed.append(self._written(request, page))
         self._step = StepPlan(tuple(entries), places, tuple(overwritten), tuple(completed))
         for slot, rows in entries:
             self._requests[slot].rows = rows
@@ -188,7 +196,7 @@ class RequestBook:
             return None
         if page >= len(request.pages):
             raise InvalidInputError(self._without_page(request, page))
-        return self._place(request, page)
+        return self._written(request, page)
 
     def release(self, slot: int) -> Request:
         """Take a request out of its slot. Raises NotFoundError, and ConflictError while a step is under way with it."""
@@ -209,6 +217,15 @@ class RequestBook:
 
     def _place(self, request: Request, page: int) -> PagePlace:
         return PagePlace(request.slot, page, self.hot_page(request.slot, page), int(request.pages[page]))
+
+    def _written(self, request: Request, page: int) -> PagePlace:
+        """The place of a page that goes to the host. Raises IntegrityError for one that others read."""
+        if page < request.shared_pages:
+            raise IntegrityError(
+                f"request slot {request.slot}: logical page {page} was to be written to host page {request.pages[page]}, which "
+                f"others read as well ({request.shared_pages} pages are shared)"
+            )
+        return self._place(request, page)
 
     def _check(self, slot: int, rows: int, pages: PageIdArray) -> None:
         if not 0 <= rows <= self.shape.max_rows:

@@ -48,6 +48,10 @@ class RoomEntered(RoomFact):
     """What has ended it, if it was that nothing happened in time."""
     age_s: float = 0.0
     prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    """Of these, what decode held already."""
+    computed_tokens: int = 0
+    """Of these, what prefill held already."""
     bytes: int = 0
     """What has arrived, as far as is known."""
     ids: Mapping[str, str] = field(default_factory=dict)
@@ -141,6 +145,16 @@ class SparseDecoded(RoomFact):
     """What the hot buffer of an engine did for a room: rows, by the names of `SparseRows`."""
 
     rows: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixMatched(RoomFact):
+    """How much of the prompt of a room with page keys was cached when the room was admitted."""
+
+    hit_tokens: int
+    miss_tokens: int
+    hit_bytes: int
+    """What of its growing components a decode node need not be sent; 0 on a prefill node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,36 @@ METRICS: tuple[MetricSpec, ...] = (
         (DECODE,),
         values={"outcome": ("hit", "loaded", "preloaded", "backed_up")},
     ),
+    # Prefixes that stay.
+    PREFIX_TOKENS := MetricSpec(
+        "kvbridge_prefix_tokens_total",
+        _COUNTER,
+        ("outcome",),
+        "Prompt tokens of rooms with page keys, when they were admitted: cached here (hit), so that decode is not sent their "
+        "growing rows and prefill does not compute them, or not.",
+        values={"outcome": ("hit", "miss")},
+    ),
+    PREFIX_BYTES := MetricSpec(
+        "kvbridge_prefix_saved_bytes_total",
+        _COUNTER,
+        (),
+        "Bytes of growing rows that were not sent to this node, since it held them.",
+        (DECODE,),
+    ),
+    PREFIX_PAGES := MetricSpec(
+        "kvbridge_prefix_pages",
+        _GAUGE,
+        ("state",),
+        "Pages of prompts and answers that are cached: read by rooms that have not let go of them, or by nobody, so that they "
+        "can be evicted. One is a page in each space that grows with the tokens.",
+        values={"state": ("read", "unread")},
+    ),
+    PREFIX_EVICTED := MetricSpec(
+        "kvbridge_prefix_evicted_pages_total",
+        _COUNTER,
+        (),
+        "Cached pages of prompts and answers that made place for other requests.",
+    ),
     # Peers.
     PEERS := MetricSpec(
         "kvbridge_peers",

@@ -36,6 +36,7 @@ from kvbridge.telemetry.events import (
     PeerLost,
     PeerRejected,
     PhasesEnded,
+    PrefixMatched,
     RankReceived,
     Reader,
     RequestRefused,
@@ -60,6 +61,8 @@ from kvbridge.telemetry.metrics import (
     MESSAGES_REFUSED,
     PEER_FAILURES,
     PHASE,
+    PREFIX_BYTES,
+    PREFIX_TOKENS,
     REFUSED,
     REGISTRATION,
     RESENT,
@@ -120,6 +123,7 @@ class MetricsReader:
             RankReceived: self._received,
             PhasesEnded: self._phases_ended,
             PagesDiffer: lambda _, fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
+            PrefixMatched: self._prefix_matched,
             SparseDecoded: self._sparse_decoded,
             RequestRefused: lambda _, fact: metrics.count(REFUSED, fact.code),
             RoomMessageRefused: lambda _, fact: metrics.count(MESSAGES_REFUSED, fact.code),
@@ -160,6 +164,12 @@ class MetricsReader:
         for time in self._metrics.busy(*way):
             for began_ago_s, ended_ago_s in fact.under_way_ago_s:
                 time.add(now_s - began_ago_s, now_s - ended_ago_s)
+
+    def _prefix_matched(self, _now_s: float, fact: PrefixMatched) -> None:
+        self._metrics.count(PREFIX_TOKENS, "hit", by=fact.hit_tokens)
+        self._metrics.count(PREFIX_TOKENS, "miss", by=fact.miss_tokens)
+        if fact.hit_bytes:  # a prefill node has no such metric
+            self._metrics.count(PREFIX_BYTES, by=fact.hit_bytes)
 
     def _phases_ended(self, _now_s: float, fact: PhasesEnded) -> None:
         for phase, seconds in fact.phases_s.items():
@@ -242,6 +252,8 @@ class LogReader:
             "state": fact.state.value,
             "age_s": round(fact.age_s, 4),
             "prompt_tokens": fact.prompt_tokens,
+            "prefix_tokens": fact.prefix_tokens,
+            "computed_tokens": fact.computed_tokens,
             "bytes": fact.bytes,
             **fact.ids,
         }

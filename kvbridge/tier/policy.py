@@ -6,6 +6,7 @@ how the index finds a leaf.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -59,3 +60,7 @@ class GreedyDual:
     def evicted(self, rank: float) -> None:
         """See EvictionPolicy."""
         self._age = max(self._age, rank)
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "greedy_dual": GreedyDual}
+"""By the names that configurations and commands have for them."""

@@ -60,6 +60,8 @@ class PrefixCache:
         self._index = index
         self._clock = clock
         self._readers: dict[Owner, _Reader] = {}
+        self.evicted_pages = 0
+        """Of prompts, so far; one is a page of each space."""
         book.use_cache(self)
 
     # ------------------------------------------------------------------------------------- owners
@@ -160,6 +162,9 @@ class PrefixCache:
         """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
         reader = self._reader(owner)
         del self._readers[owner]
+        self._end(reader)
+
+    def _end(self, reader: _Reader) -> None:
         if not len(reader.path):
             return
         before = self._book.available_pages()
@@ -168,6 +173,38 @@ class PrefixCache:
         self._book.became_available(
             {space: count - before[space] for space, count in now.items() if count > before[space]}
         )
+
+    def checkpoints(self, owner: Owner) -> list[int]:
+        """At the ends of how many pages of those that an owner reads there is a checkpoint now, ascending."""
+        return (np.flatnonzero(self._index.checkpointed(self._reader(owner).path)) + 1).tolist()
+
+    def shorten(self, owner: Owner, page_count: int, *, from_checkpoint: bool) -> Admitted:
+        """Let an owner read only the first `page_count` pages of its prefix, and give it pages of its own for the others.
+
+        As for `admit`, whose pages besides these it keeps. Raises CapacityError, and nothing has changed then; NotFoundError when
+        there is no checkpoint (any more).
+        """
+        reader = self._reader(owner)
+        given_up = len(reader.path) - page_count
+        fewer = _Reader(
+            reader.path[:page_count], int(reader.path[page_count - 1]) if from_checkpoint and page_count else None
+        )
+        self._index.pin(fewer.path)
+        try:
+            checkpoint = (
+                fewer.path[:0] if fewer.checkpointed is None else self._index.pin_checkpoint(fewer.checkpointed)
+            )
+        except BridgeError:
+            self._index.unpin(fewer.path)
+            raise
+        try:
+            own = self._book.grow(owner, dict.fromkeys(self.spaces, given_up))
+        except BridgeError:
+            self._unpin(fewer)
+            raise
+        self._readers[owner] = fewer
+        self._end(reader)
+        return Admitted(self._index.pages(fewer.path), checkpoint, own)
 
     def drop(self) -> int:
         """Forget every prefix and return how many pages are free now; those that are read follow when their readers let go."""
@@ -180,6 +217,19 @@ class PrefixCache:
     def __contains__(self, owner: object) -> bool:
         return owner in self._readers
 
+    def known(self, keys: Keys) -> int:
+        """How many pages of a prompt are cached now, whoever may use them."""
+        return len(self._index.match(keys))
+
+    def reads(self, owner: Owner) -> int:
+        """How many pages of its prompt and answer an owner reads. Raises NotFoundError as `let_go`."""
+        return len(self._reader(owner).path)
+
+    @property
+    def spaces(self) -> tuple[IndexSpace, ...]:
+        """Those in which each page of a prompt has one page here."""
+        return self._index.spaces
+
     # ------------------------------------------------------------------------------------- the book's PageCache
 
     def evictable(self) -> Mapping[IndexSpace, int]:
@@ -188,9 +238,22 @@ class PrefixCache:
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
         """See PageCache."""
-        return _some(self._index.evict(lacking))
+        before = len(self._index)
+        pages = _some(self._index.evict(lacking))
+        self.evicted_pages += before - len(self._index)
+        return pages
 
     # ------------------------------------------------------------------------------------- for operators
+
+    @property
+    def readers(self) -> int:
+        """How many owners have been admitted and have not let go."""
+        return len(self._readers)
+
+    def pages(self) -> tuple[int, int]:
+        """How many pages of prompts somebody reads, and how many nobody does."""
+        unread = self._index.evictable()[self.spaces[0]]
+        return len(self._index) - unread, unread
 
     def check_integrity(self) -> None:
         """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""

@@ -10,12 +10,13 @@ knows the pair and names the same room to both), `engine` (decode by HTTP, then 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from urllib.parse import urlsplit
 
 from kvbridge.core.ids import ROOM_BITS
 from kvbridge.daemon.children import clean_environment
+from kvbridge.tier.keys import Keys
 from tests.helpers.cluster import Cluster
 
 WAYS = ("bootstrap", "daemons", "engine")
@@ -109,6 +111,8 @@ class Life:
     phases_s: dict[str, float]
     payload_bytes: int
     checked: bool
+    held_tokens: int
+    """Of its prompt, what decode held already."""
 
     @property
     def all_phases_s(self) -> dict[str, float]:
@@ -121,6 +125,8 @@ class Shape:
 
     tokens: int
     sample_every: int = 0
+    keys: Callable[[int], Keys] | None = None
+    """From a room to the page keys of its prompt of `shared_prompts`, which takes SHARED_TOKENS. None: rooms have none."""
 
 
 @dataclass
@@ -140,12 +146,14 @@ class Load:
         """Take one room through its life. Raises RefusedError when it is not admitted, RoomLostError when it fails afterwards."""
         shape, begun_s = self.shape, time.perf_counter()
         body: dict[str, Any] = {"prompt_tokens": shape.tokens}
+        room = (secrets.randbits(ROOM_BITS - 20) << 20) + number
+        if shape.keys is not None:
+            body |= {"room": room, "page_hashes": base64.b64encode(shape.keys(room).data).decode()}
         if way == "bootstrap":
             room = int((await self.bootstrap.post("/v1/requests", body))["room"])
         else:
-            room = (secrets.randbits(ROOM_BITS - 20) << 20) + number
             if way == "daemons":
-                await self.prefill.post("/v1/requests", {"room": room, "prompt_tokens": shape.tokens})
+                await self.prefill.post("/v1/requests", {**body, "room": room})
             try:
                 await self.decode.post("/v1/requests", {**body, "room": room, "prefill": [self.control]})
             except RefusedError:
@@ -167,7 +175,7 @@ class Load:
         if "error" in fact:
             raise RoomLostError(f"{fact['code']}: {fact['error']}")
         total_s = time.perf_counter() - begun_s
-        return Life(admitted_s - begun_s, total_s, fact["phases_s"], fact["bytes"], fact["checked"])
+        return Life(admitted_s - begun_s, total_s, fact["phases_s"], fact["bytes"], fact["checked"], fact["held"])
 
     def _order(self, room: int, *, admit: bool) -> None:
         stdin = self.engines[0].stdin
@@ -199,7 +207,7 @@ async def load(cluster: Cluster, shape: Shape) -> AsyncIterator[Load]:
         for endpoint in endpoints:
             stack.callback(endpoint.close)
         for role, daemon in (("prefill", cluster.prefill), ("decode", cluster.decode)):
-            engine = await _start(role, str(daemon.runtime_dir), shape.sample_every)
+            engine = await _start(role, str(daemon.runtime_dir), shape)
             stack.push_async_callback(_end, engine)
             running.engines.append(engine)
         for engine in running.engines:
@@ -210,9 +218,12 @@ async def load(cluster: Cluster, shape: Shape) -> AsyncIterator[Load]:
         yield running
 
 
-async def _start(role: str, runtime_dir: str, sample_every: int) -> asyncio.subprocess.Process:
+async def _start(role: str, runtime_dir: str, shape: Shape) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-m", "tests.bench.load_engine", role, runtime_dir, str(sample_every)]
+    shared = str(int(shape.keys is not None))
+    command = [
+        sys.executable, "-m", "tests.bench.load_engine", role, runtime_dir, str(shape.sample_every), shared,
+    ]  # fmt: skip
     return await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, env=clean_environment(), limit=PIPE_BYTES
     )

@@ -1,10 +1,13 @@
-"""Many small rooms through one pair of real daemons, and what they leave behind: `python -m tests.bench.soak [--rooms 100000]`.
+"""Many small rooms through one pair of real daemons, and what they leave behind: `python -m tests.bench.soak`.
 
 Every room carries payload and lives its whole life; of a sample every byte is compared. One room in ten is paired by bootstrap,
 the others are admitted on both daemons by the generator. After the first thousand rooms, and after every tenth of all, each
 process is looked at: memory, descriptors, sockets, threads, mappings of pools (a rank worker has one for each shared file whose
 regions it has registered), log bytes. It ends red (exit code 1) when something has grown by more than 5% since the first look,
 when a room was lost, or when a byte was wrong.
+
+With `--shared`, nine rooms of ten have prompts that begin like others (`shared_prompts`), and pages stay: what is cached and
+read by nobody is not busy.
 
 Receipts of ended rooms are kept by design, `timeouts.room_keep_s` long and 10,000 at most. Here they are kept for five seconds,
 and each look is taken at rest, when they are forgotten and idle connections are closed: so it is leaks that are seen.
@@ -28,12 +31,17 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.presets import preset
 from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.replay.report import percentile
+from kvbridge.testbed.run import used_pages
+from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.bench.load import Load, RefusedError, RoomLostError, Shape, load
+from tests.bench.shared_prompts import SHARED_TOKENS, prompt
 
-MODEL, TOKENS = "tiny-v4", 64
+MODEL, REVISION, TOKENS = "tiny-v4", "1", 64
 CONCURRENCY = 16
 PAGES = 256
 KEEP_S = 5.0
@@ -83,6 +91,7 @@ class Course:
     done: int = 0
     checked: int = 0
     payload_bytes: int = 0
+    held_tokens: int = 0
     refusals: int = 0
     lost: list[str] = field(default_factory=list)
     totals_s: list[float] = field(default_factory=list)
@@ -116,27 +125,31 @@ def findings(course: Course) -> list[str]:
 # ------------------------------------------------------------------------------------------- the run
 
 
-def run(*, rooms: int, transport: str = "local") -> dict[str, Any]:
+def run(*, rooms: int, transport: str = "local", shared: bool = False) -> dict[str, Any]:
     """Soak a pair of its own and return the figures, with what is wrong under "findings"."""
     with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as folder:
-        running = _cluster(Path(folder), transport)
+        running = _cluster(Path(folder), transport, shared=shared)
         try:
             running.start()
             running.wait_ready()
             begun_s = time.monotonic()
-            course = asyncio.run(_soak(running, rooms))
+            course = asyncio.run(_soak(running, rooms, shared=shared))
             took_s = time.monotonic() - begun_s
             left = _busy_pages(running)
         finally:
             running.stop()
     totals_s = sorted(course.totals_s)
     return {
-        "findings": findings(course) + ([f"{left} pages were not free at the end"] if left else []),
+        "findings": findings(course)
+        + (["nothing was shared"] if shared and not course.held_tokens else [])
+        + ([f"{left} pages were not free at the end"] if left else []),
         "rooms": course.done,
         "seconds": round(took_s, 1),
         "cores": len(os.sched_getaffinity(0)),
         "model": MODEL,
-        "tokens": TOKENS,
+        "tokens": SHARED_TOKENS if shared else TOKENS,
+        "shared": shared,
+        "held_tokens": course.held_tokens,
         "transport": transport,
         "concurrency": CONCURRENCY,
         "room_keep_s": KEEP_S,
@@ -149,9 +162,11 @@ def run(*, rooms: int, transport: str = "local") -> dict[str, Any]:
     }
 
 
-def _cluster(folder: Path, transport: str) -> Cluster:
+def _cluster(folder: Path, transport: str, *, shared: bool) -> Cluster:
     device = {"full": PAGES, "swa": PAGES, "request": PAGES}
     more = {"timeouts": {"room_keep_s": KEEP_S, "control_delivery_s": KEEP_S - 1}}
+    if shared:
+        more["tier"] = {"enabled": True, "model_name": MODEL, "model_revision": REVISION}
     spec = ClusterSpec(
         model={"preset": MODEL},
         transport=transport,
@@ -160,39 +175,52 @@ def _cluster(folder: Path, transport: str) -> Cluster:
         ends_with_us=True,
     )
     made = plan_cluster(folder, spec)
+    made.bootstrap.config["pairing"] = {"max_wait_s": 1.0}
     made.bootstrap.config["timeouts"] = {
-        "reserve_s": 3.0, "pair_s": 4.0, "ticket_s": KEEP_S, "room_keep_s": KEEP_S,
+        "reserve_s": 3.0, "pair_s": 4.0, "ticket_s": KEEP_S - 1, "room_keep_s": KEEP_S,
     }  # fmt: skip
     return made
 
 
-async def _soak(running: Cluster, rooms: int) -> Course:
+async def _soak(running: Cluster, rooms: int, *, shared: bool) -> Course:
     course = Course()
+    shape = Shape(SHARED_TOKENS if shared else TOKENS, sample_every=SAMPLE_EVERY, keys=_keys if shared else None)
     with ShownProgress(Console(stderr=True)) as progress:
         progress.bars({"rooms": rooms})
-        await _course(running, course, rooms, progress)
+        async with load(running, shape) as generator:
+            await _course(generator, course, rooms, progress)
     return course
 
 
-async def _course(running: Cluster, course: Course, rooms: int, progress: ShownProgress) -> None:
+def _keys(room: int) -> Keys:
+    geometry = preset(MODEL)
+    identity = PrefixIdentity(
+        model=MODEL,
+        revision=REVISION,
+        fingerprint=fingerprint(geometry),
+        tokens_per_page=geometry.tokens_per_page,
+    )
+    return page_keys(identity, prompt(room, SHARED_TOKENS))
+
+
+async def _course(generator: Load, course: Course, rooms: int, progress: ShownProgress) -> None:
     numbers, begun_s = iter(range(1, rooms + 1)), time.monotonic()
-    async with load(running, Shape(TOKENS, sample_every=SAMPLE_EVERY)) as generator:
-        first = min(FIRST_LOOK_ROOMS, rooms)
-        marks = [first, *(mark for step in range(1, LOOKS + 1) if (mark := rooms * step // LOOKS) > first)]
-        for mark in marks:
-            before, before_s = course.done, time.monotonic()
-            batch = itertools.islice(numbers, mark - before)
-            await asyncio.gather(*(_slot(generator, batch, course) for _ in range(CONCURRENCY)))
-            took_s = time.monotonic() - before_s
-            generator.rest()
-            await asyncio.sleep(REST_S)
-            figures = {name: _look(process, log) for name, process, log in _processes(generator)}
-            look = Look(course.done, round(time.monotonic() - begun_s, 1), round((mark - before) / took_s, 1), figures)
-            course.looks.append(look)
-            progress.stage(_line(look))
-            progress.advance("rooms", mark - before)
-            if len(course.lost) > rooms // 100 + 10:
-                break  # something is broken; the rest would only say so again
+    first = min(FIRST_LOOK_ROOMS, rooms)
+    marks = [first, *(mark for step in range(1, LOOKS + 1) if (mark := rooms * step // LOOKS) > first)]
+    for mark in marks:
+        before, before_s = course.done, time.monotonic()
+        batch = itertools.islice(numbers, mark - before)
+        await asyncio.gather(*(_slot(generator, batch, course) for _ in range(CONCURRENCY)))
+        took_s = time.monotonic() - before_s
+        generator.rest()
+        await asyncio.sleep(REST_S)
+        figures = {name: _look(process, log) for name, process, log in _processes(generator)}
+        look = Look(course.done, round(time.monotonic() - begun_s, 1), round((mark - before) / took_s, 1), figures)
+        course.looks.append(look)
+        progress.stage(_line(look))
+        progress.advance("rooms", mark - before)
+        if len(course.lost) > rooms // 100 + 10:
+            break  # something is broken; the rest would only say so again
 
 
 async def _slot(generator: Load, numbers: Any, course: Course) -> None:
@@ -213,6 +241,7 @@ async def _slot(generator: Load, numbers: Any, course: Course) -> None:
             else:
                 course.checked += life.checked
                 course.payload_bytes += life.payload_bytes
+                course.held_tokens += life.held_tokens
                 course.totals_s.append(life.total_s)
             break
         course.done += 1
@@ -262,10 +291,7 @@ def _target(link: Path) -> str:
 def _busy_pages(running: Cluster) -> int:
     deadline_s = time.monotonic() + 10.0
     while True:
-        pools = [
-            pool for daemon in (running.prefill, running.decode) for pool in daemon.get("/status")["pools"].values()
-        ]
-        left = sum(int(pages) for pool in pools for state, pages in pool.items() if state != "free")
+        left = sum(sum(used_pages(daemon).values()) for daemon in (running.prefill, running.decode))
         if not left or time.monotonic() > deadline_s:
             return left
         time.sleep(0.1)
@@ -286,7 +312,8 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         f"{found['rooms']} rooms in {found['seconds']:.0f} s, {found['rooms'] / found['seconds']:.0f} rooms/s, "
         f"{found['payload_bytes'] / 1e9:.2f} GB, {found['rooms_compared']} compared byte for byte, {found['refusals']} refusals, "
-        f"{len(found['lost'])} lost; total ms " + ", ".join(f"p{p} {ms:g}" for p, ms in found["total_ms"].items()),
+        f"{len(found['lost'])} lost, {found['held_tokens'] / found['tokens'] / found['rooms']:.0%} of prompts held by decode; "
+        f"total ms " + ", ".join(f"p{p} {ms:g}" for p, ms in found["total_ms"].items()),
         f"{'process':<20}" + "".join(f"{name:>22}" for name in names),
     ]
     for process, before in first["processes"].items():
@@ -308,9 +335,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--rooms", type=int, default=100_000)
     parser.add_argument("--transport", default="local")
+    parser.add_argument("--shared", action="store_true", help="nine rooms of ten share prefixes")
     parser.add_argument("--output", type=Path, help="file for the figures as JSON")
     given = parser.parse_args()
-    found = run(rooms=given.rooms, transport=given.transport)
+    found = run(rooms=given.rooms, transport=given.transport, shared=given.shared)
     if given.output is not None:
         given.output.parent.mkdir(parents=True, exist_ok=True)
         given.output.write_text(json.dumps(found, indent=1) + "\n")

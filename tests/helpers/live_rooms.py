@@ -68,13 +68,14 @@ def refuses(daemon: DaemonProcess, reason: str, times: int = 1, headers: Headers
 
 
 def busy_pages(daemon: DaemonProcess, headers: Headers | None = None) -> dict[str, dict[str, int]]:
-    """The pages of each space that are not free, by state; empty when every page is."""
-    pools = status(daemon, headers)["pools"]
-    busy = {
+    """The pages of spaces of which somebody has or reads some, by state; empty when every page is free, or cached and not read."""
+    found = status(daemon, headers)
+    pools, available = found["pools"], found["available_pages"]
+    return {
         space: {state: count for state, count in states.items() if count and state != "free"}
         for space, states in pools.items()
+        if sum(states.values()) != available[space]
     }
-    return {space: states for space, states in busy.items() if states}
 
 
 def all_free(daemon: DaemonProcess, headers: Headers | None = None) -> None:

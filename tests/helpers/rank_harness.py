@@ -197,7 +197,7 @@ class Crossing:
     def _check_rows(self, room: int, case: Case, tables: Tables) -> None:
         for views, pool in zip(self.destination.views, self.destination.pools, strict=True):
             wrong = synthetic.compare(
-                views, room=room, tables=tables, tokens=case.tokens, prefix_tokens=case.prefix, most_named=3
+                views, room=room, tables=tables, tokens=case.tokens, prefix_tokens=case.prefix
             ).mismatches
             assert not wrong, f"{pool!r}: " + "; ".join(map(str, wrong))
 

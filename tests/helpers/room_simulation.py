@@ -14,7 +14,7 @@ from operator import xor
 
 from kvbridge.api.rooms import AdmissionRequest, PeerAddress
 from kvbridge.core.errors import BridgeError
-from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.wire.features import PEER_FEATURES
@@ -59,11 +59,15 @@ from kvbridge.node.sender.rooms import sender_rooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import EventStream
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import NO_KEYS, Keys
+from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
     GEOMETRY,
+    PAGE,
     R0,
     R1,
     RECEIVER_LIMITS,
@@ -72,6 +76,7 @@ from tests.helpers.rooms import (
     pages_in,
     run_inspection,
 )
+from tests.helpers.simulated_memory import Label, Memory, keys_of, label, write, wrong_pages
 from tests.helpers.simulated_nodes import (
     DESTINATION,
     PAGES,
@@ -94,15 +99,24 @@ class PrefillNode:
     def __init__(self, world: World, incarnation: str) -> None:
         self.world = world
         self.incarnation = incarnation
-        self.workers = {rank: Worker(rank) for rank in RANKS}
+        self.memory: Memory = {}
+        self.workers = {rank: self.new_worker(rank) for rank in RANKS}
         self.engines = Engines("e0", "e1")
         space = {IndexSpace.FULL: PAGES}
         self.book = PageBook({}, adopted=space) if world.adopted else PageBook(space)
+        self.prefixes = world.prefix_cache(self.book)
         self.succeeded: set[int] = set()
         self.ordered: dict[Owner, set[int]] = {}
         self.service = sender_rooms(
-            SenderPorts(book=self.book, workers=self, nodes=self, engines=self.engines, events=EventStream()),
-            RoomSettings(geometry=GEOMETRY, adopted=world.adopted, limits=SENDER_LIMITS),
+            SenderPorts(
+                book=self.book,
+                workers=self,
+                nodes=self,
+                engines=self.engines,
+                events=EventStream(),
+                prefixes=self.prefixes,
+            ),
+            RoomSettings(geometry=GEOMETRY, adopted=world.adopted, shares_prefixes=world.shares, limits=SENDER_LIMITS),
             clock=world.clock,
         )
         self.verbs = EngineVerbs(self.service)
@@ -181,9 +195,12 @@ class PrefillNode:
 
     def kill_worker(self, rank: Rank) -> None:
         self.world.lose(self.workers[rank])
-        self.workers[rank] = Worker(rank)
+        self.workers[rank] = self.new_worker(rank)
         self.service.workers.gone(rank, "killed")
         self.nodes.worker_ready(rank)
+
+    def new_worker(self, rank: Rank) -> Worker:
+        return Worker(rank, memory=(self.memory, self.world.memory))
 
     def in_flight(self) -> set[tuple[Owner, int]]:
         """Rooms that workers may read and write, and the epochs of the endpoints by which they would."""
@@ -218,8 +235,14 @@ class OneLink:
 class World:
     """Both nodes and what lies between them."""
 
-    def __init__(self, *, adopted: bool, digest: DigestKind = DigestKind.NONE) -> None:
+    def __init__(self, *, adopted: bool, digest: DigestKind = DigestKind.NONE, shares: bool = False) -> None:
         self.adopted = adopted
+        self.shares = shares
+        """Whether rooms have page keys, and pages stay."""
+        self.memory: Memory = {}
+        """Of the decode node."""
+        self.reused = {"prefill": 0, "decode": 0}
+        """Pages that rooms found there."""
         self.digest = digest
         self.ranks = DecodeRanks()
         self.verified: set[Owner] = set()
@@ -252,6 +275,7 @@ class World:
         )
         space = {IndexSpace.FULL: PAGES}
         self.book = PageBook({}, adopted=space) if adopted else PageBook(space)
+        self.prefixes = self.prefix_cache(self.book)
         self.decode_nodes = PrefillNodes(
             describe=self.describe,
             links=OneLink(self),
@@ -265,8 +289,11 @@ class World:
                 fence=self.fence,
                 engines=self.engines,
                 events=EventStream(),
+                prefixes=self.prefixes,
             ),
-            RoomSettings(geometry=GEOMETRY, adopted=adopted, digest=digest, limits=RECEIVER_LIMITS),
+            RoomSettings(
+                geometry=GEOMETRY, adopted=adopted, shares_prefixes=shares, digest=digest, limits=RECEIVER_LIMITS
+            ),
             clock=self.clock,
         )
         self.receiver_verbs = EngineVerbs(self.receiver)
@@ -285,6 +312,16 @@ class World:
             geometry=GEOMETRY,
             ranks=(pack_rank(rank),),
         )
+
+    def prefix_cache(self, book: PageBook) -> PrefixCache | None:
+        return PrefixCache(book, PrefixIndex((IndexSpace.FULL,), PAGES), clock=self.clock) if self.shares else None
+
+    def keys(self, room: SenderRoom | ReceiverRoom) -> Keys:
+        return keys_of(room.owner, room.prompt_tokens) if self.shares else NO_KEYS
+
+    def labels(self, room: SenderRoom | ReceiverRoom) -> list[Label]:
+        keys = self.keys(room).to_list()
+        return [label(room.owner, keys, page) for page in range(cover(room.prompt_tokens))]
 
     def new_life(self) -> PrefillNode:
         self.lives += 1
@@ -387,6 +424,8 @@ class World:
         """What some orders of a worker (or all) have sent stays behind."""
         for order in [*worker.orders, *worker.active] if orders is None else orders:
             self.on_their_way.add((owner_of(order), worker.epochs[order.order]))
+            if worker.epochs[order.order] >= self.revoked_before:
+                worker.spoil(order)
 
     def order_ends(self, worker: Worker, order: Send, *, how: str) -> None:
         """`how`: well, stopped (nothing of it is on its way), lost (something is), active (it goes on)."""
@@ -417,6 +456,7 @@ class World:
             generation=owner.generation,
             prompt_tokens=self.prompts[owner],
             prefill=() if on_prefill else (ADDRESS,),
+            page_hashes=keys_of(owner, self.prompts[owner]).data if self.shares else b"",
         )
         if on_prefill:
             self.prefill.service.requests.admit(request)
@@ -432,7 +472,14 @@ class World:
             fresh = found.owner not in self.prefill.engines.given
             tables = self.prefill.engines.give(found.owner, cover(found.prompt_tokens))
         try:
-            self.prefill.verbs.begin(engine, (rank_of(engine),), room, prompt_tokens=found.prompt_tokens, tables=tables)
+            self.prefill.verbs.begin(
+                engine,
+                (rank_of(engine),),
+                room,
+                prompt_tokens=found.prompt_tokens,
+                tables=tables,
+                page_hashes=self.keys(found).data,
+            )
         except BridgeError:
             if self.adopted and fresh:
                 self.prefill.engines.take_back(found.owner)
@@ -440,6 +487,11 @@ class World:
         using = self.prefill.engines.using[engine]
         using.difference_update([owner for owner in using if owner.room == room])
         using.add(found.owner)
+        computed = found.computed_tokens // PAGE
+        self.reused["prefill"] += computed
+        if self.shares:
+            wrong = wrong_pages(self.prefill.memory, (rank_of(engine),), found.tables, self.labels(found)[:computed])
+            assert not wrong, f"{found.owner} begins with {wrong}"
 
     def prefill_engine_ends(self, engine: str, room: int, *, well: bool) -> None:
         """Finish or abort; on a room that is over either lets go of its pages."""
@@ -478,7 +530,10 @@ class World:
             raise
 
     def claim(self, engine: str, room: int) -> None:
-        self.engines.using[engine].add(self.receiver_verbs.claim(engine, room).owner)
+        found = self.receiver.book.get(room)
+        claimed = self.receiver_verbs.claim(engine, room, self.keys(found).data)
+        self.reused["decode"] += claimed.prefix_tokens // PAGE
+        self.engines.using[engine].add(claimed.owner)
 
     def decode_engine_ends(self, engine: str, room: int, *, well: bool) -> None:
         using = self.engines.using[engine]
@@ -500,7 +555,14 @@ class World:
         self.engines.names.add(engine)
 
     def publish(self, engine: str, room: int, upto: int, layers: tuple[int, ...] | None = None) -> None:
-        self.prefill.verbs.publish(engine, (rank_of(engine),), room, upto_token=upto, layers=layers)
+        rank = rank_of(engine)
+        found = self.prefill.service.book.find(
+            *next((o for o in self.prefill.engines.using[engine] if o.room == room), (room, 0))
+        )
+        if self.shares and found is not None and not found.over and found.tables:
+            pages = range(found.computed_tokens // PAGE, cover(min(upto, found.prompt_tokens)))
+            write(self.prefill.memory, rank, found.tables, pages, self.labels(found))
+        self.prefill.verbs.publish(engine, (rank,), room, upto_token=upto, layers=layers)
 
     # ------------------------------------------------------------------ a room that nobody disturbs
 
@@ -523,6 +585,8 @@ class World:
         prefill = self.prefill
         prefill.book.check_integrity()
         self.book.check_integrity()
+        self._check_cached(prefill.prefixes, prefill.memory)
+        self._check_cached(self.prefixes, self.memory)
         touched = {PageState.LEASED, PageState.QUARANTINED}
         for owner, _ in prefill.in_flight():
             assert prefill.book.state(owner) in touched, f"source pages of {owner} are {prefill.book.state(owner)}"
@@ -536,10 +600,30 @@ class World:
             assert self.book.state(owner) in {PageState.HELD, PageState.QUARANTINED}, f"{owner} is read, not held"
         for room in self.receiver.book:
             self._check_commit(room)
+            if self.shares and room.owner in self.engines.in_use():
+                self._check_bytes(room)
+
+    def _check_cached(self, prefixes: PrefixCache | None, memory: Memory) -> None:
+        """Pins add up, and every prefix that a next room would find holds what it says."""
+        if prefixes is None:
+            return
+        prefixes.check_integrity()
+        for generation in range(3):
+            keys = keys_of(Owner(0, generation), 3 * PAGE)
+            pages = prefixes._index.pages(prefixes._index.match(keys))[IndexSpace.FULL]
+            tables = {IndexSpace.FULL: PageTable(IndexSpace.FULL, pages)}
+            wrong = wrong_pages(memory, RANKS, tables, keys.to_list()[: len(pages)])
+            assert not wrong, f"cached, and wrong: {wrong}"
+
+    def _check_bytes(self, room: ReceiverRoom) -> None:
+        wrong = wrong_pages(self.memory, RANKS, room.tables, self.labels(room))
+        assert not wrong, f"{room.owner} is committed, and {wrong}"
 
     def _check_commit(self, room: ReceiverRoom) -> None:
         if room.state is not ReceiverState.COMMITTED or self.prefill.incarnation not in room.writers:
             return
+        if self.shares:
+            self._check_bytes(room)
         assert room.owner not in {owner for owner, _ in self.prefill.in_flight() | self.on_their_way}
         assert self.prefill.ordered[room.owner] <= self.prefill.succeeded
         assert set(room.metadata) == {str(rank) for rank in RANKS}
@@ -600,7 +684,10 @@ class World:
         self.prefill.service.peers.tick()
 
     def free(self) -> tuple[int, int]:
-        return pages_in(self.prefill.book, PageState.FREE), pages_in(self.book, PageState.FREE)
+        """Pages that a room could have now."""
+        if not self.shares:
+            return pages_in(self.prefill.book, PageState.FREE), pages_in(self.book, PageState.FREE)
+        return sum(self.prefill.book.available_pages().values()), sum(self.book.available_pages().values())
 
 
 def rank_of(engine: str) -> Rank:

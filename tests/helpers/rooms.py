@@ -53,6 +53,8 @@ from kvbridge.telemetry.events import (
     RoomEntered,
     RoomMessageRefused,
 )
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.manual_clock import ManualClock
 
 GEOMETRY = preset("tiny-gqa")
@@ -296,8 +298,8 @@ class EngineVerbs:
             engine, ranks, Publish(call=1, room=room, upto_token=upto_token, layers=layers, after=dict(after or {}))
         )
 
-    def finish(self, engine, ranks, room, *, metadata, by_gpu=False) -> None:
-        self._call(engine, ranks, Finish(call=1, room=room, metadata=metadata, by_gpu=by_gpu))
+    def finish(self, engine, ranks, room, *, metadata, **fields) -> None:
+        self._call(engine, ranks, Finish(call=1, room=room, metadata=metadata, **fields))
 
     def provide(self, room, tables, *, prefix_tokens=0) -> None:
         self._call("", (), Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens))
@@ -317,6 +319,13 @@ class EngineVerbs:
         self._call(engine, (), AbortRoom(call=1, room=room, reason=reason))
 
 
+def prefix_cache(bench: SenderBench | ReceiverBench) -> PrefixCache | None:
+    """As the daemon makes it: for pages that the node gives out."""
+    if bench.adopted or not bench.shares_prefixes:
+        return None
+    return PrefixCache(bench.book, PrefixIndex((IndexSpace.FULL,), bench.pages), clock=bench.clock)
+
+
 @dataclass
 class SenderBench:
     """A sending service and all that surrounds it. `pages` pages of the full space."""
@@ -334,9 +343,15 @@ class SenderBench:
         space = {IndexSpace.FULL: self.pages}
         self.workers = FakeWorkers(*self.ranks)
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
+        self.prefixes = prefix_cache(self)
         self.service = sender_rooms(
             SenderPorts(
-                book=self.book, workers=self.workers, nodes=self.peers, engines=self.engines, events=self.events
+                book=self.book,
+                workers=self.workers,
+                nodes=self.peers,
+                engines=self.engines,
+                events=self.events,
+                prefixes=self.prefixes,
             ),
             RoomSettings(
                 geometry=GEOMETRY, adopted=self.adopted, shares_prefixes=self.shares_prefixes, limits=SENDER_LIMITS
@@ -352,7 +367,8 @@ class SenderBench:
 
     @property
     def free(self) -> int:
-        return pages_in(self.book, PageState.FREE)
+        """Pages that a request can have: nobody has them, or they are cached and nobody reads them."""
+        return sum(self.book.available_pages().values())
 
 
 @dataclass
@@ -361,6 +377,7 @@ class ReceiverBench:
 
     adopted: bool = False
     shares_prefixes: bool = True
+    keeps_answers: bool = True
     digest: DigestKind = DigestKind.NONE
     pages: int = 16
     request_slots: int = 0
@@ -377,6 +394,7 @@ class ReceiverBench:
         if self.request_slots:
             space[IndexSpace.REQUEST] = self.request_slots
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
+        self.prefixes = prefix_cache(self)
         self.service = receiver_rooms(
             ReceiverPorts(
                 book=self.book,
@@ -385,11 +403,13 @@ class ReceiverBench:
                 fence=self.fence,
                 engines=self.engines,
                 events=self.events,
+                prefixes=self.prefixes,
             ),
             RoomSettings(
                 geometry=GEOMETRY,
                 adopted=self.adopted,
                 shares_prefixes=self.shares_prefixes,
+                keeps_answers=self.keeps_answers,
                 digest=self.digest,
                 limits=RECEIVER_LIMITS,
             ),
@@ -403,4 +423,5 @@ class ReceiverBench:
 
     @property
     def free(self) -> int:
-        return pages_in(self.book, PageState.FREE)
+        """Pages that a request can have: nobody has them, or they are cached and nobody reads them."""
+        return sum(self.book.available_pages().values())

@@ -38,6 +38,7 @@ from kvbridge.core.wire.worker_messages import (
 )
 from kvbridge.pool.accounts.page_states import Owner
 from tests.helpers.rooms import GEOMETRY, PAGE, R0, R1, manifest
+from tests.helpers.simulated_memory import GARBAGE, Memory, pages_sent
 
 PAGES = 8
 RANKS = (R0, R1)
@@ -83,6 +84,8 @@ class Worker:
     connected: int | None = None
     """Epoch of the endpoints of the decode node; None while it is not connected."""
     closing: set[Owner] = field(default_factory=set)
+    memory: tuple[Memory, Memory] = field(default_factory=lambda: ({}, {}))
+    """What its pages hold, and those that it writes."""
     arrived: Counter[Owner] = field(default_factory=Counter)
     """The digest of what it has sent of each room that asks for one, as far as it has arrived."""
 
@@ -131,6 +134,7 @@ class Worker:
             source, destination = tables_from_wire(room.source), tables_from_wire(room.destination)
             planned = plan(PAIRINGS[self.rank], order.section, source, destination, max_operation_bytes=1 << 30)
             amounts = add_amounts(amounts, planned.amounts)
+            self._move(order, source, destination)
             if room.digest is not DigestKind.NONE:
                 self.arrived[owner] ^= order.order
                 self.outbox.append(digested(order, self.rank, order.order, order=order.order))
@@ -148,6 +152,20 @@ class Worker:
             )
         )
         self._confirm(owner)
+
+    def _move(self, order: Send, source: Tables, destination: Tables) -> None:
+        """Every byte of an order arrives: what the source holds now."""
+        ours, theirs = self.memory
+        for page in pages_sent(order):
+            from_table, to_table = source[IndexSpace.FULL], destination[IndexSpace.FULL]
+            held = ours.get((self.rank, int(from_table.ids[page - from_table.first_page])), "nothing")
+            theirs[self.rank, int(to_table.ids[page - to_table.first_page])] = held
+
+    def spoil(self, order: Send) -> None:
+        """Bytes of an order that has failed arrive, or some of them."""
+        to_table = tables_from_wire(self.rooms[owner_of(order)].destination)[IndexSpace.FULL]
+        for page in pages_sent(order):
+            self.memory[1][self.rank, int(to_table.ids[page - to_table.first_page])] = GARBAGE
 
     def close_transport(self) -> None:
         """The transport that would not become quiet is gone."""

@@ -72,6 +72,31 @@ def test_a_request_decodes_elsewhere_as_it_would_at_home(scratch, tmp_path):
     assert not shared_memory_of((logs / "b" / "log.jsonl").read_text())
 
 
+def test_a_conversation_goes_on_from_what_both_nodes_hold(scratch):
+    """Turns and the last one once more, cold: a hit equals a cold run, and rows of answers that were kept are told from it."""
+    arguments = ("--turns", "2", "--prompts", "3", "--steps", "8", "--keep-answers", "--transport", "local", "--json")
+    with demo(*arguments) as process:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    report = json.loads(output)
+    assert report["verdict"] == "EQUAL: 8 of 8 requests gave the very logits of the model alone"
+    assert report["pages_left"] == 0
+    first, later, (hit, cold) = report["requests"][:3], report["requests"][3:6], report["requests"][6:]
+    assert [request["prefix_tokens"] for request in first] == [0, 0, 512], (
+        "the system prompt of the third is the first's"
+    )
+    for request in (*later, hit):
+        before = request["prompt_tokens"] - request["computed_tokens"]
+        assert request["prefix_tokens"] > 0
+        assert 0 < before < request["prompt_tokens"]
+        assert request["spared_bytes"] > 0
+    assert cold["prefix_tokens"] == cold["computed_tokens"] == cold["spared_bytes"] == 0
+    assert cold["prompt_tokens"] == hit["prompt_tokens"]
+    sent = [sum(amount["bytes"] for amount in request["amounts"].values()) for request in (hit, cold)]
+    assert sent[0] + hit["spared_bytes"] == sent[1]
+    assert not list(scratch.iterdir())
+
+
 @pytest.mark.parametrize(
     ("encoding", "instructions"), [("native", {"ATEN_CPU_CAPABILITY": "avx2"}), ("fp8_v4", {"MKL_CBWR": "COMPATIBLE"})]
 )

@@ -31,6 +31,8 @@ from tests.helpers.live_rooms import (
 TOKENS = list(range(5_000, 6_000))
 LENGTH = len(TOKENS)
 """Three whole pages, and one that is not."""
+BYTES = 4711
+"""The synthetic bytes of that prompt, in all rooms: its pages are shared."""
 OTHERS = [*TOKENS[:600], 7, *TOKENS[601:]]
 """The same but for one token of the third page."""
 NODE, TENANT, PLAIN = (f"token-of-the-{who}" for who in ("nodes", "tenant", "others"))
@@ -67,7 +69,7 @@ def send(live: LiveCluster, room: int) -> None:
     tables = live.sender.begin(room, prompt_tokens=LENGTH, page_hashes=keys_of(live.sender)).tables
     for view in live.sender.views.values():
         section = Section(prompt_tokens=LENGTH, start_token=0, stop_token=LENGTH)
-        synthetic.fill(view, room=room, tables=tables, section=section)
+        synthetic.fill(view, room=BYTES, tables=tables, section=section)
     live.sender.publish(room, LENGTH)
     live.sender.finish(room)
 
@@ -92,7 +94,7 @@ def test_a_room_with_keys_crosses_and_its_reports_do_not_repeat_them(live: LiveC
     send(live, room)
     claimed = live.reader.wait_claim(room, 20, page_hashes=keys)
     for view in live.reader.views.values():
-        assert not synthetic.compare(view, room=room, tables=claimed.tables, tokens=LENGTH).mismatches
+        assert not synthetic.compare(view, room=BYTES, tables=claimed.tables, tokens=LENGTH).mismatches
     live.reader.release(room, valid_tokens=LENGTH, page_hashes=keys)
     over(live, room, "completed")
     told = report(live.decode, room, live.headers)

@@ -8,8 +8,6 @@ import torch
 from kvbridge.core.errors import ConflictError, InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.geometry.huggingface import geometry_from_config
-from kvbridge.core.geometry.pages import first_window_page, rotate_window, window_pages
-from kvbridge.core.ids import IndexSpace
 from tests.helpers.torch_pools import Form, Pools, copy_request, make_pools
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
@@ -18,7 +16,6 @@ from kvbridge.engine.adapters.deepseek_v4 import (
     CacheCodec,
     Placement,
     PrefillPacker,
-    append,
     reencoded,
     unpack,
 )
@@ -195,35 +192,6 @@ def test_every_component_decides_the_logits(tiny, kind):
     assert not torch.equal(ours.logits, theirs.logits)
 
 
-def test_decode_keeps_its_pages_complete(small):
-    """Pages that decode extends while it generates hold what a prefill of the longer text would have given it."""
-    length, grown = 250, 120
-    pools = make_pools(small.geometry, tokens=length + grown, prompt_tokens=length, form=Form(host=HOST))
-    ring = pools.tables[IndexSpace.SWA]
-    tokens = prompt_tokens(length)
-    prefill = prefill_chunks(small.model, tokens, chunk_tokens=CHUNK)
-    cache = prefill.cache
-    PrefillPacker(small.codec, Placement(pools.views, pools.tables), prompt_tokens=length).advance(cache)
-    token, packed = prefill.first_token, length
-    for step in range(grown):
-        token = int(generate(small.model, cache, first_token=token, steps=1).logits[-1].argmax())
-        now = length + step + 1
-        if step % 7 in {0, 3} or now == length + grown:
-            placement = Placement(pools.views, _window_at(small, pools, ring, now))
-            append(small.codec, cache, placement=placement, from_token=packed)
-            packed = now
-    fresh = unpack(small.codec, [Placement(pools.views, _window_at(small, pools, ring, packed))], tokens=packed)
-    ours = generate(small.model, cache, first_token=token, steps=40)
-    theirs = generate(small.model, fresh, first_token=token, steps=40)
-    assert torch.equal(ours.logits, theirs.logits)
-
-
-def _window_at(engine, pools, ring, tokens):
-    pages = window_pages(engine.geometry, tokens)
-    assert pages.start == first_window_page(engine.geometry, tokens)
-    return {**pools.tables, IndexSpace.SWA: rotate_window(ring, first_page=pages.start, page_count=len(pages))}
-
-
 @pytest.mark.parametrize("length", [2, 130, 1027])
 def test_fp8_pages_equal_an_encoded_cache_and_stay_close_to_the_model(length):
     engine = Engine(load_config(), Encoding.FP8_V4)
@@ -243,16 +211,6 @@ def test_weights_depend_on_the_seed_alone():
     torch.manual_seed(99)
     assert weights_digest(load_model(SMALL, seed=1)) == weights_digest(one)
     assert weights_digest(load_model(SMALL, seed=2)) != weights_digest(one)
-
-
-def test_prefix_rows_are_left_out(small):
-    pools = make_pools(small.geometry, tokens=300)
-    prefill = prefill_chunks(small.model, prompt_tokens(300), chunk_tokens=CHUNK)
-    placement = Placement(pools.views, pools.tables)
-    PrefillPacker(small.codec, placement, prompt_tokens=300, prefix_tokens=256).advance(prefill.cache)
-    rows = pools.views.read_rows(ComponentKind.C4_KV, 0, tables=pools.tables, start_row=31, stop_row=33)
-    assert bool((rows[0] == 0xA5).all())
-    assert not bool((rows[1] == 0xA5).all())
 
 
 def test_no_more_is_packed_than_the_prompt(small):

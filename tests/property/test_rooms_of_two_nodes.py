@@ -37,10 +37,11 @@ REFUSALS = (ConflictError, StaleError, CapacityError, UnknownRoomError, InvalidI
 class RoomsMachine(RuleBasedStateMachine):
     adopted = False
     digest = DigestKind.NONE
+    shares = False
 
     @initialize(disasters=st.integers(0, 6))
     def begin_world(self, disasters):
-        self.world = World(adopted=self.adopted, digest=self.digest)
+        self.world = World(adopted=self.adopted, digest=self.digest, shares=self.shares)
         self.disasters = disasters
         """How often somebody may still die or be taken for dead; each ends most of what is under way."""
 
@@ -283,6 +284,18 @@ class VerifiedRoomsMachine(RoomsMachine):
             self.world.verify(order, **ending)
 
 
+class SharingRoomsMachine(RoomsMachine):
+    """Rooms whose prompts begin alike: the last byte of what they share is followed from its writing to its eviction."""
+
+    shares = True
+
+    @precondition(lambda self: self.disasters)
+    @rule(on_prefill=st.booleans())
+    def a_cache_is_dropped(self, on_prefill):
+        self.disasters -= 1
+        (self.world.prefill.prefixes if on_prefill else self.world.prefixes).drop()
+
+
 LIMITS = settings(stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 TestRooms = RoomsMachine.TestCase
@@ -291,6 +304,23 @@ TestAdoptedRooms = AdoptedRoomsMachine.TestCase
 TestAdoptedRooms.settings = LIMITS
 TestVerifiedRooms = VerifiedRoomsMachine.TestCase
 TestVerifiedRooms.settings = LIMITS
+TestSharingRooms = SharingRoomsMachine.TestCase
+TestSharingRooms.settings = LIMITS
+
+
+def test_rooms_one_after_another_find_what_the_ones_before_have_left():
+    """Else the random lives above may show nothing."""
+    machine = SharingRoomsMachine()
+    machine.begin_world(disasters=0)
+    world = machine.world
+    for room, tokens in ((1, 3 * PAGE), (2, 2 * PAGE + 5), (1, 3 * PAGE), (2, 3 * PAGE), (1, 3 * PAGE), (1, 3 * PAGE)):
+        machine.bring(room, tokens, "claimed")
+        for engine in ("a", "b"):
+            machine.tried(world.decode_engine_ends, engine, room, well=True)
+        world.settle()
+    assert world.reused["prefill"] >= 4
+    assert world.reused["decode"] >= 4
+    assert world.free() == (PAGES, PAGES)
 
 
 @pytest.mark.parametrize("adopted", [False, True])

@@ -15,6 +15,8 @@ from kvbridge.core.geometry.pages import first_window_page
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
 from kvbridge.core.wire.messages import MAX_TABLE_BYTES, WireTable
 
+GROWING_SPACES = (IndexSpace.FULL, IndexSpace.HOST)
+"""Those in which a page is final once its tokens are computed."""
 MOST_PAGES = MAX_TABLE_BYTES // 4
 """Pages that a table on the wire can name."""
 

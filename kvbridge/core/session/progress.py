@@ -15,10 +15,11 @@ from kvbridge.core.plan.operations import Section
 class RankProgress:
     """Tokens published and tokens handed to the worker, for each layer of a rank. Owned by its room."""
 
-    def __init__(self, layers: Iterable[int], *, prompt_tokens: int) -> None:
+    def __init__(self, layers: Iterable[int], *, prompt_tokens: int, computed_tokens: int = 0) -> None:
+        """`computed_tokens`: what the node holds from the prompt's start; it is published from the beginning."""
         self.layers = tuple(layers)
         self.prompt_tokens = prompt_tokens
-        self._published = dict.fromkeys(self.layers, 0)
+        self._published = dict.fromkeys(self.layers, computed_tokens)
         self._ordered = dict.fromkeys(self.layers, 0)
 
     @property
@@ -54,7 +55,7 @@ class RankProgress:
         if behind:
             raise ConflictError(
                 f"publish({upto_token}) goes backwards: layer {behind[0]} has already published "
-                f"{self._published[behind[0]]} tokens"
+                f"{self._published[behind[0]]} tokens (those that `begin` has answered as computed among them)"
             )
 
     def next_sections(self, prefix_tokens: int) -> list[Section]:

@@ -80,6 +80,10 @@ class ReceiverAction(StrEnum):
     """Tell every prefill node that the room has failed although everything was sent, and why."""
     HOLD = "hold"
     """The lease has ended by proof: the pages belong to the room alone."""
+    KEEP_PROMPT = "keep_prompt"
+    """The whole pages of the prompt are final: others may read them from now on."""
+    KEEP_ANSWER = "keep_answer"
+    """No engine writes the answer any more: its whole pages are final too, as far as all engines say the same of them."""
     FREE = "free"
     """Give the pages back and keep the receipt for a while."""
     TELL_ENGINE = "tell_engine"
@@ -102,13 +106,13 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
             _E.FAULT: (_S.FAILED, _ENDED),
         },
         _S.OFFERED: {
-            _E.ALL_DONE: (_S.COMMITTED, (_A.HOLD, _A.TELL_ENGINE)),
+            _E.ALL_DONE: (_S.COMMITTED, (_A.HOLD, _A.KEEP_PROMPT, _A.TELL_ENGINE)),
             _E.ARRIVED: (_S.VERIFYING, (_A.HOLD, _A.VERIFY)),
             _E.ABORT: (_S.ABORTING, (_A.TELL_ABORT,)),
             _E.FAULT: (_S.FAILING, (_A.TELL_ABORT,)),
         },
         _S.VERIFYING: {
-            _E.VERIFIED: (_S.COMMITTED, (_A.TELL_ENGINE,)),
+            _E.VERIFIED: (_S.COMMITTED, (_A.KEEP_PROMPT, _A.TELL_ENGINE)),
             _E.ABORT: (_S.ABORTED, _ENDED),
             _E.FAULT: (_S.FAILED, (_A.REJECT, *_ENDED)),
         },
@@ -130,7 +134,7 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
         },
         _S.CLAIMED: {
             _E.CLAIM: (_S.CLAIMED, ()),
-            _E.RELEASE: (_S.COMPLETED, _ENDED),
+            _E.RELEASE: (_S.COMPLETED, (_A.KEEP_ANSWER, *_ENDED)),
             _E.ABORT: (_S.ABORTING_CLAIMED, (_A.TELL_ENGINE,)),
             _E.FAULT: (_S.FAILING_CLAIMED, (_A.TELL_ENGINE,)),
             _E.OTHER_PROMPT: (_S.FAILING_CLAIMED, (_A.REJECT, _A.TELL_ENGINE)),

@@ -18,7 +18,17 @@ from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, Ro
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import ModelIdentity, Namespace
 from kvbridge.core.wire.features import Features
-from kvbridge.core.wire.messages import Heartbeat, Metadata, Name, PageHashes, Text, Traceparent, WireTable
+from kvbridge.core.wire.messages import (
+    MAX_CHECKPOINTS,
+    MAX_RESTORABLE,
+    Heartbeat,
+    Metadata,
+    Name,
+    PageHashes,
+    Text,
+    Traceparent,
+    WireTable,
+)
 from kvbridge.core.wire.shared_memory import SharedRegion, StreamPoint
 
 # ---------------------------------------------------------------------------------------------- calls
@@ -71,10 +81,19 @@ class Begin(Call):
     page_hashes: PageHashes = b""
     """The keys of the tokens that the engine computes, which have to be those that the room was admitted with."""
     tables: tuple[WireTable, ...] = ()
+    at_most: NonNegative | None = None
+    """The engine is to start at no more than so many tokens."""
     computed_tokens: NonNegative = 0
     """Adopted pools: tokens from the prompt's start that the engine's own prefix cache holds; pages of only these are only read."""
     by_gpu: bool = False
     """A GPU writes for this engine, so that with this call it has not let go of an earlier attempt at the room."""
+
+
+class AskRestorable(Call):
+    """Prefill: at which tokens can the engine of a room start here?"""
+
+    type: Literal["ask_restorable"] = "ask_restorable"
+    room: RoomId
 
 
 class Publish(Call):
@@ -96,6 +115,8 @@ class Finish(Call):
     metadata: Metadata = b""
     by_gpu: bool = False
     """A GPU may still have to write what was published: the engine lets go of the pages by Release."""
+    checkpoints: Annotated[tuple[Positive, ...], Field(max_length=MAX_CHECKPOINTS)] = ()
+    """Of the checkpoints that were wanted, those that the engine has written before its last publication, in tokens."""
 
 
 class Provide(Call):
@@ -163,7 +184,19 @@ class AbortRoom(Call):
 
 
 EngineToNode = Annotated[
-    Attach | Detach | Admit | Begin | Publish | Finish | Provide | Claim | Extend | Release | AbortRoom | Heartbeat,
+    Attach
+    | Detach
+    | Admit
+    | AskRestorable
+    | Begin
+    | Publish
+    | Finish
+    | Provide
+    | Claim
+    | Extend
+    | Release
+    | AbortRoom
+    | Heartbeat,
     Field(discriminator="type"),
 ]
 
@@ -213,6 +246,21 @@ class Attached(Answer):
     features: Features = Features()
 
 
+class Restorable(Answer):
+    """Where the engine of a room can start: 0, and as many tokens as its node holds to go on from."""
+
+    type: Literal["restorable"] = "restorable"
+    tokens: Annotated[tuple[NonNegative, ...], Field(max_length=MAX_RESTORABLE)]
+    """Ascending."""
+
+
+class Checkpoint(FrozenModel):
+    """Pages for windows and states as they are after exactly so many tokens of a prompt."""
+
+    tokens: Positive
+    table: WireTable
+
+
 class Pages(Answer):
     """The tables of a room, for begin, claim and extend."""
 
@@ -225,6 +273,10 @@ class Pages(Answer):
     computed_tokens: NonNegative = 0
     """On prefill: where the engine starts to compute."""
     tables: tuple[WireTable, ...]
+    restore: Checkpoint | None = None
+    """On begin: the windows and states that the engine starts from, to be read only; none where the model has none."""
+    checkpoints: Annotated[tuple[Checkpoint, ...], Field(max_length=MAX_CHECKPOINTS)] = ()
+    """On begin: windows and states that the engine is asked to write when it stands there; ascending."""
     metadata: dict[str, bytes] = Field(default_factory=dict)
     """On claim: what each writer rank sent along, keyed by `str(rank)`."""
     amounts: Amounts = Field(default_factory=dict)
@@ -259,4 +311,6 @@ class Detached(FrozenModel):
     reason: Text
 
 
-NodeToEngine = Annotated[Accepted | Refused | Attached | Pages | RoomEvent | Detached, Field(discriminator="type")]
+NodeToEngine = Annotated[
+    Accepted | Refused | Attached | Restorable | Pages | RoomEvent | Detached, Field(discriminator="type")
+]

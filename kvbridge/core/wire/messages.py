@@ -46,6 +46,10 @@ MAX_INTERVALS = 32
 """Stretches of time that a writer tells of apart."""
 MAX_AGO_S = 86_400.0
 MAX_DIGESTS = 1_024
+MAX_CHECKPOINTS = 256
+"""Of one room."""
+MAX_RESTORABLE = 65_536
+"""Places at which the engine of one room can start."""
 """Components, lanes and groups of layers that one message carries digests of."""
 MAX_AMOUNT = 2**50
 """Rows, bytes or operations of a component that one message may report; sums of a room's messages stay in bounds."""
@@ -209,6 +213,8 @@ class Done(RoomMessage):
     """How many Digests of this writer there were."""
     transport: Annotated[str, Field(max_length=200)] = ""
     """What the writer has sent it over; several are joined by '+'."""
+    last_page_key: Annotated[bytes, Field(max_length=16)] = b""
+    """Of the prompt that the rank's engine has computed, as that said itself; it names all whole pages. Empty: nobody asked it."""
     under_way_ago_s: Annotated[tuple[tuple[Ago, Ago], ...], Field(max_length=MAX_INTERVALS)] = ()
     """When it was sending: from so many seconds ago until so many, at the time of this message."""
 

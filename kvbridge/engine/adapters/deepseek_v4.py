@@ -15,8 +15,9 @@ What the cache keeps of L tokens, one request at a time, and where it goes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ _KINDS = {
 }
 
 CPU = torch.device("cpu")
+NO_CHECKPOINTS: Mapping[int, Tables] = MappingProxyType({})
 
 CacheLayer = Any
 """DeepseekV4CSACache, DeepseekV4HCACache or DynamicSlidingWindowLayer: which one follows from the layer's type."""
@@ -97,8 +99,9 @@ class CacheCodec:
         self.device = device
         self._config = config
         self._window: int = config.sliding_window
-        self._kinds = [_KINDS[kind] for kind in config.layer_types or ()]
-        _check_fit(geometry, config, self._kinds)
+        self.kinds = [_KINDS[kind] for kind in config.layer_types or ()]
+        """The components of each layer."""
+        _check_fit(geometry, config, self.kinds)
         self._codecs = {component.kind: self._codec(component) for component in geometry.components}
 
     def encode(self, cache: DynamicCache, component: Component, layer: int, *, start: int, stop: int) -> torch.Tensor:
@@ -136,7 +139,7 @@ class CacheCodec:
         cache = DynamicCache(config=self._config) if into is None else into
         for layer, held in enumerate(cache.layers):
             self._decode_window(held, layer, tokens=tokens, read=read)
-            for kind in self._kinds[layer]:
+            for kind in self.kinds[layer]:
                 if kind in _ENTRIES:
                     self._decode_state(held, kind, layer, tokens=tokens, read=read)
                 if kind in _ENTRIES and kind not in elsewhere:
@@ -188,23 +191,25 @@ class CacheCodec:
             held.overlap_gate[name] = gate[:overlap_rows, :ca].clone()[None]
 
 
-def append(codec: CacheCodec, cache: DynamicCache, *, placement: Placement, from_token: int) -> None:
-    """Bring pages that are complete for `from_token` tokens up to the tokens that the cache holds now.
+def append(
+    codec: CacheCodec,
+    cache: DynamicCache,
+    *,
+    placement: Placement,
+    from_token: int,
+    elsewhere: frozenset[ComponentKind] = NO_HOST,
+) -> None:
+    """Write the entries that were completed after `from_token` tokens into the growing pages; the tables must cover them.
 
-    This is decode's side: it keeps the pages of a request worth keeping while the model generates. The tables must
-    cover the new tokens.
+    This is decode's side: the pages that are whole then hold all that others may share of an answer. The cache holds the tokens
+    that were *fed*, one less than were produced. Windows and states are not written: decode shares none.
+    Entries of the kinds in `elsewhere` are not in this cache; whoever has them writes them.
     """
     tokens = cache.get_seq_length()
     for component, layer in _held(codec, placement):
-        live = component.live_rows(tokens, from_token if component.liveness is Liveness.GROWING else 0)
-        start = live.start
-        if component.liveness is Liveness.WINDOW:
-            start = max(start, from_token)
-        elif component.liveness is Liveness.TAIL and component.overlap == 0:
-            # Rows of the block that was open before are there and have not changed; overlap rows change their form.
-            start = max(start, from_token)
-        start = min(start, live.stop)
-        _write(codec, cache, placement, component, layer, (start, live.stop))
+        if component.liveness is Liveness.GROWING and component.kind not in elsewhere:
+            rows = component.live_rows(tokens, from_token)
+            _write(codec, cache, placement, component, layer, (rows.start, rows.stop))
 
 
 def unpack(
@@ -218,8 +223,9 @@ def unpack(
     """Return a fresh cache of `tokens` tokens from pages; decoding continues from it.
 
     `placements` together hold every layer (pipeline stages hold different ones); the first that holds a component of a
-    layer is read. Nothing in the cache refers to page memory. `into` and `elsewhere` are as in `CacheCodec.decode`.
-    Raises InvalidInputError when one is held by nobody.
+    layer is read. Nothing in the cache refers to page memory. A prefill goes on from a prefix in the same way, with tables whose
+    windows are a checkpoint: those that a cache had when it held exactly `tokens`. `into` and `elsewhere` are as in
+    `CacheCodec.decode`. Raises InvalidInputError when a layer is held by nobody.
     """
     homes: dict[tuple[ComponentKind, int], Placement] = {}
     for placement in placements:
@@ -244,19 +250,53 @@ def reencoded(codec: CacheCodec, cache: DynamicCache, *, into: DynamicCache | No
     return codec.decode(cache.get_seq_length(), read, into=into)
 
 
+def replace_entries(codec: CacheCodec, cache: DynamicCache, by: DynamicCache, *, tokens: int) -> None:
+    """Take the entries of the first `tokens` tokens from another cache; windows and states stay.
+
+    It is what a decode node does that kept rows of an answer, computed one token at a time, where prefill computes them by chunks.
+    """
+    for layer, kinds in enumerate(codec.kinds):
+        held: CacheLayer = cache.layers[layer]
+        other: CacheLayer = by.layers[layer]
+        for kind in kinds:
+            if kind in _ENTRIES:
+                rows, name = tokens // codec.geometry.component(kind).tokens_per_row, _ENTRIES[kind]
+                entries = [other.compressed_kv[name][:, :rows], held.compressed_kv[name][:, rows:]]
+                held.compressed_kv[name] = torch.cat(entries, dim=1)
+
+
 class PrefillPacker:
     """Writes a request's pages as its prompt is computed, chunk by chunk.
 
     Call `advance` after each chunk: it writes the rows that became final and returns the section to publish. The last
     chunk brings the windows and states. Several packers over one cache (one for each pipeline stage) are fine.
+
+    `computed_tokens`: where the cache started, at a page's end; the pages before it are shared and not written. `checkpoints`:
+    by the tokens at which they are wanted, the tables in which windows and states go then; each is written when the cache holds
+    exactly so many after a chunk. `checkpointed` says which were.
     """
 
-    def __init__(self, codec: CacheCodec, placement: Placement, *, prompt_tokens: int, prefix_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        codec: CacheCodec,
+        placement: Placement,
+        *,
+        prompt_tokens: int,
+        computed_tokens: int = 0,
+        checkpoints: Mapping[int, Tables] = NO_CHECKPOINTS,
+    ) -> None:
+        """Raises InvalidInputError for a start that is no page's end."""
+        page = codec.geometry.tokens_per_page
+        if computed_tokens % page:
+            raise InvalidInputError(
+                f"a prefix of {computed_tokens} tokens ends inside a page of {page}; its pages are shared"
+            )
         self._codec = codec
         self._placement = placement
         self._prompt_tokens = prompt_tokens
-        self._prefix_tokens = prefix_tokens
-        self._packed_tokens = 0
+        self._packed_tokens = computed_tokens
+        self._wanted = checkpoints
+        self.checkpointed: list[int] = []
 
     def advance(self, cache: DynamicCache) -> Section:
         """Write what the cache has beyond the last call. Raises ConflictError when it went backwards or too far."""
@@ -265,17 +305,22 @@ class PrefillPacker:
             raise ConflictError(
                 f"the cache holds {tokens} tokens; {self._packed_tokens} of {self._prompt_tokens} are packed"
             )
-        section = Section(
-            prompt_tokens=self._prompt_tokens,
-            prefix_tokens=self._prefix_tokens,
-            start_token=self._packed_tokens,
-            stop_token=tokens,
-        )
+        section = Section(prompt_tokens=self._prompt_tokens, start_token=self._packed_tokens, stop_token=tokens)
         for component, layer in _held(self._codec, self._placement):
             rows = section_rows(component, section)
             _write(self._codec, cache, self._placement, component, layer, (rows.start, rows.stop))
+        if tokens in self._wanted:
+            self._write_checkpoint(cache, tokens)
         self._packed_tokens = tokens
         return section
+
+    def _write_checkpoint(self, cache: DynamicCache, tokens: int) -> None:
+        placement = Placement(self._placement.views, self._wanted[tokens])
+        for component, layer in _held(self._codec, placement):
+            if component.liveness is not Liveness.GROWING:
+                rows = component.live_rows(tokens)
+                _write(self._codec, cache, placement, component, layer, (rows.start, rows.stop))
+        self.checkpointed.append(tokens)
 
 
 def _held(codec: CacheCodec, placement: Placement) -> Iterator[tuple[Component, int]]:

@@ -27,7 +27,7 @@ from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageIdArray, Tables
-from kvbridge.engine.adapters.deepseek_v4 import SPARSE, CacheCodec, Placement, unpack
+from kvbridge.engine.adapters.deepseek_v4 import SPARSE, CacheCodec, Placement, append, unpack
 from kvbridge.engine.adapters.transformers import decode_step
 from kvbridge.engine.encodings import RowCodec
 from kvbridge.sparse import ReleasedRequest, SparseCache
@@ -35,6 +35,7 @@ from kvbridge.sparse import ReleasedRequest, SparseCache
 _ENTRIES = "compressor"
 """What the model's cache calls the entries that attention reads; the indexer's keys stay in the cache."""
 _NO_ROW = -1
+_ON_HOST = frozenset({ComponentKind.C4_KV})
 
 
 class SparseLayer(DeepseekV4CSACache):  # type: ignore[no-untyped-call]  # transformers is half typed
@@ -142,7 +143,7 @@ class SparseDecoder(Closing):
         """Raises InvalidInputError when the hot buffer was made for another model."""
         self._model = model
         self._codec = codec
-        self._store = store
+        self.store = store
         component = codec.geometry.component(ComponentKind.C4_KV)
         if store.layers != component.layers or store.settings.top_k < model.config.index_topk:
             raise InvalidInputError(
@@ -154,17 +155,24 @@ class SparseDecoder(Closing):
         self._rows = {layer: HotRows(store, layer, entries) for layer in component.layers}
         self._hooks = IndexerHooks(model)
 
-    def admit(self, request_slot: int, placements: Sequence[Placement], *, tokens: int) -> SparseRequest:
-        """Take over a request of `tokens` tokens whose C4 rows are in the host pages of `placements`, the rest in others."""
+    def admit(
+        self, request_slot: int, placements: Sequence[Placement], *, tokens: int, shared_tokens: int = 0
+    ) -> SparseRequest:
+        """Take over a request of `tokens` tokens whose C4 rows are in the host pages of `placements`, the rest in others.
+
+        `shared_tokens`: the pages of so many, from its start, others read as well; nothing is written there.
+        """
         config = self._model.config
         into = _cache_with(config, lambda layer: SparseLayer(config, self._rows[layer]))
-        cache = unpack(self._codec, placements, tokens=tokens, into=into, elsewhere=frozenset({ComponentKind.C4_KV}))
-        self._store.admit(request_slot, _host_page_ids(placements[0].tables), tokens // self._tokens_per_row)
+        cache = unpack(self._codec, placements, tokens=tokens, into=into, elsewhere=_ON_HOST)
+        shared_pages = shared_tokens // self._codec.geometry.tokens_per_page
+        rows = tokens // self._tokens_per_row
+        self.store.admit(request_slot, _host_page_ids(placements[0].tables), rows, shared_pages=shared_pages)
         return SparseRequest(request_slot, cache, tokens)
 
     def extend(self, request: SparseRequest, tables: Tables) -> None:
         """Say that a request has more host pages than before; the former ones come first."""
-        self._store.extend(request.request_slot, _host_page_ids(tables))
+        self.store.extend(request.request_slot, _host_page_ids(tables))
 
     def step(self, request: SparseRequest, *, token: int) -> torch.Tensor:
         """Feed one token; return the fp32 logits [vocabulary] of the next.
@@ -173,16 +181,20 @@ class SparseDecoder(Closing):
         changed. After any other error the request is to be released.
         """
         rows = (request.tokens + 1) // self._tokens_per_row
-        self._store.begin_step([(request.request_slot, rows)])
+        self.store.begin_step([(request.request_slot, rows)])
         try:
             return decode_step(self._model, request.cache, token=token)
         finally:
-            self._store.end_step()
+            self.store.end_step()
             request.tokens += 1
 
     def release(self, request: SparseRequest) -> ReleasedRequest:
         """Let another request have the slot; give its host pages back once the result is reached."""
-        return self._store.release(request.request_slot)
+        return self.store.release(request.request_slot)
+
+    def append(self, request: SparseRequest, *, placement: Placement, from_token: int) -> None:
+        """Bring the growing pages on the device up to date, as `deepseek_v4.append`; C4 rows go to the host pool by themselves."""
+        append(self._codec, request.cache, placement=placement, from_token=from_token, elsewhere=_ON_HOST)
 
     def close(self) -> None:
         """Leave the model as it was; the hot buffer is its owner's to close."""

@@ -1,11 +1,18 @@
 """An engine that computes nothing: rows whose bytes say where they belong.
 
-Owns: the function from (room, component, layer, lane, row, byte) to a byte, filling pages with it and checking them.
-Must not know: what real rows mean, how bytes travelled.
+Owns: the function from (seed, component, layer, lane, row, byte) to a byte, filling pages with it and checking them.
+Must not know: what real rows mean, how bytes travelled, who shares a page.
 
 The oracle for replays, benchmarks and fault tests: a byte that is missing, moved, stale or of another room differs from
 what belongs there. Bytes come in words of eight: a word is a mixed key of the row xored with one of the word's place in
 the row, mixed once more, so that a block of rows costs a few passes over memory and no hashing of single bytes.
+
+The *seed* says whose rows they are. Without page keys it is the room. With them, rows have what a model would give them, the
+same wherever the same tokens came before, and nowhere else:
+
+- growing rows of a page that has a key: the first eight bytes of the key. Two rooms with one prefix have the same bytes there;
+- growing rows behind the last key, those of a page that is not whole: the room, since nobody shares them;
+- windows and states: the key of the prompt's last page when the prompt ends with it, as a checkpoint does, else the room.
 """
 
 from __future__ import annotations
@@ -19,14 +26,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvbridge.core.geometry.components import Component, ComponentKind
-from kvbridge.core.ids import Tables
+from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, RowInterval
+from kvbridge.core.ids import PageTable, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.rows import RowPlaces, place_rows, section_rows
 from kvbridge.engine.views import PoolViews, RegionView
+from kvbridge.tier.keys import KEY_BYTES, NO_KEYS, Keys
 
 BLOCK_BYTES = 256 * 1024
 """Rows are made and compared in blocks of about this size, which stay in a core's cache."""
+MOST_NAMED = 20
+"""Wrong rows that one comparison names; all wrong bytes are counted."""
 _WORD_BYTES = 8
 _WORD_MASK = (1 << 64) - 1
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(ComponentKind, start=1)}
@@ -78,53 +88,70 @@ class Comparison:
 def expected_rows(
     component: Component, *, room: int, layer: int, lanes: tuple[int, int], start_row: int, stop_row: int
 ) -> Rows:
-    """Return what rows [start_row, stop_row) hold: uint8 [rows, (lanes[1] - lanes[0]) * row_bytes]."""
-    count = stop_row - start_row
-    words = -(-component.row_bytes // _WORD_BYTES)
-    numbers = np.arange(start_row, stop_row, dtype=np.uint64)
-    rows = np.empty((count, lanes[1] - lanes[0], component.row_bytes), dtype=np.uint8)
-    place_keys = _place_keys(words)
-    for position, lane in enumerate(range(*lanes)):
-        row_keys = _mixed(numbers + _stream(room, component.kind, layer, lane))
-        mixed = row_keys[:, None] ^ place_keys[None, :]
-        mixed *= np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(32)
-        little = mixed.astype("<u8", copy=False).view(np.uint8)
-        rows[:, position] = little.reshape(count, words * _WORD_BYTES)[:, : component.row_bytes]
-    return rows.reshape(count, -1)
+    """Return what rows [start_row, stop_row) of a room without keys hold: uint8 [rows, (lanes[1] - lanes[0]) * row_bytes]."""
+    return _rows(component, layer, lanes, np.arange(start_row, stop_row, dtype=np.uint64), room)
 
 
-def fill(views: PoolViews, *, room: int, tables: Tables, section: Section) -> int:
+def fill(views: PoolViews, *, room: int, tables: Tables, section: Section, keys: Keys = NO_KEYS) -> int:
     """Write the rows that become final with `section`, on every layer that the views hold; return bytes written.
 
-    A head-sharded rank fills its own lanes. Raises PageOutOfBoundsError when the tables are too short.
+    `keys`: of the whole pages of the prompt (of its answer, too, where rows behind the prompt are written). A head-sharded rank
+    fills its own lanes. Raises PageOutOfBoundsError when the tables are too short.
     """
     written = 0
+    seeds = _Seeds(room, keys, section.prompt_tokens, views.geometry.tokens_per_page)
     for view in _views(views, tables, section.layers):
         table = view.table(tables)
         rows = section_rows(view.component, section)
         for start, stop in _blocks(view, rows.start, rows.stop):
-            block = torch.from_numpy(_expected(view, room, start, stop))
+            block = torch.from_numpy(_expected(view, seeds, start, stop))
             view.write(place_rows(view.component, table, start, stop), block)
             written += block.numel()
     return written
 
 
 def compare(
-    views: PoolViews, *, room: int, tables: Tables, tokens: int, prefix_tokens: int = 0, most_named: int = 20
+    views: PoolViews, *, room: int, tables: Tables, tokens: int, prefix_tokens: int = 0, keys: Keys = NO_KEYS
 ) -> Comparison:
     """Compare every live row of a request of `tokens` tokens: all wrong bytes are counted, the first wrong rows are named.
 
-    Growing rows of the first `prefix_tokens` tokens are not looked at.
+    Growing rows of the first `prefix_tokens` tokens are not looked at. `keys` as for `fill`.
     """
     checked = wrong = 0
     named: list[Mismatch] = []
-    for block in _compared(views, room=room, tables=tables, tokens=tokens, prefix_tokens=prefix_tokens):
-        checked += block.held.size
-        if not np.array_equal(block.wanted, block.held):
-            wrong += int((block.wanted != block.held).sum())
-            named += block.mismatches(most_named - len(named))
+    seeds = _Seeds(room, keys, tokens, views.geometry.tokens_per_page)
+    for view in _views(views, tables, None):
+        for block in _compared(view, view.table(tables), seeds, view.component.live_rows(tokens, prefix_tokens)):
+            checked += block.held.size
+            if not np.array_equal(block.wanted, block.held):
+                wrong += int((block.wanted != block.held).sum())
+                named += block.mismatches(MOST_NAMED - len(named))
     return Comparison(checked, wrong, tuple(named))
+
+
+class _Seeds:
+    """Whose the rows of one request are."""
+
+    def __init__(self, room: int, keys: Keys, tokens: int, tokens_per_page: int) -> None:
+        self._room = room
+        self._pages = np.frombuffer(keys.data, "<u8")[:: KEY_BYTES // _WORD_BYTES]
+        pages, rest = divmod(tokens, tokens_per_page)
+        self._whole = int(self._pages[pages - 1]) if 0 < pages <= len(keys) and not rest else room
+
+    def of_rows(self, component: Component, start_row: int, stop_row: int) -> int | Words:
+        """Return one seed for all of these rows, or one for each."""
+        if component.liveness is not Liveness.GROWING:
+            return self._whole
+        first, last = start_row // component.rows_per_logical_page, (stop_row - 1) // component.rows_per_logical_page
+        if first >= len(self._pages):
+            return self._room
+        if first == last:
+            return int(self._pages[first])
+        pages = np.arange(start_row, stop_row) // component.rows_per_logical_page - first
+        seeds = np.full(last + 1 - first, self._room, dtype=np.uint64)
+        known = self._pages[first : last + 1]
+        seeds[: len(known)] = known
+        return seeds[pages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +190,11 @@ class _Block:
         return found
 
 
-def _compared(views: PoolViews, *, room: int, tables: Tables, tokens: int, prefix_tokens: int) -> Iterator[_Block]:
-    for view in _views(views, tables, None):
-        table = view.table(tables)
-        rows = view.component.live_rows(tokens, prefix_tokens)
-        for start, stop in _blocks(view, rows.start, rows.stop):
-            places = place_rows(view.component, table, start, stop)
-            held = view.read(places).cpu().numpy()
-            yield _Block(view, start, places, _expected(view, room, start, stop), held)
+def _compared(view: RegionView, table: PageTable, seeds: _Seeds, rows: RowInterval) -> Iterator[_Block]:
+    for start, stop in _blocks(view, rows.start, rows.stop):
+        places = place_rows(view.component, table, start, stop)
+        held = view.read(places).cpu().numpy()
+        yield _Block(view, start, places, _expected(view, seeds, start, stop), held)
 
 
 def _views(views: PoolViews, tables: Tables, layers: Sequence[int] | None) -> Iterator[RegionView]:
@@ -186,11 +210,25 @@ def _blocks(view: RegionView, start: int, stop: int) -> Iterator[tuple[int, int]
         yield first, min(stop, first + each)
 
 
-def _expected(view: RegionView, room: int, start: int, stop: int) -> Rows:
+def _expected(view: RegionView, seeds: _Seeds, start: int, stop: int) -> Rows:
     lanes = (view.region.lane_start, view.region.lane_stop)
-    return expected_rows(
-        view.component, room=room, layer=view.region.layer, lanes=lanes, start_row=start, stop_row=stop
-    )
+    numbers = np.arange(start, stop, dtype=np.uint64)
+    return _rows(view.component, view.region.layer, lanes, numbers, seeds.of_rows(view.component, start, stop))
+
+
+def _rows(component: Component, layer: int, lanes: tuple[int, int], numbers: Words, seeds: int | Words) -> Rows:
+    """Return the bytes of the rows of these numbers: uint8 [rows, (lanes[1] - lanes[0]) * row_bytes]."""
+    words = -(-component.row_bytes // _WORD_BYTES)
+    rows = np.empty((len(numbers), lanes[1] - lanes[0], component.row_bytes), dtype=np.uint8)
+    place_keys = _place_keys(words)
+    for position, lane in enumerate(range(*lanes)):
+        row_keys = _mixed(numbers + _stream(seeds, _lane_place(component.kind, layer, lane)))
+        mixed = row_keys[:, None] ^ place_keys[None, :]
+        mixed *= np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(32)
+        little = mixed.astype("<u8", copy=False).view(np.uint8)
+        rows[:, position] = little.reshape(len(numbers), words * _WORD_BYTES)[:, : component.row_bytes]
+    return rows.reshape(len(numbers), -1)
 
 
 @cache
@@ -199,12 +237,20 @@ def _place_keys(words: int) -> Words:
     return _mixed(np.arange(words, dtype=np.uint64))
 
 
-def _stream(room: int, kind: ComponentKind, layer: int, lane: int) -> np.uint64:
-    """A key for one lane of one layer of one component of one room; rows are counted on from it."""
+def _stream(seeds: int | Words, place: int) -> np.uint64 | Words:
+    """A key for the rows of each seed in one lane of one layer of one component; rows are counted on from it."""
+    if isinstance(seeds, int):
+        return np.uint64(_mixed_number(seeds ^ place))
+    return _mixed(seeds ^ np.uint64(place))
+
+
+@cache
+def _lane_place(kind: ComponentKind, layer: int, lane: int) -> int:
+    """A key for one lane of one layer of one component."""
     key = 0
-    for number in (room, _KIND_NUMBERS[kind], layer, lane):
+    for number in (_KIND_NUMBERS[kind], layer, lane):
         key = _mixed_number(key ^ number)
-    return np.uint64(key)
+    return key
 
 
 def _mixed(numbers: Words) -> Words:

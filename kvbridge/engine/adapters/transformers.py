@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -118,18 +118,30 @@ def prefill_chunks(
     *,
     chunk_tokens: int,
     on_chunk: OnChunk | None = None,
+    cache: DynamicCache | None = None,
+    cuts: Collection[int] = (),
 ) -> Prefill:
-    """Compute a prompt in chunks of `chunk_tokens` tokens (the last may be shorter)."""
-    if not token_ids or chunk_tokens < 1:
-        raise InvalidInputError(f"need a prompt and chunk_tokens >= 1, got {len(token_ids)} tokens and {chunk_tokens}")
-    cache = DynamicCache(config=model.config)
+    """Compute a prompt, cut at every multiple of `chunk_tokens` and at `cuts`, counted from its first token.
+
+    `cache` holds how much of it has been computed already, and is gone on with. Since the cuts do not depend on where that ends,
+    the result is that of computing everything, bit by bit, if it ends at one of them. Raises InvalidInputError when nothing is left
+    to compute: the logits of the last token are in no cache.
+    """
+    held = DynamicCache(config=model.config) if cache is None else cache
+    start, stop = held.get_seq_length(), len(token_ids)
+    if not start < stop or chunk_tokens < 1:
+        raise InvalidInputError(
+            f"need a prompt longer than the {start} tokens that are computed and chunk_tokens >= 1, got {stop} tokens and "
+            f"{chunk_tokens}"
+        )
     logits = torch.empty(0)
-    for start in range(0, len(token_ids), chunk_tokens):
-        chunk = token_ids[start : start + chunk_tokens]
-        logits = _forward(model, cache, chunk)
-        if on_chunk is not None:
-            on_chunk(cache, start + len(chunk))
-    return Prefill(cache=cache, logits=logits)
+    for end in sorted({*range(0, stop, chunk_tokens), *cuts, stop}):
+        if start < end <= stop:
+            logits = _forward(model, held, token_ids[start:end])
+            start = end
+            if on_chunk is not None:
+                on_chunk(held, end)
+    return Prefill(cache=held, logits=logits)
 
 
 def decode_step(model: Any, cache: DynamicCache, *, token: int) -> torch.Tensor:  # noqa: ANN401

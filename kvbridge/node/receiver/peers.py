@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvbridge.core.errors import BridgeError, IntegrityError, InvalidInputError, PeerError, ProtocolError
+from kvbridge.core.errors import (
+    BridgeError,
+    IntegrityError,
+    InvalidInputError,
+    KeyMismatchError,
+    PeerError,
+    ProtocolError,
+)
 from kvbridge.core.plan.accounting import shortfall
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
@@ -130,6 +137,8 @@ class ReceiverPeers:
             )
             self.driver.fail(room, InvalidInputError.code, why)
             return
+        if not self._compare_prompts(room, writer, message):
+            return
         slowest(room.phases_s, message.phases_s)
         self.driver.facts.events.emit(
             RankReceived(
@@ -144,6 +153,19 @@ class ReceiverPeers:
         )
         self.driver.facts.show(room)
         self._account(room, writer, message)
+
+    def _compare_prompts(self, room: ReceiverRoom, writer: WriterNode, done: Done) -> bool:
+        """Fail a room whose writer has computed another prompt than its keys name; note one that does not say."""
+        if not room.keys or done.last_page_key == room.keys[-1]:
+            return True
+        room.is_same_prompt = False  # until the engine that claims it has said so
+        if done.last_page_key:
+            why = (
+                f"rank {done.writer} of prefill node {writer.node.name} has computed another prompt than the one that was admitted "
+                "here: the page_hashes of both admissions differ"
+            )
+            self.driver.fail(room, KeyMismatchError.code, why)
+        return not done.last_page_key
 
     def _account(self, room: ReceiverRoom, writer: WriterNode, done: Done) -> None:
         """Fail closed unless a rank reports exactly what it owes, and all its digests; commit or verify once every rank has."""

@@ -95,6 +95,8 @@ class ReceiverRoom(Room[ReceiverState]):
     claimed_s: float = 0.0
     """By the first engine; 0 before."""
     reserved_tokens: int = 0
+    is_same_prompt: bool = True
+    """Whether the engines of all writers that are done computed the prompt that the room's keys name, by their own word."""
 
     @property
     def awaits_writers(self) -> bool:

@@ -71,7 +71,7 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
     book = RoomBook[ReceiverRoom](Role.DECODE, user_state, clock=clock, keep_s=settings.limits.room_keep_s)
     facts = RoomFacts(book, ports.engines, ports.events, ENGINE_WORDS, clock)
     slots = frozenset({IndexSpace.REQUEST})  # of the hot buffer, where the model's own state needs none
-    pages = RoomPages(ports.book, settings, ports.events, always=slots)
+    pages = RoomPages(ports.book, settings, ports.events, ports.prefixes, always=slots)
     driver: RoomDriver[ReceiverRoom] = RoomDriver(ReceiverRules(ports, facts, pages, clock), facts)
     writers = RoomWriters(book, driver, ports.nodes, ports.workers, WriterSets(settings.geometry))
     waiting = frozenset({ReceiverState.AWAITING_PAGES, ReceiverState.COMMITTED})

@@ -23,6 +23,7 @@ from kvbridge.node.room_facts import RoomFacts
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.spans import COMMIT
+from kvbridge.tier.keys import NO_KEYS
 
 log = structlog.get_logger(__name__)
 
@@ -103,6 +104,8 @@ class ReceiverRules:
                 self._reject(room)
             case ReceiverAction.HOLD:
                 self.pages.hold(room)
+            case ReceiverAction.KEEP_PROMPT | ReceiverAction.KEEP_ANSWER:
+                self._keep(room, action)
             case ReceiverAction.FREE:
                 self.pages.give_back(room)
                 room.forget_details()
@@ -126,12 +129,19 @@ class ReceiverRules:
             generation=room.generation,
             prompt_tokens=room.prompt_tokens,
             prefix_tokens=room.prefix_tokens,
-            tables=to_wire(room.tables),
+            tables=to_wire(self.pages.own_tables(room)),
             digest=self.pages.settings.digest,
             traceparent=room.trace.part(COMMIT).traceparent if room.trace is not None else "",
         )
         for peer in room.writers:
             self.ports.nodes.send(peer, offer)
+
+    def _keep(self, room: ReceiverRoom, action: StrEnum) -> None:
+        answer = room.answer if self.pages.settings.keeps_answers else None
+        if action is ReceiverAction.KEEP_PROMPT:
+            self.pages.keep(room, room.keys if room.is_same_prompt else NO_KEYS)
+        elif answer is not None:
+            self.pages.keep(room, answer.keys)
 
     def _tell_abort(self, room: ReceiverRoom) -> None:
         abort = Abort(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)

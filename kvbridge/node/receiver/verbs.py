@@ -83,6 +83,7 @@ class ReceiverVerbs:
         if engine.name in room.claimed_by:
             raise ConflictError(f"room {room_id} was already claimed by this engine")
         require_same_prompt(self.driver, room, message.page_hashes, self._tokens_per_page)
+        self.pages.keep(room, room.keys)  # at the latest now that somebody has said whose they are
         if room.state is ReceiverState.COMMITTED:
             room.expected_by = set(self.driver.facts.engines.serving())
             room.claimed_s = self.clock()

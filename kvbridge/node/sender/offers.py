@@ -13,7 +13,7 @@ from itertools import takewhile
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.tables import GROWING_SPACES, tables_from_wire
 from kvbridge.core.wire.messages import Offer
 
 MOST_OFFERS = 4_096
@@ -36,7 +36,12 @@ def check_offer(offer: Offer, geometry: ModelGeometry, *, prompt_tokens: int) ->
             f"decode holds a prefix of {offer.prefix_tokens} tokens, which must be a multiple of {page} "
             f"and at most {offer.prompt_tokens}"
         )
-    tables_from_wire(offer.tables)
+    for space, table in tables_from_wire(offer.tables).items():
+        if space in GROWING_SPACES and table.first_page != offer.prefix_tokens // page:
+            raise InvalidInputError(
+                f"decode holds the first {offer.prefix_tokens // page} pages of the prompt, and its table of space '{space}' "
+                f"begins with page {table.first_page}: pages that several read are nobody's to write"
+            )
 
 
 @dataclass(frozen=True, slots=True)

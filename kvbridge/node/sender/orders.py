@@ -36,6 +36,8 @@ class Orders:
         """Tell the workers both ends, once both are known, and order what has been published."""
         if room.state is not SenderState.SENDING or not room.tables:
             return
+        if self._pages.settings.part_of_instance and not room.begun:
+            return  # the engines of all nodes agree first how much of its prefix it keeps
         if not room.open_ranks:
             opening = OpenRoom(
                 room=room.room,

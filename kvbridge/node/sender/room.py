@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvbridge.core.errors import ConflictError
-from kvbridge.core.ids import Rank
+from kvbridge.core.ids import PageTable, Rank
 from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amounts
@@ -39,6 +39,10 @@ class RankWork:
     engine: str = ""
     """The engine that began the room on this rank; empty before."""
     finished: bool = False
+    written: bool = False
+    """Finished, and nothing writes for the engine any more: its GPU, if it has one, is through as well."""
+    checkpoints: frozenset[int] = frozenset()
+    """Of those that were asked for, the ones that the engine has written, in tokens."""
     metadata: bytes = b""
     after: dict[StreamPoint, None] = field(default_factory=dict)
     """Where in the work of the engine's GPU all that is published and not ordered yet is final; a set in order."""
@@ -101,6 +105,8 @@ class SenderRoom(Room[SenderState]):
     digest: DigestKind = DigestKind.NONE
     """What the decode node asks for."""
     offered_s: float = 0.0
+    checkpoints: dict[int, PageTable] = field(default_factory=dict)
+    """Pages for windows and states as they are after so many tokens, which others may start from when the room is over."""
     writing: set[str] = field(default_factory=set)
     """Engines that may still write source pages of ours."""
     in_transit: bool = False
@@ -176,6 +182,7 @@ class SenderRoom(Room[SenderState]):
     def forget_details(self) -> None:
         """Keep what a receipt needs."""
         self.tables, self.ranks, self.destination, self.keys = {}, {}, (), Keys()
+        self.checkpoint, self.checkpoints = None, {}
 
 
 _OTHER_WORDS = {SenderState.SENDING: RoomState.TRANSFERRING, SenderState.FAILING: RoomState.FAILED}

@@ -12,12 +12,13 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.progress import RankProgress
-from kvbridge.core.wire.engine_messages import AbortRoom, Begin, Finish, Publish, Release
+from kvbridge.core.wire.engine_messages import AbortRoom, AskRestorable, Begin, Finish, Publish, Release
 from kvbridge.node.driver import Deadlines, RoomDriver
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_facts import RoomFacts
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.node.rooms import RoomEngines, RoomRequests, Rooms
+from kvbridge.node.sender.checkpoints import RoomCheckpoints
 from kvbridge.node.sender.offers import EarlyOffers
 from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.peers import SenderPeers
@@ -35,6 +36,7 @@ class SenderAdmission:
     room_type = SenderRoom
     pages: RoomPages
     workers: WorkerSet
+    checkpoints: RoomCheckpoints
     peers: SenderPeers
 
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
@@ -47,7 +49,9 @@ class SenderAdmission:
         """See AdmittingSide."""
         limits = self.pages.settings.limits
         for rank, layers in self.workers.layers.items():
-            room.ranks[rank] = RankWork(RankProgress(layers, prompt_tokens=room.prompt_tokens))
+            progress = RankProgress(layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.computed_tokens)
+            room.ranks[rank] = RankWork(progress)
+        self.checkpoints.admitted(room)
         room.wait_until(room.created_s + limits.offer_s, "timeouts.offer_s")
         room.begin_within(request.begin_within_s, or_else=(limits.begin_s, "timeouts.begin_s"))
         self.peers.admitted(room)
@@ -65,21 +69,25 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
     """Put the rooms of a prefill node together."""
     book = RoomBook[SenderRoom](Role.PREFILL, user_state, clock=clock, keep_s=settings.limits.room_keep_s)
     facts = RoomFacts(book, ports.engines, ports.events, ENGINE_WORDS, clock)
-    pages = RoomPages(ports.book, settings, ports.events)
+    pages = RoomPages(ports.book, settings, ports.events, ports.prefixes, computes=True)
+    checkpoints = RoomCheckpoints(pages)
     orders = Orders(ports, book, pages, clock)
-    driver: RoomDriver[SenderRoom] = RoomDriver(SenderRules(facts, pages, orders, ports.nodes, clock), facts)
+    driver: RoomDriver[SenderRoom] = RoomDriver(
+        SenderRules(facts, pages, orders, checkpoints, ports.nodes, clock), facts
+    )
     workers = SenderWorkers(book, driver, pages, orders, ports.nodes, clock)
     early = EarlyOffers(wait_s=settings.limits.early_offer_s, clock=clock)
     peers = SenderPeers(book, driver, workers, ports.nodes, early, settings.geometry, clock)
     engines = RoomEngines(book, driver, pages)
-    verbs = SenderVerbs(book, driver, pages, orders, workers, clock)
-    admission = SenderAdmission(pages, ports.workers, peers)
+    verbs = SenderVerbs(book, driver, pages, orders, workers, checkpoints, clock)
+    admission = SenderAdmission(pages, ports.workers, checkpoints, peers)
     return SenderRooms(
         book=book,
         driver=driver,
         requests=RoomRequests(book, driver, pages, ports.workers, admission, clock),
         engines=engines,
         calls={
+            AskRestorable: verbs.restorable,
             Begin: verbs.begin,
             Publish: orders.publish,
             Finish: verbs.finish,

@@ -19,6 +19,7 @@ from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.room import Quarantine
 from kvbridge.node.room_facts import RoomFacts
 from kvbridge.node.room_pages import RoomPages
+from kvbridge.node.sender.checkpoints import RoomCheckpoints
 from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.room import SenderRoom
 
@@ -39,6 +40,7 @@ class SenderRules:
     facts: RoomFacts
     pages: RoomPages
     orders: Orders
+    checkpoints: RoomCheckpoints
     nodes: DecodeNodes
     clock: Clock
 
@@ -68,6 +70,8 @@ class SenderRules:
                 self.facts.phases_ended(room, room.phases_s)
                 if not any(work.after for work in room.ranks.values()):
                     room.writing.clear()  # every point that was published has been reached, or nothing would have been sent
+                    for work in room.ranks.values():
+                        work.written = True
             case _:
                 room.wait_until(None)
 
@@ -104,6 +108,7 @@ class SenderRules:
             return
         room.concluded = True
         room.wait_until(None)
+        self.checkpoints.keep(room)
         self.pages.give_back(room)
         room.forget_details()
         self.facts.rooms.ended(room)

@@ -13,12 +13,13 @@ from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.pages import tables_cover
 from kvbridge.core.geometry.tables import same_tables, tables_from_wire
 from kvbridge.core.ids import Tables
-from kvbridge.core.wire.engine_messages import Begin, Finish, Pages, Release
+from kvbridge.core.wire.engine_messages import AskRestorable, Begin, Finish, Pages, Release, Restorable
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.prompt_keys import require_same_prompt
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
+from kvbridge.node.sender.checkpoints import RoomCheckpoints
 from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.room import SenderRoom
 from kvbridge.node.sender.workers import SenderWorkers
@@ -34,7 +35,14 @@ class SenderVerbs:
     pages: RoomPages
     orders: Orders
     workers: SenderWorkers
+    checkpoints: RoomCheckpoints
     clock: Clock
+
+    def restorable(self, _: AttachedEngine, message: AskRestorable) -> Restorable:
+        """An engine asks where it could start, before it begins."""
+        room = self.rooms.get(message.room)
+        room.require_alive()
+        return Restorable(call=message.call, tokens=self.checkpoints.restorable(room))
 
     def begin(self, engine: AttachedEngine, message: Begin) -> Pages:
         """An engine starts to compute a room on its ranks. Raises ConflictError on a second begin.
@@ -65,6 +73,8 @@ class SenderVerbs:
                 "engine's GPU; abort it first"
             )
         self._take_tables(room, tables, message.computed_tokens)
+        if message.at_most is not None:
+            self.checkpoints.start_at_most(room, message.at_most)
         for attempt in earlier:
             self.driver.let_go(attempt, engine.name)
         for rank in engine.ranks:
@@ -76,7 +86,7 @@ class SenderVerbs:
         self.driver.facts.events.emit(RoomBegun(**room.identity, engine=engine.name))
         self.driver.facts.show(room)
         self.orders.open(room)
-        return self.driver.facts.pages(message.call, room)
+        return self.checkpoints.tell(room, self.driver.facts.pages(message.call, room))
 
     def _take_tables(self, room: SenderRoom, tables: Tables, computed_tokens: int) -> None:
         if not self.pages.settings.adopted:
@@ -123,9 +133,11 @@ class SenderVerbs:
                     f"room {room.room} cannot finish: rank {rank} has published {work.progress.published_tokens} "
                     f"of {room.prompt_tokens} tokens"
                 )
+        self.checkpoints.check(room, message.checkpoints)
         for rank in engine.ranks:
-            room.ranks[rank].finished = True
-            room.ranks[rank].metadata = message.metadata
+            work = room.ranks[rank]
+            work.finished, work.written = True, not message.by_gpu
+            work.metadata, work.checkpoints = message.metadata, frozenset(message.checkpoints)
         self.driver.facts.events.emit(RoomFinished(**room.identity, engine=engine.name))
         if not message.by_gpu:
             self.driver.let_go(room, engine.name)
@@ -142,4 +154,6 @@ class SenderVerbs:
         unfinished = any(work.engine == engine.name and not work.finished for work in room.ranks.values())
         if unfinished and not (room.over or room.stopping):
             raise ConflictError(f"room {room.room} is not finished by this engine; finish or abort it")
+        for work in room.ranks.values():
+            work.written = work.written or (work.finished and work.engine == engine.name)
         self.driver.let_go(room, engine.name)

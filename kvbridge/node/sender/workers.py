@@ -23,6 +23,7 @@ from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.room import RankWork, SenderRoom
+from kvbridge.tier.keys import Keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class SenderWorkers:
                 metadata=work.metadata,
                 digest_parts=self._tell_digests(room, rank, work),
                 transport=work.transport,
+                last_page_key=room.keys[-1] if room.keys else b"",
                 under_way_ago_s=work.under_way_ago_s(self.clock()),
             )
             self.nodes.send(room.peer, done)
@@ -122,5 +124,6 @@ class SenderWorkers:
                 continue
             room.in_transit = room.in_transit or bool(work.outstanding)
             self.orders.closed(room, rank)
+            room.keys = Keys()  # what it has written may be gone with the worker: nothing of it stays
             why = f"rank worker {rank} of the prefill node died: {reason}"
             self.driver.fail(room, WORKER_GONE, why)

@@ -15,7 +15,8 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.kernels.cuda.runtime import reason_without_device
 from kvbridge.testbed.command import Complaints
 from kvbridge.testbed.demo.options import DemoOptions, Device
-from kvbridge.testbed.demo.report import DemoReport, print_report
+from kvbridge.testbed.demo.report import DemoReport
+from kvbridge.testbed.demo.report_table import print_report
 from kvbridge.testbed.demo.run import Demo
 from kvbridge.testbed.options import LIBRARIES, Transport
 

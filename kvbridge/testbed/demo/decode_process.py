@@ -14,11 +14,22 @@ from kvbridge.core.errors import ConflictError
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine import DecodeEngine, DecodeRoom
 from kvbridge.testbed.demo.generation import Begin, Generation, generations
-from kvbridge.testbed.demo.job import Claimed, Decoded, DemoChannel, FirstToken, Job, Stepped, page_ids
+from kvbridge.testbed.demo.job import (
+    Claimed,
+    Decoded,
+    DemoChannel,
+    FirstToken,
+    Job,
+    Serve,
+    Stepped,
+    Text,
+    page_ids,
+)
 from kvbridge.testbed.demo.model import DemoModel, load_and_report, save_logits
 from kvbridge.testbed.demo.trace import Trace
 from kvbridge.testbed.demo.watch import CacheWatch
 from kvbridge.testbed.engines.messages import Attached, RoomEnded
+from kvbridge.tier.keys import NO_KEYS, Keys
 
 IDLE_WAIT_S = 0.2
 
@@ -27,8 +38,7 @@ IDLE_WAIT_S = 0.2
 class _Request:
     """One request that tokens are being generated for."""
 
-    number: int
-    room: int
+    order: Serve
     generation: Generation
     tokens: list[int]
     """Fed so far, and the next one to feed."""
@@ -64,7 +74,9 @@ class _Decoding:
         self._engine = engine
         self._begin = begin
         self._watch = CacheWatch(loaded.model)
-        self._missing = {prompt.number for prompt in job.prompts}
+        self._missing = set(range(1, job.requests + 1))
+        self._orders: dict[int, Serve] = {}
+        """By room; each comes before its room does."""
         self._active: list[_Request] = []
 
     def run(self) -> None:
@@ -87,7 +99,10 @@ class _Decoding:
 
     def _claim(self, room: int) -> _Request:
         """Claim a committed room and take its cache out of the pages."""
-        claimed = self._engine.claim(room)
+        while isinstance(known := self._channel.next_order(0.0), Serve):  # it was said before prefill could begin
+            self._orders[known.room] = known
+        order = self._orders.pop(room)
+        claimed = self._engine.claim(room, page_hashes=self._keys(order, ()))
         claimed_s = time.monotonic()
         first = _first_token(claimed)
         if first.weights != self._loaded.weights:
@@ -95,28 +110,36 @@ class _Decoding:
                 f"request {first.number} was computed by a model with weights {first.weights}, this process has "
                 f"{self._loaded.weights}; two releases of torch or transformers?"
             )
+        if first.number != order.number:
+            raise ConflictError(f"room {room} was to bring request {order.number} and brought {first.number}")
         generation = self._begin(claimed)
         self._channel.report(
             Claimed(
                 number=first.number,
                 room=room,
                 pages=page_ids(claimed.tables),
+                prefix_tokens=claimed.prefix_tokens,
                 amounts=claimed.amounts,
                 phases_s=claimed.phases_s,
                 claimed_s=claimed_s,
             )
         )
-        return _Request(first.number, room, generation, [first.first_token])
+        return _Request(order, generation, [first.first_token])
 
     def _release(self, request: _Request) -> None:
+        order, fed = request.order, tuple(request.tokens[: self._job.steps])
         self._active.remove(request)
-        self._missing.discard(request.number)
-        save_logits(self._job.logits_file("decode", request.number), torch.stack(request.logits))
-        Trace.joined(request.traces).write(self._job.trace_file("decode", request.number))
+        self._missing.discard(order.number)
+        save_logits(self._job.logits_file("decode", order.number), torch.stack(request.logits))
+        Trace.joined(request.traces).write(self._job.trace_file("decode", order.number))
         figures, rows = request.generation.end() or (None, None)
-        self._engine.release(request.room, sparse=rows)
-        tokens = tuple(request.tokens[: self._job.steps])
-        self._channel.report(Decoded(number=request.number, tokens=tokens, sparse=figures))
+        keys = self._keys(order, fed)
+        self._engine.release(order.room, valid_tokens=len(order.prompt) + len(fed), page_hashes=keys, sparse=rows)
+        self._channel.report(Decoded(number=order.number, tokens=fed, sparse=figures))
+
+    def _keys(self, order: Serve, answer: Text) -> Keys:
+        """The page keys of a prompt and its answer, for a room that has any."""
+        return self._engine.page_keys(order.prompt + answer) if order.page_keys else NO_KEYS
 
 
 def _first_token(room: DecodeRoom) -> FirstToken:

@@ -14,7 +14,7 @@ import torch
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace
 from kvbridge.engine import DecodeEngine, DecodeRoom
-from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, unpack
+from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, append, unpack
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
 from kvbridge.engine.adapters.transformers import decode_step
 from kvbridge.sparse import SparseCache, SparseRows
@@ -56,34 +56,40 @@ def generations(job: Job, loaded: DemoModel, engine: DecodeEngine) -> Iterator[B
         closing(SparseCache(job.sparse, component, regions, loaded.device)) as store,
         closing(SparseDecoder(loaded.model, codec, store)) as decoder,
     ):
-        yield lambda claimed: _Sparse(store, decoder, engine, claimed, most_tokens=claimed.prompt_tokens + job.steps)
+        yield lambda claimed: _Sparse(decoder, engine, claimed, most_tokens=claimed.prompt_tokens + job.steps)
 
 
 class _WholeCache:
     def __init__(self, loaded: DemoModel, codec: CacheCodec, placements: list[Placement], tokens: int) -> None:
         self._model = loaded.model
+        self._codec = codec
+        self._placements = placements
+        self._prompt_tokens = tokens
         self._cache = unpack(codec, placements, tokens=tokens)
 
     def step(self, token: int) -> torch.Tensor:
         return decode_step(self._model, self._cache, token=token)
 
     def end(self) -> None:
-        return None
+        for placement in self._placements:
+            append(self._codec, self._cache, placement=placement, from_token=self._prompt_tokens)
 
 
 class _Sparse:
     """One request in a slot of the hot buffer. It asks for pages as it grows, as an engine does that knows no end."""
 
-    def __init__(
-        self, store: SparseCache, decoder: SparseDecoder, engine: DecodeEngine, claimed: DecodeRoom, *, most_tokens: int
-    ) -> None:
-        self._store = store
+    def __init__(self, decoder: SparseDecoder, engine: DecodeEngine, claimed: DecodeRoom, *, most_tokens: int) -> None:
+        self._store = store = decoder.store
         self._decoder = decoder
         self._engine = engine
         self._room = claimed.room
         self._most_tokens = most_tokens
         slot = store.requests.free_slot()
-        self._request = decoder.admit(slot, _placements(engine, claimed), tokens=claimed.prompt_tokens)
+        self._placements = _placements(engine, claimed)
+        self._prompt_tokens = claimed.prompt_tokens
+        self._request = decoder.admit(
+            slot, self._placements, tokens=claimed.prompt_tokens, shared_tokens=claimed.prefix_tokens
+        )
         self._paged_tokens = claimed.prompt_tokens
         self._complete_pages = self._pages()
         self._selected = 0
@@ -91,7 +97,9 @@ class _Sparse:
     def step(self, token: int) -> torch.Tensor:
         if self._request.tokens == self._paged_tokens:
             self._paged_tokens = min(self._paged_tokens + EXTEND_TOKENS, self._most_tokens)
-            self._decoder.extend(self._request, self._engine.extend(self._room, self._paged_tokens))
+            tables = self._engine.extend(self._room, self._paged_tokens)
+            self._placements = [Placement(views, tables) for views in self._engine.views.values()]
+            self._decoder.extend(self._request, tables)
         logits = self._decoder.step(self._request, token=token)
         store = self._store
         self._selected += min(store.settings.top_k, self._rows()) * len(store.layers)
@@ -110,6 +118,8 @@ class _Sparse:
             backed_up=pages * store.component.slots_per_page * len(store.layers),
             rows=self._rows(),
         )
+        for placement in self._placements:
+            self._decoder.append(self._request, placement=placement, from_token=self._prompt_tokens)
         released = self._decoder.release(self._request)
         released.wait(QUIET_S)
         return figures, released.rows()

@@ -22,13 +22,8 @@ Pages = dict[str, tuple[int, ...]]
 """Page ids by index space."""
 
 
-class Prompt(FrozenModel):
-    """One request of the demo."""
-
-    number: Positive
-    tokens: Positive
-    offset: NonNegative
-    """Where it begins in the text that comes with kvbridge."""
+Text = tuple[NonNegative, ...]
+"""Token ids."""
 
 
 def page_ids(tables: Tables) -> Pages:
@@ -41,7 +36,8 @@ class Job(EngineJob):
 
     hf_config: Path
     encoding: Encoding
-    prompts: tuple[Prompt, ...]
+    requests: Positive
+    """So many, numbered from 1."""
     steps: Positive
     device: str = "cpu"
     """Where the models compute, as torch names it."""
@@ -95,11 +91,26 @@ class Attach(FrozenModel):
 
 
 class Serve(FrozenModel):
-    """Compute a prompt into this room."""
+    """Prefill: compute this prompt into this room. Decode: this is what the room will bring."""
 
     type: Literal["serve"] = "serve"
     number: Positive
     room: RoomId
+    prompt: Text
+    page_keys: bool
+    """Whether the room has keys: whoever begins or claims it has to show those of the prompt."""
+
+
+class Compute(FrozenModel):
+    """The model alone: compute this prompt and generate."""
+
+    type: Literal["compute"] = "compute"
+    number: Positive
+    prompt: Text
+    previous: NonNegative = 0
+    """The request whose prompt and answer this one begins with; 0: none."""
+    kept_tokens: NonNegative = 0
+    """So much of it decode had kept from then, rows of the answer included, and did not take from prefill."""
 
 
 # ---------------------------------------------------------------------------------------------- events
@@ -119,6 +130,8 @@ class Began(FrozenModel):
     type: Literal["began"] = "began"
     number: Positive
     pages: Pages
+    computed_tokens: NonNegative
+    """Where prefill started to compute."""
 
 
 class Claimed(FrozenModel):
@@ -128,6 +141,8 @@ class Claimed(FrozenModel):
     number: Positive
     room: RoomId
     pages: Pages
+    prefix_tokens: NonNegative
+    """What decode held already."""
     amounts: Amounts
     phases_s: dict[str, float]
     claimed_s: float
@@ -160,8 +175,9 @@ class Decoded(FrozenModel):
 Event = (
     Loaded | Attached | Began | Computed | Finished | Claimed | Stepped | Decoded | RoomEnded | Failed
 )  # fmt: skip
-ORDERS: TypeAdapter[Attach | Serve] = TypeAdapter(Annotated[Attach | Serve, Field(discriminator="type")])
+Order: TypeAlias = Attach | Serve | Compute
+ORDERS: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="type")])
 EVENTS: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
 
 
-DemoChannel: TypeAlias = Channel[Attach | Serve]
+DemoChannel: TypeAlias = Channel[Order]

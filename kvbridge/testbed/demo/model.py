@@ -25,10 +25,9 @@ from kvbridge.engine.adapters.transformers import (
     load_config,
     load_model,
     prefill_chunks,
-    prompt_tokens,
     weights_digest,
 )
-from kvbridge.testbed.demo.job import DemoChannel, Job, Loaded, Prompt
+from kvbridge.testbed.demo.job import DemoChannel, Job, Loaded, Text
 from kvbridge.testbed.engines.messages import Computed
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,18 +71,25 @@ class DemoModel:
         """Return the codec for the geometry that a daemon serves, or for this model's own."""
         return CacheCodec(geometry or self.geometry, self.model.config, dtype=self.dtype, device=self.device)
 
-    def prefill(self, job: Job, prompt: Prompt, *, on_chunk: OnChunk, report: Callable[[Computed], None]) -> Prefill:
-        """Compute a prompt in the job's chunks, and report each."""
-        done = 0
+    def prefill(
+        self,
+        job: Job,
+        prompt: Text,
+        *,
+        on_chunk: OnChunk,
+        report: Callable[[Computed], None],
+        cache: Any = None,  # noqa: ANN401 - transformers is untyped
+    ) -> Prefill:
+        """Compute a prompt in the job's chunks, or what of it is not in `cache` yet, and report each."""
+        done = 0 if cache is None else cache.get_seq_length()
 
-        def after(cache: Any, tokens: int) -> None:  # noqa: ANN401 - transformers is untyped
+        def after(held: Any, tokens: int) -> None:  # noqa: ANN401 - transformers is untyped
             nonlocal done
-            on_chunk(cache, tokens)
+            on_chunk(held, tokens)
             report(Computed(tokens=tokens - done))
             done = tokens
 
-        tokens = prompt_tokens(prompt.tokens, offset=prompt.offset)
-        return prefill_chunks(self.model, tokens, chunk_tokens=job.chunk_tokens, on_chunk=after)
+        return prefill_chunks(self.model, prompt, chunk_tokens=job.chunk_tokens, on_chunk=after, cache=cache)
 
 
 def load_and_report(job: Job, channel: DemoChannel) -> DemoModel:

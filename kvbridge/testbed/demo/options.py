@@ -13,13 +13,22 @@ from typing import Annotated
 import typer
 
 from kvbridge.core.geometry.components import Encoding
+from kvbridge.testbed.demo.conversations import DEFAULT_CONVERSATIONS
 from kvbridge.testbed.demo.lengths import DEFAULT_PROMPTS, DEFAULT_SPARSE_PROMPTS
 from kvbridge.testbed.options import CommandOptions, Transport, count_of
 
 DEFAULT_STEPS, DEFAULT_SPARSE_STEPS = 16, 256
+DEFAULT_TURN_STEPS, DEFAULT_SPARSE_TURN_STEPS = 20, 68
 DEFAULT_HOT_ROWS = 128
-_PROMPTS_DEFAULT = f"{DEFAULT_PROMPTS}; {DEFAULT_SPARSE_PROMPTS} longer ones with --sparse"
-_STEPS_DEFAULT = f"{DEFAULT_STEPS}; {DEFAULT_SPARSE_STEPS} with --sparse"
+DEFAULT_CHUNK_TOKENS, DEFAULT_TURN_CHUNK_TOKENS = 512, 256
+_PROMPTS_DEFAULT = (
+    f"{DEFAULT_PROMPTS}; {DEFAULT_SPARSE_PROMPTS} longer ones with --sparse; {DEFAULT_CONVERSATIONS} with --turns"
+)
+_STEPS_DEFAULT = (
+    f"{DEFAULT_STEPS}; {DEFAULT_SPARSE_STEPS} with --sparse; "
+    f"{DEFAULT_TURN_STEPS} or {DEFAULT_SPARSE_TURN_STEPS} with --turns"
+)
+_CHUNK_DEFAULT = f"{DEFAULT_CHUNK_TOKENS}; {DEFAULT_TURN_CHUNK_TOKENS} with --turns"
 
 
 class Device(StrEnum):
@@ -61,13 +70,23 @@ class DemoOptions(CommandOptions):
     encoding: Annotated[
         RowEncoding, typer.Option(help="native: the model's own numbers; fp8_v4: as DeepSeek-V4 is served.")
     ] = RowEncoding.NATIVE
+    turns: Annotated[
+        int | None,
+        count_of("Conversations of so many turns, whose prefixes stay on both nodes.", most=50, default=False),
+    ] = None
+    keep_answers: Annotated[
+        bool, typer.Option("--keep-answers", help="With --turns: decode keeps pages of answers, too.")
+    ] = False
     prompts: Annotated[
-        int | None, count_of("Requests; lengths are chosen at the edges.", most=500, default=_PROMPTS_DEFAULT)
+        int | None,
+        count_of("Requests, or conversations; lengths are chosen at the edges.", most=500, default=_PROMPTS_DEFAULT),
     ] = None
     steps: Annotated[int | None, count_of("Tokens that are decoded for each.", most=10_000, default=_STEPS_DEFAULT)] = (
         None
     )
-    chunk_tokens: Annotated[int, count_of("Prompt tokens that are computed and published at a time.")] = 512
+    chunk_tokens: Annotated[
+        int | None, count_of("Prompt tokens that are computed and published at a time.", default=_CHUNK_DEFAULT)
+    ] = None
 
     @property
     def chosen_transport(self) -> str:
@@ -76,10 +95,19 @@ class DemoOptions(CommandOptions):
 
     @property
     def prompt_count(self) -> int:
-        """How many requests are made."""
+        """How many requests are made, or how many conversations."""
+        if self.turns:
+            return self.prompts or DEFAULT_CONVERSATIONS
         return self.prompts or (DEFAULT_SPARSE_PROMPTS if self.sparse else DEFAULT_PROMPTS)
 
     @property
     def step_count(self) -> int:
         """How many tokens are decoded for each."""
+        if self.turns:
+            return self.steps or (DEFAULT_SPARSE_TURN_STEPS if self.sparse else DEFAULT_TURN_STEPS)
         return self.steps or (DEFAULT_SPARSE_STEPS if self.sparse else DEFAULT_STEPS)
+
+    @property
+    def chunk_size(self) -> int:
+        """How many prompt tokens are computed at a time."""
+        return self.chunk_tokens or (DEFAULT_TURN_CHUNK_TOKENS if self.turns else DEFAULT_CHUNK_TOKENS)

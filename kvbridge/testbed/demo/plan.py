@@ -13,23 +13,34 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvbridge.core.errors import ConfigError, InvalidInputError
-from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
+from kvbridge.core.geometry.components import ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import SparseSettings, sparse_request_bytes
 from kvbridge.core.geometry.huggingface import geometry_from_config
-from kvbridge.core.geometry.pages import NO_HOST, pages_needed
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.pages import NO_HOST, most_window_pages, pages_needed
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.model import native_dtype_bytes, read_hf_config
 from kvbridge.pool.memory.layout import stage_layers
 from kvbridge.testbed.cluster import ClusterSpec, NodeSpec
-from kvbridge.testbed.demo.job import Job, Prompt
+from kvbridge.testbed.demo.conversations import (
+    SPARSE_SYSTEM_TOKENS,
+    SYSTEM_TOKENS,
+    Request,
+    conversations,
+    single_prompts,
+)
+from kvbridge.testbed.demo.job import Job
 from kvbridge.testbed.demo.lengths import prompt_lengths, sparse_prompt_lengths
 from kvbridge.testbed.demo.options import DEFAULT_HOT_ROWS, DemoOptions, Device, RowEncoding
 from kvbridge.testbed.demo.report import HotBuffer
+from kvbridge.tier.keys import PrefixIdentity
 
 MODEL_TYPE = "deepseek_v4"
-TEXT_STRIDE = 97
-"""Prompts begin at different places of the text."""
 LONG_S = 3600.0
+REVISION = "seed 0"
+"""Of the random weights."""
+CHECKPOINTS = 2
+"""Of windows and states that a request may leave on prefill: at its last page's end, and where it left a known prefix."""
 IN_FLIGHT = 4
 """Requests at once."""
 RING_PAGES = 2
@@ -47,7 +58,7 @@ class DemoPlan:
     model_name: str
     model_facts: dict[str, Any]
     geometry: ModelGeometry
-    lengths: tuple[int, ...]
+    requests: tuple[Request, ...]
     stages: tuple[tuple[int, ...], ...]
     sparse: SparseSettings | None
 
@@ -68,11 +79,31 @@ class DemoPlan:
         stages = tuple(
             stage_layers(geometry.layer_count, options.prefill_pp, stage) for stage in range(options.prefill_pp)
         )
-        lengths = (sparse_prompt_lengths if options.sparse else prompt_lengths)(
-            options.prompt_count, most_tokens=most_tokens
+        requests = _requests(options, geometry, most_tokens=most_tokens)
+        longest = max(request.tokens for request in requests)
+        sparse = _sparse_settings(options, facts, geometry, most_tokens=longest) if options.sparse else None
+        return cls(options, name, facts, geometry, requests, stages, sparse)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of all prompts."""
+        return tuple(request.tokens for request in self.requests)
+
+    @property
+    def identity(self) -> PrefixIdentity:
+        """What the pages of this demo are pages of, as both nodes are told."""
+        return PrefixIdentity(
+            model=self.model_name,
+            revision=REVISION,
+            fingerprint=fingerprint(self.geometry),
+            tokens_per_page=self.geometry.tokens_per_page,
         )
-        sparse = _sparse_settings(options, facts, geometry, most_tokens=max(lengths)) if options.sparse else None
-        return cls(options, name, facts, geometry, lengths, stages, sparse)
+
+    def prefix_bytes(self, tokens: int) -> int:
+        """Bytes of whole pages of a prompt, all growing components and layers together: what is not sent when decode holds it."""
+        growing = [each for each in self.geometry.components if each.liveness is Liveness.GROWING]
+        pages = tokens // self.geometry.tokens_per_page
+        return pages * sum(component.page_bytes() * len(component.layers) for component in growing)
 
     def hot_buffer(self) -> HotBuffer | None:
         """Return what decode keeps on its device of the C4 cache, for the report; None when it keeps whole caches."""
@@ -124,12 +155,9 @@ class DemoPlan:
         return Job(
             hf_config=model_file,
             encoding=Encoding(self.options.encoding.value),
-            prompts=tuple(
-                Prompt(number=number, tokens=tokens, offset=number * TEXT_STRIDE)
-                for number, tokens in enumerate(self.lengths, start=1)
-            ),
+            requests=len(self.requests),
             steps=self.options.step_count,
-            chunk_tokens=self.options.chunk_tokens,
+            chunk_tokens=self.options.chunk_size,
             device=_device(self.options.device),
             sparse=self.sparse,
             prefill_runtime_dir=prefill_runtime_dir,
@@ -152,16 +180,22 @@ class DemoPlan:
                 instance=f"{instance}-prefill",
                 pp=self.options.prefill_pp,
                 pools={"device": self._prefill_pages()},
-                more={"timeouts": timeouts, **self._ranks(self.options.prefill_pp)},
+                more={"timeouts": timeouts, **self._tier(), **self._ranks(self.options.prefill_pp)},
             ),
             decode=NodeSpec(
                 instance=f"{instance}-decode",
                 pools={"device": decode_pages, "host": host_pool},
-                more={"timeouts": timeouts, **self._ranks(1)},
+                more={"timeouts": timeouts, **self._tier(generated=self.options.keep_answers), **self._ranks(1)},
             ),
             bootstrap={"timeouts": {"ticket_s": LONG_S, "room_keep_s": 2 * LONG_S}},
             ends_with_us=True,
         )
+
+    def _tier(self, **more: bool) -> dict[str, Any]:
+        """The section of prefixes that stay, where turns make use of it."""
+        if not self.options.turns:
+            return {}
+        return {"tier": {"enabled": True, "model_name": self.model_name, "model_revision": REVISION, **more}}
 
     def _ranks(self, stages: int) -> dict[str, Any]:
         """Where the ranks of a node are, unless on the CPU: all of them on one device, with the models."""
@@ -175,9 +209,12 @@ class DemoPlan:
         return frozenset({ComponentKind.C4_KV} & kinds)
 
     def _prefill_pages(self) -> dict[str, int]:
-        return self._pool_sizes(
+        sizes = self._pool_sizes(
             [(tokens, tokens) for tokens in self._largest()], NO_HOST, always=self.prefill_only_tokens
         )
+        if self.options.turns and IndexSpace.SWA in sizes:
+            sizes[IndexSpace.SWA.value] += CHECKPOINTS * len(self.requests) * most_window_pages(self.geometry)
+        return sizes
 
     def _decode_pages(self, host: frozenset[ComponentKind]) -> dict[str, int]:
         return self._pool_sizes([(tokens, tokens + self.options.step_count) for tokens in self._largest()], host)
@@ -199,8 +236,40 @@ class DemoPlan:
         return total
 
     def _largest(self) -> list[int]:
-        """The longest prompts that can be in flight at once, and one more, whose pages may still be on their way back."""
-        return sorted(self.lengths)[-IN_FLIGHT - 1 :]
+        """The longest prompts that can be in flight at once, and one more, whose pages may still be on their way back.
+
+        And the last turn of every conversation: their pages are to stay.
+        """
+        last = {request.conversation: request.tokens for request in self.requests if request.conversation}
+        return [*last.values(), *sorted(self.lengths)[-IN_FLIGHT - 1 :]]
+
+
+def _requests(options: DemoOptions, geometry: ModelGeometry, *, most_tokens: int) -> tuple[Request, ...]:
+    """Return what is asked. Raises InvalidInputError for options that contradict one another or the model."""
+    if options.keep_answers and not options.turns:
+        raise InvalidInputError("--keep-answers is about later turns; say how many with --turns")
+    if not options.turns:
+        lengths = sparse_prompt_lengths if options.sparse else prompt_lengths
+        return single_prompts(lengths(options.prompt_count, most_tokens=most_tokens))
+    if options.encoding is not RowEncoding.NATIVE:
+        raise InvalidInputError(
+            f"--turns with {options.encoding} rows: prefill would go on from quantised rows, the model alone from its own "
+            "numbers; leave --encoding out"
+        )
+    if geometry.tokens_per_page % options.chunk_size:
+        raise InvalidInputError(
+            f"--chunk-tokens {options.chunk_size}: with --turns it has to divide a page of {geometry.tokens_per_page} tokens, so "
+            "that a page has the same bits whoever computed it"
+        )
+    requests = conversations(
+        options.prompt_count,
+        options.turns,
+        steps=options.step_count,
+        system_tokens=SPARSE_SYSTEM_TOKENS if options.sparse else SYSTEM_TOKENS,
+    )
+    if (longest := max(request.tokens for request in requests)) > most_tokens:
+        raise InvalidInputError(f"--turns {options.turns}: prompts of {longest} tokens, the model takes {most_tokens}")
+    return requests
 
 
 def _device(kind: Device) -> str:

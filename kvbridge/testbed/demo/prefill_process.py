@@ -9,10 +9,11 @@ import time
 from typing import Any
 
 from kvbridge.engine import PrefillEngine
-from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker
+from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, unpack
 from kvbridge.testbed.demo.job import Began, DemoChannel, FirstToken, Job, Serve, page_ids
 from kvbridge.testbed.demo.model import DemoModel, load_and_report, save_logits
 from kvbridge.testbed.engines.messages import Attached, Finished, RoomEnded
+from kvbridge.tier.keys import NO_KEYS
 
 
 def serve(job: Job, channel: DemoChannel) -> None:
@@ -33,22 +34,33 @@ def serve(job: Job, channel: DemoChannel) -> None:
 def _prefill(
     job: Job, channel: DemoChannel, loaded: DemoModel, *, engine: PrefillEngine, codec: CacheCodec, order: Serve
 ) -> None:
-    prompt = job.prompts[order.number - 1]
+    tokens = len(order.prompt)
     begun_s = time.monotonic()
-    begun = engine.begin(order.room, prompt_tokens=prompt.tokens)
-    channel.report(Began(number=prompt.number, pages=page_ids(begun.tables)))
+    keys = engine.page_keys(order.prompt) if order.page_keys else NO_KEYS
+    begun = engine.begin(order.room, prompt_tokens=tokens, page_hashes=keys)
+    computed = begun.computed_tokens
+    channel.report(Began(number=order.number, pages=page_ids(begun.tables), computed_tokens=computed))
     packers = [
-        PrefillPacker(codec, Placement(views, begun.tables), prompt_tokens=prompt.tokens)
+        PrefillPacker(
+            codec,
+            Placement(views, begun.tables),
+            prompt_tokens=tokens,
+            computed_tokens=computed,
+            checkpoints=begun.checkpoints,
+        )
         for views in engine.views.values()
     ]
+    cache = None
+    if computed:
+        cache = unpack(codec, [Placement(views, begun.restore) for views in engine.views.values()], tokens=computed)
 
-    def publish(cache: Any, tokens: int) -> None:  # noqa: ANN401 - transformers is untyped
+    def publish(held: Any, upto: int) -> None:  # noqa: ANN401 - transformers is untyped
         for packer in packers:
-            packer.advance(cache)
-        engine.publish(order.room, tokens)
+            packer.advance(held)
+        engine.publish(order.room, upto)
 
-    result = loaded.prefill(job, prompt, on_chunk=publish, report=channel.report)
-    save_logits(job.logits_file("prefill", prompt.number), result.logits[None])
-    metadata = FirstToken(number=prompt.number, first_token=result.first_token, weights=loaded.weights)
-    channel.report(Finished(number=prompt.number, begun_s=begun_s, finished_s=time.monotonic()))
-    engine.finish(order.room, metadata=metadata.model_dump_json().encode())
+    result = loaded.prefill(job, order.prompt, on_chunk=publish, report=channel.report, cache=cache)
+    save_logits(job.logits_file("prefill", order.number), result.logits[None])
+    metadata = FirstToken(number=order.number, first_token=result.first_token, weights=loaded.weights)
+    channel.report(Finished(number=order.number, begun_s=begun_s, finished_s=time.monotonic()))
+    engine.finish(order.room, metadata=metadata.model_dump_json().encode(), checkpoints=packers[0].checkpointed)

@@ -17,7 +17,8 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.errors import CapacityError, ConflictError, RoomFailedError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.testbed.cluster import calls, wait_ended
-from kvbridge.testbed.demo.job import EVENTS, Attach, Began, Claimed, Decoded, Loaded, Serve, Stepped
+from kvbridge.testbed.demo.conversations import Request
+from kvbridge.testbed.demo.job import EVENTS, Attach, Began, Claimed, Compute, Decoded, Loaded, Serve, Stepped, Text
 from kvbridge.testbed.demo.options import DemoOptions
 from kvbridge.testbed.demo.plan import IN_FLIGHT, DemoPlan
 from kvbridge.testbed.demo.report import DemoReport
@@ -27,6 +28,7 @@ from kvbridge.testbed.engines.messages import Computed, Finished, RoomEnded
 from kvbridge.testbed.engines.processes import EngineProcess
 from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.run import ClusterRun
+from kvbridge.tier.keys import page_keys
 
 PREFILL, DECODE, ALONE = "prefill (tokens)", "decode (steps)", "model alone (tokens)"
 """What bars are called."""
@@ -50,9 +52,11 @@ class Demo(ClusterRun):
         )
         nodes = (self.cluster.prefill.runtime_dir, self.cluster.decode.runtime_dir)
         self._job = plan.job(self.folder / model_file, *nodes, logits_dir=self.folder / "logits")
-        self._requests = {prompt.number: DemoRequest(prompt) for prompt in self._job.prompts}
+        self._requests = {planned.number: DemoRequest(planned) for planned in plan.requests}
         self._loaded: dict[str, Loaded] = {}
         self._most_in_flight = 0
+        self._alone: deque[Compute] = deque()
+        """What the model alone has not been asked yet; it is asked one thing at a time."""
 
     # ------------------------------------------------------------------ the whole
 
@@ -91,8 +95,8 @@ class Demo(ClusterRun):
             job, {"prefill": "the prefill engine", "decode": "the decode engine", "alone": "the model alone"}
         )
         self.cluster.start()
-        prompt_tokens = sum(prompt.tokens for prompt in job.prompts)
-        self.progress.bars({PREFILL: prompt_tokens, DECODE: job.steps * len(job.prompts), ALONE: prompt_tokens})
+        prompt_tokens = sum(plan.lengths)
+        self.progress.bars({PREFILL: prompt_tokens, DECODE: job.steps * job.requests, ALONE: prompt_tokens})
         self.wait_ready()
         while len(self._loaded) < len(self.engines):
             self.next_report()
@@ -117,24 +121,47 @@ class Demo(ClusterRun):
     # ------------------------------------------------------------------ requests
 
     def _serve(self) -> None:
-        pending = deque(self._requests.values())
+        pending = list(self._requests.values())
         while any(request.decoded is None for request in self._requests.values()):
-            while pending and self._in_flight() < IN_FLIGHT and self._admit(pending[0]):
-                pending.popleft()
+            for request in [each for each in pending if self._may_begin(each)]:
+                if self._in_flight() == IN_FLIGHT or not self._admit(request):
+                    break
+                pending.remove(request)
             self._most_in_flight = max(self._most_in_flight, self._in_flight())
             self.next_report()
 
+    def _may_begin(self, request: DemoRequest) -> bool:
+        """Whether all that comes before a request is over; for one by itself the model alone must be idle, too."""
+        planned = request.planned
+        if planned.by_itself:
+            earlier = [each for each in self._requests.values() if each.planned.number < planned.number]
+            return all(each.decoded and each.alone for each in earlier)
+        return not planned.after or self._requests[planned.after].decoded is not None
+
     def _admit(self, request: DemoRequest) -> bool:
-        """Pair a request and hand it to the prefill engine; False: it does not fit now, and others are still running."""
-        asked = PairRequest(prompt_tokens=request.prompt.tokens, max_new_tokens=self._plan.reserved_steps)
+        """Pair a request and hand it to the engines; False: it does not fit now, and others are still running."""
+        planned, steps = request.planned, self._plan.reserved_steps
+        request.prompt = self._before(planned) + planned.new
+        keys = page_keys(self._plan.identity, request.prompt).data if planned.page_keys else b""
+        request.asked_s = time.monotonic()
         try:
-            request.room = self._pair(asked, wait_s=0.0 if self._in_flight() else PAIR_S)
+            request.room = self._pair(
+                PairRequest(prompt_tokens=planned.tokens, max_new_tokens=steps, page_hashes=keys),
+                wait_s=0.0 if self._in_flight() else PAIR_S,
+            )
         except CapacityError:
             if not self._in_flight():
                 raise
             return False
-        self.engines["prefill"].order(Serve(number=request.prompt.number, room=request.room))
+        order = Serve(number=planned.number, room=request.room, prompt=request.prompt, page_keys=planned.page_keys)
+        for part in ("decode", "prefill"):  # decode has to know it when it comes
+            self.engines[part].order(order)
         return True
+
+    def _before(self, planned: Request) -> Text:
+        """What was said before in its conversation."""
+        former = self._requests.get(planned.previous)
+        return former.prompt + former.decoded.tokens if former and former.decoded else ()
 
     def _pair(self, asked: PairRequest, *, wait_s: float = PAIR_S) -> int:
         """Return the room of a new pair. A refusal for lack of pages is tried again: bootstrap's figures are a little old."""
@@ -177,19 +204,37 @@ class Demo(ClusterRun):
         request = self._requests[event.number]
         if engine.part == "alone":
             request.alone = event
+            self._alone.popleft()
+            if self._alone:
+                self.engines["alone"].order(self._alone[0])
             return
         request.decoded = event
+        self._ask_alone(request)
         done = sum(1 for each in self._requests.values() if each.decoded is not None)
         self.progress.detail(
-            f"{done} of {len(self._requests)}: request {event.number}, {request.prompt.tokens:,} tokens prefilled, "
+            f"{done} of {len(self._requests)}: request {event.number}, {request.planned.tokens:,} tokens prefilled, "
             f"moved and {len(event.tokens)} decoded"
         )
+
+    def _ask_alone(self, request: DemoRequest) -> None:
+        """Have the model alone compute the same, with the rows of answers that decode had kept."""
+        kept = request.claimed.prefix_tokens if request.claimed and self._plan.options.keep_answers else 0
+        previous = request.planned.previous
+        order = Compute(
+            number=request.planned.number,
+            prompt=request.prompt,
+            previous=previous,
+            kept_tokens=kept if previous else 0,
+        )
+        self._alone.append(order)
+        if len(self._alone) == 1:
+            self.engines["alone"].order(order)
 
     def _on_room_ended(self, event: RoomEnded) -> None:
         for request in self._requests.values():
             if request.room == event.room and request.decoded is None:
                 raise RoomFailedError(
-                    f"request {request.prompt.number} ({request.prompt.tokens} tokens, room {event.room}) {event.reason}"
+                    f"request {request.planned.number} ({request.planned.tokens} tokens, room {event.room}) {event.reason}"
                 )
 
     # ------------------------------------------------------------------ the end
@@ -206,7 +251,7 @@ class Demo(ClusterRun):
 
     def _report(self, pages_left: int) -> DemoReport:
         plan, options = self._plan, self._plan.options
-        requests = tuple(request.report(self._job) for request in self._requests.values())
+        requests = tuple(request.report(self._job, plan.prefix_bytes) for request in self._requests.values())
         comparisons = [request.comparison for request in requests]
         return DemoReport(
             verdict=verdict_line(comparisons, reference=plan.reference),
@@ -220,6 +265,8 @@ class Demo(ClusterRun):
             most_in_flight=self._most_in_flight,
             device=options.device,
             hot_buffer=plan.hot_buffer(),
+            turns=options.turns or 0,
+            keep_answers=options.keep_answers,
             pages_left=pages_left,
             seconds=self.seconds,
         )

@@ -11,27 +11,32 @@ import time
 import torch
 from pydantic import ValidationError
 
-from kvbridge.core.errors import BridgeError, ConflictError
+from kvbridge.core.errors import BridgeError, ConflictError, DeadlineError
+from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine import DecodeEngine, DecodeRoom
 from kvbridge.engine.adapters import synthetic
 from kvbridge.testbed.engines.messages import Attached, RoomEnded
 from kvbridge.testbed.replay.job import (
-    MOST_WRONG_ROWS,
     Arrived,
+    Compared,
     Job,
     Note,
     Released,
     ReplayChannel,
-    WrongRow,
+    Serve,
+    joined,
 )
+from kvbridge.tier.keys import Keys
 
 IDLE_WAIT_S = 0.05
 """How long one look for events takes at most; the end of the orders is seen between two looks."""
+ORDER_S = 20.0
+"""A room's order is there before prefill has one; it is not on its way for longer."""
 
 
 def serve(job: Job, channel: ReplayChannel) -> None:
-    """Serve whatever arrives until the orders end (there are none for this engine)."""
+    """Serve whatever arrives until the orders end."""
     torch.set_num_threads(1)  # the daemons need the other cores
     with DecodeEngine.attach(job.decode_runtime_dir) as engine:
         channel.report(Attached())
@@ -45,8 +50,10 @@ class Decoding:
         self._job = job
         self._channel = channel
         self._engine = engine
-        self._held: list[tuple[float, int, int]] = []
-        """A heap of (when to release, room, number)."""
+        self._orders: dict[int, Serve] = {}
+        """By room, until it has ended."""
+        self._held: list[tuple[float, int]] = []
+        """A heap of (when to release, room)."""
 
     def run(self) -> None:
         """Until there are no more orders."""
@@ -54,7 +61,8 @@ class Decoding:
             for event in self._engine.events(self._wait_s()):
                 self._on_event(event)
             self._release_due()
-            self._channel.next_order(0.0)
+            while (order := self._channel.next_order(0.0)) is not None:
+                self._orders[order.room] = order
 
     def _wait_s(self) -> float:
         if not self._held:
@@ -70,6 +78,7 @@ class Decoding:
                     self._channel.report(RoomEnded(room=event.room, reason=f"on decode: {error}"))
                 self._release_due()
             case "aborted" | "failed":
+                self._orders.pop(event.room, None)
                 self._channel.report(RoomEnded.told(event, "decode"))
             case "cancel":
                 self._give_up(event)
@@ -78,57 +87,77 @@ class Decoding:
 
     def take(self, room: int) -> None:
         """Claim a room, compare all of it with what belongs there, and hold it."""
-        claimed = self._engine.claim(room)
+        order = self._order(room)
+        keys = order.keys(self._job, self._engine, tokens=order.prompt_tokens)
+        claimed = self._engine.claim(room, page_hashes=keys)
         claimed_s = time.monotonic()
         note = _note(claimed)
-        checked_bytes, wrong_bytes, wrong_rows = self._check(claimed, note)
+        compared = self._check(claimed, order, keys)
         checked_s = time.monotonic()
         self._channel.report(
             Arrived(
-                number=note.number,
+                number=order.number,
                 amounts=claimed.amounts,
                 phases_s=claimed.phases_s,
                 after_prefill_s=max(0.0, claimed_s - claimed.phases_s.get("commit_to_claim", 0.0) - note.finished_s),
                 check_s=checked_s - claimed_s,
-                checked_bytes=checked_bytes,
-                wrong_bytes=wrong_bytes,
-                wrong_rows=wrong_rows,
+                computed_tokens=note.computed_tokens,
+                prefix_tokens=claimed.prefix_tokens,
+                **dict(compared),
             )
         )
-        release_s = checked_s + note.output_tokens * self._job.hold_s_per_token
-        heapq.heappush(self._held, (release_s, room, note.number))
+        release_s = checked_s + order.output_tokens * self._job.hold_s_per_token
+        heapq.heappush(self._held, (release_s, room))
 
-    def _check(self, claimed: DecodeRoom, note: Note) -> tuple[int, int, tuple[WrongRow, ...]]:
-        """Return bytes that were looked at, wrong ones of them, and the first rows that hold some."""
-        checked = wrong = 0
-        rows: list[WrongRow] = []
-        for rank, views in self._engine.views.items():
-            found = synthetic.compare(
-                views, room=claimed.room, tables=claimed.tables, tokens=note.prompt_tokens, most_named=MOST_WRONG_ROWS
+    def _order(self, room: int) -> Serve:
+        """Return a room's order. Raises DeadlineError when there is none."""
+        while room not in self._orders:
+            order = self._channel.next_order(ORDER_S)
+            if order is None:
+                raise DeadlineError(f"room {room} arrived, and within {ORDER_S:g} s no order said what it is")
+            self._orders[order.room] = order
+        return self._orders[room]
+
+    def _check(self, claimed: DecodeRoom, order: Serve, keys: Keys) -> Compared:
+        """Look at all rows, those that were here already included."""
+        found = {
+            rank: synthetic.compare(
+                views, room=claimed.room, tables=claimed.tables, tokens=order.prompt_tokens, keys=keys
             )
-            checked += found.checked_bytes
-            wrong += found.wrong_bytes
-            rows += [
-                WrongRow.model_validate(
-                    {"number": note.number, "room": claimed.room, "rank": str(rank), **row.as_dict()}
-                )
-                for row in found.mismatches
-            ]
-        return checked, wrong, tuple(rows[:MOST_WRONG_ROWS])
+            for rank, views in self._engine.views.items()
+        }
+        return joined(found, number=order.number, room=claimed.room)
 
     def _release_due(self) -> None:
         while self._held and self._held[0][0] <= time.monotonic():
-            _, room, number = heapq.heappop(self._held)
+            _, room = heapq.heappop(self._held)
+            order = self._orders.pop(room)
             try:
-                self._engine.release(room)
+                self._release(order)
             except BridgeError as error:
                 self._channel.report(RoomEnded(room=room, reason=f"could not be released: {error}"))
             else:
-                self._channel.report(Released(number=number, released_s=time.monotonic()))
+                self._channel.report(Released(number=order.number, released_s=time.monotonic()))
+
+    def _release(self, order: Serve) -> None:
+        """Give a room back, with the rows of its answer where those are to stay."""
+        if not (self._job.answers and self._job.prefixes):
+            self._engine.release(order.room)
+            return
+        fed = order.fed_tokens
+        keys = order.keys(self._job, self._engine, tokens=fed)
+        tables = self._engine.extend(order.room, fed)
+        page = self._engine.geometry.tokens_per_page
+        # The page in which the prompt ends becomes whole, so it is written again, as whole pages are; windows stay as they are.
+        answer = Section(prompt_tokens=fed + 1, start_token=order.prompt_tokens // page * page, stop_token=fed)
+        for views in self._engine.views.values():
+            synthetic.fill(views, room=order.room, tables=tables, section=answer, keys=keys)
+        self._engine.release(order.room, valid_tokens=fed, page_hashes=keys)
 
     def _give_up(self, event: RoomEvent) -> None:
         """Let go of a room that the daemon wants to end; its pages are used again afterwards."""
-        if any(room == event.room for _, room, _ in self._held):
+        if any(room == event.room for _, room in self._held):
+            del self._orders[event.room]
             self._held = [each for each in self._held if each[1] != event.room]
             heapq.heapify(self._held)
             self._engine.release(event.room)

@@ -6,15 +6,20 @@ travels with the bytes from one to the other. Must not know: how these travel, w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
+from kvbridge.cli.trace import TraceRequest, prompt_tokens
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive, RoomId
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, RoomId
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.engine.adapters.synthetic import Comparison
+from kvbridge.engine.base import Engine
 from kvbridge.testbed.engines.channel import Channel
 from kvbridge.testbed.engines.messages import Attached, Computed, EngineJob, Failed, Finished, RoomEnded
+from kvbridge.tier.keys import NO_KEYS, Keys
 
 MOST_WRONG_ROWS = 20
 """Rows that are named for one room; all wrong bytes are counted."""
@@ -25,6 +30,10 @@ class Job(EngineJob):
 
     hold_s_per_token: Annotated[float, Field(ge=0)]
     """How long decode holds a room for each token of its output."""
+    prefixes: bool
+    """Whether rooms have page keys."""
+    answers: bool
+    """Whether decode writes answers, and names them with the release."""
 
 
 class Note(FrozenModel):
@@ -33,7 +42,8 @@ class Note(FrozenModel):
     number: Positive
     room: RoomId
     prompt_tokens: Positive
-    output_tokens: NonNegative
+    computed_tokens: NonNegative
+    """That prefill held already."""
     finished_s: float
     """On the machine's monotonic clock, just before `finish`."""
 
@@ -68,19 +78,48 @@ class WrongRow(FrozenModel):
 
 
 class Serve(FrozenModel):
-    """Compute a prompt into this room."""
+    """Compute a prompt into this room; decode: serve it."""
 
     type: Literal["serve"] = "serve"
     number: Positive
     room: RoomId
     prompt_tokens: Positive
     output_tokens: NonNegative
+    hash_ids: tuple[NonNegative, ...]
+    """What the trace tells of the prompt's tokens."""
+
+    @property
+    def fed_tokens(self) -> int:
+        """The prompt's, and those of the answer that have rows: the last one has none."""
+        return self.prompt_tokens + max(0, self.output_tokens - 1)
+
+    def keys(self, job: Job, engine: Engine, *, tokens: int) -> Keys:
+        """Return the page keys of the first `tokens` tokens, as an engine computes them; none when the job does without."""
+        if not job.prefixes:
+            return NO_KEYS
+        facts = TraceRequest(timestamp=0, input_length=tokens, output_length=0, hash_ids=self.hash_ids)
+        return engine.page_keys(prompt_tokens(facts, self.number))
 
 
 # ---------------------------------------------------------------------------------------------- events
 
 
-class Arrived(FrozenModel):
+class Compared(FrozenModel):
+    """Bytes that an engine has looked at."""
+
+    checked_bytes: NonNegative
+    wrong_bytes: NonNegative
+    wrong_rows: tuple[WrongRow, ...] = ()
+
+
+class Restored(Compared):
+    """Prefill: an engine has looked at every byte of what its node held of a prompt, windows and states included."""
+
+    type: Literal["restored"] = "restored"
+    number: Positive
+
+
+class Arrived(Compared):
     """Decode: a room was claimed and every byte of it looked at."""
 
     type: Literal["arrived"] = "arrived"
@@ -91,9 +130,10 @@ class Arrived(FrozenModel):
     after_prefill_s: float
     """From the end of the prompt's computation until the room could be claimed: what the bridge added."""
     check_s: float
-    checked_bytes: NonNegative
-    wrong_bytes: NonNegative
-    wrong_rows: tuple[WrongRow, ...] = ()
+    computed_tokens: NonNegative
+    """Of the prompt, what prefill held already."""
+    prefix_tokens: NonNegative
+    """Of the prompt, what decode held already."""
 
 
 class Released(FrozenModel):
@@ -105,8 +145,23 @@ class Released(FrozenModel):
     """On the machine's monotonic clock."""
 
 
-Event = Attached | Computed | Finished | Arrived | Released | RoomEnded | Failed
+Event = Attached | Computed | Finished | Restored | Arrived | Released | RoomEnded | Failed
 ORDERS: TypeAdapter[Serve] = TypeAdapter(Serve)
 EVENTS: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
+
+
+def joined(found: Mapping[Rank, Comparison], *, number: int, room: int) -> Compared:
+    """Join what was found on each rank."""
+    rows = [
+        WrongRow.model_validate({"number": number, "room": room, "rank": str(rank), **row.as_dict()})
+        for rank, each in found.items()
+        for row in each.mismatches
+    ]
+    return Compared(
+        checked_bytes=sum(each.checked_bytes for each in found.values()),
+        wrong_bytes=sum(each.wrong_bytes for each in found.values()),
+        wrong_rows=tuple(rows[:MOST_WRONG_ROWS]),
+    )
+
 
 ReplayChannel: TypeAlias = Channel[Serve]

@@ -20,9 +20,9 @@ from pathlib import Path
 from kvbridge import __version__
 from kvbridge.cli.trace import TraceRequest
 from kvbridge.core.plan.operations import Amounts, add_amounts
-from kvbridge.testbed.replay.job import MOST_WRONG_ROWS, Arrived, WrongRow
+from kvbridge.testbed.replay.job import MOST_WRONG_ROWS, Arrived, Compared, WrongRow
 from kvbridge.testbed.replay.plan import ReplayPlan
-from kvbridge.testbed.replay.report import STEPS, Ending, PhaseSummary, ReplayReport, Sample, Unserved, breakdown
+from kvbridge.testbed.replay.report import FOUND, STEPS, Ending, PhaseSummary, ReplayReport, Sample, Unserved, breakdown
 
 SAMPLE_S = 1.0
 """How often the pools are looked at."""
@@ -78,6 +78,9 @@ class Ledger:
         self._checked_bytes = 0
         self._wrong_bytes = 0
         self._wrong_rows: list[WrongRow] = []
+        self._found_tokens = dict.fromkeys(FOUND, 0)
+        self._arrived_tokens = 0
+        self._whole_bytes = 0
         self._most_in_flight = 0
         self._served: list[dict[str, float]] = []
         """Phases of each completed request, in seconds."""
@@ -154,6 +157,15 @@ class Ledger:
         request = self._requests[event.number - 1]
         request.phases_s |= {**event.phases_s, "after_prefill": event.after_prefill_s, "check": event.check_s}
         self._amounts = add_amounts(self._amounts, event.amounts)
+        found = (event.computed_tokens, event.prefix_tokens, self._plan.endless_tokens[event.number - 1])
+        for where, tokens in zip(FOUND, found, strict=True):
+            self._found_tokens[where] += tokens
+        self._arrived_tokens += request.facts.input_length
+        self._whole_bytes += self._plan.whole_bytes(request.facts.input_length)
+        self.compared(event)
+
+    def compared(self, event: Compared) -> None:
+        """An engine has looked at bytes."""
         self._checked_bytes += event.checked_bytes
         self._wrong_bytes += event.wrong_bytes
         self._wrong_rows += event.wrong_rows[: MOST_WRONG_ROWS - len(self._wrong_rows)]
@@ -179,6 +191,9 @@ class Ledger:
                 in_flight=self.in_flight,
                 completed=len(self._served),
                 arrived_bytes=self._arrived_bytes,
+                whole_bytes=self._whole_bytes,
+                arrived_tokens=self._arrived_tokens,
+                found_tokens=dict(self._found_tokens),
                 used_pages=used_pages,
             )
         )
@@ -226,6 +241,9 @@ class Ledger:
             refused=self._count(Stage.REFUSED),
             refusals=dict(self._refusals),
             amounts=self._amounts,
+            whole_bytes=self._whole_bytes,
+            arrived_tokens=self._arrived_tokens,
+            found_tokens=self._found_tokens,
             checked_bytes=self._checked_bytes,
             mismatched_bytes=self._wrong_bytes,
             wrong_rows=tuple(self._wrong_rows),

@@ -52,6 +52,12 @@ class ReplayOptions(CommandOptions):
     retry_for_s: Annotated[
         float, typer.Option("--retry-for", min=0, metavar="SECONDS", help="Ask again for so long after a refusal.")
     ] = 60.0
+    prefixes: Annotated[
+        bool, typer.Option("--prefixes/--no-prefixes", help="Prompts that share `hash_ids` share pages, on both nodes.")
+    ] = True
+    answers: Annotated[
+        bool, typer.Option("--answers/--no-answers", help="Decode keeps answers, too. No prompt of a trace has one.")
+    ] = False
     digest: Annotated[
         DigestKind | None, typer.Option(help="integrity.digest of the decode daemon, if not its default.")
     ] = None

@@ -7,12 +7,14 @@ pools fit the machine. Must not know: processes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
-from kvbridge.cli.trace import TraceRequest, read_trace
+from kvbridge.cli.trace import TraceRequest, prompt_tokens, read_trace
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import CapacityError, InvalidInputError
-from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
+from kvbridge.core.geometry.manifest import fingerprint, lane_interval
 from kvbridge.core.geometry.pages import NO_HOST, pages_needed
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace
@@ -22,6 +24,7 @@ from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.testbed.cluster import Cluster, ClusterSpec, NodeSpec
 from kvbridge.testbed.replay.job import Job
 from kvbridge.testbed.replay.options import ReplayOptions
+from kvbridge.tier.keys import NO_KEYS, Keys, PrefixIdentity, page_keys
 
 SPARE = 2
 """Pools hold so many times the requests in flight: bootstrap's knowledge of free pages is a heartbeat old."""
@@ -30,6 +33,10 @@ BY_LENGTH = frozenset({IndexSpace.FULL, IndexSpace.HOST})
 SPARE_BYTES = 1 << 30
 """What the processes themselves need beside the pools."""
 LONGEST_WAIT_S = 3600.0
+PAGES_PER_CHECKPOINT = 32
+"""Prefill's pools have one page for a checkpoint beside so many for tokens."""
+REVISION = "synthetic"
+"""There are no weights."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,46 @@ class ReplayPlan:
             decode_runtime_dir=cluster.decode.runtime_dir,
             chunk_tokens=options.chunk_tokens,
             hold_s_per_token=options.decode_ms_per_token / 1000 / (options.speed or 1.0),
+            prefixes=options.prefixes,
+            answers=options.answers,
+        )
+
+    # ------------------------------------------------------------------ prefixes
+
+    def keys(self, number: int) -> Keys:
+        """Return the page keys of a request's prompt, as a router computes them; none when prefixes are not wanted."""
+        if not self.options.prefixes:
+            return NO_KEYS
+        identity = PrefixIdentity(
+            model=self.options.model,
+            revision=REVISION,
+            fingerprint=fingerprint(self.geometry),
+            tokens_per_page=self.geometry.tokens_per_page,
+        )
+        return page_keys(identity, prompt_tokens(self.requests[number - 1], number))
+
+    @cached_property
+    def endless_tokens(self) -> tuple[int, ...]:
+        """Of each prompt, how many tokens a cache would hold that forgets nothing, if requests came one after another."""
+        known: set[bytes] = set()
+        found = []
+        for number in range(1, len(self.requests) + 1):
+            keys = self.keys(number).to_list()
+            hit = next((page for page, key in enumerate(keys) if key not in known), len(keys))
+            found.append(hit * self.geometry.tokens_per_page)
+            known.update(keys)
+        return tuple(found)
+
+    def whole_bytes(self, tokens: int) -> int:
+        """Bytes that decode would be sent of a prompt of so many tokens if it held nothing: the node's host pool, and all ranks."""
+
+        def lanes(each: Component) -> int:
+            tp = 1 if each.kind in self.host_kinds else self.options.decode_tp
+            return sum(stop - start for start, stop in (lane_interval(each, rank, tp) for rank in range(tp)))
+
+        return sum(
+            len(each.layers) * each.row_bytes * each.live_rows(tokens).count * lanes(each)
+            for each in self.geometry.components
         )
 
     # ------------------------------------------------------------------ pools
@@ -79,7 +126,10 @@ class ReplayPlan:
 
     def prefill_pages(self) -> dict[str, int]:
         """Pages of each space on prefill."""
-        return self._pages([(request.input_length, request.input_length) for request in self.requests], NO_HOST)
+        pages = self._pages([(request.input_length, request.input_length) for request in self.requests], NO_HOST)
+        if self.options.prefixes and IndexSpace.SWA in pages:
+            pages[IndexSpace.SWA] += pages[IndexSpace.FULL] // PAGES_PER_CHECKPOINT
+        return pages
 
     def decode_pages(self) -> dict[str, int]:
         """Pages of each space on decode, the host pool's too."""
@@ -120,6 +170,14 @@ class ReplayPlan:
         decode_pages = self.decode_pages()
         host_pages = decode_pages.pop(IndexSpace.HOST.value, 0)
         host_pool = {"components": sorted(self.host_kinds), "pages": host_pages}
+        tier: dict[str, object] = {}
+        if options.prefixes:
+            tier = {
+                "enabled": True,
+                "model_name": options.model,
+                "model_revision": REVISION,
+                "generated": options.answers,
+            }
         integrity = {"integrity": {"digest": options.digest}} if options.digest else {}
         return ClusterSpec(
             model={"preset": options.model},
@@ -129,14 +187,14 @@ class ReplayPlan:
                 pp=options.prefill_pp,
                 tp=options.prefill_tp,
                 pools={"device": self.prefill_pages()},
-                more={"timeouts": timeouts},
+                more={"timeouts": timeouts, "tier": tier},
             ),
             decode=NodeSpec(
                 instance=f"{instance}-decode",
                 pp=options.decode_pp,
                 tp=options.decode_tp,
                 pools={"device": decode_pages, "host": host_pool},
-                more={"timeouts": timeouts, **integrity},
+                more={"timeouts": timeouts, "tier": tier, **integrity},
             ),
             bootstrap={"timeouts": {"ticket_s": LONGEST_WAIT_S, "room_keep_s": 2 * LONGEST_WAIT_S}},
             ends_with_us=True,

@@ -60,9 +60,10 @@ def draw(report: ReplayReport, path: Path) -> None:
 def title(report: ReplayReport) -> str:
     """Say what was replayed and how it ended."""
     settings = report.settings
+    without = f" of {report.whole_bytes / 1e9:,.1f}" if settings["prefixes"] else ""
     return (
         f"{report.completed} of {report.requests} requests of {report.trace} served\n{settings['model']} over "
-        f"{settings['transport']}, {report.total.bytes / 1e9:,.1f} GB, {report.mismatched_bytes:,} wrong bytes"
+        f"{settings['transport']}, {report.total.bytes / 1e9:,.1f}{without} GB, {report.mismatched_bytes:,} wrong bytes"
     )
 
 
@@ -167,16 +168,33 @@ def _draw_rates(figure: Any, report: ReplayReport) -> None:  # noqa: ANN401 - ma
     replay_s = report.seconds.get("replay", 0.0)
     per_s = 1 / replay_s if replay_s else 0.0
     figure.suptitle("How fast it was", fontsize=10)
-    bandwidth, served, flying = figure.subplots(3, 1, sharex=True)
+    panels = figure.subplots(4 if report.settings["prefixes"] else 3, 1, sharex=True)
+    bandwidth, served, flying = panels[:3]
     _fill(bandwidth, begun + last, gb_per_s + gb_per_s[-1:], GREEN)
     bandwidth.set_title(f"arrived: {report.total.bytes * per_s / 1e9:.2f} GB/s on average", fontsize=9, weight="normal")
     _fill(served, begun + last, requests_per_s + requests_per_s[-1:], GREEN)
     served.set_title(f"served: {report.completed * per_s:.1f} requests/s on average", fontsize=9, weight="normal")
     _fill(flying, [sample.at_s for sample in report.occupancy], in_flight, PURPLE)
     flying.set_title(f"in flight: at most {report.most_in_flight} requests", fontsize=9, weight="normal")
-    flying.set_xlabel("seconds")
-    for axes in (bandwidth, served, flying):
+    for axes in panels[3:]:
+        _draw_found(axes, report)
+    panels[-1].set_xlabel("seconds")
+    for axes in panels:
         axes.set_ylim(bottom=0)
+
+
+def _draw_found(axes: Any, report: ReplayReport) -> None:  # noqa: ANN401 - matplotlib's axes
+    """Draw which part of all prompts so far was found on each side."""
+    samples = [sample for sample in report.occupancy if sample.arrived_tokens]
+    times = [sample.at_s for sample in samples]
+    last = []
+    for where, colour in {"endless": GREY, **ROLES}.items():
+        shares = [100 * sample.found_tokens[where] / sample.arrived_tokens for sample in samples]
+        axes.plot(times, shares, color=colour, linewidth=1.3)
+        last.append(f"{where} {shares[-1] if shares else 0:.1f}")
+    axes.set_title(f"found of prompts, %: {', '.join(last)}", fontsize=9, weight="normal")
+    axes.tick_params(colors=QUIET, labelsize=8)
+    axes.margins(x=0)
 
 
 def _fill(axes: Any, times: list[float], values: list[float] | list[int], colour: str) -> None:  # noqa: ANN401 - matplotlib's axes

@@ -10,11 +10,13 @@ import time
 import torch
 
 from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import Tables
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine import PrefillEngine
+from kvbridge.engine import PrefillEngine, PrefillRoom
 from kvbridge.engine.adapters import synthetic
 from kvbridge.testbed.engines.messages import Attached, Computed, Finished, RoomEnded
-from kvbridge.testbed.replay.job import Job, Note, ReplayChannel, Serve
+from kvbridge.testbed.replay.job import Job, Note, ReplayChannel, Restored, Serve, joined
+from kvbridge.tier.keys import Keys
 
 
 def serve(job: Job, channel: ReplayChannel) -> None:
@@ -34,20 +36,38 @@ def serve(job: Job, channel: ReplayChannel) -> None:
 def _prefill(job: Job, channel: ReplayChannel, engine: PrefillEngine, order: Serve) -> None:
     tokens = order.prompt_tokens
     begun_s = time.monotonic()
-    begun = engine.begin(order.room, prompt_tokens=tokens)
-    for start in range(0, tokens, job.chunk_tokens):
+    keys = order.keys(job, engine, tokens=tokens)
+    begun = engine.begin(order.room, prompt_tokens=tokens, page_hashes=keys)
+    if begun.computed_tokens:
+        channel.report(_restored(engine, order, begun, keys))
+    for held, tables in begun.checkpoints.items():
+        _fill(engine, order.room, tables, Section(prompt_tokens=held, start_token=held, stop_token=held), keys)
+    for start in range(begun.computed_tokens, tokens, job.chunk_tokens):
         stop = min(start + job.chunk_tokens, tokens)
-        chunk = Section(prompt_tokens=tokens, prefix_tokens=0, start_token=start, stop_token=stop)
-        for views in engine.views.values():
-            synthetic.fill(views, room=order.room, tables=begun.tables, section=chunk)
+        _fill(engine, order.room, begun.tables, Section(prompt_tokens=tokens, start_token=start, stop_token=stop), keys)
         engine.publish(order.room, stop)
         channel.report(Computed(tokens=stop - start))
     note = Note(
         number=order.number,
         room=order.room,
         prompt_tokens=tokens,
-        output_tokens=order.output_tokens,
+        computed_tokens=begun.computed_tokens,
         finished_s=time.monotonic(),
     )
     channel.report(Finished(number=order.number, begun_s=begun_s, finished_s=note.finished_s))
-    engine.finish(order.room, metadata=note.model_dump_json().encode())
+    engine.finish(order.room, metadata=note.model_dump_json().encode(), checkpoints=tuple(begun.checkpoints))
+
+
+def _fill(engine: PrefillEngine, room: int, tables: Tables, section: Section, keys: Keys) -> None:
+    for views in engine.views.values():
+        synthetic.fill(views, room=room, tables=tables, section=section, keys=keys)
+
+
+def _restored(engine: PrefillEngine, order: Serve, begun: PrefillRoom, keys: Keys) -> Restored:
+    """Look at all that an engine would start from."""
+    found = {
+        rank: synthetic.compare(views, room=order.room, tables=begun.restore, tokens=begun.computed_tokens, keys=keys)
+        for rank, views in engine.views.items()
+    }
+    compared = joined(found, number=order.number, room=order.room)
+    return Restored(number=order.number, **dict(compared))

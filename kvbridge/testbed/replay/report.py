@@ -45,6 +45,9 @@ PHASES = {
 """Phases in the order of a request's life, and what each of them is; a daemon may report others."""
 STEPS = ("admission", "engine_queue", "prefill", "after_prefill", "commit_to_claim", "check", "hold")
 """Phases that follow one another without a gap: they add up to `total`."""
+FOUND = {"prefill": "held by prefill", "decode": "held by decode", "endless": "endless cache"}
+"""Where tokens of prompts were found: what prefill did not have to compute, what decode did not have to be sent, and what a cache
+would hold that forgets nothing, if requests came one after another."""
 NEIGHBOURS = 0.025
 """Requests on each side of a percentile that show what it is made of: this part of all."""
 
@@ -90,6 +93,12 @@ class Sample(FrozenModel):
     completed: NonNegative
     arrived_bytes: NonNegative
     """Of all requests so far whose bytes have been compared."""
+    whole_bytes: NonNegative
+    """Bytes that these requests would have been sent if decode had held nothing."""
+    arrived_tokens: NonNegative
+    """Of their prompts."""
+    found_tokens: dict[str, NonNegative]
+    """Of these, by FOUND."""
     used_pages: dict[str, dict[str, NonNegative]]
     """Pages that are not free, by role and index space."""
 
@@ -123,6 +132,12 @@ class ReplayReport(FrozenModel):
     """Answers that sent a request away for a while, by code."""
     amounts: Amounts
     """What arrived, by component."""
+    whole_bytes: NonNegative
+    """What would have arrived if decode had held nothing."""
+    arrived_tokens: NonNegative
+    """Of the prompts of what arrived."""
+    found_tokens: dict[str, NonNegative]
+    """Of these, by FOUND; `endless` is what `hash_ids` allow."""
     checked_bytes: NonNegative
     mismatched_bytes: NonNegative
     wrong_rows: tuple[WrongRow, ...]
@@ -206,7 +221,10 @@ def _rounded(seconds: float) -> float:
 
 def print_report(report: ReplayReport, console: Console) -> None:
     """Print what arrived, how long each phase took, what went wrong; the last line is the verdict."""
-    for table in (_bytes_table(report), _phases_table(report)):
+    tables = [_bytes_table(report), _phases_table(report)]
+    if report.settings["prefixes"]:
+        tables.append(_found_table(report))
+    for table in tables:
         console.print(table)
         console.print()
     for line, style in _lines(report):
@@ -222,6 +240,14 @@ def _lines(report: ReplayReport) -> Iterator[tuple[str, str]]:
                 f"{replay_s:.1f} s: {report.completed / replay_s:.2f} requests/s, {report.total.bytes / replay_s / 1e9:.3f} GB/s, "
                 f"{report.prompt_tokens / replay_s:,.0f} tokens/s; at most {report.most_in_flight} in flight; "
                 f"pools of {report.pool_bytes / 1e9:.2f} GB"
+            ),
+            "",
+        )
+    if report.settings["prefixes"] and report.whole_bytes:
+        yield (
+            (
+                f"sent {report.total.bytes / 1e9:.3f} GB of {report.whole_bytes / 1e9:.3f} GB without prefixes "
+                f"({report.total.bytes / report.whole_bytes:.3f})"
             ),
             "",
         )
@@ -246,6 +272,16 @@ def _bytes_table(report: ReplayReport) -> Table:
         each = amount.bytes // amount.operations if amount.operations else 0
         share = amount.bytes / total.bytes if total.bytes else 0.0
         table.add_row(name, f"{amount.bytes:,}", f"{share:.1%}", f"{amount.operations:,}", f"{each:,}")
+    return table
+
+
+def _found_table(report: ReplayReport) -> Table:
+    table = _table("prefixes", "tokens", "of prompts", "of endless")
+    endless = report.found_tokens.get("endless", 0)
+    for where, words in FOUND.items():
+        tokens = report.found_tokens.get(where, 0)
+        share = tokens / report.arrived_tokens if report.arrived_tokens else 0.0
+        table.add_row(words, f"{tokens:,}", f"{share:.1%}", f"{tokens / endless:.1%}" if endless else "-")
     return table
 
 

@@ -17,7 +17,7 @@ from kvbridge.core.ids import FrozenModel
 from kvbridge.testbed.engines.messages import Computed, Finished, RoomEnded
 from kvbridge.testbed.engines.processes import EngineProcess
 from kvbridge.testbed.progress import ShownProgress
-from kvbridge.testbed.replay.job import EVENTS, Arrived, Released, Serve
+from kvbridge.testbed.replay.job import EVENTS, Arrived, Released, Restored, Serve
 from kvbridge.testbed.replay.ledger import Ledger, Request
 from kvbridge.testbed.replay.options import ReplayOptions
 from kvbridge.testbed.replay.plan import ReplayPlan
@@ -110,7 +110,10 @@ class Replay(ClusterRun):
     def _admit(self, request: Request) -> None:
         """Ask for a pair and hand the room to the prefill engine, or note when to ask again."""
         asked = PairRequest(
-            prompt_tokens=request.facts.input_length, max_new_tokens=request.facts.output_length, client="replay"
+            prompt_tokens=request.facts.input_length,
+            max_new_tokens=request.facts.output_length,
+            client="replay",
+            page_hashes=self._plan.keys(request.number).data,
         )
         asked_s = time.monotonic() - self._begun_s
         try:
@@ -123,14 +126,15 @@ class Replay(ClusterRun):
             self._ledger.turned_down(request, str(error))
             return
         self._ledger.admitted(request, room, asked_s=asked_s, now_s=time.monotonic() - self._begun_s)
-        self.engines["prefill"].order(
-            Serve(
-                number=request.number,
-                room=room,
-                prompt_tokens=request.facts.input_length,
-                output_tokens=request.facts.output_length,
-            )
+        order = Serve(
+            number=request.number,
+            room=room,
+            prompt_tokens=request.facts.input_length,
+            output_tokens=request.facts.output_length,
+            hash_ids=request.facts.hash_ids,
         )
+        for side in ("decode", "prefill"):  # decode knows a room before prefill can have written it
+            self.engines[side].order(order)
 
     def handle(self, engine: EngineProcess, event: FrozenModel) -> None:  # noqa: ARG002 - all say the same
         """See ClusterRun."""
@@ -140,6 +144,8 @@ class Replay(ClusterRun):
             case Finished():
                 begun_s, finished_s = event.begun_s - self._begun_s, event.finished_s - self._begun_s
                 self._ledger.finished(event.number, begun_s=begun_s, finished_s=finished_s)
+            case Restored():
+                self._ledger.compared(event)
             case Arrived():
                 self._ledger.arrived(event)
             case Released():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvbridge.core.errors import IntegrityError, InvalidInputError
 from kvbridge.kernels.swap_in import SwapInShape
 from kvbridge.sparse.requests import RequestBook
 
@@ -68,3 +69,38 @@ def test_free_slots_are_named_from_the_lowest():
     requests.release(1)
     assert requests.free_slot() == 1
     assert requests.slots() == (0, 2)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 127, 128, 129, 255])
+def test_nothing_is_ever_written_to_a_page_that_others_read(rows):
+    """Over steps, a longer page table and a flush: what goes to the host lies behind everything that was whole at admission."""
+    requests = book()
+    shared = rows // 64
+    requests.admit(0, pages(max(1, -(-rows // 64))), rows, shared_pages=shared)
+    written = []
+    for after in range(rows + 1, 600):
+        partial = requests.partial_page(0)
+        written += [partial.page] if partial is not None else []
+        requests.extend(0, pages(after // 64 + 1))
+        written += [place.page for place in requests.begin_step([(0, after)]).completed]
+        requests.end_step()
+    assert sorted(set(written)) == list(range(shared, 10))[: len(set(written))]
+    assert len(set(written)) >= 9 - shared
+
+
+def test_pages_that_are_not_complete_cannot_be_shared():
+    with pytest.raises(
+        InvalidInputError, match="2 host pages are said to be shared, but only 1 are complete with 127 rows"
+    ):
+        book().admit(0, pages(4), 127, shared_pages=2)
+
+
+def test_a_plan_that_names_a_shared_page_is_refused_and_changes_nothing():
+    requests = book()
+    requests.admit(0, pages(4), 63)
+    requests.get(0).shared_pages = 1  # what no caller can reach
+    with pytest.raises(IntegrityError, match="host page 100, which others read"):
+        requests.begin_step([(0, 64)])
+    with pytest.raises(IntegrityError, match="host page 100, which others read"):
+        requests.partial_page(0)
+    assert (requests.stepping, requests.get(0).rows) == (False, 63)

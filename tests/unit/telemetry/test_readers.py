@@ -24,6 +24,7 @@ from kvbridge.telemetry.events import (
     PeerLost,
     PeerRejected,
     PhasesEnded,
+    PrefixMatched,
     RankReceived,
     RequestRefused,
     RequestWaited,
@@ -196,6 +197,17 @@ def test_what_only_a_decode_node_counts(fact: Fact, line: bytes) -> None:
     assert line in b"".join(metrics.render()[0])
 
 
+def test_what_a_prefix_saves_is_counted_on_both_roles_and_its_bytes_where_they_are_saved() -> None:
+    for role, saved in (("prefill", 0), ("decode", 4096)):
+        metrics, events = Metrics(role=role), EventStream()
+        events.add_reader(MetricsReader(metrics, PeerNames()).table)
+        events.emit(PrefixMatched(**ROOM, hit_tokens=512, miss_tokens=88, hit_bytes=saved))
+        page = b"".join(metrics.render()[0])
+        assert b'kvbridge_prefix_tokens_total{outcome="hit"} 512.0' in page
+        assert b'kvbridge_prefix_tokens_total{outcome="miss"} 88.0' in page
+        assert (b"kvbridge_prefix_saved_bytes_total 4096.0" in page) == bool(saved)
+
+
 class Logged:
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -210,7 +222,7 @@ class Logged:
 
 def test_the_log_has_a_line_for_each_room_that_ended_and_says_why_it_failed() -> None:
     logged = Logged()
-    about = {"age_s": 0.25, "prompt_tokens": 5, "bytes": 584}
+    about = {"age_s": 0.25, "prompt_tokens": 5, "prefix_tokens": 4, "computed_tokens": 2, "bytes": 584}
     ids = {"request_id": "r-1", "trace_id": "4bf9"}
     with capture_logs() as lines:
         logged.events.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED, **about, ids=ids))

@@ -45,12 +45,26 @@ def wrong_row() -> WrongRow:
     )
 
 
+def sample(at_s: float, completed: int, arrived_bytes: int, **changes: Any) -> Sample:
+    """How it was at one moment."""
+    facts: dict[str, Any] = {
+        "whole_bytes": arrived_bytes,
+        "in_flight": 0,
+        "arrived_tokens": 0,
+        "found_tokens": {"prefill": 10, "decode": 20, "endless": 30},
+        "used_pages": {},
+    }
+    return Sample.model_validate(
+        facts | changes | {"at_s": at_s, "completed": completed, "arrived_bytes": arrived_bytes}
+    )
+
+
 def report(**changes: Any) -> ReplayReport:
     """A good report of two requests, unless changed."""
     facts: dict[str, Any] = {
         "ending": Ending.COMPLETED,
         "trace": "trace.jsonl",
-        "settings": {"model": "tiny-v4", "transport": "local", "speed": 0.0},
+        "settings": {"model": "tiny-v4", "transport": "local", "speed": 0.0, "prefixes": True},
         "environment": {"cores": 2},
         "requests": 2,
         "completed": 2,
@@ -58,6 +72,9 @@ def report(**changes: Any) -> ReplayReport:
         "refused": 0,
         "refusals": {"capacity": 3},
         "amounts": {ComponentKind.C4_KV: Amount(lane_rows=4, bytes=4096, operations=4)},
+        "whole_bytes": 5120,
+        "arrived_tokens": 300,
+        "found_tokens": {"prefill": 100, "decode": 75, "endless": 120},
         "checked_bytes": 4000,
         "mismatched_bytes": 0,
         "wrong_rows": (),
@@ -68,12 +85,13 @@ def report(**changes: Any) -> ReplayReport:
         "breakdown": breakdown([{"total": 0.1, "prefill": 0.06, "check": 0.04}, {"total": 0.2, "prefill": 0.2}]),
         "phases": {"total": PhaseSummary.of([0.1, 0.2]), "brewing": PhaseSummary.of([0.5])},
         "occupancy": (
-            Sample(at_s=0.0, in_flight=0, completed=0, arrived_bytes=0, used_pages={}),
-            Sample(
-                at_s=2.0,
+            sample(0.0, 0, 0),
+            sample(
+                2.0,
+                1,
+                4096,
                 in_flight=2,
-                completed=1,
-                arrived_bytes=4096,
+                arrived_tokens=300,
                 used_pages={"prefill": {"full": 5}, "decode": {"full": 1, "host": 1}},
             ),
         ),

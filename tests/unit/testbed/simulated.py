@@ -106,6 +106,8 @@ def arrival(each: Timed) -> Arrived:
             "commit_to_claim": each.claimed - each.committed,
         },
         after_prefill_s=each.committed - each.finished,
+        computed_tokens=0,
+        prefix_tokens=0,
         check_s=each.checked - each.claimed,
         checked_bytes=9,
         wrong_bytes=0,

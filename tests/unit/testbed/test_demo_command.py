@@ -117,7 +117,7 @@ def test_defaults_follow_from_what_is_asked(demo, monkeypatch, tmp_path, argumen
     plan = DemoPlan.of(EndingDemo.options)
     job = plan.job(tmp_path, tmp_path, tmp_path, logits_dir=tmp_path)
     found = {
-        "prompts": len(job.prompts),
+        "prompts": job.requests,
         "steps": job.steps,
         "device": job.device,
         "hot_rows": job.sparse and job.sparse.hot_rows,

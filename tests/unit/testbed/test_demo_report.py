@@ -8,7 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from kvbridge.testbed.demo.report import format_bytes, is_scattered, print_report
+from kvbridge.testbed.demo.report import is_scattered
+from kvbridge.testbed.demo.report_table import format_bytes, print_report
 from tests.unit.testbed.demo_reports import HOT_BUFFER, report, request, sparse_request
 
 
@@ -125,3 +126,33 @@ def test_json_has_the_verdict_and_what_it_follows_from():
 def test_bytes_are_short(count, text):
     assert format_bytes(count) == text
     assert len(text) <= 5
+
+
+def turn(number: int, *, prefix_tokens: int, computed_tokens: int, **more):
+    facts = {"conversation": 1, "turn": number, "page_keys": True, "spared_bytes": 1 << 20, "arrival_s": 0.25}
+    held = {"prefix_tokens": prefix_tokens, "computed_tokens": computed_tokens}
+    return request(number, tokens=1024).model_copy(update={**facts, **held, **more})
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_turns_say_what_was_held_computed_and_sent(width):
+    hit = turn(2, prefix_tokens=768, computed_tokens=512, by_itself=True)
+    cold = turn(3, prefix_tokens=0, computed_tokens=0, by_itself=True, page_keys=False, arrival_s=1.0, spared_bytes=0)
+    made = report(turn(1, prefix_tokens=0, computed_tokens=0, spared_bytes=0), hit, cold, turns=2)
+    text = printed(made, width)
+    assert made.good
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    row = next(line for line in text.splitlines() if line.split()[:4] == ["2", "2", "of", "1"])
+    assert row.split()[4:] == ["1,024", "768", "512", "28.0M", "29.0M", "250", "yes"]
+    assert "after 1,000 ms without reuse (request 3) and after 250 ms with it (2): 4.0 times as fast" in " ".join(
+        text.split()
+    )
+
+
+@pytest.mark.parametrize(("decode", "prefill"), [(0, 0), (256, 0), (0, 256)])
+def test_turns_that_reuse_nothing_on_one_side_are_no_success(decode, prefill):
+    made = report(turn(1, prefix_tokens=decode, computed_tokens=prefill), turns=2)
+    assert made.equal
+    assert not made.good
+    assert "Nothing was reused on one of the two sides" in printed(made, 110)

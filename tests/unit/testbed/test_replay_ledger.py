@@ -25,6 +25,8 @@ def arrive(book, number: int, *, wrong: int = 0) -> None:
             amounts={ComponentKind.C4_KV: Amount(lane_rows=1, bytes=10, operations=1)},
             phases_s={"move": 0.5},
             after_prefill_s=0.1,
+            computed_tokens=0,
+            prefix_tokens=0,
             check_s=0.2,
             checked_bytes=9,
             wrong_bytes=wrong,

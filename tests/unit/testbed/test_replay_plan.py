@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.memory_limits import MemoryLimit
 from kvbridge.testbed.cluster import plan_cluster
 from kvbridge.testbed.replay import plan as planning
+from kvbridge.testbed.replay.options import ReplayOptions
+from kvbridge.testbed.replay.plan import ReplayPlan
+from tests.helpers.traces import trace_line
 from tests.unit.testbed.replays import plan
 
 
@@ -84,3 +88,15 @@ def test_decode_holds_rooms_at_the_speed_of_the_trace(tmp_path):
 
     assert hold_s(speed=1.0) == hold_s(speed=0.0) == 0.02
     assert hold_s(speed=10.0) == pytest.approx(0.002)
+
+
+def test_what_prompts_share_in_a_cache_that_forgets_nothing(tmp_path):
+    """Blocks are of two pages; what one prompt shares with another ends with the last whole page of the shorter."""
+    lines = [(1024, [1, 2]), (1024, [1, 3]), (700, [1, 3]), (2000, [1, 2, 4, 5]), (1024, []), (1024, [])]
+    trace = tmp_path / "shared.jsonl"
+    trace.write_text("".join(json.dumps(trace_line(input_length=each, hash_ids=ids)) + "\n" for each, ids in lines))
+    shared = ReplayPlan.of(ReplayOptions(trace=trace, model="tiny-v4"))
+    assert shared.endless_tokens == (0, 512, 512, 1024, 0, 0)
+    without = ReplayPlan.of(ReplayOptions(trace=trace, model="tiny-v4", prefixes=False))
+    assert set(without.endless_tokens) == {0}
+    assert not any(without.keys(number) for number in range(1, 7))

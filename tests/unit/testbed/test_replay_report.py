@@ -20,14 +20,13 @@ from kvbridge.testbed.replay.report import (
     Ending,
     PhaseSummary,
     ReplayReport,
-    Sample,
     Unserved,
     breakdown,
     percentile,
     print_report,
 )
 from tests.unit.testbed import simulated
-from tests.unit.testbed.replays import report, wrong_row
+from tests.unit.testbed.replays import report, sample, wrong_row
 
 ADDED_UP = {"verify_busy", "admit_to_commit"}
 """Phases of the table that are parts or sums of others that are drawn."""
@@ -141,10 +140,7 @@ def test_the_steps_of_a_whole_replay_leave_no_gap(tmp_path):
 
 def test_rates_are_those_between_two_looks():
     looks = [(0.0, 0, 0), (0.0, 0, 0), (2.0, 1, 4000), (2.5, 3, 4000)]
-    samples = [
-        Sample(at_s=at_s, in_flight=0, completed=completed, arrived_bytes=arrived, used_pages={})
-        for at_s, completed, arrived in looks
-    ]
+    samples = [sample(at_s, completed, arrived) for at_s, completed, arrived in looks]
     assert plot.rates(tuple(samples)) == ([0.0, 2.0], [2000.0, 0.0], [0.5, 4.0])
     assert plot.rates(()) == ([], [], [])
 

@@ -54,3 +54,17 @@ def test_a_rank_without_layers_has_nothing_to_wait_for():
     progress = RankProgress((), prompt_tokens=100)
     assert progress.complete
     assert progress.next_sections(0) == []
+
+
+@pytest.mark.parametrize("computed", [0, 40, 64, 99])
+@pytest.mark.parametrize("held", [0, 40, 64, 100])
+def test_what_the_node_holds_is_published_from_the_beginning(computed, held):
+    progress = RankProgress((0, 1), prompt_tokens=100, computed_tokens=computed)
+    assert progress.published_tokens == computed
+    assert progress.next_sections(held) == ([section(0, computed, prefix=held)] if computed else [])
+    if computed:
+        with pytest.raises(ConflictError, match="goes backwards"):
+            progress.publish(computed - 1)
+    progress.publish(100)
+    assert progress.next_sections(held) == [section(computed, 100, prefix=held)]
+    assert progress.complete

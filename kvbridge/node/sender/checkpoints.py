@@ -1,0 +1,125 @@
+"""Windows and states at page ends on a prefill node: where a room's engine goes on, which it is to leave behind, and what stays.
+
+Owns: the pages of wanted checkpoints, and what of a room enters the cache when it is over. Must not know: engines, messages, when a
+room is over.
+
+A checkpoint is worth its pages only to requests to come: one that does not fit is left out, and the room goes on without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError
+from kvbridge.core.geometry.checkpoints import most_reusable_tokens, needs_checkpoints, wanted_checkpoints
+from kvbridge.core.geometry.pages import window_pages
+from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.session.progress import RankProgress
+from kvbridge.core.wire.engine_messages import Checkpoint, Pages
+from kvbridge.core.wire.messages import MAX_CHECKPOINTS, to_wire
+from kvbridge.node.room_pages import RoomPages
+from kvbridge.node.sender.room import SenderRoom
+from kvbridge.pool.accounts.page_states import PageState
+
+
+@dataclass(frozen=True, slots=True)
+class RoomCheckpoints:
+    """Called from the event loop's thread only."""
+
+    pages: RoomPages
+
+    def admitted(self, room: SenderRoom) -> None:
+        """Give a room pages for the checkpoints that are wanted of it, before its pages are leased."""
+        prefixes, settings = self.pages.prefixes, self.pages.settings
+        if prefixes is None or not room.keys:
+            return
+        geometry, page = settings.geometry, settings.geometry.tokens_per_page
+        reusable = most_reusable_tokens(geometry, room.prompt_tokens)
+        ends = wanted_checkpoints(
+            geometry,
+            room.prompt_tokens,
+            computed_tokens=room.computed_tokens,
+            known_tokens=min(reusable, prefixes.known(room.keys) * page),
+            interval_tokens=settings.checkpoint_interval_tokens,
+        )
+        for tokens in reversed(ends[-MAX_CHECKPOINTS:]):
+            if tokens == room.prompt_tokens:  # the engine leaves the room's own windows exactly there
+                room.checkpoints[tokens] = room.tables[IndexSpace.SWA]
+                continue
+            live = window_pages(geometry, tokens)
+            try:
+                ids = self.pages.book.grow(room.owner, {IndexSpace.SWA: len(live)})[IndexSpace.SWA]
+            except (CapacityError, InvalidInputError):  # not now, or never in a pool of this size
+                return
+            room.checkpoints[tokens] = PageTable(IndexSpace.SWA, ids, live.start)
+
+    def restorable(self, room: SenderRoom) -> tuple[int, ...]:
+        """Return where the engine of a room can start, in tokens: at 0, and where it has all that it needs."""
+        page, ends = self.pages.settings.geometry.tokens_per_page, range(1, 1)
+        if (prefixes := self.pages.prefixes) is not None and room.computed_tokens:
+            if needs_checkpoints(self.pages.settings.geometry):
+                return (0, *(whole * page for whole in prefixes.checkpoints(room.owner)))
+            ends = range(1, room.computed_tokens // page + 1)
+        return (0, *(whole * page for whole in ends))
+
+    def start_at_most(self, room: SenderRoom, tokens: int) -> None:
+        """Let the engine of a room start at no more than so many tokens.
+
+        Raises ConflictError when the room has been begun with more or its prefix is on its way, CapacityError when there are no
+        pages for what it is to compute besides.
+        """
+        if room.computed_tokens <= tokens:
+            return
+        if room.begun or room.open_ranks:
+            raise ConflictError(
+                f"room {room.room} starts at {room.computed_tokens} tokens, not at {tokens} or less: "
+                + ("it was begun so on another rank" if room.begun else "these are being sent already")
+            )
+        self.pages.shorten(room, max(end for end in self.restorable(room) if end <= tokens))
+        for work in room.ranks.values():
+            layers = work.progress.layers
+            work.progress = RankProgress(layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.computed_tokens)
+
+    def tell(self, room: SenderRoom, answer: Pages) -> Pages:
+        """Add to the answer to `begin` from what the engine starts, and what it is to leave behind."""
+        wanted = [(tokens, table) for tokens, table in sorted(room.checkpoints.items()) if tokens < room.prompt_tokens]
+        restore = None
+        if room.checkpoint is not None and len(room.checkpoint):
+            first_page = window_pages(self.pages.settings.geometry, room.computed_tokens).start
+            restore = _on_wire(room.computed_tokens, PageTable(IndexSpace.SWA, room.checkpoint, first_page))
+        checkpoints = tuple(_on_wire(tokens, table) for tokens, table in wanted)
+        return answer.model_copy(update={"restore": restore, "checkpoints": checkpoints})
+
+    @staticmethod
+    def check(room: SenderRoom, written: tuple[int, ...]) -> None:
+        """Raise InvalidInputError for a checkpoint that was not asked for: an engine has written to pages that nobody gave it."""
+        asked = {tokens for tokens in room.checkpoints if tokens < room.prompt_tokens}
+        unknown = sorted(set(written) - asked)
+        if unknown:
+            raise InvalidInputError(
+                f"finish names checkpoints at {unknown} tokens of room {room.room} that `begin` did not ask for; it asked for "
+                f"{sorted(asked)}"
+            )
+
+    def keep(self, room: SenderRoom) -> None:
+        """Let the whole pages of a room that is over stay, with its checkpoints, if every engine has written all of them.
+
+        Nothing of the room is in flight, and no engine uses its pages any more.
+        """
+        prefixes, book = self.pages.prefixes, self.pages.book
+        if prefixes is None or not room.keys or not all(work.written for work in room.ranks.values()):
+            return
+        if book.state(room.owner) is PageState.LEASED:
+            self.pages.hold(room)
+        if book.state(room.owner) is not PageState.HELD:
+            return
+        self.pages.keep(room, room.keys)
+        written = frozenset.intersection(*(work.checkpoints for work in room.ranks.values())) | {room.prompt_tokens}
+        for tokens in sorted(written & room.checkpoints.keys()):
+            whole = tokens // self.pages.settings.geometry.tokens_per_page
+            if whole <= prefixes.reads(room.owner):  # else what is before it has been dropped meanwhile
+                prefixes.keep_checkpoint(room.owner, whole, room.checkpoints[tokens].ids)
+
+
+def _on_wire(tokens: int, table: PageTable) -> Checkpoint:
+    return Checkpoint(tokens=tokens, table=to_wire({table.space: table})[0])

@@ -1,0 +1,112 @@
+"""What the demo's requests say: single prompts, or conversations of several turns in which each prompt continues the answer before.
+
+Owns: which request comes after which, what is new in its prompt, how long prompts are. Must not know: models, what is answered.
+
+A turn's prompt is the whole conversation so far: the prompt before, the tokens that were fed as its answer, and something new.
+It is so long that prompts end at all kinds of places of a page, and some answers exactly on a page. Every other conversation
+begins with the same system prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+
+from kvbridge.testbed.demo.job import Text
+
+DEFAULT_CONVERSATIONS = 4
+SYSTEM_TOKENS = 600
+"""Two pages and a part of one: so a known prefix ends inside a page for whoever else begins so."""
+SPARSE_SYSTEM_TOKENS = 1700
+"""Sparse decode is about prompts that are much longer than the hot buffer."""
+_LEAST_NEW_TOKENS = 40
+_REMAINDERS = (3, 129, 0, 255, 1, 127, 4, 128, 2)
+"""Of prompts by a page: every place where a block of 4 or of 128 tokens, or the page itself, ends or nearly does."""
+_STRIDE = 97
+"""Prompts begin at different places of the text."""
+_PAGE = 256
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of the demo."""
+
+    number: int
+    """From 1."""
+    tokens: int
+    """Of its whole prompt."""
+    new: Text
+    """What its prompt has beyond the request `previous` and its answer."""
+    conversation: int = 0
+    """From 1; 0: a prompt of its own."""
+    turn: int = 0
+    previous: int = 0
+    """0: nothing comes before what is new."""
+    after: int = 0
+    """The request that has to be answered before this one is made, `previous` or another; 0: none."""
+    page_keys: bool = False
+    """Whether its pages may be shared."""
+    by_itself: bool = False
+    """Made when nothing else is running, so that its time can be compared."""
+
+
+def single_prompts(lengths: Sequence[int]) -> tuple[Request, ...]:
+    """Return a request for each length, which have nothing to do with one another."""
+    numbered = enumerate(lengths, start=1)
+    return tuple(Request(number, tokens, _text(tokens, number * _STRIDE)) for number, tokens in numbered)
+
+
+def conversations(count: int, turns: int, *, steps: int, system_tokens: int) -> tuple[Request, ...]:
+    """Return the requests of `count` conversations with answers of `steps` tokens, interleaved by turns.
+
+    The longest conversation has one turn more, by itself, and the last request is this one again without reuse.
+    """
+    made: list[Request] = []
+    for turn in range(1, turns + 1):
+        for conversation in range(1, count + 1):
+            number = len(made) + 1
+            if turn > 1:
+                made.append(_next_turn(number, made[-count], steps=steps))
+                continue
+            shares = conversation % 2 == 1
+            system = _text(system_tokens, 0 if shares else number * _STRIDE + 1)
+            tokens = _prompt_tokens(number, system_tokens, steps=steps)
+            made.append(
+                Request(
+                    number,
+                    tokens,
+                    system + _text(tokens - system_tokens, number * _STRIDE),
+                    conversation,
+                    turn,
+                    # Whoever shares the system prompt comes when it is known.
+                    after=conversation - 2 if shares and conversation > 2 else 0,
+                    page_keys=True,
+                )
+            )
+    longest = max(made, key=lambda request: request.tokens)
+    apart = replace(_next_turn(len(made) + 1, longest, steps=steps), by_itself=True)
+    return (*made, apart, replace(apart, number=apart.number + 1, page_keys=False))
+
+
+def _next_turn(number: int, before: Request, *, steps: int) -> Request:
+    """Return the request that continues another one and its answer."""
+    begun = before.tokens + steps
+    tokens = _prompt_tokens(number, begun, steps=steps)
+    new = _text(tokens - begun, number * _STRIDE)
+    return Request(
+        number, tokens, new, before.conversation, before.turn + 1, before.number, before.number, page_keys=True
+    )
+
+
+def _prompt_tokens(number: int, begun: int, *, steps: int) -> int:
+    """Return where a prompt ends that has `begun` tokens already: so that it, or every fifth answer, ends at an edge."""
+    ending = _REMAINDERS[number % len(_REMAINDERS)] if number % 5 else -steps
+    least = begun + _LEAST_NEW_TOKENS
+    return least + (ending - least) % _PAGE
+
+
+def _text(tokens: int, offset: int) -> Text:
+    """Return so many tokens of the prose that comes with kvbridge (a token is a byte), going round at its end."""
+    text = resources.files("kvbridge").joinpath("engine/adapters/prompts.txt").read_bytes()
+    return tuple(text[(offset + index) % len(text)] for index in range(tokens))

@@ -1,0 +1,141 @@
+"""Where a prefill engine can go on with a prefix: which models, at which page ends, with what."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbridge.core.geometry.checkpoints import (
+    most_reusable_tokens,
+    needs_checkpoints,
+    wanted_checkpoints,
+    why_no_prefixes,
+)
+from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
+from kvbridge.core.geometry.pages import window_pages
+from kvbridge.core.geometry.presets import PRESETS, preset
+from kvbridge.core.ids import IndexSpace
+from kvbridge.core.plan.operations import Section
+from kvbridge.core.plan.planner import rows_to_send
+from kvbridge.core.session.progress import RankProgress
+
+V4, GQA = preset("tiny-v4"), preset("tiny-gqa")
+PAGE = V4.tokens_per_page
+AROUND = (0, 1, 2, 3, 4, 127, 128, 129, PAGE - 1)
+"""Tokens behind a page's end."""
+
+
+def with_state(liveness: Liveness, *, block: int = 1, overlap: int = 0) -> ModelGeometry:
+    """A model that keeps a state of this kind in its request slot."""
+    rows = {Liveness.TAIL: block * (overlap + 1), Liveness.WHOLE: 1}[liveness]
+    state = Component(
+        kind=ComponentKind.C128_STATE,
+        layers=(0,),
+        space=IndexSpace.REQUEST,
+        encoding=Encoding.FP32,
+        liveness=liveness,
+        row_parts_bytes=(64,),
+        slots_per_page=rows,
+        rows_per_logical_page=rows * 2**32,
+        block=block,
+        overlap=overlap,
+    )
+    return GQA.model_copy(update={"components": (*GQA.components, state)})
+
+
+def with_window(window: int) -> ModelGeometry:
+    """A model with windows of so many tokens."""
+    swa = V4.component(ComponentKind.SWA_KV)
+    return V4.model_copy(
+        update={"components": tuple(c.model_copy(update={"window": window}) if c is swa else c for c in V4.components)}
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_model_that_is_known_can_go_on(name: str) -> None:
+    assert not why_no_prefixes(preset(name))
+    assert needs_checkpoints(preset(name)) is ("v4" in name)
+
+
+def test_a_state_that_is_not_empty_at_a_pages_end_is_named() -> None:
+    assert "c128_state" in why_no_prefixes(with_state(Liveness.WHOLE))
+    assert "c128_state" in why_no_prefixes(with_state(Liveness.TAIL, block=96))
+    assert "c128_state" in why_no_prefixes(with_state(Liveness.TAIL, block=128, overlap=1))
+    assert not why_no_prefixes(with_state(Liveness.TAIL, block=128))
+
+
+@given(st.integers(0, 40), st.sampled_from(AROUND))
+def test_at_least_one_token_is_computed_and_less_than_a_page_is_given_away(pages: int, behind: int) -> None:
+    prompt = max(1, pages * PAGE + behind)
+    most = most_reusable_tokens(V4, prompt)
+    assert most % PAGE == 0
+    assert 1 <= prompt - most <= PAGE
+
+
+@pytest.mark.parametrize("behind", AROUND)
+@pytest.mark.parametrize("pages", [0, 1, 2, 7])
+def test_a_prompt_leaves_a_checkpoint_at_its_last_page_end(pages: int, behind: int) -> None:
+    prompt = pages * PAGE + behind
+    found = wanted_checkpoints(V4, prompt, computed_tokens=0, known_tokens=0)
+    assert found == ((pages * PAGE,) if pages else ())
+
+
+@given(
+    prompt=st.integers(1, 20 * PAGE),
+    computed=st.integers(0, 20),
+    known=st.integers(0, 20),
+    interval=st.sampled_from([0, 100, PAGE, 2 * PAGE, 3 * PAGE, 1000]),
+)
+def test_checkpoints_are_at_page_ends_behind_what_is_computed(
+    prompt: int, computed: int, known: int, interval: int
+) -> None:
+    start = min(computed * PAGE, most_reusable_tokens(V4, prompt))
+    junction = max(start, min(known * PAGE, prompt // PAGE * PAGE))
+    found = wanted_checkpoints(V4, prompt, computed_tokens=start, known_tokens=known * PAGE, interval_tokens=interval)
+    assert list(found) == sorted(set(found))
+    assert all(end % PAGE == 0 and start < end <= prompt for end in found)
+    assert junction == start or junction in found
+    reached = range(interval, prompt // PAGE * PAGE, interval) if interval else ()
+    assert {end // PAGE * PAGE for end in reached if end // PAGE * PAGE > start} <= set(found)
+
+
+def test_a_model_without_windows_wants_none() -> None:
+    assert wanted_checkpoints(GQA, 10 * GQA.tokens_per_page, computed_tokens=0, known_tokens=0) == ()
+
+
+@pytest.mark.parametrize(("window", "pages"), [(1, 1), (128, 1), (PAGE, 1), (PAGE + 1, 2), (3 * PAGE + 1, 4)])
+def test_windows_of_several_pages_have_checkpoints_of_several_pages(window: int, pages: int) -> None:
+    end = 10 * PAGE
+    assert window_pages(with_window(window), end) == range(10 - pages, 10)
+    assert window_pages(with_window(window), PAGE) == range(1), "no more than there are"
+
+
+@given(
+    pages=st.integers(0, 6),
+    behind=st.sampled_from(AROUND),
+    computed=st.integers(0, 6),
+    held=st.integers(0, 6),
+    middle=st.integers(0, 6 * PAGE + 255),
+)
+def test_whoever_holds_more_each_row_that_decode_lacks_is_sent_once(
+    pages: int, behind: int, computed: int, held: int, middle: int
+) -> None:
+    """`held`: pages of the prompt that decode has; `computed`: where prefill starts; `middle`: one publication on the way."""
+    prompt = max(1, pages * PAGE + behind)
+    start, prefix = min(computed * PAGE, most_reusable_tokens(V4, prompt)), min(held * PAGE, prompt // PAGE * PAGE)
+    progress = RankProgress(range(V4.layer_count), prompt_tokens=prompt, computed_tokens=start)
+    sections = progress.next_sections(prefix)
+    progress.publish(max(start, min(middle, prompt)))
+    sections += progress.next_sections(prefix)
+    progress.publish(prompt)
+    sections += progress.next_sections(prefix)
+    for component in V4.components:
+        sent = [row for section in sections for row in _rows(component, section)]
+        live = component.live_rows(prompt, prefix)
+        assert sent == list(range(live.start, live.stop)), component.kind
+
+
+def _rows(component: Component, section: Section) -> range:
+    rows = rows_to_send(component, section)
+    return range(rows.start, rows.stop)

@@ -1,0 +1,179 @@
+"""What the rooms of a node share: the prefix in front of their own pages, and that they let go of it once, however they end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import CapacityError
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace
+from kvbridge.core.session.receiver import ReceiverState
+from kvbridge.node.receiver.room import ReceiverRoom
+from kvbridge.node.room import Quarantine
+from kvbridge.node.room_pages import RoomPages, RoomSettings
+from kvbridge.node.sender.room import SenderRoom
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers.rooms import RECEIVER_LIMITS, RecordedEvents
+
+FLASH = preset("deepseek-v4-flash")
+PAGE = FLASH.tokens_per_page
+FULL, HOST, SWA, REQUEST = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA, IndexSpace.REQUEST
+POOL = {FULL: 12, HOST: 10, SWA: 12, REQUEST: 4}
+C4 = frozenset({next(part.kind for part in FLASH.components if part.host_capable)})
+
+
+def keys_of(name: str, pages: int) -> Keys:
+    return Keys.of([f"{name} {page}".encode().ljust(16) for page in range(pages)])
+
+
+class Bench:
+    """The pages of a decode node whose C4 rows are in its host pool, or of a prefill node."""
+
+    def __init__(self, *, computes: bool = False) -> None:
+        self.host = frozenset() if computes else C4
+        self.book = PageBook({space: count for space, count in POOL.items() if self.host or space is not HOST})
+        spaces = (FULL, HOST) if self.host else (FULL,)
+        self.cache = PrefixCache(self.book, PrefixIndex(spaces, min(POOL[space] for space in spaces)))
+        settings = RoomSettings(geometry=FLASH, limits=RECEIVER_LIMITS, shares_prefixes=True, host=self.host)
+        self.pages = RoomPages(self.book, settings, RecordedEvents(), self.cache, computes=computes)
+        self.last = 0
+
+    def room(self, tokens: int, name: str = "a", *, more: int = 0, keyed: bool = True):
+        self.last += 1
+        kind = SenderRoom if self.pages.computes else ReceiverRoom
+        room = kind(
+            room=self.last,
+            generation=1,
+            prompt_tokens=tokens,
+            prefix_tokens=0,
+            max_new_tokens=more,
+            client="",
+            state=ReceiverState.RESERVED,
+            created_s=0.0,
+            keys=keys_of(name, tokens // PAGE) if keyed else Keys(),
+        )
+        self.pages.reserve(room, self.pages.needed(tokens + more, tokens))
+        return room
+
+    def warm(self, tokens: int, name: str = "a") -> None:
+        room = self.room(tokens, name)
+        self.pages.keep(room, room.keys)
+        self.pages.give_back(room)
+
+    def cached(self) -> dict[IndexSpace, int]:
+        return {space: counts[PageState.CACHED] for space, counts in self.book.counts().items()}
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    yield bench
+    bench.cache.check_integrity()
+
+
+@pytest.mark.parametrize("over", [0, 1, 2, 3, 4, 127, 128, 255])
+def test_a_room_reads_what_is_cached_and_has_its_own_pages_behind_it(bench, over):
+    first = bench.room(3 * PAGE + over)
+    assert (first.prefix_tokens, bench.pages.keep(first, first.keys)) == (0, 3)
+    second = bench.room(3 * PAGE + over, more=PAGE)
+    assert second.prefix_tokens == 3 * PAGE
+    for space in (FULL, HOST):
+        held = second.tables[space]
+        assert held.first_page == 0
+        assert np.array_equal(held.ids[:3], first.tables[space].ids[:3])
+        own = bench.pages.own_tables(second)[space]
+        assert (own.first_page, own.ids.tolist()) == (3, held.ids[3:].tolist())
+        assert np.array_equal(own.ids, bench.book.pages(second.owner)[space])
+        assert len(held) == bench.pages.needed(4 * PAGE + over, 3 * PAGE + over)[space]
+    for space in (SWA, REQUEST):
+        assert bench.pages.own_tables(second)[space] is second.tables[space]
+        assert not set(second.tables[space].ids.tolist()) & set(first.tables[space].ids.tolist()), "never shared"
+    assert bench.cached() == {FULL: 3, HOST: 3, SWA: 0, REQUEST: 0}
+    for room in (first, second):
+        bench.pages.give_back(room)
+    assert bench.book.available_pages() == POOL
+
+
+def test_a_prompt_that_is_wholly_held_needs_no_page_of_its_own_that_grows(bench):
+    bench.warm(2 * PAGE)
+    room = bench.room(2 * PAGE)
+    assert (room.prefix_tokens, room.shared_pages) == (2 * PAGE, 2)
+    assert [len(bench.pages.own_tables(room)[space]) for space in (FULL, HOST)] == [0, 0]
+    bench.pages.lease(room)
+    bench.pages.hold(room)
+    assert bench.pages.keep(room, room.keys) == 0
+    bench.pages.grow(room, 3 * PAGE)
+    assert [len(room.tables[space]) for space in (FULL, HOST)] == [3, 3]
+    bench.pages.give_back(room)
+
+
+def test_prefill_goes_on_behind_a_prefix_whose_end_it_has_the_windows_of_and_computes_a_token():
+    bench = Bench(computes=True)
+    room = bench.room(3 * PAGE)
+    bench.pages.keep(room, room.keys)
+    assert bench.room(3 * PAGE).computed_tokens == 0, "no windows and states have been kept"
+    windows = room.tables[SWA].ids[:1]
+    assert bench.cache.keep_checkpoint(room.owner, 2, windows)
+    again = bench.room(3 * PAGE)
+    assert (again.computed_tokens, again.prefix_tokens) == (2 * PAGE, 0)
+    assert again.checkpoint is not None
+    assert again.checkpoint.tolist() == windows.tolist()
+    bench.pages.give_back(again)
+    bench.cache.check_integrity()
+
+
+@pytest.mark.parametrize("state", ["held", "leased", "quarantined"])
+def test_whatever_state_its_pages_are_in_a_room_lets_go_of_what_it_shares_once(bench, state):
+    bench.warm(3 * PAGE)
+    room = bench.room(4 * PAGE)
+    if state != "held":
+        bench.pages.lease(room)
+    if state == "quarantined":
+        bench.pages.quarantine(room, Quarantine.WRITER_SHUT_OUT, "a test")
+    before = bench.book.available_pages()
+    assert (before[FULL], before[HOST]) == (8, 6), "three are read, one is its own"
+    bench.pages.give_back(room)
+    assert bench.book.available_pages() == POOL
+    assert room.owner not in bench.cache
+    bench.pages.give_back(room)
+
+
+def test_a_room_that_does_not_fit_changes_nothing(bench):
+    bench.warm(3 * PAGE)
+    bench.room(6 * PAGE, "other")
+    before = bench.book.counts()
+    with pytest.raises(CapacityError):
+        bench.room(8 * PAGE)
+    assert bench.book.counts() == before
+    assert len(bench.cached()) == len(POOL)
+
+
+def test_the_second_arrival_of_a_page_stays_its_room_s_own(bench):
+    first, second = bench.room(2 * PAGE), bench.room(3 * PAGE)
+    assert bench.pages.keep(first, first.keys) == 2
+    assert bench.pages.keep(second, second.keys) == 1
+    assert len(bench.book.pages(second.owner)[FULL]) == 2
+    bench.pages.give_back(first)
+    bench.pages.give_back(second)
+    assert bench.book.available_pages() == POOL
+
+
+def test_keys_that_are_no_chain_keep_nothing_and_harm_nobody(bench):
+    bench.warm(2 * PAGE)
+    room = bench.room(2 * PAGE, "b")
+    room.keys = Keys.of([keys_of("b", 1)[0], keys_of("a", 1)[0]])
+    assert bench.pages.keep(room, room.keys) == 0
+    bench.pages.give_back(room)
+    assert bench.room(2 * PAGE).prefix_tokens == 2 * PAGE
+
+
+def test_a_room_without_keys_shares_nothing(bench):
+    bench.warm(2 * PAGE)
+    room = bench.room(2 * PAGE, keyed=False)
+    assert (room.prefix_tokens, bench.pages.keep(room, keys_of("a", 2))) == (0, 0)
+    bench.pages.give_back(room)

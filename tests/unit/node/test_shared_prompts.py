@@ -1,0 +1,236 @@
+"""Prompts that meet on a decode node: what the second one is not sent, when its pages stay, and what becomes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.ids import IndexSpace
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.messages import Done, Drained, Offer, to_wire
+from kvbridge.node.sender.offers import check_offer
+from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+from tests.helpers.rooms import ADDRESS, GEOMETRY, PAGE, PREFILL, R0, ReceiverBench, full_amounts, pages_in, pick
+
+FULL = IndexSpace.FULL
+TOKENS = np.arange(10 * PAGE) + 7
+IDENTITY = PrefixIdentity(model="m", revision="1", fingerprint=fingerprint(GEOMETRY), tokens_per_page=PAGE)
+MORE = 2 * PAGE
+
+
+def keys_of(tokens: int) -> Keys:
+    return page_keys(IDENTITY, TOKENS[:tokens])
+
+
+class Bench(ReceiverBench):
+    """A decode node, and a prefill node whose engine says which prompt it has computed."""
+
+    def admit(self, room: int, tokens: int, *, keys: Keys | None = None):
+        self.nodes.know()
+        data = (keys or keys_of(tokens)).data
+        request = AdmissionRequest(
+            room=room, prompt_tokens=tokens, max_new_tokens=MORE, page_hashes=data, prefill=(ADDRESS,)
+        )
+        self.service.requests.admit(request)
+        return self.service.book.get(room)
+
+    def done(self, room, key: bytes | None = None) -> None:
+        tokens, prefix = room.prompt_tokens, room.prefix_tokens
+        last = keys_of(tokens)[-1] if key is None else key
+        said = Done(
+            room=room.room,
+            generation=1,
+            writer=R0,
+            amounts=full_amounts(tokens, prefix),
+            phases_s={},
+            last_page_key=last,
+        )
+        self.service.peers.done(PREFILL, said)
+
+    def claim(self, room) -> None:
+        self.verbs.claim("engine", room.room, keys_of(room.prompt_tokens).data)
+
+    def whole(self, room: int, tokens: int):
+        """A room that has gone all the way."""
+        found = self.admit(room, tokens)
+        self.done(found)
+        self.claim(found)
+        self.verbs.release("engine", room)
+        return found
+
+    @property
+    def cached(self) -> int:
+        return pages_in(self.book, PageState.CACHED)
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    yield bench
+    bench.prefixes.check_integrity()
+
+
+@pytest.mark.parametrize("over", [0, 1, 2, 3, 4, 127, 128, 255])
+def test_the_second_of_two_is_offered_for_what_lacks_only(bench, over):
+    first = bench.whole(1, 3 * PAGE + over)
+    second = bench.admit(2, 4 * PAGE + over)
+    assert (first.prefix_tokens, second.prefix_tokens) == (0, 3 * PAGE)
+    offers = pick(bench.nodes.messages, Offer)
+    assert [offer.prefix_tokens for offer in offers] == [0, 3 * PAGE]
+    table = tables_from_wire(offers[1].tables)[FULL]
+    assert (table.first_page, table.ids.tolist()) == (3, second.tables[FULL].ids[3:].tolist())
+    check_offer(offers[1], GEOMETRY, prompt_tokens=second.prompt_tokens)
+    leased = bench.book.pages(second.owner)[FULL]
+    assert leased.tolist() == table.ids.tolist(), "no lease covers what others read"
+    bench.done(second)
+    assert second.amounts == full_amounts(second.prompt_tokens, 3 * PAGE)
+    bench.claim(second)
+    bench.verbs.release("engine", 2)
+    assert (bench.cached, bench.book.available_pages()[FULL]) == (4, 16)
+
+
+def test_an_offer_that_names_a_page_of_its_prefix_is_refused(bench):
+    bench.whole(1, 3 * PAGE)
+    room = bench.admit(2, 4 * PAGE)
+    offer = pick(bench.nodes.messages, Offer)[-1].model_copy(update={"tables": to_wire(room.tables)})
+    with pytest.raises(InvalidInputError, match=r"holds the first 3 pages .* begins with page 0"):
+        check_offer(offer, GEOMETRY, prompt_tokens=room.prompt_tokens)
+
+
+def test_siblings_find_a_prompt_while_its_first_still_decodes(bench):
+    first = bench.admit(1, 3 * PAGE)
+    assert bench.admit(2, 3 * PAGE).prefix_tokens == 0, "nothing of it has arrived yet"
+    bench.done(first)
+    bench.claim(first)
+    second = bench.admit(3, 3 * PAGE)
+    assert second.prefix_tokens == 3 * PAGE, "all of it"
+    assert len(tables_from_wire(pick(bench.nodes.messages, Offer)[-1].tables)[FULL].ids) == 2, "the answer's only"
+    bench.done(second)
+    bench.claim(second)
+    assert second.tables[FULL].ids[:3].tolist() == first.tables[FULL].ids[:3].tolist()
+
+
+def test_a_writer_that_does_not_say_what_it_computed_is_not_believed_before_the_claim(bench):
+    first = bench.admit(1, 3 * PAGE)
+    bench.done(first, b"")
+    assert (first.shown, bench.cached) == (RoomState.COMMITTED, 0)
+    bench.claim(first)
+    assert bench.cached == 3
+
+
+def test_a_writer_with_another_prompt_fails_the_room_and_nothing_of_it_stays(bench):
+    first = bench.admit(1, 3 * PAGE)
+    bench.done(first, bytes(16))
+    assert (first.shown, first.reason_code, bench.cached) == (RoomState.FAILED, "key_mismatch", 0)
+    assert "another prompt" in first.reason
+    assert bench.free == 16
+
+
+def test_whole_pages_of_the_answer_stay_and_the_last_token_counts_only_when_it_was_fed(bench):
+    for number, fed in enumerate((PAGE - 1, PAGE), 1):  # beside a prompt that ends with a page
+        room = bench.admit(number, 2 * PAGE)
+        bench.done(room)
+        bench.claim(room)
+        valid = 2 * PAGE + fed
+        bench.verbs.release("engine", number, valid_tokens=valid, page_hashes=keys_of(valid).data)
+        assert bench.cached == 2 + fed // PAGE
+    assert bench.admit(9, 5 * PAGE).prefix_tokens == 3 * PAGE
+
+
+def test_answers_stay_only_where_they_are_to(bench):
+    bench = Bench(keeps_answers=False)
+    room = bench.admit(1, 2 * PAGE)
+    bench.done(room)
+    bench.claim(room)
+    bench.verbs.release("engine", 1, valid_tokens=4 * PAGE, page_hashes=keys_of(4 * PAGE).data)
+    assert bench.cached == 2
+
+
+@pytest.mark.parametrize("end", ["engine gone", "aborted by the engine", "aborted by a user"])
+def test_an_engine_that_does_not_end_well_leaves_its_prompt_and_not_its_answer(bench, end):
+    room = bench.admit(1, 2 * PAGE + 5)
+    bench.done(room)
+    bench.claim(room)
+    match end:
+        case "engine gone":
+            bench.service.engines.gone("engine", "a test")
+            bench.service.engines.ended("engine")
+        case "aborted by the engine":
+            bench.verbs.abort("engine", 1, "a test")
+        case _:
+            bench.service.driver.stop(room, "a test")
+            bench.verbs.release("engine", 1, valid_tokens=4 * PAGE, page_hashes=keys_of(4 * PAGE).data)
+    assert room.over
+    assert (bench.cached, bench.book.available_pages()[FULL]) == (2, 16)
+    assert bench.admit(2, 4 * PAGE).prefix_tokens == 2 * PAGE
+
+
+def test_a_room_in_quarantine_reads_on_and_its_siblings_go_on(bench):
+    bench.whole(1, 3 * PAGE)
+    lost, sibling = bench.admit(2, 4 * PAGE), bench.admit(3, 4 * PAGE)
+    bench.service.driver.fail(lost, "peer_failed", "a test")
+    bench.clock.advance(60.0)
+    bench.tick()
+    assert bench.book.state(lost.owner) is PageState.QUARANTINED
+    assert lost.owner in bench.prefixes
+    bench.service.writers.shut([lost.owner])
+    assert lost.owner not in bench.prefixes
+    bench.done(sibling)
+    bench.claim(sibling)
+    assert sibling.shown is RoomState.CLAIMED
+    assert bench.cached == 4
+
+
+@pytest.mark.parametrize("when", ["offered", "committed", "failing"])
+def test_on_every_way_out_a_room_lets_go_once(bench, when):
+    bench.whole(1, 3 * PAGE)
+    room = bench.admit(2, 4 * PAGE)
+    if when == "committed":
+        bench.done(room)
+    bench.service.driver.fail(room, "integrity", "a test") if when == "failing" else bench.service.driver.stop(
+        room, "a"
+    )
+    if when != "committed":
+        assert room.owner in bench.prefixes, "a writer may still write its own pages"
+        bench.service.peers.drained(PREFILL, Drained(room=2, generation=1))
+    assert room.over
+    assert room.owner not in bench.prefixes
+    assert bench.book.available_pages()[FULL] == 16
+
+
+def test_a_full_pool_of_prefixes_makes_place(bench):
+    for room in range(1, 5):
+        keys = page_keys(IDENTITY, TOKENS[: 4 * PAGE] + 1000 * room)
+        found = bench.admit(room, 4 * PAGE, keys=keys)
+        bench.done(found, keys[-1])
+        bench.verbs.claim("engine", room, keys.data)
+        bench.verbs.release("engine", room)
+    assert 10 <= bench.cached <= 14
+    assert bench.book.available_pages()[FULL] == 16
+    assert bench.admit(9, 10 * PAGE).prefix_tokens == 0
+    assert bench.cached <= 4
+
+
+def test_device_memory_that_is_lost_takes_every_prefix_with_it(bench):
+    bench.whole(1, 3 * PAGE)
+    reader = bench.admit(2, 4 * PAGE)
+    bench.prefixes.drop()
+    bench.service.workers.gone(R0, "a test", memory_lost=True)
+    bench.service.peers.drained(PREFILL, Drained(room=2, generation=1))
+    assert reader.over
+    assert (bench.cached, bench.free) == (0, 16)
+    assert bench.admit(3, 3 * PAGE).prefix_tokens == 0
+
+
+def test_pages_that_a_room_shares_are_not_expected_from_its_end(bench):
+    bench.whole(1, 3 * PAGE)
+    room = bench.admit(2, 4 * PAGE)
+    room.begin_within(10.0)
+    assert [found.pages for found in bench.service.book.not_begun()] == [{FULL: 3}], (
+        "one of the prompt, two for the answer"
+    )
