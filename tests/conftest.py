@@ -44,6 +44,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_configure(config: pytest.Config) -> None:
     """Have every test looked at; called by pytest."""
-    # What a script runs in its background is born ignoring Ctrl-C, and so would be all that tests start.
+    # What a script runs in its background, or under nohup, is born ignoring these, and so would be all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.pluginmanager.register(isolation)

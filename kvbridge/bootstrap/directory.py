@@ -112,7 +112,7 @@ class Directory:
                 f"({str(error) or 'limit: timeouts.probe_s'}): its name is free after directory.expire_after_s of silence"
             ) from error
         raise ConflictError(
-            f"{where}, {heard} and answers: two processes use one name; end one of them or give it another `node`"
+            f"{where}, and answers there: two processes use one name; end one of them or give it another `node`"
         )
 
     async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:

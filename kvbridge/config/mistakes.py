@@ -18,7 +18,7 @@ from kvbridge.config.documents import Document, KeyPath
 
 LONGEST_VALUE = 80
 LONGEST_PLAIN = 24
-_ADDRESSES = ("/", "./", "tcp://", "ipc://", "http://", "https://")
+_ADDRESSES = ("tcp://", "ipc://", "http://", "https://")
 _SOUNDS_SECRET = re.compile(r"token|secret|key|passw|credential", re.IGNORECASE)
 """Keys whose value may be a secret, or one that was put into the wrong place: it is not shown."""
 _COUNTS_TOKENS = re.compile(r"tokens(_per_\w+)?$", re.IGNORECASE)
@@ -114,7 +114,7 @@ def _value(value: object, kind: type[BaseModel], path: KeyPath) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is certainly no token or key that was put under the wrong name: these are long, addresses too."""
+    """Whether a value is certainly no token or key that was put under the wrong name: these are long, and may begin like a path."""
     if isinstance(value, (list, tuple, set)):
         return all(map(_is_plain, value))
     if isinstance(value, Mapping):
