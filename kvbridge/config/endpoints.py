@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from kvbridge.core.ids import FrozenModel, Positive
 
@@ -52,10 +52,15 @@ class CurveConfig(FrozenModel):
     def _check(self) -> Self:
         if self.secret_key_file is None and (self.public_key or self.allowed_public_keys or self.allowed_keys_file):
             raise ValueError("public keys are of no use without secret_key_file")
-        named = str(self.secret_key_file)
+        return self
+
+    @field_validator("secret_key_file", mode="before")
+    @classmethod
+    def _is_no_key(cls, given: object) -> object:
+        named = str(given)  # as it was written: a Path leaves out what a key may well have, such as "//"
         if _CURVE_KEY.fullmatch(named) and not _PLAIN_PATH.fullmatch(named):
             raise ValueError("secret_key_file holds a key itself, expected the path of the file that the key is in")
-        return self
+        return given
 
 
 class ControlConfig(FrozenModel):

@@ -51,6 +51,9 @@ FILES = [
     f"http: !!int {TOKEN}",
 ]
 SETS = [
+    f"control.curve.secret_key_file={KEYS.secret[:-2]}//",
+    f"control.curve.secret_key_file=./{KEYS.secret[:-2]}",
+    f"control.bind=/{KEYS.secret[:-1]}",
     f"http.token={TOKEN}",
     f"http.token={TOKEN}: [",
     f"http.token:{TOKEN}",
@@ -71,7 +74,7 @@ VARIABLES = [
 
 def clean(text: str) -> None:
     assert text
-    for secret in (TOKEN, KEYS.secret, KEYS.secret[1:-1], TOKEN[1:-1]):
+    for secret in (TOKEN, KEYS.secret, KEYS.secret[1:-2], TOKEN[1:-1]):
         assert secret not in text, text
 
 
