@@ -166,5 +166,4 @@ def test_without_prefixes_everything_is_sent(scratch, tmp_path):
     assert process.returncode == 0, errors + output
     report = json.loads(output)
     assert not any(report["found_tokens"].values())
-    sent = sum(amount["bytes"] for amount in report["amounts"].values())
-    assert sent == pytest.approx(report["whole_bytes"], rel=0.01)  # 0.3 % more are sent than rows were counted
+    assert sum(amount["bytes"] for amount in report["amounts"].values()) == report["whole_bytes"] > 0

@@ -194,6 +194,15 @@ class Component(FrozenModel):
             case Liveness.WHOLE:
                 return RowInterval(start=0, stop=1 if tokens else 0)
 
+    def sent_bytes(self, rows: RowInterval) -> int:
+        """Bytes that these rows of one layer are on their way, all lanes together: pages that they fill take their padding along.
+
+        Between ranks that hold different lanes each lane goes by itself and nothing of the padding does.
+        """
+        each = self.slots_per_page
+        whole = 0 if self.is_ring else max(0, rows.stop // each - -(-rows.start // each))
+        return whole * self.page_bytes() + (rows.count - whole * each) * self.row_bytes * self.lanes
+
     def published_rows(self, tokens: int, *, prompt_tokens: int, prefix_tokens: int = 0) -> RowInterval:
         """Return the rows that may be sent once the first `tokens` of `prompt_tokens` have been computed.
 

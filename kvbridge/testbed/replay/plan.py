@@ -105,12 +105,13 @@ class ReplayPlan:
     def whole_bytes(self, tokens: int) -> int:
         """Bytes that decode would be sent of a prompt of so many tokens if it held nothing: the node's host pool, and all ranks."""
 
-        def lanes(each: Component) -> int:
-            tp = 1 if each.kind in self.host_kinds else self.options.decode_tp
-            return sum(stop - start for start, stop in (lane_interval(each, rank, tp) for rank in range(tp)))
+        def copies(each: Component) -> int:
+            ranks = range(1 if each.kind in self.host_kinds else self.options.decode_tp)
+            widths = (lane_interval(each, rank, len(ranks)) for rank in ranks)
+            return sum(stop - start for start, stop in widths) // each.lanes
 
         return sum(
-            len(each.layers) * each.row_bytes * each.live_rows(tokens).count * lanes(each)
+            len(each.layers) * each.sent_bytes(each.live_rows(tokens)) * copies(each)
             for each in self.geometry.components
         )
 

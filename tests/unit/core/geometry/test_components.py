@@ -93,3 +93,19 @@ def test_lanes_that_do_not_divide(tp_size, words):
 def test_a_rank_that_does_not_exist():
     with pytest.raises(InvalidInputError, match="rank 2 does not exist among 2"):
         lane_interval(GQA, 2, 2)
+
+
+@given(st.sampled_from(["tiny-v4", "deepseek-v4-flash", "deepseek-v3.2"]), st.integers(0, 3000), st.data())
+def test_bytes_that_are_sent_against_a_walk_over_the_pages(model, tokens, data):
+    """Transport tests hold the same against what really moves: a page that is filled goes whole, with its padding."""
+    page = preset(model).tokens_per_page
+    prefix = data.draw(st.integers(0, tokens // page)) * page
+    for part in preset(model).components:
+        rows, each = part.live_rows(tokens, prefix), part.rows_per_logical_page
+        expected = 0
+        for first in range(rows.start // each * each, rows.stop, each):
+            inside = min(rows.stop, first + each) - max(rows.start, first)
+            expected += (
+                part.page_bytes() if inside == part.slots_per_page == each else inside * part.row_bytes * part.lanes
+            )
+        assert part.sent_bytes(rows) == expected, part.kind
