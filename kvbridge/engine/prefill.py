@@ -41,7 +41,8 @@ class PrefillRoom:
     generation: int
     prompt_tokens: int
     prefix_tokens: int
-    """Tokens that decode already holds, if its offer has come; they need not be written."""
+    """Tokens whose rows decode holds already, if its offer has come: they are not sent. They are written all the same, since
+    the pages of this node may be shared with later prompts; only `computed_tokens` says what need not be."""
     computed_tokens: int
     """Tokens that this node already holds: where the engine starts to compute. Their rows are in `tables`, to be read only, and
     count as published."""

@@ -23,9 +23,7 @@ from kvbridge.telemetry.context import bound_ids
 MASK = "***"
 _SECRET = re.compile(r"secret|passw|credential|authori[sz]ation|bearer|private|api_?key|key_material", re.IGNORECASE)
 _TOKEN = re.compile(r"token", re.IGNORECASE)
-_COUNTS_TOKENS = re.compile(
-    r"^(prompt_|prefix_|new_|max_new_|input_|output_)?tokens(_per_\w+)?$|^(start|stop|upto)_token$", re.IGNORECASE
-)
+"""A secret, or a number of tokens: only where its value is no number."""
 
 
 CHATTY_LIBRARIES = {
@@ -160,7 +158,7 @@ def mask_secrets(_logger: object, _method: str, event: MutableMapping[str, Any])
 
 def _masked(key: object, value: object) -> object:
     name = str(key)
-    if _SECRET.search(name) or (_TOKEN.search(name) and not _COUNTS_TOKENS.match(name)):
+    if _SECRET.search(name) or (_TOKEN.search(name) and not isinstance(value, int | float | None)):
         return MASK
     if isinstance(value, dict):
         return {inner: _masked(inner, item) for inner, item in value.items()}

@@ -80,11 +80,12 @@ def frame(codec: MessageCodec, body: object, sequence: int = 1) -> bytes:
     return codec.encode(Envelope(ME, YOU, 7, sequence, 1, Acks(3, (5, 6)), body))
 
 
-def _table(space: IndexSpace, *ids: int) -> wire.WireTable:
-    return wire.WireTable(space=space, ids=np.array(ids, dtype="<i4").tobytes())
+def _table(space: IndexSpace, *ids: int, first_page: int = 0) -> wire.WireTable:
+    return wire.WireTable(space=space, ids=np.array(ids, dtype="<i4").tobytes(), first_page=first_page)
 
 
 TABLES = (_table(IndexSpace.FULL, 1, 2, 3), _table(IndexSpace.SWA, 1, 2), _table(IndexSpace.REQUEST, 0))
+TABLES_BEHIND_A_PAGE = (_table(IndexSpace.FULL, 2, 3, first_page=1), *TABLES[1:])
 ROOM = {"room": 2**52 + 5, "generation": 2}
 ENDPOINTS = (wire.TransportEndpoint(transport="local", data=b"{}"), wire.TransportEndpoint(transport="nixl", data=b"x"))
 DESCRIPTION = wire.RankDescription(manifest=manifest(GEOMETRY), endpoints=ENDPOINTS)
@@ -111,7 +112,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         wire.Hello(node=NODE),
         wire.Welcome(instance="p", node="n", incarnation=ME, pp_size=1, tp_size=1, ranks=(RANK,)),
         wire.Rejected(code="conflict", message="no"),
-        wire.Offer(**ROOM, prompt_tokens=600, prefix_tokens=256, tables=TABLES),
+        wire.Offer(**ROOM, prompt_tokens=600, prefix_tokens=256, tables=TABLES_BEHIND_A_PAGE),
         wire.Abort(**ROOM, code="aborted", message="enough"),
         wire.Done(**ROOM, writer=RANK, amounts=AMOUNTS, phases_s={"move": 0.25}, metadata=b"first token"),
         wire.Failed(**ROOM, code="conflict", message="no"),

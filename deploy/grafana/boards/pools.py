@@ -5,6 +5,8 @@ from __future__ import annotations
 from deploy.grafana.expressions import CHOSEN, NAME, now, of_each, quantile, rate, rate_of_each
 from deploy.grafana.panels import Board, Query, Row, Variable, lines, number, table
 
+_HIT = 'outcome="hit"'
+
 BOARD = Board(
     "kvbridge-pools",
     "kvbridge / Pools, leases, quarantine",
@@ -44,6 +46,41 @@ BOARD = Board(
                     "Pages available soon",
                     "Pages that are available or probably will be within 1, 10 and 60 seconds: the estimate behind Retry-After.",
                     Query(now("pages_expected_free", "space, within"), "{{space}} within {{within}}"),
+                ),
+            ),
+        ),
+        Row(
+            "Prefixes that stay",
+            (
+                lines(
+                    "Cached share of prompts",
+                    "Of the prompt tokens of requests with page keys, the share that was cached when they were admitted. On "
+                    "prefill they are not computed, on decode not received.",
+                    Query(
+                        f"{rate('prefix_tokens_total', 'job, instance', where=_HIT)} / "
+                        f"{rate('prefix_tokens_total', 'job, instance')} * {NAME}",
+                        "{{daemon}}",
+                    ),
+                    unit="percentunit",
+                ),
+                lines(
+                    "Bytes that were not sent",
+                    "What decode held already, a second.",
+                    Query(rate_of_each("prefix_saved_bytes_total"), "{{daemon}}"),
+                    unit="Bps",
+                ),
+                lines(
+                    "Cached pages",
+                    "Read: by rooms under way, so that they stay. Unread: they can make place for other requests.",
+                    Query(now("prefix_pages", "state"), "{{state}}"),
+                    stacked=True,
+                ),
+                lines(
+                    "Evicted pages",
+                    "Cached pages that made place, a second. Many of them and a low share of cached prompts: more memory would pay "
+                    "(`kvbridge fit --trace` says how much).",
+                    Query(rate_of_each("prefix_evicted_pages_total"), "{{daemon}}"),
+                    unit="ops",
                 ),
             ),
         ),

@@ -15,8 +15,8 @@ from kvbridge.cli.trace import TraceRequest, prompt_tokens
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, RoomId
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.engine import Engine
 from kvbridge.engine.adapters.synthetic import Comparison
-from kvbridge.engine.base import Engine
 from kvbridge.testbed.engines.channel import Channel
 from kvbridge.testbed.engines.messages import Attached, Computed, EngineJob, Failed, Finished, RoomEnded
 from kvbridge.tier.keys import NO_KEYS, Keys

@@ -59,13 +59,14 @@ def test_secrets_are_blanked_wherever_they_lie(lines):
         Authorization="hunter2",
         config={"curve_secret_key": "hunter2", "list": [{"api_key": "hunter2"}], "port": 5},
         prompt_tokens=7,
-        tokens=8,
+        computed_tokens=8,
+        tokens=["hunter2"],
         public_key="seen",
     )
     (line,) = lines()
     assert "hunter2" not in json.dumps(line)
     assert line["config"]["port"] == 5
-    assert (line["prompt_tokens"], line["tokens"], line["public_key"]) == (7, 8, "seen")
+    assert (line["prompt_tokens"], line["computed_tokens"], line["public_key"]) == (7, 8, "seen")
     assert line["http_token"] == line["secret"] == "***"
 
 
