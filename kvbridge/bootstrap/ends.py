@@ -18,7 +18,8 @@ from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, StaleError, UnknownRoomError
 from kvbridge.core.ids import FrozenModel, Role
 from kvbridge.telemetry.context import TRACE
-from kvbridge.telemetry.events import EndReserved, EventStream
+from kvbridge.telemetry.events import EndReserved
+from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
 

@@ -52,7 +52,8 @@ from kvbridge.core.ids import ROOM_BITS, FrozenModel, Positive, Role, RoomId
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.context import TRACE
-from kvbridge.telemetry.events import EventStream, PairingEnded
+from kvbridge.telemetry.events import PairingEnded
+from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
 

@@ -46,8 +46,9 @@ from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.telemetry.events import PairingEnded
-from kvbridge.telemetry.metrics import BUILD, HEARTBEAT_AGE, INSTANCES, PAIRING_DURATION, PAIRINGS, READY, ROOMS
+from kvbridge.telemetry.metrics import BUILD, READY, ROOMS
 from kvbridge.telemetry.registry import Metrics, library_versions
+from kvbridge.telemetry.service_metrics import HEARTBEAT_AGE, INSTANCES, PAIRING_DURATION, PAIRINGS
 
 log = structlog.get_logger(__name__)
 

@@ -20,7 +20,8 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.peer_setup import peer_settings, why_lost
-from kvbridge.telemetry.events import EventStream, MessageUndelivered
+from kvbridge.telemetry.events import MessageUndelivered
+from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
 

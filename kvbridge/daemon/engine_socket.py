@@ -19,7 +19,7 @@ from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Answer, EngineToNode, NodeToEngine, Refused
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.node.engine_api import EngineApi
-from kvbridge.telemetry.events import EventStream
+from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
 

@@ -29,12 +29,12 @@ from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.layout import even_boundaries
-from kvbridge.telemetry.events import EventStream
 from kvbridge.telemetry.metrics import BUILD
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames, StatusReader
 from kvbridge.telemetry.registry import Metrics, library_versions
 from kvbridge.telemetry.specs import Direction
+from kvbridge.telemetry.stream import EventStream
 from kvbridge.telemetry.timelines import RoomTimelines
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.policy import POLICIES

@@ -15,9 +15,9 @@ from kvbridge.core.errors import ConfigError
 from kvbridge.core.session.states import RoomState
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.telemetry.context import BeginTrace, begin_with, pass_on
-from kvbridge.telemetry.events import EventStream
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.spans import SpanReader
+from kvbridge.telemetry.stream import EventStream
 
 if TYPE_CHECKING:
     from kvbridge.telemetry.tracing import SpanExport

@@ -39,7 +39,8 @@ from kvbridge.core.wire.worker_messages import (
 )
 from kvbridge.daemon.supervisor import Supervisor
 from kvbridge.node.workers import WorkerSet, WorkerState
-from kvbridge.telemetry.events import EventStream, WorkerLost, WorkerStarted
+from kvbridge.telemetry.events import WorkerLost, WorkerStarted
+from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
 

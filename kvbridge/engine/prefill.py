@@ -58,6 +58,21 @@ class PrefillRoom:
     """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
 
 
+def _begun_room(room: int, pages: Pages) -> PrefillRoom:
+    tables = tables_from_wire(pages.tables)
+    return PrefillRoom(
+        room,
+        pages.generation,
+        pages.prompt_tokens,
+        pages.prefix_tokens,
+        pages.computed_tokens,
+        tables,
+        tables | tables_from_wire((pages.restore.table,) if pages.restore else ()),
+        {one.tokens: tables | tables_from_wire((one.table,)) for one in pages.checkpoints},
+        pages.traceparent,
+    )
+
+
 class PrefillEngine(Engine):
     """One prefill engine process. Synchronous, for one thread; no call takes longer than its timeout."""
 
@@ -140,18 +155,7 @@ class PrefillEngine(Engine):
         pages = self._call(message, Pages)
         if by_gpu:
             self._begun[room] = pages.generation, set()
-        tables = tables_from_wire(pages.tables)
-        return PrefillRoom(
-            room,
-            pages.generation,
-            pages.prompt_tokens,
-            pages.prefix_tokens,
-            pages.computed_tokens,
-            tables,
-            tables | tables_from_wire((pages.restore.table,) if pages.restore else ()),
-            {one.tokens: tables | tables_from_wire((one.table,)) for one in pages.checkpoints},
-            pages.traceparent,
-        )
+        return _begun_room(room, pages)
 
     def publish(
         self, room: int, upto_token: int, *, layers: Sequence[int] | None = None, stream: StreamChoice = None

@@ -17,7 +17,8 @@ from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.engine_messages import Detached, NodeToEngine, RoomEvent
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineLeft, EngineLost, EventStream
+from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineLeft, EngineLost
+from kvbridge.telemetry.stream import EventStream
 
 
 @dataclass

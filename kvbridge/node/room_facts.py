@@ -16,7 +16,8 @@ from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.room import Room
 from kvbridge.node.room_book import RoomBook
 from kvbridge.telemetry.context import exemplar
-from kvbridge.telemetry.events import EventStream, PhasesEnded, RoomEntered, RoomMessageRefused
+from kvbridge.telemetry.events import PhasesEnded, RoomEntered, RoomMessageRefused
+from kvbridge.telemetry.stream import EventStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import EventStream, PrefixMatched, RoomQuarantined
+from kvbridge.telemetry.events import PrefixMatched, RoomQuarantined
+from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.index import DigestArray
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache

@@ -26,7 +26,7 @@ from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE, bound_ids
-from kvbridge.telemetry.events import EventStream
+from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 

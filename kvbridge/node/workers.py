@@ -28,7 +28,8 @@ from kvbridge.core.wire.worker_messages import (
     WorkerReady,
     WorkerSetup,
 )
-from kvbridge.telemetry.events import EventStream, MemoryRegistered
+from kvbridge.telemetry.events import MemoryRegistered
+from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
 

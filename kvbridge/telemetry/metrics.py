@@ -1,4 +1,4 @@
-"""Every metric of kvbridge, declared once.
+"""Every metric of kvbridge, declared once: those of nodes here, the others in `telemetry/service_metrics.py`.
 
 Owns: names, units, labels and their closed sets of values, help, METRICS.md. Must not know: how values are kept
 (`telemetry/registry.py`), what a daemon does with its day.
@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbridge.core.errors import CapacityError, DeadlineError, FingerprintMismatchError, NamespaceError, NotReadyError
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.phases import LIMITS, PHASES
-from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, NODES, MetricKind, MetricSpec
+from kvbridge.telemetry.service_metrics import SERVICE_METRICS
+from kvbridge.telemetry.specs import DECODE, EVERYBODY, PHASE_BUCKETS_S, MetricKind, MetricSpec
 
 MAX_LABEL_VALUES = 64
 """Distinct words that an open label of one metric may show; further ones count as "other"."""
 TABLE_PATH = Path(__file__).with_name("METRICS.md")
 
 _SIZE_BUCKETS_BYTES = tuple(float(1 << power) for power in range(10, 27, 2))
-_PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -32,15 +31,6 @@ _ENDINGS = (
     (RoomState.COMPLETED.value, ""),
     (RoomState.ABORTED.value, "aborted"),
     *((RoomState.FAILED.value, code) for code in ("deadline", "integrity", "peer_failed", "transport_failed")),
-)
-METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
-_PAIRING_OUTCOMES = (
-    "paired",
-    CapacityError.code,
-    NotReadyError.code,
-    DeadlineError.code,
-    FingerprintMismatchError.code,
-    NamespaceError.code,
 )
 _PAGE_STATES = ("free", "held", "leased", "quarantined", "cached")
 
@@ -190,7 +180,7 @@ METRICS: tuple[MetricSpec, ...] = (
         _HISTOGRAM,
         ("phase",),
         "How long a room spent in each phase, counted when the phase is over (below).",
-        buckets=_PHASE_BUCKETS_S,
+        buckets=PHASE_BUCKETS_S,
     ),
     ADMISSION_TO_CLAIM := MetricSpec(
         "kvbridge_admission_to_claim_seconds",
@@ -198,7 +188,7 @@ METRICS: tuple[MetricSpec, ...] = (
         (),
         "The whole of a room: from its admission on decode until the first engine claims it.",
         (DECODE,),
-        buckets=(*_PHASE_BUCKETS_S, 60.0, 120.0),
+        buckets=(*PHASE_BUCKETS_S, 60.0, 120.0),
     ),
     # Pages.
     POOL := MetricSpec(
@@ -330,95 +320,7 @@ METRICS: tuple[MetricSpec, ...] = (
     UNDELIVERED := MetricSpec(
         "kvbridge_control_undelivered_total", _COUNTER, (), "Control messages that were given up unacknowledged."
     ),
-    # The directory.
-    INSTANCES := MetricSpec(
-        "kvbridge_instances",
-        _GAUGE,
-        ("role", "state"),
-        "Registered instances: ready to be paired, complete and not ready, or with ranks missing.",
-        (BOOTSTRAP,),
-        values={"role": NODES, "state": ("ready", "not_ready", "incomplete")},
-    ),
-    HEARTBEAT_AGE := MetricSpec(
-        "kvbridge_heartbeat_age_seconds",
-        _GAUGE,
-        ("role", "daemon"),
-        "Since a registered node was last heard of; it is forgotten at directory.expire_after_s. Of several, the oldest.",
-        (BOOTSTRAP,),
-    ),
-    PAIRINGS := MetricSpec(
-        "kvbridge_pairings_total",
-        _COUNTER,
-        ("outcome",),
-        "Requests for a pair: `paired`, or the code of the error that the caller was answered.",
-        (BOOTSTRAP,),
-        values={"outcome": _PAIRING_OUTCOMES},
-    ),
-    PAIRING_DURATION := MetricSpec(
-        "kvbridge_pairing_duration_seconds",
-        _HISTOGRAM,
-        ("outcome",),
-        "How long they took, both reservations included.",
-        (BOOTSTRAP,),
-        values={"outcome": _PAIRING_OUTCOMES},
-        buckets=_PHASE_BUCKETS_S,
-    ),
-    STORE_REFUSED := MetricSpec(
-        "kvbridge_store_values_refused_total",
-        _COUNTER,
-        ("reason",),
-        "Values in the directory's store that were malformed and treated as absent: node or room.",
-        (BOOTSTRAP,),
-        values={"reason": ("node", "room")},
-    ),
-    STORE_FAILED := MetricSpec(
-        "kvbridge_store_failures_total",
-        _COUNTER,
-        ("reason",),
-        "Calls to the directory's store that failed: timeout, connection or refused.",
-        (BOOTSTRAP,),
-        values={"reason": ("connection", "refused", "timeout")},
-    ),
-    # HTTP.
-    HTTP_REQUESTS := MetricSpec(
-        "kvbridge_http_requests_total",
-        _COUNTER,
-        ("route", "method", "code"),
-        "HTTP requests that were answered, by the route's template (`other`: no route) and status; 499: the caller left first.",
-        EVERYBODY,
-    ),
-    HTTP_DURATION := MetricSpec(
-        "kvbridge_http_request_duration_seconds",
-        _HISTOGRAM,
-        ("route", "method"),
-        "How long they took, until the last byte of the answer; those that wait for something wait.",
-        EVERYBODY,
-        buckets=(*_PHASE_BUCKETS_S, 60.0),
-    ),
-    LINES_LEFT_OUT := MetricSpec(
-        "kvbridge_log_lines_left_out_total",
-        _COUNTER,
-        ("event",),
-        "Log lines that were not written because there were too many of their kind, which a line `lines_left_out` tells.",
-        EVERYBODY,
-        values={"event": ("frame_refused", "room_ended", "room_message_refused")},
-    ),
-    SPANS := MetricSpec(
-        "kvbridge_trace_spans_total",
-        _COUNTER,
-        ("outcome",),
-        "Spans of traces (telemetry.traces): taken by the collector, lost because it did not take them, or dropped because too "
-        "many waited for it.",
-        EVERYBODY,
-        values={"outcome": ("exported", "failed", "dropped")},
-    ),
-    TRACEPARENTS_IGNORED := MetricSpec(
-        "kvbridge_traceparents_ignored_total",
-        _COUNTER,
-        (),
-        "Requests whose `traceparent` header is none; they were served without it.",
-        EVERYBODY,
-    ),
+    *SERVICE_METRICS,
 )
 
 

@@ -38,7 +38,6 @@ from kvbridge.telemetry.events import (
     PhasesEnded,
     PrefixMatched,
     RankReceived,
-    Reader,
     RequestRefused,
     RequestWaited,
     RoomEntered,
@@ -57,7 +56,6 @@ from kvbridge.telemetry.metrics import (
     DIGEST_MISMATCHES,
     ENDED_BY_LIMIT,
     FRAMES_REFUSED,
-    LINES_LEFT_OUT,
     MESSAGES_REFUSED,
     PEER_FAILURES,
     PHASE,
@@ -73,7 +71,9 @@ from kvbridge.telemetry.metrics import (
     WORKER_RESTARTS,
 )
 from kvbridge.telemetry.registry import Metrics
+from kvbridge.telemetry.service_metrics import LINES_LEFT_OUT
 from kvbridge.telemetry.specs import Direction
+from kvbridge.telemetry.stream import Reader
 
 log = structlog.get_logger(__name__)
 

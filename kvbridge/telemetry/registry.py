@@ -31,18 +31,20 @@ from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.context import TRACE, exemplar
 from kvbridge.telemetry.metrics import (
     BUSY,
-    HTTP_DURATION,
-    HTTP_REQUESTS,
     MAX_LABEL_VALUES,
-    METHODS,
     METRICS,
     OPERATION,
     PEER_BUSY,
     PEER_TRANSFERRED,
+    TRANSFERRED,
+)
+from kvbridge.telemetry.service_metrics import (
+    HTTP_DURATION,
+    HTTP_REQUESTS,
+    METHODS,
     STORE_FAILED,
     STORE_REFUSED,
     TRACEPARENTS_IGNORED,
-    TRANSFERRED,
 )
 from kvbridge.telemetry.specs import Direction, MetricKind, MetricSpec
 

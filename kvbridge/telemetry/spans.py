@@ -21,7 +21,6 @@ from kvbridge.telemetry.events import (
     OrderEnded,
     PairingEnded,
     PhasesEnded,
-    Reader,
     RequestAnswered,
     RoomBegun,
     RoomEntered,
@@ -29,6 +28,7 @@ from kvbridge.telemetry.events import (
     RoomFinished,
     RoomOffered,
 )
+from kvbridge.telemetry.stream import Reader
 from kvbridge.telemetry.timelines import RoomKey
 
 MAX_ORDERS = 32

@@ -30,6 +30,8 @@ class MetricKind(StrEnum):
 PREFILL, DECODE, BOOTSTRAP = Role.PREFILL.value, Role.DECODE.value, "bootstrap"
 NODES = (PREFILL, DECODE)
 EVERYBODY = (*NODES, BOOTSTRAP)
+PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Of whatever is waited for in a request's way."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

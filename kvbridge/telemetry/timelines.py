@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvbridge.core.session.states import RoomState
-from kvbridge.telemetry.events import Reader, RoomEntered, RoomFact
+from kvbridge.telemetry.events import RoomEntered, RoomFact
+from kvbridge.telemetry.stream import Reader
 
 KEPT_ENDED: Mapping[RoomState, int] = {RoomState.COMPLETED: 500, RoomState.ABORTED: 250, RoomState.FAILED: 250}
 """Rooms that are remembered after their end, by how they ended; the oldest are forgotten first."""

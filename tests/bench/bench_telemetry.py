@@ -23,20 +23,12 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.middleware import Observed
 from kvbridge.telemetry import readers
-from kvbridge.telemetry.events import (
-    EventStream,
-    Fact,
-    OrderBegan,
-    OrderEnded,
-    PeerAccepted,
-    PhasesEnded,
-    RankReceived,
-    RoomEntered,
-)
+from kvbridge.telemetry.events import Fact, OrderBegan, OrderEnded, PeerAccepted, PhasesEnded, RankReceived, RoomEntered
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames, StatusReader
 from kvbridge.telemetry.registry import Metrics
+from kvbridge.telemetry.stream import EventStream
 from kvbridge.telemetry.timelines import RoomTimelines
 
 ROOMS, PEERS, REPEATS = 1_000, 200, 7

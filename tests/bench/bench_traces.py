@@ -22,7 +22,6 @@ from kvbridge.telemetry import readers
 from kvbridge.telemetry.context import TraceContext, begin_with
 from kvbridge.telemetry.events import (
     EndReserved,
-    EventStream,
     Fact,
     OrderBegan,
     OrderEnded,
@@ -33,9 +32,10 @@ from kvbridge.telemetry.events import (
     RoomFinished,
     RoomOffered,
 )
-from kvbridge.telemetry.metrics import SPANS
 from kvbridge.telemetry.registry import Metrics
+from kvbridge.telemetry.service_metrics import SPANS
 from kvbridge.telemetry.spans import PARTS, SpanReader
+from kvbridge.telemetry.stream import EventStream
 from kvbridge.telemetry.tracing import SpanExport
 from tests.bench.bench_telemetry import ROOM_CPU_MS, facts_of_a_room, request_us, stream
 from tests.helpers.span_collector import span_collector

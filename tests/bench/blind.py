@@ -13,7 +13,7 @@ from tests.helpers.mutated_daemon import mutated
 
 CODE = """
 from kvbridge.http.middleware import Observed
-from kvbridge.telemetry import events
+from kvbridge.telemetry import events, stream
 from kvbridge.telemetry.registry import Metrics
 
 def nothing(*_given, **_named):
@@ -24,7 +24,7 @@ def kinds(kind):
 
 for kind in kinds(events.Fact):
     kind.__init__ = nothing
-events.EventStream.emit = nothing
+stream.EventStream.emit = nothing
 for name in ("count", "assign", "observe", "answered", "transferred"):
     setattr(Metrics, name, nothing)
 Observed.__call__ = lambda self, *given: self._app(*given)

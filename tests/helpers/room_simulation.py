@@ -58,7 +58,7 @@ from kvbridge.node.sender.room import SenderPorts, SenderRoom
 from kvbridge.node.sender.rooms import sender_rooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
-from kvbridge.telemetry.events import EventStream
+from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import NO_KEYS, Keys
 from kvbridge.tier.prefix_cache import PrefixCache

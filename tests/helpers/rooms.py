@@ -44,7 +44,6 @@ from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import (
-    EventStream,
     Fact,
     PagesDiffer,
     RankReceived,
@@ -53,6 +52,7 @@ from kvbridge.telemetry.events import (
     RoomEntered,
     RoomMessageRefused,
 )
+from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.manual_clock import ManualClock

@@ -44,7 +44,8 @@ from kvbridge.node.rooms import RoomRequests
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.context import TRACE
-from kvbridge.telemetry.events import EventStream, RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
+from kvbridge.telemetry.events import RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
+from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
 

@@ -27,7 +27,8 @@ from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self, check_introduction
 from kvbridge.node.handshake.names import ClaimedName, check_name
 from kvbridge.node.workers import WorkerSet
-from kvbridge.telemetry.events import EventStream, PeerAccepted, PeerLost, PeerRejected
+from kvbridge.telemetry.events import PeerAccepted, PeerLost, PeerRejected
+from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
 

@@ -26,7 +26,8 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.prefixes import identity_conflict
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
 from kvbridge.core.wire.messages import MAX_PACKED_NODE_BYTES, Hello, NodeDescription, PeerMessage, Rejected, Welcome
-from kvbridge.telemetry.events import EventStream, PeerAccepted, PeerLost, PeerRejected
+from kvbridge.telemetry.events import PeerAccepted, PeerLost, PeerRejected
+from kvbridge.telemetry.stream import EventStream
 
 FORMER_KEPT = 1_024
 """Addresses of which the incarnation is remembered that answered there last."""

@@ -28,7 +28,8 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints
 from kvbridge.pool.accounts.page_states import Owner
-from kvbridge.telemetry.events import EventStream, FenceBegan, WritersShutOut
+from kvbridge.telemetry.events import FenceBegan, WritersShutOut
+from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
 

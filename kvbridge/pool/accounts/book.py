@@ -114,14 +114,7 @@ class PageBook:
         read = {space: self._space(space, AdoptedSpace).check(ids) for space, ids in (shared or {}).items()}
         for space in written.keys() & read.keys():
             self._space(space, AdoptedSpace).check(np.concatenate((written[space], read[space])))
-        for space, ids in written.items():
-            taken = self._space(space, AdoptedSpace).in_use(ids)
-            if len(taken):
-                others = " and ".join(map(str, self._holdings.with_page(space, int(taken[0]))))
-                raise ConflictError(
-                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {others}; the engine must not give it "
-                    "away before that is over, and what its own prefix cache holds for several it has to name as their prefix"
-                )
+        self._require_unused(owner, written)
         for space, ids in read.items() if written_by_peers else ():
             writer = self._holdings.in_transfer(space, self._space(space, AdoptedSpace).written(ids))
             if writer is not None:
@@ -130,15 +123,21 @@ class PageBook:
                     f"still write them for {writer}; the engine must not take them for a prefix before that is committed"
                 )
         self._holdings.open(owner, _H)
-        holding = self._holdings.of(owner)
         for space, ids in read.items():
-            before = holding.shared.get(space, ids[:0])
-            new = ids[np.isin(ids, before, invert=True)]  # it reads the others already
-            self._space(space, AdoptedSpace).read(new)
-            holding.shared[space] = np.concatenate((before, new))
+            self._space(space, AdoptedSpace).read(self._holdings.share(owner, space, ids))
         for space, ids in written.items():
             self._space(space, AdoptedSpace).mark(ids)
         return self._holdings.enter(owner, written)
+
+    def _require_unused(self, owner: Owner, pages: Pages) -> None:
+        for space, ids in pages.items():
+            taken = self._space(space, AdoptedSpace).in_use(ids)
+            if len(taken):
+                others = " and ".join(map(str, self._holdings.with_page(space, int(taken[0]))))
+                raise ConflictError(
+                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {others}; the engine must not give it "
+                    "away before that is over, and what its own prefix cache holds for several it has to name as their prefix"
+                )
 
     # ------------------------------------------------------------------------------------- the page cache
 

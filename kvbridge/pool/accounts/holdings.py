@@ -80,6 +80,14 @@ class Holdings:
             self._in_state[space][holding.state] += len(ids)
         return new
 
+    def share(self, owner: Owner, space: IndexSpace, ids: PageIdArray) -> PageIdArray:
+        """Write pages down that the owner only reads, and return those that it did not read before."""
+        holding = self._of[owner]
+        before = holding.shared.get(space, ids[:0])
+        new = ids[np.isin(ids, before, invert=True)]
+        holding.shared[space] = np.concatenate((before, new))
+        return new
+
     def leave(self, owner: Owner, left: Pages) -> None:
         """Cut an owner's pages down to those that are `left`."""
         holding = self._of[owner]

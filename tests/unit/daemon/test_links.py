@@ -25,7 +25,7 @@ from kvbridge.daemon.decode_links import DecodeLinks
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
-from kvbridge.telemetry.events import EventStream
+from kvbridge.telemetry.stream import EventStream
 
 pytestmark = pytest.mark.asyncio
 

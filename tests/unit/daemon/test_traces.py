@@ -15,8 +15,9 @@ from kvbridge.core.errors import ConfigError
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
 from kvbridge.telemetry.context import pass_on
-from kvbridge.telemetry.events import EventStream, PairingEnded
+from kvbridge.telemetry.events import PairingEnded
 from kvbridge.telemetry.registry import Metrics
+from kvbridge.telemetry.stream import EventStream
 from tests.helpers.span_collector import span_collector
 
 

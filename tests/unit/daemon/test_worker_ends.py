@@ -13,7 +13,8 @@ from kvbridge.core.wire.engine_messages import Accepted, Pages, Refused
 from kvbridge.core.wire.worker_messages import EndpointsRevoked, Shutdown, WorkerClosed, WorkerHello
 from kvbridge.daemon.engine_socket import EngineSocket
 from kvbridge.daemon.worker_host import WorkerHost
-from kvbridge.telemetry.events import EventStream, Fact, FrameRefused
+from kvbridge.telemetry.events import Fact, FrameRefused
+from kvbridge.telemetry.stream import EventStream
 
 RANK = Rank(pp=0, tp=0)
 REVOKED = EndpointsRevoked(rank=RANK, before_epoch=1)

@@ -12,7 +12,8 @@ from kvbridge.core.wire.messages import Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import RoomClosed, WorkerFailed, WorkerHello, WorkerReady
 from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
 from kvbridge.node.workers import WorkerState
-from kvbridge.telemetry.events import EventStream, Fact, FrameRefused
+from kvbridge.telemetry.events import Fact, FrameRefused
+from kvbridge.telemetry.stream import EventStream
 from tests.helpers.rooms import R0, R1, manifest
 from tests.unit.node.test_workers import setup
 

@@ -7,15 +7,8 @@ import inspect
 
 from kvbridge.core.ids import Rank
 from kvbridge.telemetry import events
-from kvbridge.telemetry.events import (
-    EventStream,
-    Fact,
-    MemoryRegistered,
-    MessagesResent,
-    PeerFact,
-    PeerLost,
-    WorkerStarted,
-)
+from kvbridge.telemetry.events import Fact, MemoryRegistered, MessagesResent, PeerFact, PeerLost, WorkerStarted
+from kvbridge.telemetry.stream import EventStream
 from tests.helpers.manual_clock import ManualClock
 
 

@@ -13,7 +13,6 @@ from kvbridge.telemetry.context import TRACE, TraceContext
 from kvbridge.telemetry.metrics import (
     ADMISSION_TO_CLAIM,
     BUILD,
-    HEARTBEAT_AGE,
     MAX_LABEL_VALUES,
     METRICS,
     PEER_FAILURES,
@@ -32,6 +31,7 @@ from kvbridge.telemetry.metrics import (
 )
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.registry import Metrics, library_versions
+from kvbridge.telemetry.service_metrics import HEARTBEAT_AGE
 from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, PREFILL, Direction, MetricKind
 from tests.helpers.manual_clock import ManualClock
 

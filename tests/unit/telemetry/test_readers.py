@@ -11,7 +11,6 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.events import (
     EngineLost,
-    EventStream,
     Fact,
     FrameRefused,
     MemoryRegistered,
@@ -46,6 +45,7 @@ from kvbridge.telemetry.readers import (
     StatusReader,
 )
 from kvbridge.telemetry.registry import Metrics
+from kvbridge.telemetry.stream import EventStream
 from tests.helpers.manual_clock import ManualClock
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)

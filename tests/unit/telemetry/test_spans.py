@@ -10,7 +10,6 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.context import TraceContext, begin_with
 from kvbridge.telemetry.events import (
-    EventStream,
     OrderBegan,
     OrderEnded,
     PairingEnded,
@@ -22,6 +21,7 @@ from kvbridge.telemetry.events import (
     RoomOffered,
 )
 from kvbridge.telemetry.spans import MAX_ORDERS, PARTS, Span, SpanReader
+from kvbridge.telemetry.stream import EventStream
 from tests.helpers.manual_clock import ManualClock
 
 RANK = Rank(pp=0, tp=0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvbridge.core.ids import Rank
 from kvbridge.core.session.states import RoomState
-from kvbridge.telemetry.events import EventStream, OrderBegan, PeerLost, RoomEntered, RoomMessageRefused
+from kvbridge.telemetry.events import OrderBegan, PeerLost, RoomEntered, RoomMessageRefused
+from kvbridge.telemetry.stream import EventStream
 from kvbridge.telemetry.timelines import KEPT_ENDED, MAX_FACTS, RoomTimelines
 from tests.helpers.manual_clock import ManualClock
 

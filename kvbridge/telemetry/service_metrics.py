@@ -1,0 +1,113 @@
+"""Metrics of what is no node's own work: the directory, HTTP, the log and traces.
+
+Owns: their declarations, as `telemetry/metrics.py` owns those of rooms, pages and bytes. Must not know: how values are kept.
+"""
+
+from __future__ import annotations
+
+from kvbridge.core.errors import CapacityError, DeadlineError, FingerprintMismatchError, NamespaceError, NotReadyError
+from kvbridge.telemetry.specs import BOOTSTRAP, EVERYBODY, NODES, PHASE_BUCKETS_S, MetricKind, MetricSpec
+
+_COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
+_PAIRING_OUTCOMES = (
+    "paired",
+    CapacityError.code,
+    NotReadyError.code,
+    DeadlineError.code,
+    FingerprintMismatchError.code,
+    NamespaceError.code,
+)
+
+SERVICE_METRICS: tuple[MetricSpec, ...] = (
+    # The directory.
+    INSTANCES := MetricSpec(
+        "kvbridge_instances",
+        _GAUGE,
+        ("role", "state"),
+        "Registered instances: ready to be paired, complete and not ready, or with ranks missing.",
+        (BOOTSTRAP,),
+        values={"role": NODES, "state": ("ready", "not_ready", "incomplete")},
+    ),
+    HEARTBEAT_AGE := MetricSpec(
+        "kvbridge_heartbeat_age_seconds",
+        _GAUGE,
+        ("role", "daemon"),
+        "Since a registered node was last heard of; it is forgotten at directory.expire_after_s. Of several, the oldest.",
+        (BOOTSTRAP,),
+    ),
+    PAIRINGS := MetricSpec(
+        "kvbridge_pairings_total",
+        _COUNTER,
+        ("outcome",),
+        "Requests for a pair: `paired`, or the code of the error that the caller was answered.",
+        (BOOTSTRAP,),
+        values={"outcome": _PAIRING_OUTCOMES},
+    ),
+    PAIRING_DURATION := MetricSpec(
+        "kvbridge_pairing_duration_seconds",
+        _HISTOGRAM,
+        ("outcome",),
+        "How long they took, both reservations included.",
+        (BOOTSTRAP,),
+        values={"outcome": _PAIRING_OUTCOMES},
+        buckets=PHASE_BUCKETS_S,
+    ),
+    STORE_REFUSED := MetricSpec(
+        "kvbridge_store_values_refused_total",
+        _COUNTER,
+        ("reason",),
+        "Values in the directory's store that were malformed and treated as absent: node or room.",
+        (BOOTSTRAP,),
+        values={"reason": ("node", "room")},
+    ),
+    STORE_FAILED := MetricSpec(
+        "kvbridge_store_failures_total",
+        _COUNTER,
+        ("reason",),
+        "Calls to the directory's store that failed: timeout, connection or refused.",
+        (BOOTSTRAP,),
+        values={"reason": ("connection", "refused", "timeout")},
+    ),
+    # HTTP.
+    HTTP_REQUESTS := MetricSpec(
+        "kvbridge_http_requests_total",
+        _COUNTER,
+        ("route", "method", "code"),
+        "HTTP requests that were answered, by the route's template (`other`: no route) and status; 499: the caller left first.",
+        EVERYBODY,
+    ),
+    HTTP_DURATION := MetricSpec(
+        "kvbridge_http_request_duration_seconds",
+        _HISTOGRAM,
+        ("route", "method"),
+        "How long they took, until the last byte of the answer; those that wait for something wait.",
+        EVERYBODY,
+        buckets=(*PHASE_BUCKETS_S, 60.0),
+    ),
+    LINES_LEFT_OUT := MetricSpec(
+        "kvbridge_log_lines_left_out_total",
+        _COUNTER,
+        ("event",),
+        "Log lines that were not written because there were too many of their kind, which a line `lines_left_out` tells.",
+        EVERYBODY,
+        values={"event": ("frame_refused", "room_ended", "room_message_refused")},
+    ),
+    SPANS := MetricSpec(
+        "kvbridge_trace_spans_total",
+        _COUNTER,
+        ("outcome",),
+        "Spans of traces (telemetry.traces): taken by the collector, lost because it did not take them, or dropped because too "
+        "many waited for it.",
+        EVERYBODY,
+        values={"outcome": ("exported", "failed", "dropped")},
+    ),
+    TRACEPARENTS_IGNORED := MetricSpec(
+        "kvbridge_traceparents_ignored_total",
+        _COUNTER,
+        (),
+        "Requests whose `traceparent` header is none; they were served without it.",
+        EVERYBODY,
+    ),
+)
