@@ -110,6 +110,15 @@ PREFILL_STATUS: dict[str, Any] = _NODE | {
     "rooms": {"transferring": 1, "completed": 41},
     "pools": {"full": {"free": 52, "held": 0, "leased": 4, "quarantined": 0, "cached": 8}},
     "available_pages": {"full": 60},
+    "prefixes": {
+        "read_pages": 0,
+        "unread_pages": 8,
+        "readers": 1,
+        "evicted_pages": 12,
+        "hit_tokens": 6_144,
+        "miss_tokens": 9_250,
+        "checkpoints": 3,
+    },
     "quarantine": {},
     "problems": [],
     "traffic": {

@@ -175,6 +175,17 @@ class RoomQuery(FrozenModel):
     limit: Positive = 100
 
 
+class DroppedPrefixes(FrozenModel):
+    """What a daemon has forgotten. A page is one in each space that grows with the tokens."""
+
+    model_config = examples({"dropped_pages": 4_096, "read_pages": 512})
+
+    dropped_pages: NonNegative
+    """Pages of prompts and answers that no request finds any more."""
+    read_pages: NonNegative
+    """Of these, those that rooms under way still read; they are free when the last of those has ended."""
+
+
 class RoomPage(FrozenModel):
     """Some rooms of a daemon, in the order of their admission: those under way, and the receipts that it still has."""
 

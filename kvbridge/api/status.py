@@ -216,7 +216,13 @@ class PrefixStatus(FrozenModel):
     readers: NonNegative
     """Rooms with page keys that have not let go of what they read."""
     evicted_pages: NonNegative
-    """Since the daemon was started."""
+    """Since the daemon was started, as the following ones."""
+    hit_tokens: NonNegative
+    """Prompt tokens of rooms with page keys that were cached when these were admitted."""
+    miss_tokens: NonNegative
+    """The others of these rooms."""
+    checkpoints: NonNegative
+    """Prefill: windows and states that are kept now; without those at its end no engine goes on with a prefix."""
 
 
 class StoreStatus(FrozenModel):

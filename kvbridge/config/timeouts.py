@@ -76,7 +76,8 @@ class DaemonTimeouts(_Timeouts):
     fence_s: Seconds = 30.0
     """Decode: before writers that gave no proof are shut out, other rooms that are being written may end within this."""
     verify_s: Seconds = 60.0
-    """Decode: the digests of a room that has arrived are computed (integrity.digest)."""
+    """Decode: the digests of a room that has arrived are computed (integrity.digest), or those of the cached pages that a room is
+    to share (integrity.verify_on_hit)."""
     claim_s: Seconds = 120.0
     """A committed room waits for the decode engine to claim it."""
     engine_settle_s: Annotated[float, Field(ge=0, le=60)] = 0.5

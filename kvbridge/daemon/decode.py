@@ -63,6 +63,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             adopted=parts.adopted,
             host=parts.layout.host_kinds,
             digest=config.integrity.digest,
+            verifies_hits=config.integrity.verify_on_hit,
         ),
     )
     fence.watch(rooms.writers)
@@ -129,6 +130,7 @@ class PrefillPeers:
     def tick(self) -> None:
         """See Peers."""
         self._fence.tick()
+        self._rooms.workers.checks.tick()
 
     def status(self) -> tuple[PrefillNodeStatus, ...]:
         """See ShownPeers."""

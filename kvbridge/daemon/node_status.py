@@ -38,6 +38,8 @@ from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.room_book import RoomBook
 from kvbridge.telemetry.metrics import (
     AVAILABLE,
+    CHECKPOINTS,
+    CHECKPOINTS_EVICTED,
     DIRECTORY_REGISTRATION,
     ENGINES,
     EPOCH,
@@ -161,7 +163,13 @@ class NodeOverview:
             return None
         read, unread = prefixes.pages()
         return PrefixStatus(
-            read_pages=read, unread_pages=unread, readers=prefixes.readers, evicted_pages=prefixes.evicted_pages
+            read_pages=read,
+            unread_pages=unread,
+            readers=prefixes.readers,
+            evicted_pages=prefixes.evicted_pages,
+            hit_tokens=self._parts.recent.hit_tokens,
+            miss_tokens=self._parts.recent.miss_tokens,
+            checkpoints=prefixes.checkpoint_count,
         )
 
     def _problems(self) -> tuple[ProblemStatus, ...]:
@@ -212,6 +220,9 @@ class NodeOverview:
         if (prefixes := self._prefixes()) is not None:
             metrics.replace(PREFIX_PAGES, {("read",): prefixes.read_pages, ("unread",): prefixes.unread_pages})
             metrics.assign(PREFIX_EVICTED, prefixes.evicted_pages)
+        if self._parts.prefixes is not None and self._parts.identity.role is Role.PREFILL:
+            metrics.assign(CHECKPOINTS, self._parts.prefixes.checkpoint_count)
+            metrics.assign(CHECKPOINTS_EVICTED, self._parts.prefixes.evicted_checkpoints)
         if self._parts.identity.role is Role.DECODE:
             metrics.assign(EPOCH, self._peers.epoch)
         metrics.assign(WAITING, self._admission.waiting)

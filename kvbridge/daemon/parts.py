@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from kvbridge import __version__
 from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.tier import TierConfig
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
@@ -26,6 +25,7 @@ from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
 from kvbridge.daemon.worker_host import WorkerHost
 from kvbridge.node.engines import AttachedEngines
+from kvbridge.node.receiver.verification import growing_kinds
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.layout import even_boundaries
@@ -92,7 +92,7 @@ class NodeParts:
             events=events,
             layout=layout,
             book=book,
-            prefixes=_prefixes(config.tier, geometry, layout, book),
+            prefixes=_prefixes(config, geometry, layout, book),
             memory=NodeMemory(layout),
             worker_host=WorkerHost(config, layers, events),
             engine_socket=socket,
@@ -176,7 +176,7 @@ class NodeParts:
             self.engines.memory_lost(rank, f"rank worker {rank} is gone: {reason}")
 
 
-def _prefixes(config: TierConfig, geometry: ModelGeometry, layout: NodeLayout, book: PageBook) -> PrefixCache | None:
+def _prefixes(config: NodeConfig, geometry: ModelGeometry, layout: NodeLayout, book: PageBook) -> PrefixCache | None:
     """Make what keeps prefixes, when it is wanted and this node gives out all pages that a prefix takes.
 
     Engines that bring the memory have prefix caches of their own. Pages of `full` that hold anything but growing components would
@@ -184,9 +184,15 @@ def _prefixes(config: TierConfig, geometry: ModelGeometry, layout: NodeLayout, b
     """
     spaces = tuple(space for space in GROWING_SPACES if space in layout.owned)
     in_full = {part.liveness for part in geometry.components if part.space is IndexSpace.FULL}
-    if not (config.enabled and spaces) or layout.adopted or in_full != {Liveness.GROWING}:
+    if not (config.tier.enabled and spaces) or layout.adopted or in_full != {Liveness.GROWING}:
         return None
-    index = PrefixIndex(spaces, min(layout.owned[space] for space in spaces), policy=POLICIES[config.policy]())
+    verifies = isinstance(config, DecodeConfig) and config.integrity.verify_on_hit
+    index = PrefixIndex(
+        spaces,
+        min(layout.owned[space] for space in spaces),
+        policy=POLICIES[config.tier.policy](),
+        digest_words=len(growing_kinds(geometry)) if verifies else 0,
+    )
     return PrefixCache(book, index)
 
 

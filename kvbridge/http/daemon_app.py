@@ -1,6 +1,6 @@
 """The endpoint of a prefill or decode daemon.
 
-Owns: /v1/requests. Must not know: which role is behind it.
+Owns: /v1/requests, /v1/prefixes. Must not know: which role is behind it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
-from kvbridge.api.rooms import AdmissionRequest, RoomPage, RoomQuery, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, DroppedPrefixes, RoomPage, RoomQuery, RoomReport
 from kvbridge.api.status import NodeStatus, StatusPort
 from kvbridge.core.errors import (
     CapacityError,
@@ -68,7 +68,11 @@ def create_daemon_app(
     begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
-    routers = [_admission_router(admission, requests, begin_trace), _rooms_router(requests, rooms, settings)]
+    routers = [
+        _admission_router(admission, requests, begin_trace),
+        _rooms_router(requests, rooms, settings),
+        _prefixes_router(requests),
+    ]
     return assemble_app(f"kvbridge {rooms.role} daemon", routers, status=status, kind=NodeStatus, settings=settings)
 
 
@@ -143,5 +147,19 @@ def _rooms_router(requests: RoomRequests[Any], rooms: RoomBook[Any], settings: A
                 f"room {room} is in generation {present.generation}, not {generation}: it was not cancelled"
             )
         return await requests.cancel(room, reason)
+
+    return router
+
+
+def _prefixes_router(requests: RoomRequests[Any]) -> APIRouter:
+    router = APIRouter(prefix="/v1/prefixes", tags=["operations"], responses=problems(ConflictError))
+
+    @router.delete("")
+    async def drop_prefixes() -> DroppedPrefixes:
+        """Forget every cached prefix, of all namespaces: keys do not tell whose they are.
+
+        Requests find none from now on; rooms under way keep the pages that they read. 409 where no prefixes are kept.
+        """
+        return requests.drop_prefixes()
 
     return router

@@ -56,6 +56,8 @@ class RoomSettings:
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()
     """Decode: the components that live in the host pool."""
+    verifies_hits: bool = False
+    """Decode: cached pages are compared with what they held when they came before a room shares them."""
     digest: DigestKind = DigestKind.NONE
     """Decode: what writers are asked to compute, our ranks compute once everything has arrived, and a room commits by."""
 
@@ -119,6 +121,7 @@ class RoomPages:
                 hit_tokens=hit_tokens,
                 miss_tokens=room.prompt_tokens - hit_tokens,
                 hit_bytes=admitted.prefix_pages * self.settings.growing_page_bytes,
+                from_checkpoint=bool(len(admitted.checkpoint)),
             )
         )
 
@@ -136,6 +139,18 @@ class RoomPages:
             ids = np.concatenate((got.prefix[space], got.own[space], room.tables[space].ids[held:]))
             room.tables[space] = PageTable(space, ids)
         room.computed_tokens, room.checkpoint, room.shared_pages = tokens, got.checkpoint, left
+
+    def give_up_prefix(self, room: Room[Any], page_count: int) -> None:
+        """Decode, before anything of the room is leased: it reads only so many pages of its prefix, and is sent the rest.
+
+        Raises CapacityError when there are no pages for that.
+        """
+        assert self.prefixes is not None, "only rooms of a node that shares prefixes have one"
+        own = self.prefixes.give_up(room.owner, page_count)
+        for space, ids in own.items():
+            parts = room.tables[space].ids[:page_count], ids, room.tables[space].ids[page_count + len(ids) :]
+            room.tables[space] = PageTable(space, np.concatenate(parts))
+        room.prefix_tokens, room.shared_pages = page_count * self.settings.geometry.tokens_per_page, page_count
 
     def _set_tables(self, room: Room[Any], ids: Mapping[IndexSpace, PageIdArray]) -> None:
         room.tables = request_tables(self.settings.geometry, ids, prompt_tokens=room.prompt_tokens)

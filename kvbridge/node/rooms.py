@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol
 
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, DroppedPrefixes, RoomReport
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import NotReadyError, PeerError
+from kvbridge.core.errors import ConflictError, NotReadyError, PeerError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.wire.engine_messages import AbortRoom, Call, Pages, Restorable, RoomEvent
 from kvbridge.node.driver import Deadlines, RoomDriver, RoomT
@@ -26,6 +26,7 @@ from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE, bound_ids
+from kvbridge.telemetry.events import PrefixesDropped
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -114,6 +115,17 @@ class RoomRequests(Generic[RoomT]):
             return Keys()
         keys = keys_of(request.page_hashes, request.prompt_tokens, settings.geometry.tokens_per_page)
         return keys if settings.shares_prefixes else Keys()
+
+    def drop_prefixes(self) -> DroppedPrefixes:
+        """Forget every cached prefix; rooms under way keep what they read. Raises ConflictError where none are kept."""
+        prefixes = self.pages.prefixes
+        if prefixes is None:
+            raise ConflictError(
+                f"this {self.rooms.role} daemon keeps no prefixes: tier.enabled is false, or its engines bring memory"
+            )
+        dropped = prefixes.drop()
+        self.pages.events.emit(PrefixesDropped(pages=dropped.pages, read=dropped.read))
+        return DroppedPrefixes(dropped_pages=dropped.pages, read_pages=dropped.read)
 
     async def cancel(self, room: int, reason: str) -> RoomReport:
         """Abort a room; harmless on a final one. Raises UnknownRoomError."""

@@ -152,6 +152,23 @@ class PrefixMatched(RoomFact):
     miss_tokens: int
     hit_bytes: int
     """What of its growing components a decode node need not be sent; 0 on a prefill node."""
+    from_checkpoint: bool = False
+    """Prefill: it goes on from windows and states that were kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointKept(RoomFact):
+    """Prefill: the windows and states at a page's end stay, from which later rooms can go on; `cause` is one of few words."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixesDropped(Fact):
+    """Somebody had every cached prefix forgotten: so many pages, of which so many are still read."""
+
+    pages: int
+    read: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +177,19 @@ class PagesDiffer(RoomFact):
 
     component: ComponentKind
     pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedPagesDiffer(RoomFact):
+    """Cached pages do not hold what they held when they came. They are dropped, and the room goes on without them."""
+
+    pages: Mapping[ComponentKind, int]
+    first: tuple[str, ...]
+    """The first of them, for people: their place in the prompt, their keys, their components, where they lie."""
+    dropped: int
+    """Pages that no request finds any more, those that go on from them included."""
+    readers: tuple[int, ...]
+    """Other rooms that read the first of them now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvbridge.core.geometry.checkpoints import CheckpointCause
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.phases import LIMITS, PHASES
 from kvbridge.telemetry.service_metrics import SERVICE_METRICS
-from kvbridge.telemetry.specs import DECODE, EVERYBODY, PHASE_BUCKETS_S, MetricKind, MetricSpec
+from kvbridge.telemetry.specs import DECODE, EVERYBODY, PHASE_BUCKETS_S, PREFILL, MetricKind, MetricSpec
 
 MAX_LABEL_VALUES = 64
 """Distinct words that an open label of one metric may show; further ones count as "other"."""
@@ -118,6 +119,39 @@ METRICS: tuple[MetricSpec, ...] = (
         _COUNTER,
         (),
         "Cached pages of prompts and answers that made place for other requests.",
+    ),
+    CHECKPOINTS := MetricSpec(
+        "kvbridge_prefix_checkpoints",
+        _GAUGE,
+        (),
+        "Checkpoints that are kept: windows and states at a page's end, from which an engine can go on.",
+        (PREFILL,),
+    ),
+    CHECKPOINTS_KEPT := MetricSpec(
+        "kvbridge_prefix_checkpoints_kept_total",
+        _COUNTER,
+        ("reason",),
+        "Checkpoints that engines have written and that were kept, by where: at the end of a prompt, where a prompt has left a "
+        "known prefix, or every tier.checkpoint_interval_tokens.",
+        (PREFILL,),
+        values={"reason": tuple(cause.value for cause in CheckpointCause)},
+    ),
+    CHECKPOINTS_USED := MetricSpec(
+        "kvbridge_prefix_checkpoints_used_total", _COUNTER, (), "Rooms that have gone on from a checkpoint.", (PREFILL,)
+    ),
+    CHECKPOINTS_EVICTED := MetricSpec(
+        "kvbridge_prefix_checkpoints_evicted_total",
+        _COUNTER,
+        (),
+        "Checkpoints that made place for other requests, alone or with their page.",
+        (PREFILL,),
+    ),
+    PREFIX_MISMATCHES := MetricSpec(
+        "kvbridge_prefix_mismatches_total",
+        _COUNTER,
+        ("component",),
+        "Cached pages that did not hold any more what they held when they came (integrity.verify_on_hit); they were dropped.",
+        (DECODE,),
     ),
     # Peers.
     PEERS := MetricSpec(

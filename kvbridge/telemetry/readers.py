@@ -20,6 +20,8 @@ from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.events import (
+    CachedPagesDiffer,
+    CheckpointKept,
     EngineAttached,
     EngineEnded,
     EngineLeft,
@@ -36,6 +38,7 @@ from kvbridge.telemetry.events import (
     PeerLost,
     PeerRejected,
     PhasesEnded,
+    PrefixesDropped,
     PrefixMatched,
     RankReceived,
     RequestRefused,
@@ -53,6 +56,8 @@ from kvbridge.telemetry.events import (
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import (
     ADMISSION_TO_CLAIM,
+    CHECKPOINTS_KEPT,
+    CHECKPOINTS_USED,
     DIGEST_MISMATCHES,
     ENDED_BY_LIMIT,
     FRAMES_REFUSED,
@@ -60,6 +65,7 @@ from kvbridge.telemetry.metrics import (
     PEER_FAILURES,
     PHASE,
     PREFIX_BYTES,
+    PREFIX_MISMATCHES,
     PREFIX_TOKENS,
     REFUSED,
     REGISTRATION,
@@ -124,6 +130,8 @@ class MetricsReader:
             PhasesEnded: self._phases_ended,
             PagesDiffer: lambda _, fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
             PrefixMatched: self._prefix_matched,
+            CachedPagesDiffer: self._cached_pages_differ,
+            CheckpointKept: lambda _, fact: metrics.count(CHECKPOINTS_KEPT, fact.cause),
             SparseDecoded: self._sparse_decoded,
             RequestRefused: lambda _, fact: metrics.count(REFUSED, fact.code),
             RoomMessageRefused: lambda _, fact: metrics.count(MESSAGES_REFUSED, fact.code),
@@ -170,6 +178,12 @@ class MetricsReader:
         self._metrics.count(PREFIX_TOKENS, "miss", by=fact.miss_tokens)
         if fact.hit_bytes:  # a prefill node has no such metric
             self._metrics.count(PREFIX_BYTES, by=fact.hit_bytes)
+        if fact.from_checkpoint:  # nor a decode node this
+            self._metrics.count(CHECKPOINTS_USED)
+
+    def _cached_pages_differ(self, _now_s: float, fact: CachedPagesDiffer) -> None:
+        for kind, pages in fact.pages.items():
+            self._metrics.count(PREFIX_MISMATCHES, kind.value, by=pages)
 
     def _phases_ended(self, _now_s: float, fact: PhasesEnded) -> None:
         for phase, seconds in fact.phases_s.items():
@@ -212,6 +226,15 @@ class LogReader:
             RoomQuarantined: lambda _, fact: log.error(
                 "room_quarantined", **self._whose(fact), cause=fact.cause, reason=fact.reason
             ),
+            CachedPagesDiffer: lambda _, fact: log.error(
+                "cached_pages_differ",
+                **self._whose(fact),
+                pages={kind.value: pages for kind, pages in fact.pages.items()},
+                first=fact.first,
+                dropped_pages=fact.dropped,
+                read_by_rooms=fact.readers,
+            ),
+            PrefixesDropped: lambda _, fact: log.info("prefixes_dropped", pages=fact.pages, read_pages=fact.read),
             PeerAccepted: lambda _, fact: log.info(
                 "peer_accepted", peer=fact.peer, peer_name=fact.name, features=fact.features
             ),
@@ -308,6 +331,8 @@ class StatusReader:
     def __init__(self) -> None:
         self._problems: deque[Problem] = deque(maxlen=RECENT_PROBLEMS)
         self._traffic: dict[str, PeerTraffic] = {}
+        self.hit_tokens, self.miss_tokens = 0, 0
+        """Of prompts with page keys: those that were cached when their rooms were admitted, and the others."""
 
         self.table: Reader = {
             RoomEntered: self._room,
@@ -319,6 +344,10 @@ class StatusReader:
             EngineLost: lambda now_s, fact: self._note(now_s, "engine lost", fact.engine, fact.reason),
             RoomQuarantined: lambda now_s, fact: self._note(now_s, "room quarantined", str(fact.room), fact.reason),
             RoomRejected: lambda now_s, fact: self._note(now_s, "room rejected", str(fact.room), fact.reason),
+            PrefixMatched: self._matched,
+            CachedPagesDiffer: lambda now_s, fact: self._note(
+                now_s, "cached pages differ", str(fact.room), f"{fact.first[0]}; {fact.dropped} pages dropped"
+            ),
         }
 
     def problems(self) -> tuple[Problem, ...]:
@@ -328,6 +357,10 @@ class StatusReader:
     def traffic(self) -> Mapping[str, PeerTraffic]:
         """Traffic by the peer's incarnation, the longest unheard-of first."""
         return self._traffic
+
+    def _matched(self, _now_s: float, fact: PrefixMatched) -> None:
+        self.hit_tokens += fact.hit_tokens
+        self.miss_tokens += fact.miss_tokens
 
     def _sent(self, now_s: float, fact: OrderEnded) -> None:
         if fact.amounts:

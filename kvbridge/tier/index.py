@@ -91,6 +91,16 @@ class PrefixIndex:
         """How many records there are, the unreachable ones among them."""
         return len(self._records)
 
+    @property
+    def checkpoint_count(self) -> int:
+        """How many records have a checkpoint."""
+        return len(self._checkpoints)
+
+    @property
+    def reachable(self) -> int:
+        """How many records keys lead to."""
+        return len(self._records) - self._records.hidden_count
+
     def match(self, keys: Keys, *, at_most: int | None = None) -> RecordArray:
         """Return the path of the longest known run of `keys` from the first on, of at most so many pages. Changes nothing."""
         return self._records.match(keys, len(keys) if at_most is None else at_most)
@@ -102,6 +112,12 @@ class PrefixIndex:
     def digests(self, records: RecordArray) -> tuple[DigestArray, npt.NDArray[np.bool_]]:
         """Return the digests of records, and which of them have one; those of the others are zeros."""
         return self._digests[records], self._is_digested[records]
+
+    def set_digests(self, records: RecordArray, digests: DigestArray) -> None:
+        """Note the digests of records, one row each, as far as they have none yet."""
+        new = ~self._is_digested[records]
+        self._digests[records[new]] = digests[new]
+        self._is_digested[records[new]] = True
 
     def checkpointed(self, records: RecordArray) -> npt.NDArray[np.bool_]:
         """Which of the records have a checkpoint."""

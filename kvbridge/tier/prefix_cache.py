@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, IntegrityError, NotFoundError
@@ -45,11 +47,28 @@ class Admitted:
         return max(map(len, self.prefix.values()), default=0)
 
 
+class Dropped(NamedTuple):
+    """What has been forgotten. One page is a page of each space that grows with the tokens."""
+
+    pages: int
+    """Of prompts and answers, which no request finds any more."""
+    read: int
+    """Of these, those that are still read."""
+
+
 @dataclass(slots=True)
 class _Reader:
     path: RecordArray
     checkpointed: int | None = None
     """The record whose checkpoint it reads."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PathPages:
+    """Cached pages of a prompt, from its first one on, that stay where they are until `PrefixCache.looked`."""
+
+    path: RecordArray
+    pages: Pages
 
 
 class PrefixCache:
@@ -60,8 +79,10 @@ class PrefixCache:
         self._index = index
         self._clock = clock
         self._readers: dict[Owner, _Reader] = {}
+        self._looking: set[PathPages] = set()
         self.evicted_pages = 0
         """Of prompts, so far; one is a page of each space."""
+        self.evicted_checkpoints = 0
         book.use_cache(self)
 
     # ------------------------------------------------------------------------------------- owners
@@ -174,6 +195,18 @@ class PrefixCache:
             {space: count - before[space] for space, count in now.items() if count > before[space]}
         )
 
+    def give_up(self, owner: Owner, page_count: int) -> Pages:
+        """Let an owner read only the first `page_count` pages of its prefix, whose others have been dropped.
+
+        Returns pages of its own for those. Raises CapacityError when there are none; it reads fewer all the same.
+        """
+        reader = self._reader(owner)
+        fewer = _Reader(reader.path[:page_count])
+        self._index.pin(fewer.path)
+        self._readers[owner] = fewer
+        self._end(reader)  # first: nobody else may read those either
+        return self._book.grow(owner, dict.fromkeys(self.spaces, len(reader.path) - page_count))
+
     def checkpoints(self, owner: Owner) -> list[int]:
         """At the ends of how many pages of those that an owner reads there is a checkpoint now, ascending."""
         return (np.flatnonzero(self._index.checkpointed(self._reader(owner).path)) + 1).tolist()
@@ -206,13 +239,54 @@ class PrefixCache:
         self._end(reader)
         return Admitted(self._index.pages(fewer.path), checkpoint, own)
 
-    def drop(self) -> int:
-        """Forget every prefix and return how many pages are free now; those that are read follow when their readers let go."""
-        return self._uncached(self._index.drop())
+    # ------------------------------------------------------------------------------------- what the pages hold
 
-    def drop_page(self, keys: Keys, page: int) -> int:
+    def look(self, owner: Owner) -> PathPages:
+        """Let somebody look at the pages that an owner reads now, until `looked`, whatever becomes of the owner."""
+        path = self._reader(owner).path
+        self._index.pin(path)
+        looking = PathPages(path, self._index.pages(path))
+        self._looking.add(looking)
+        return looking
+
+    def looked(self, looking: PathPages) -> None:
+        """End what `look` began; harmless when it has been ended."""
+        if looking in self._looking:
+            self._looking.remove(looking)
+            self._end(_Reader(looking.path))
+
+    def is_digested(self, looking: PathPages) -> npt.NDArray[np.bool_]:
+        """Of which of these pages it is known what they held when they came."""
+        return self._index.digests(looking.path)[1]
+
+    def set_digests(self, looking: PathPages, start: int, digests: DigestArray) -> None:
+        """Note what these pages from `start` on hold, as far as it is not known; one row each."""
+        self._index.set_digests(looking.path[start:], digests)
+
+    def changed(self, looking: PathPages, digests: DigestArray) -> npt.NDArray[np.bool_]:
+        """Where these pages do not hold any more what they held when they came, by page and word of their digests."""
+        expected, is_known = self._index.digests(looking.path)
+        return (expected != digests) & is_known[:, np.newaxis]
+
+    def readers_of(self, looking: PathPages, page: int) -> list[Owner]:
+        """Owners that read one of these pages."""
+        return [owner for owner, reader in self._readers.items() if looking.path[page] in reader.path]
+
+    # ------------------------------------------------------------------------------------- what is forgotten
+
+    def drop(self) -> Dropped:
+        """Forget every prefix; pages that are read are free when their readers let go."""
+        return self._drop(None)
+
+    def drop_page(self, keys: Keys, page: int) -> Dropped:
         """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
-        return self._uncached(self._index.drop(self._index.match(keys, at_most=page + 1)[page:]))
+        return self._drop(self._index.match(keys, at_most=page + 1)[page:])
+
+    def _drop(self, records: RecordArray | None) -> Dropped:
+        known, there = self._index.reachable, len(self._index)
+        self._book.uncache(_some(self._index.drop(records)))
+        dropped = known - self._index.reachable
+        return Dropped(dropped, dropped - (there - len(self._index)))
 
     def __contains__(self, owner: object) -> bool:
         return owner in self._readers
@@ -238,9 +312,10 @@ class PrefixCache:
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
         """See PageCache."""
-        before = len(self._index)
+        before, checkpoints = len(self._index), self.checkpoint_count
         pages = _some(self._index.evict(lacking))
         self.evicted_pages += before - len(self._index)
+        self.evicted_checkpoints += checkpoints - self.checkpoint_count
         return pages
 
     # ------------------------------------------------------------------------------------- for operators
@@ -249,6 +324,11 @@ class PrefixCache:
     def readers(self) -> int:
         """How many owners have been admitted and have not let go."""
         return len(self._readers)
+
+    @property
+    def checkpoint_count(self) -> int:
+        """How many checkpoints there are."""
+        return self._index.checkpoint_count
 
     def pages(self) -> tuple[int, int]:
         """How many pages of prompts somebody reads, and how many nobody does."""
@@ -269,6 +349,8 @@ class PrefixCache:
                 )
         pins, checkpoint_pins = self._index.pins()
         expected, restoring = np.zeros_like(pins), dict.fromkeys(checkpoint_pins, 0)
+        for looking in self._looking:
+            expected[looking.path] += 1
         for reader in self._readers.values():
             expected[reader.path] += 1  # a path has no record twice
             if reader.checkpointed is not None:
@@ -291,10 +373,6 @@ class PrefixCache:
         if reader.checkpointed is not None:
             self._index.unpin_checkpoint(reader.checkpointed)
         return self._index.unpin(reader.path)
-
-    def _uncached(self, pages: Mapping[IndexSpace, PageIdArray]) -> int:
-        self._book.uncache(_some(pages))
-        return sum(map(len, pages.values()))
 
 
 def _some(pages: Mapping[IndexSpace, PageIdArray]) -> Pages:

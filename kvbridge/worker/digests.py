@@ -148,19 +148,22 @@ class Verifications:
             stop_token=request.prompt_tokens,
         )
         tables = tables_from_wire(request.tables)
-        return DigestWork(self._identity.geometry, groups, whole, tables, tables)
+        asked = [group for group in groups if group.source.form.space in tables]
+        return DigestWork(self._identity.geometry, asked, whole, tables, tables)
 
     def _end(self, ended: _Verification, error: BridgeError | None = None) -> None:
         self._waiting.popleft()
-        room, generation, rank = ended.request.room, ended.request.generation, self._identity.rank
+        request, rank = ended.request, self._identity.rank
+        room, generation, order = request.room, request.generation, request.order
         if error is None and ended.work is not None:
             for part in ended.work.sums.parts():
-                self._link.send(Digested(room=room, generation=generation, rank=rank, digests=part))
+                self._link.send(Digested(room=room, generation=generation, rank=rank, order=order, digests=part))
         self._link.send(
             Verified(
                 room=room,
                 generation=generation,
                 rank=rank,
+                order=order,
                 seconds={"verify": self._clock() - ended.received_s, "verify_busy": ended.busy_s},
                 error_code="" if error is None else error.code,
                 error="" if error is None else str(error)[:REASON_CHARS],

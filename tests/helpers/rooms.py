@@ -37,6 +37,7 @@ from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.handshake.prefill_nodes import KnownNode
 from kvbridge.node.receiver.room import ReceiverPorts
 from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
+from kvbridge.node.receiver.verification import growing_kinds
 from kvbridge.node.room import Room
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.sender.room import SenderPorts
@@ -323,7 +324,8 @@ def prefix_cache(bench: SenderBench | ReceiverBench) -> PrefixCache | None:
     """As the daemon makes it: for pages that the node gives out."""
     if bench.adopted or not bench.shares_prefixes:
         return None
-    return PrefixCache(bench.book, PrefixIndex((IndexSpace.FULL,), bench.pages), clock=bench.clock)
+    index = PrefixIndex((IndexSpace.FULL,), bench.pages, digest_words=len(growing_kinds(GEOMETRY)))
+    return PrefixCache(bench.book, index, clock=bench.clock)
 
 
 @dataclass
@@ -379,6 +381,7 @@ class ReceiverBench:
     shares_prefixes: bool = True
     keeps_answers: bool = True
     digest: DigestKind = DigestKind.NONE
+    verifies_hits: bool = False
     pages: int = 16
     request_slots: int = 0
     """Slots of a hot buffer, which the model itself does not need."""
@@ -411,6 +414,7 @@ class ReceiverBench:
                 shares_prefixes=self.shares_prefixes,
                 keeps_answers=self.keeps_answers,
                 digest=self.digest,
+                verifies_hits=self.verifies_hits,
                 limits=RECEIVER_LIMITS,
             ),
             clock=self.clock,
@@ -420,6 +424,7 @@ class ReceiverBench:
     def tick(self) -> None:
         """As its daemon does."""
         self.service.deadlines.tick()
+        self.service.workers.checks.tick()
 
     @property
     def free(self) -> int:

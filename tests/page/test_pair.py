@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.browser import Browser
 from tests.helpers.live_rooms import LiveCluster, ends, http, live_cluster
+from tests.integration.test_shared_prefixes import NODE, PAGE, Conversation
 
 HOSTILE = "<img src=x onerror=alert(1)><b>gone</b>"
 """A reason that its client chose."""
@@ -30,8 +31,10 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with live_cluster() as live:
+    with live_cluster(prefill=NODE, decode=NODE) as live:
         live.cross(1000)
+        for _ in range(2):
+            Conversation(live, 1).cross(3 * PAGE + 1)
         cancelled = live.pair(900)
         http("DELETE", live.decode, f"/v1/requests/{cancelled}", params={"reason": HOSTILE})
         ends(live.decode, cancelled, "aborted", "aborted")
@@ -100,6 +103,19 @@ def test_what_a_stranger_wrote_is_text(pair: Pair, tab: Browser) -> None:
     assert HOSTILE in tab.text("#problems")
     assert tab.js("return document.querySelectorAll('#problems img, #rooms img').length") == 0
     assert tab.errors() == []
+
+
+def test_it_shows_what_is_cached_and_what_that_was_good_for(pair: Pair, tab: Browser) -> None:
+    facts = {"Cached": "3 pages of tokens", "Pinned": "0 pages by 0 rooms", "Evicted": "0 pages"}
+    for daemon, more in (("decode", {}), ("prefill", {"Checkpoints": "1"})):
+        tab.open(pair.url(daemon))
+        tab.live()
+        shown = dict(zip(tab.texts("#prefixes dt"), tab.texts("#prefixes dd"), strict=True))
+        assert shown.pop("Hits").startswith("50 % of 1"), shown
+        assert shown == facts | more
+    tab.open(pair.url("bootstrap"))
+    tab.live()
+    assert tab.js("return document.querySelector('#prefixes').hidden")
 
 
 def test_the_bars_are_the_pages_of_the_pools(pair: Pair, tab: Browser) -> None:

@@ -82,6 +82,22 @@ BOARD = Board(
                     Query(rate_of_each("prefix_evicted_pages_total"), "{{daemon}}"),
                     unit="ops",
                 ),
+                lines(
+                    "Checkpoints",
+                    "Prefill, models with windows: where engines can go on. Kept, by where; used, by rooms that went on there; "
+                    "evicted. Many kept at prompts' ends and few used: the next turns come too late, or to other instances.",
+                    Query(rate_of_each("prefix_checkpoints_kept_total", "reason"), "kept: {{reason}}"),
+                    Query(rate_of_each("prefix_checkpoints_used_total"), "used"),
+                    Query(rate_of_each("prefix_checkpoints_evicted_total"), "evicted"),
+                    unit="ops",
+                ),
+                lines(
+                    "Pages that changed in memory",
+                    "With integrity.verify_on_hit: cached pages that held other bytes than when they came, a second. More than "
+                    "0 means that memory changes: see the runbook, KvbridgeDigestMismatch.",
+                    Query(rate_of_each("prefix_mismatches_total", "component"), "{{component}}"),
+                    unit="ops",
+                ),
             ),
         ),
         Row(

@@ -8,9 +8,20 @@ exactly at that end and wrote them down. Such a *checkpoint* is the pages of `sw
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from kvbridge.core.geometry.components import Component, Liveness, ModelGeometry
 from kvbridge.core.geometry.pages import window_pages
 from kvbridge.core.ids import IndexSpace
+
+
+class CheckpointCause(StrEnum):
+    """Why windows and states are wanted at a page's end; the first that holds."""
+
+    PROMPT_END = "prompt_end"
+    DIVERGENCE = "divergence"
+    """The prompt leaves a known prefix there."""
+    INTERVAL = "interval"
 
 
 def why_no_prefixes(geometry: ModelGeometry) -> str:
@@ -44,22 +55,25 @@ def most_reusable_tokens(geometry: ModelGeometry, prompt_tokens: int) -> int:
 
 def wanted_checkpoints(
     geometry: ModelGeometry, prompt_tokens: int, *, computed_tokens: int, known_tokens: int, interval_tokens: int = 0
-) -> tuple[int, ...]:
-    """Return at which page ends of a prompt checkpoints are worth their pages, in tokens, ascending.
+) -> dict[int, CheckpointCause]:
+    """Return at which page ends of a prompt checkpoints are worth their pages, in tokens, ascending, and why.
 
     At its last one, where the next turn goes on; where it leaves a prefix that is known here (`known_tokens`), since others may do
     so, too; and every `interval_tokens`, rounded down to whole pages (0: nowhere else). The engine comes by those behind
     `computed_tokens` only.
     """
     if not needs_checkpoints(geometry):
-        return ()
+        return {}
     page = geometry.tokens_per_page
     last = prompt_tokens // page * page
-    ends = {last, min(known_tokens, last)}
-    if interval_tokens:
-        ends.update(range(interval_tokens, last, interval_tokens))
-    whole = {end // page * page for end in ends}
-    return tuple(sorted(end for end in whole if end > computed_tokens and len(window_pages(geometry, end))))
+    regular = range(interval_tokens, last, interval_tokens) if interval_tokens else ()
+    causes = {end // page * page: CheckpointCause.INTERVAL for end in regular}
+    causes |= {min(known_tokens, last) // page * page: CheckpointCause.DIVERGENCE, last: CheckpointCause.PROMPT_END}
+    return {
+        end: cause
+        for end, cause in sorted(causes.items())
+        if end > computed_tokens and len(window_pages(geometry, end))
+    }
 
 
 def _is_live_at_page_ends(component: Component, tokens_per_page: int) -> bool:

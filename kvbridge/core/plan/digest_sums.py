@@ -148,6 +148,13 @@ class DigestSums:
         if part:
             yield tuple(part)
 
+    def of_pages(self, key: DigestKey, layers: Sequence[int], pages: range) -> ChecksumArray:
+        """Return the digests of some pages of these layers: of shape (layers, pages)."""
+        component = self._components[key.component]
+        rows = [component.rows[layer] for layer in layers]
+        first = pages.start - component.pages.start
+        return self._array(key)[rows, first : first + len(pages)]
+
     def mismatches(self, found: DigestSums, key: DigestKey, layers: Sequence[int]) -> Iterator[Mismatch]:
         """Yield where these layers of `found` differ from this, in ascending order. Both are about the same pages."""
         if key not in self._sums and key not in found._sums:

@@ -1,7 +1,7 @@
 // The page: listens to the daemon and draws what it says. Everything that is shown comes in by `show(document)`.
 
 import {age, bytes, count, el, keyed, Rates, rate, svg, text} from "./format.js";
-import {drawPools} from "./pools.js";
+import {drawPools, drawPrefixes} from "./pools.js";
 import {NodeRoomDialog, PairRoomDialog, RoomList} from "./rooms.js";
 import {listen, Unauthorized} from "./stream.js";
 import {bootstrapModel, fleetPools, nodeModel, selectedEnd} from "./model.js";
@@ -35,6 +35,7 @@ function show(document_, fresh) {
   } else {
     drawPools($("pools"), shown.status.pools, shown.status.available_pages);
   }
+  drawPrefixes($("prefixes"), shown.status);
   drawQuarantine(shown.status.quarantine || {});
   drawRooms(fleet);
   drawProblems(fleet ? model.problems : shown.problems);

@@ -1,6 +1,6 @@
-// Pages of each space by state, as one bar a space. Cached pages are in use as far as somebody reads them.
+// Pages of each space by state, as one bar a space. Cached pages are in use as far as somebody reads them. And what is in them.
 
-import {count, el, keyed, text} from "./format.js";
+import {count, el, keyed, plural, text} from "./format.js";
 
 const STATES = ["leased", "held", "quarantined", "cached", "used", "available", "free"];
 const EMPTY = ["free", "available"];
@@ -31,6 +31,25 @@ export function drawPools(root, pools, available) {
         update: (item, state) => text(item.firstElementChild, `${count(states[state])} ${state}`),
       });
     },
+  });
+}
+
+// Of a node that keeps prefixes: how many pages, who reads them, what they were good for.
+export function drawPrefixes(root, {role, prefixes}) {
+  root.hidden = !prefixes;
+  if (!prefixes) return;
+  const {read_pages: read, unread_pages: unread, readers, evicted_pages: evicted, hit_tokens: hit, miss_tokens: miss} = prefixes;
+  const facts = [
+    ["Cached", `${plural(read + unread, "page")} of tokens`],
+    ["Pinned", `${plural(read, "page")} by ${plural(readers, "room")}`],
+    ["Hits", hit + miss ? `${percent(hit, hit + miss)} of ${plural(hit + miss, "prompt token")} with keys` : "no prompt with keys yet"],
+    ["Evicted", plural(evicted, "page")],
+  ];
+  if (role === "prefill") facts.push(["Checkpoints", count(prefixes.checkpoints)]);
+  keyed(root.lastElementChild, facts, {
+    key: ([name]) => name,
+    make: ([name]) => el("div", {}, el("dt", {}, name), el("dd", {})),
+    update: (row, [, value]) => text(row.lastElementChild, value),
   });
 }
 

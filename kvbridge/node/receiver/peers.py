@@ -43,7 +43,7 @@ class RoomWriters:
 
     def find(self, room: ReceiverRoom) -> None:
         """Offer the room once every prefill node that it names is known; those that are not are said hello to."""
-        if room.state is not ReceiverState.RESERVED:
+        if room.state is not ReceiverState.RESERVED or room.unchecked:
             return
         try:
             found = [self.nodes.known_node(address) for address in room.addresses]

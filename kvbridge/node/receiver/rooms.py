@@ -15,6 +15,7 @@ from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import AbortRoom, Claim, Extend, Provide, Release
 from kvbridge.node.driver import Deadlines, RoomDriver
 from kvbridge.node.receiver.peers import ReceiverPeers, RoomWriters
+from kvbridge.node.receiver.prefix_checks import PrefixChecks
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, user_state
 from kvbridge.node.receiver.rules import ENGINE_WORDS, ReceiverRules
 from kvbridge.node.receiver.verbs import ReceiverVerbs
@@ -34,6 +35,7 @@ class ReceiverAdmission:
     driver: RoomDriver[ReceiverRoom]
     pages: RoomPages
     writers: RoomWriters
+    checks: PrefixChecks
 
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
         """See AdmittingSide."""
@@ -54,6 +56,8 @@ class ReceiverAdmission:
             self.driver.facts.tell_engine(room)
         else:
             self.driver.advance(room, ReceiverEvent.PAGES)
+            if self.checks.begin(room):
+                room.wait_until(room.created_s + settings.limits.verify_s, "timeouts.verify_s")
             self.writers.find(room)
 
 
@@ -72,12 +76,13 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
     facts = RoomFacts(book, ports.engines, ports.events, ENGINE_WORDS, clock)
     slots = frozenset({IndexSpace.REQUEST})  # of the hot buffer, where the model's own state needs none
     pages = RoomPages(ports.book, settings, ports.events, ports.prefixes, always=slots)
-    driver: RoomDriver[ReceiverRoom] = RoomDriver(ReceiverRules(ports, facts, pages, clock), facts)
+    checks = PrefixChecks(pages, ports.workers, clock)
+    driver: RoomDriver[ReceiverRoom] = RoomDriver(ReceiverRules(ports, facts, pages, checks, clock), facts)
     writers = RoomWriters(book, driver, ports.nodes, ports.workers, WriterSets(settings.geometry))
     waiting = frozenset({ReceiverState.AWAITING_PAGES, ReceiverState.COMMITTED})
     engines = RoomEngines(book, driver, pages, waiting)
-    verbs = ReceiverVerbs(book, driver, pages, writers, clock)
-    admission = ReceiverAdmission(driver, pages, writers)
+    verbs = ReceiverVerbs(book, driver, pages, checks, writers, clock)
+    admission = ReceiverAdmission(driver, pages, writers, checks)
     return ReceiverRooms(
         book=book,
         driver=driver,
@@ -93,5 +98,5 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
         deadlines=Deadlines(book, driver, clock),
         writers=writers,
         peers=ReceiverPeers(book, driver),
-        workers=ReceiverWorkers(book, driver),
+        workers=ReceiverWorkers(book, driver, writers, checks, clock),
     )

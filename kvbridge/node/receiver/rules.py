@@ -16,6 +16,7 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
 from kvbridge.core.wire.messages import Abort, Failed, Offer, to_wire
 from kvbridge.node.driver import RoomDriver
+from kvbridge.node.receiver.prefix_checks import PrefixChecks
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom
 from kvbridge.node.receiver.verification import Verification
 from kvbridge.node.room import Quarantine
@@ -48,6 +49,7 @@ class ReceiverRules:
     ports: ReceiverPorts
     facts: RoomFacts
     pages: RoomPages
+    checks: PrefixChecks
     clock: Clock
 
     @staticmethod
@@ -139,9 +141,9 @@ class ReceiverRules:
     def _keep(self, room: ReceiverRoom, action: StrEnum) -> None:
         answer = room.answer if self.pages.settings.keeps_answers else None
         if action is ReceiverAction.KEEP_PROMPT:
-            self.pages.keep(room, room.keys if room.is_same_prompt else NO_KEYS)
+            self.checks.keep(room, room.keys if room.is_same_prompt else NO_KEYS)
         elif answer is not None:
-            self.pages.keep(room, answer.keys)
+            self.checks.keep(room, answer.keys)
 
     def _tell_abort(self, room: ReceiverRoom) -> None:
         abort = Abort(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)

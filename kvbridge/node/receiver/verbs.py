@@ -19,6 +19,7 @@ from kvbridge.node.driver import RoomDriver
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.prompt_keys import Answer, answer_of, require_same_prompt
 from kvbridge.node.receiver.peers import RoomWriters
+from kvbridge.node.receiver.prefix_checks import PrefixChecks
 from kvbridge.node.receiver.room import BEFORE_COMMIT, ReceiverRoom, user_state
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
@@ -32,6 +33,7 @@ class ReceiverVerbs:
     rooms: RoomBook[ReceiverRoom]
     driver: RoomDriver[ReceiverRoom]
     pages: RoomPages
+    checks: PrefixChecks
     writers: RoomWriters
     clock: Clock
 
@@ -83,7 +85,7 @@ class ReceiverVerbs:
         if engine.name in room.claimed_by:
             raise ConflictError(f"room {room_id} was already claimed by this engine")
         require_same_prompt(self.driver, room, message.page_hashes, self._tokens_per_page)
-        self.pages.keep(room, room.keys)  # at the latest now that somebody has said whose they are
+        self.checks.keep(room, room.keys)  # at the latest now that somebody has said whose they are
         if room.state is ReceiverState.COMMITTED:
             room.expected_by = set(self.driver.facts.engines.serving())
             room.claimed_s = self.clock()

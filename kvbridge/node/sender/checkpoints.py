@@ -20,6 +20,7 @@ from kvbridge.core.wire.messages import MAX_CHECKPOINTS, to_wire
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.room import SenderRoom
 from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.telemetry.events import CheckpointKept
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class RoomCheckpoints:
             known_tokens=min(reusable, prefixes.known(room.keys) * page),
             interval_tokens=settings.checkpoint_interval_tokens,
         )
-        for tokens in reversed(ends[-MAX_CHECKPOINTS:]):
+        room.checkpoint_causes = ends
+        for tokens in reversed(tuple(ends)[-MAX_CHECKPOINTS:]):
             if tokens == room.prompt_tokens:  # the engine leaves the room's own windows exactly there
                 room.checkpoints[tokens] = room.tables[IndexSpace.SWA]
                 continue
@@ -117,8 +119,11 @@ class RoomCheckpoints:
         written = frozenset.intersection(*(work.checkpoints for work in room.ranks.values())) | {room.prompt_tokens}
         for tokens in sorted(written & room.checkpoints.keys()):
             whole = tokens // self.pages.settings.geometry.tokens_per_page
-            if whole <= prefixes.reads(room.owner):  # else what is before it has been dropped meanwhile
-                prefixes.keep_checkpoint(room.owner, whole, room.checkpoints[tokens].ids)
+            if whole > prefixes.reads(room.owner):
+                continue  # what is before it has been dropped meanwhile
+            if prefixes.keep_checkpoint(room.owner, whole, room.checkpoints[tokens].ids):
+                cause = room.checkpoint_causes[tokens].value
+                self.pages.events.emit(CheckpointKept(**room.identity, cause=cause))
 
 
 def _on_wire(tokens: int, table: PageTable) -> Checkpoint:

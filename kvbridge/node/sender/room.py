@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvbridge.core.errors import ConflictError
+from kvbridge.core.geometry.checkpoints import CheckpointCause
 from kvbridge.core.ids import PageTable, Rank
 from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.digests import DigestKind
@@ -107,6 +108,8 @@ class SenderRoom(Room[SenderState]):
     offered_s: float = 0.0
     checkpoints: dict[int, PageTable] = field(default_factory=dict)
     """Pages for windows and states as they are after so many tokens, which others may start from when the room is over."""
+    checkpoint_causes: dict[int, CheckpointCause] = field(default_factory=dict)
+    """Why they are wanted."""
     writing: set[str] = field(default_factory=set)
     """Engines that may still write source pages of ours."""
     in_transit: bool = False

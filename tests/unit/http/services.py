@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvbridge.api.rooms import AdmissionRequest, RoomPage, RoomQuery, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, DroppedPrefixes, RoomPage, RoomQuery, RoomReport
 from kvbridge.api.status import (
     AdmissionStatus,
     BootstrapLinkStatus,
@@ -42,6 +42,11 @@ class FakeRooms:
         self.requests: list[AdmissionRequest] = []
         self.hold: asyncio.Event | None = None
         self.waiting = asyncio.Event()
+
+    def drop_prefixes(self) -> DroppedPrefixes:
+        if self.error:
+            raise self.error
+        return DroppedPrefixes(dropped_pages=12, read_pages=3)
 
     async def admit(self, request: AdmissionRequest, may_name: Namespaces = ANY_NAMESPACE) -> RoomReport:
         self.traces.append(TRACE.get())

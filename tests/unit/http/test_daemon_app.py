@@ -16,7 +16,7 @@ from kvbridge.api.directory import NodeHeartbeat, NodeRegistration, PairRequest,
 from kvbridge.api.rooms import AdmissionRequest, RoomPage, RoomQuery, RoomReport
 from kvbridge.api.status import BootstrapStatus, NodeStatus, Readiness
 from kvbridge.bootstrap.nodes import check_registration
-from kvbridge.core.errors import CapacityError, errors_by_code
+from kvbridge.core.errors import CapacityError, ConflictError, errors_by_code
 from kvbridge.core.ids import MAX_ROOM
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.daemon_app import create_daemon_app
@@ -367,6 +367,7 @@ async def test_the_description_is_complete(rooms, status):
     assert set(schema["paths"]) == {
         "/v1/requests",
         "/v1/requests/{room}",
+        "/v1/prefixes",
         "/health",
         "/ready",
         "/metrics",
@@ -396,7 +397,7 @@ def check_description(schema: dict) -> None:
     operations = [each for path in schema["paths"].values() for each in path.values()]
     ids = [operation["operationId"] for operation in operations]
     assert len(set(ids)) == len(ids)
-    assert all(re.fullmatch("(get|list|admit|cancel|pair|register|send|deregister)_[a-z]+", name) for name in ids), ids
+    assert all(re.fullmatch("(get|list|admit|cancel|pair|register|send|deregister|drop)_[a-z]+", name) for name in ids), ids
     for operation in operations:
         answers = operation["responses"]
         assert "500" in answers
@@ -439,3 +440,13 @@ def _references(value):
     elif isinstance(value, list):
         for inner in value:
             yield from _references(inner)
+
+
+async def test_every_cached_prefix_can_be_dropped(http):
+    answer = await http.delete("/v1/prefixes")
+    assert (answer.status_code, answer.json()) == (200, {"dropped_pages": 12, "read_pages": 3})
+
+
+async def test_nothing_is_dropped_where_nothing_is_kept(http, rooms):
+    rooms.error = ConflictError("this prefill daemon keeps no prefixes")
+    assert "keeps no prefixes" in problem(await http.delete("/v1/prefixes"), 409, "conflict")["detail"]

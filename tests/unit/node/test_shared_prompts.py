@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace
@@ -39,7 +39,7 @@ class Bench(ReceiverBench):
         self.service.requests.admit(request)
         return self.service.book.get(room)
 
-    def done(self, room, key: bytes | None = None) -> None:
+    def done(self, room, key: bytes | None = None, **fields) -> None:
         tokens, prefix = room.prompt_tokens, room.prefix_tokens
         last = keys_of(tokens)[-1] if key is None else key
         said = Done(
@@ -49,6 +49,7 @@ class Bench(ReceiverBench):
             amounts=full_amounts(tokens, prefix),
             phases_s={},
             last_page_key=last,
+            **fields,
         )
         self.service.peers.done(PREFILL, said)
 
@@ -234,3 +235,19 @@ def test_pages_that_a_room_shares_are_not_expected_from_its_end(bench):
     assert [found.pages for found in bench.service.book.not_begun()] == [{FULL: 3}], (
         "one of the prompt, two for the answer"
     )
+
+
+def test_a_node_that_keeps_nothing_says_so_when_it_is_to_drop_it():
+    with pytest.raises(ConflictError, match=r"keeps no prefixes: tier\.enabled is false"):
+        Bench(shares_prefixes=False).service.requests.drop_prefixes()
+
+
+def test_what_is_dropped_is_told(bench):
+    bench.whole(1, 4 * PAGE)
+    reader = bench.admit(2, 3 * PAGE)
+    dropped = bench.service.requests.drop_prefixes()
+    assert (dropped.dropped_pages, dropped.read_pages) == (4, 3)
+    assert (bench.events.facts[-1].pages, bench.events.facts[-1].read) == (4, 3)
+    assert bench.admit(3, 4 * PAGE).prefix_tokens == 0
+    bench.done(reader)
+    assert reader.state.value == "committed"

@@ -144,7 +144,7 @@ def test_what_is_dropped_is_found_by_nobody_and_free_when_its_last_reader_has_le
     bench.warm(A, "a", 4)
     bench.warm(A, "b", 4)
     own = bench.admit(B, "a", 6).own[FULL]
-    assert bench.cache.drop() == 4
+    assert bench.cache.drop() == (8, 4)
     assert (bench.cached, bench.admit(C, "a", 4).prefix_pages) == (4, 0)
     assert bench.keep(B, "a", 4, own) == 0, "what was before them is not known any more"
     assert bench.book.pages(B)[FULL].tolist() == own.tolist()
@@ -157,8 +157,8 @@ def test_what_is_dropped_is_found_by_nobody_and_free_when_its_last_reader_has_le
 
 def test_a_page_that_differs_goes_with_all_that_depends_on_it(bench):
     bench.warm(A, "a", 6)
-    assert bench.cache.drop_page(keys("a", 6), 2) == 4
-    assert bench.cache.drop_page(keys("a", 6), 2) == 0
+    assert bench.cache.drop_page(keys("a", 6), 2) == (4, 0)
+    assert bench.cache.drop_page(keys("a", 6), 2) == (0, 0)
     assert bench.admit(B, "a", 6).prefix_pages == 2
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.core.geometry.checkpoints import (
+    CheckpointCause,
     most_reusable_tokens,
     needs_checkpoints,
     wanted_checkpoints,
@@ -78,7 +79,7 @@ def test_at_least_one_token_is_computed_and_less_than_a_page_is_given_away(pages
 def test_a_prompt_leaves_a_checkpoint_at_its_last_page_end(pages: int, behind: int) -> None:
     prompt = pages * PAGE + behind
     found = wanted_checkpoints(V4, prompt, computed_tokens=0, known_tokens=0)
-    assert found == ((pages * PAGE,) if pages else ())
+    assert found == ({pages * PAGE: CheckpointCause.PROMPT_END} if pages else {})
 
 
 @given(
@@ -96,12 +97,16 @@ def test_checkpoints_are_at_page_ends_behind_what_is_computed(
     assert list(found) == sorted(set(found))
     assert all(end % PAGE == 0 and start < end <= prompt for end in found)
     assert junction == start or junction in found
+    last = prompt // PAGE * PAGE
+    for end, cause in found.items():
+        expected = CheckpointCause.DIVERGENCE if end == junction else CheckpointCause.INTERVAL
+        assert cause is (CheckpointCause.PROMPT_END if end == last else expected)
     reached = range(interval, prompt // PAGE * PAGE, interval) if interval else ()
     assert {end // PAGE * PAGE for end in reached if end // PAGE * PAGE > start} <= set(found)
 
 
 def test_a_model_without_windows_wants_none() -> None:
-    assert wanted_checkpoints(GQA, 10 * GQA.tokens_per_page, computed_tokens=0, known_tokens=0) == ()
+    assert wanted_checkpoints(GQA, 10 * GQA.tokens_per_page, computed_tokens=0, known_tokens=0) == {}
 
 
 @pytest.mark.parametrize(("window", "pages"), [(1, 1), (128, 1), (PAGE, 1), (PAGE + 1, 2), (3 * PAGE + 1, 4)])
