@@ -266,7 +266,8 @@ class PrefixCache:
     def changed(self, looking: PathPages, digests: DigestArray) -> npt.NDArray[np.bool_]:
         """Where these pages do not hold any more what they held when they came, by page and word of their digests."""
         expected, is_known = self._index.digests(looking.path)
-        return (expected != digests) & is_known[:, np.newaxis]
+        changed: npt.NDArray[np.bool_] = (expected != digests) & is_known[:, np.newaxis]
+        return changed
 
     def readers_of(self, looking: PathPages, page: int) -> list[Owner]:
         """Owners that read one of these pages."""

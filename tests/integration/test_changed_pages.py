@@ -11,6 +11,7 @@ import torch
 from kvbridge.core.geometry.components import Liveness
 from kvbridge.engine.decode import DecodeRoom
 from kvbridge.engine.views import PoolViews
+from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, http, live_cluster, metric, status
 from tests.integration.test_shared_prefixes import NODE, PAGE, POOL, TINY, Conversation, append
 
@@ -104,14 +105,16 @@ def test_a_page_of_an_answer_that_changed_is_found(live: LiveCluster) -> None:
 
 def test_everything_that_is_cached_can_be_dropped(live: LiveCluster) -> None:
     turns, tokens = Conversation(live, 4), 4 * PAGE + 5
+    for daemon in (live.prefill, live.decode):
+        http("DELETE", daemon, "/v1/prefixes")
     turns.cross(tokens)
+    eventually("prefill has them too", lambda: status(live.prefill)["prefixes"]["unread_pages"] == 4)
     reading = turns.admit(tokens)
     for daemon in (live.prefill, live.decode):
-        before = status(daemon)["prefixes"]
-        assert before["read_pages"] == 4
+        assert status(daemon)["prefixes"]["read_pages"] == 4
         answer = http("DELETE", daemon, "/v1/prefixes")
         assert answer.status_code == 200, answer.text
-        assert answer.json() == {"dropped_pages": 4 + before["unread_pages"], "read_pages": 4}
+        assert answer.json() == {"dropped_pages": 4, "read_pages": 4}
         assert http("DELETE", daemon, "/v1/prefixes").json() == {"dropped_pages": 0, "read_pages": 0}
     turns.write(reading, tokens)
     assert turns.read(reading, tokens).prefix_tokens == 4 * PAGE, "a room under way goes on with what it reads"

@@ -181,6 +181,7 @@ def test_endpoints_ask_for_their_token(secure: Secure, side: str) -> None:
             assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert http("GET", daemon, path, headers=right).status_code in {200, 404}
     assert http("POST", daemon, "/v1/requests", json={"prompt_tokens": 1}).status_code == 401
+    assert http("DELETE", daemon, "/v1/prefixes").status_code == 401
     for path in ("/health", "/ready"):
         assert http("GET", daemon, path).status_code == 200
     live.serves()

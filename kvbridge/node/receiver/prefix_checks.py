@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
 import structlog
 
 from kvbridge.core.clock import Clock
@@ -130,12 +131,12 @@ class PrefixChecks:
             prefixes.set_digests(look.looking, look.start, found)
             return len(look.looking.path)
         changed = prefixes.changed(look.looking, found)
-        pages = changed.any(axis=1).nonzero()[0].tolist()
+        pages = np.flatnonzero(changed.any(axis=1)).tolist()
         whole = pages[0] if pages else len(found)
         prefixes.set_digests(look.looking, 0, found)  # of pages that came while a rank worker was absent
         if pages:
             kinds = growing_kinds(self.pages.settings.geometry)
-            wrong = {page: [kinds[word] for word in changed[page].nonzero()[0].tolist()] for page in pages}
+            wrong = {page: [kinds[word] for word in np.flatnonzero(changed[page]).tolist()] for page in pages}
             self._drop(look, wrong)
         return whole
 

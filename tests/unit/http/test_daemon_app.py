@@ -397,7 +397,9 @@ def check_description(schema: dict) -> None:
     operations = [each for path in schema["paths"].values() for each in path.values()]
     ids = [operation["operationId"] for operation in operations]
     assert len(set(ids)) == len(ids)
-    assert all(re.fullmatch("(get|list|admit|cancel|pair|register|send|deregister|drop)_[a-z]+", name) for name in ids), ids
+    assert all(
+        re.fullmatch("(get|list|admit|cancel|pair|register|send|deregister|drop)_[a-z]+", name) for name in ids
+    ), ids
     for operation in operations:
         answers = operation["responses"]
         assert "500" in answers
