@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.helpers.browser import Browser
-from tests.helpers.live_rooms import LiveCluster, ends, http, live_cluster
+from tests.helpers.cluster import eventually
+from tests.helpers.live_rooms import LiveCluster, ends, http, live_cluster, status
 from tests.integration.test_shared_prefixes import NODE, PAGE, Conversation
 
 HOSTILE = "<img src=x onerror=alert(1)><b>gone</b>"
@@ -33,8 +34,9 @@ class Pair:
 def pair() -> Iterator[Pair]:
     with live_cluster(prefill=NODE, decode=NODE) as live:
         live.cross(1000)
-        for _ in range(2):
-            Conversation(live, 1).cross(3 * PAGE + 1)
+        for over in (0, 1):
+            Conversation(live, 1).cross(3 * PAGE + over)
+            eventually("prefill keeps it", lambda: status(live.prefill)["prefixes"]["checkpoints"] == 1)
         cancelled = live.pair(900)
         http("DELETE", live.decode, f"/v1/requests/{cancelled}", params={"reason": HOSTILE})
         ends(live.decode, cancelled, "aborted", "aborted")
