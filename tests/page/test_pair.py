@@ -108,7 +108,7 @@ def test_what_a_stranger_wrote_is_text(pair: Pair, tab: Browser) -> None:
 
 
 def test_it_shows_what_is_cached_and_what_that_was_good_for(pair: Pair, tab: Browser) -> None:
-    facts = {"Cached": "3 pages of tokens", "Pinned": "0 pages by 0 rooms", "Evicted": "0 pages"}
+    facts = {"Cached": "3 pages", "Pinned": "0 pages by 0 rooms", "Evicted": "0 pages"}
     for daemon, more in (("decode", {}), ("prefill", {"Checkpoints": "1"})):
         tab.open(pair.url(daemon))
         tab.live()

@@ -40,7 +40,7 @@ export function drawPrefixes(root, {role, prefixes}) {
   if (!prefixes) return;
   const {read_pages: read, unread_pages: unread, readers, evicted_pages: evicted, hit_tokens: hit, miss_tokens: miss} = prefixes;
   const facts = [
-    ["Cached", `${plural(read + unread, "page")} of tokens`],
+    ["Cached", plural(read + unread, "page")],
     ["Pinned", `${plural(read, "page")} by ${plural(readers, "room")}`],
     ["Hits", hit + miss ? `${percent(hit, hit + miss)} of ${plural(hit + miss, "prompt token")} with keys` : "no prompt with keys yet"],
     ["Evicted", plural(evicted, "page")],
