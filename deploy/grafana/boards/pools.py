@@ -85,9 +85,14 @@ BOARD = Board(
                     unit="ops",
                 ),
                 lines(
-                    "Checkpoints",
-                    "Prefill, models with windows: where engines can go on. Kept, by where; used, by rooms that went on there; "
-                    "evicted. Many kept at prompts' ends and few used: the next turns come too late, or to other instances.",
+                    "Checkpoints there are",
+                    "Prefill, models with windows: page ends at which an engine can go on now.",
+                    Query(now("prefix_checkpoints", "job, instance") + f" * {NAME}", "{{daemon}}"),
+                ),
+                lines(
+                    "Checkpoints kept, used, evicted",
+                    "A second. Kept, by where; used, by rooms that went on there; evicted. Many kept at prompts' ends and few used "
+                    "mean that the next turns come too late, or to other instances.",
                     Query(rate_of_each("prefix_checkpoints_kept_total", "reason"), "kept: {{reason}}"),
                     Query(rate_of_each("prefix_checkpoints_used_total"), "used"),
                     Query(rate_of_each("prefix_checkpoints_evicted_total"), "evicted"),
