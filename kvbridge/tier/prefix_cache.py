@@ -60,6 +60,8 @@ class PrefixCache:
         self._index = index
         self._clock = clock
         self._readers: dict[Owner, _Reader] = {}
+        self._empty_at_s = clock()
+        """When everything was last forgotten at once."""
         self.evicted_pages = 0
         """Of prompts, so far; one is a page of each space."""
         book.use_cache(self)
@@ -208,6 +210,7 @@ class PrefixCache:
 
     def drop(self) -> int:
         """Forget every prefix and return how many pages are free now; those that are read follow when their readers let go."""
+        self._empty_at_s = self._clock()
         return self._uncached(self._index.drop())
 
     def drop_page(self, keys: Keys, page: int) -> int:
@@ -249,6 +252,10 @@ class PrefixCache:
     def readers(self) -> int:
         """How many owners have been admitted and have not let go."""
         return len(self._readers)
+
+    def kept_s(self) -> float:
+        """What was used within so many seconds, and kept, is still here: how long a prefix lasts that nobody uses again."""
+        return self._clock() - max(self._empty_at_s, self._index.kept_since)
 
     def pages(self) -> tuple[int, int]:
         """How many pages of prompts somebody reads, and how many nobody does."""
