@@ -84,7 +84,7 @@ class PrefixIndex:
         self._finish_pages = min(_FINISH_PAGES, capacity // 256)
         self._pinned = 0
         self.kept_since = -math.inf
-        """What was used after this has not been evicted, nor has its checkpoint; unknown while the policy goes by more than time."""
+        """What was used after this has not been evicted, nor has its checkpoint; unknown where the policy goes by more."""
         self._candidates: list[tuple[float, int]] = []
         """A heap of (rank, record) that has every leaf that nobody pins, and some that are outdated."""
 

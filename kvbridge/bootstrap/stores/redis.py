@@ -249,7 +249,7 @@ class RedisStore:
         """See RoomStore."""
         now_ms, rows = _unpacked(await self._run("NOTED", self._note_keys(page_keys)))
         return tuple(
-            {_text(name): max(0, now_ms - int(float(ms))) / 1e3 for name, ms in zip(row[::2], row[1::2], strict=True)}
+            {_text(name): max(0.0, now_ms - float(ms)) / 1e3 for name, ms in zip(row[::2], row[1::2], strict=True)}
             for row in rows
         )
 
