@@ -356,6 +356,16 @@ async def test_another_replica_knows_it_too(redis_fleet):
 
 
 @pytest.mark.asyncio
+async def test_prompts_of_two_namespaces_are_noted_apart(world):
+    port = Daemons()
+    service, guesses = await pairing_of(world, port)
+    await first_turn_on_second_pair(world, port, service)
+    ours = page_keys(IDENTITY.model_copy(update={"namespace": "acme"}), [1] * (4 * PAGE))
+    assert names(await service.pair(request(ours, namespace="acme"))) == ("p1", "d1")
+    assert guesses == {("prefill", "none"): 2, ("decode", "none"): 2}
+
+
+@pytest.mark.asyncio
 async def test_nobody_looks_for_notes_without_keys_or_without_keepers(world):
     asked = []
     noted = world.store.noted
