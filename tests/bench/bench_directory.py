@@ -4,9 +4,10 @@ Daemons are not there: they admit at once, in this process, so that what is meas
 `concurrent` keeps 16 pairings under way; `alone` one, so it is the time that one caller waits. Every room is cancelled again,
 outside of the measured time, and every node sends its heartbeat every so many pairings as it would.
 
-`with keys` are the same pairings of requests with page keys (conversations of some turns over one system prompt, at nodes that keep
-prefixes), in the same run and by turns with the others, so the quotient is what pairing by overlap costs. `prefixes` is what the rest
-of it costs at a million pages: what each heartbeat says more, how long it takes to know it, and what a note takes in memory.
+`page keys` are the same pairings of requests with page keys (conversations of some turns over one system prompt, at nodes that keep
+prefixes), in the same run and by turns with the others, so the quotient is what pairing by overlap costs. `cpu_us` is the time of
+this process for one of many pairings. `prefixes` is what the rest costs at a million pages: what each heartbeat says more, how
+long it takes to know it, and what a note takes in memory.
 """
 
 from __future__ import annotations
@@ -139,25 +140,25 @@ async def _measure(store: MemoryStore | RedisStore, instances: int, pairings: in
     found: dict[bool, dict[str, float]] = {}
     for with_keys, requests in ((False, plain), (True, keyed)):
         await _beats(directory, nodes)
-        found[with_keys] = _figures(await _rate(service, requests, pairings), waits_ms[with_keys])
+        found[with_keys] = await _many(service, requests, pairings) | _alone(waits_ms[with_keys])
     return found
 
 
-async def _rate(service: PairingService, requests: list[PairRequest], pairings: int) -> float:
+async def _many(service: PairingService, requests: list[PairRequest], pairings: int) -> dict[str, float]:
     left = iter(range(pairings))
-    begun_s = time.perf_counter()
+    begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
 
     async def keep_pairing() -> None:
         for number in left:
             await service.pair(requests[number % len(requests)])
 
     await asyncio.gather(*(keep_pairing() for _ in range(CONCURRENT)))
-    return pairings / (time.perf_counter() - begun_s)
+    cpu_s = time.process_time() - begun_cpu_s
+    return {"per_s": pairings / (time.perf_counter() - begun_s), "cpu_us": cpu_s / pairings * 1e6}
 
 
-def _figures(rate: float, waits_ms: list[float]) -> dict[str, float]:
+def _alone(waits_ms: list[float]) -> dict[str, float]:
     return {
-        "per_s": rate,
         "alone_median_ms": statistics.median(waits_ms),
         "alone_p99_ms": sorted(waits_ms)[-max(1, len(waits_ms) // 100)],
     }
@@ -191,7 +192,8 @@ def hint_costs() -> dict[str, float]:
     told = beat.model_copy(update={"load": Load(prefixes_kept_s=12345.678)})
     return {
         "index_pages": len(index),
-        "heartbeat_bytes": len(told.model_dump_json()) - len(beat.model_dump_json()),
+        "heartbeat_bytes": len(told.model_dump_json(exclude_defaults=True))
+        - len(beat.model_dump_json(exclude_defaults=True)),
         "kept_s_us": asked_us,
         "note_bytes": asyncio.run(_note_bytes()),
     }
@@ -247,14 +249,16 @@ def _node(number: int) -> NodeRegistration:
 def table(results: dict[str, Any]) -> str:
     """Lay the figures out for reading."""
     cases = {name: figures for name, figures in results.items() if name != "prefixes"}
-    lines = [f"{'store':<32} {'pairings/s':>11} {'alone, median ms':>17} {'p99 ms':>8}"]
+    lines = [f"{'store':<32} {'pairings/s':>11} {'alone, median ms':>17} {'p99 ms':>8} {'cpu us':>8}"]
     lines += [
-        f"{name:<32} {figures['per_s']:>11.0f} {figures['alone_median_ms']:>17.2f} {figures['alone_p99_ms']:>8.2f}"
+        f"{name:<32} {figures['per_s']:>11.0f} {figures['alone_median_ms']:>17.2f} {figures['alone_p99_ms']:>8.2f} "
+        f"{figures['cpu_us']:>8.0f}"
         for name, figures in cases.items()
     ]
     costs = results["prefixes"]
-    lines.append(
-        f"node of {costs['index_pages']:,} pages: {costs['heartbeat_bytes']} bytes a heartbeat, known in {costs['kept_s_us']:.1f} us; "
-        f"{costs['note_bytes']:.0f} bytes a note"
-    )
+    lines += [
+        f"a node of {costs['index_pages']:,} pages: {costs['heartbeat_bytes']} bytes a heartbeat",
+        f"known in {costs['kept_s_us']:.1f} us",
+        f"a note at bootstrap: {costs['note_bytes']:.0f} bytes",
+    ]
     return "\n".join(lines)
