@@ -31,6 +31,9 @@ class Load(FrozenModel):
     available_pages: dict[str, NonNegative] = Field(default_factory=dict)
     """Pages that a request can have now, by index space: free ones, and cached ones that nobody reads."""
     total_pages: dict[str, NonNegative] = Field(default_factory=dict)
+    prefixes_kept_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """What it was given with page keys and used within so many seconds it still has, but for what never came to its end. Null: it
+    keeps no prefixes."""
     sent_bytes: Annotated[dict[Name, NonNegative], Field(max_length=256)] = Field(default_factory=dict)
     """What this process has sent to each instance since it knows it: the sender's word for a link, which it counts in any case."""
 
@@ -145,6 +148,7 @@ class InstanceView(FrozenModel):
     fingerprint: str
     model_identity: ModelIdentity | None = None
     """Which model it says it holds; null: it does not say."""
+    tokens_per_page: Positive
     pp_size: Positive
     tp_size: Positive
     meets_by: tuple[ControlMode, ...]
@@ -213,6 +217,10 @@ class Ticket(FrozenModel):
     decode: TicketEnd
     expires_in_s: float
     """A prefill engine has to begin the room within so many seconds from now."""
+    prefix_tokens: NonNegative = 0
+    """How much of the prompt decode held when it admitted the room, by its own word: it is not sent."""
+    computed_tokens: NonNegative = 0
+    """How much of it prefill held then, by its own word: its engine starts no later than there."""
 
     def after(self, seconds: float) -> Self:
         """Return the ticket as it is so much later."""

@@ -36,6 +36,7 @@ _LOAD = {
     "rooms": 1,
     "available_pages": {"full": 60},
     "total_pages": {"full": 64},
+    "prefixes_kept_s": 1840.5,
     "sent_bytes": {"decode-0": 1_572_864},
 }
 
@@ -75,7 +76,12 @@ _NODE: dict[str, Any] = {
     "node": "node-0",
     "version": "0.1.0",
     "uptime_s": 86400.5,
-    "model": {"name": "tiny-gqa", "fingerprint": _FINGERPRINT},
+    "model": {
+        "name": "tiny-gqa",
+        "fingerprint": _FINGERPRINT,
+        "tokens_per_page": 256,
+        "identity": {"name": "tiny-gqa", "revision": "2026-11-01"},
+    },
     "memory_bytes": 12_582_912,
     "ready": {"ready": True, "reasons": []},
     "bootstrap": {"state": "registered", "url": "http://10.0.0.6:7900", "problem": ""},
@@ -187,6 +193,7 @@ BOOTSTRAP_STATUS: dict[str, Any] = {
             "role": "prefill",
             "model": "tiny-gqa",
             "fingerprint": _FINGERPRINT,
+            "tokens_per_page": 256,
             "pp_size": 1,
             "tp_size": 1,
             "meets_by": ["curve"],

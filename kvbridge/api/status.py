@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from kvbridge.api.directory import InstanceView
 from kvbridge.api.examples import BOOTSTRAP_STATUS, DECODE_STATUS, PREFILL_STATUS
-from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Role, examples
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, examples
+from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.pool.accounts.page_states import PageState
 
 
@@ -30,10 +31,14 @@ class Readiness(FrozenModel):
 
 
 class ModelStatus(FrozenModel):
-    """The model that a node serves."""
+    """The model that a node serves; with an adapter and a namespace, all that enters the keys of its pages."""
 
     name: str
+    """Of the geometry."""
     fingerprint: str
+    tokens_per_page: Positive
+    identity: ModelIdentity | None = None
+    """Name and revision that enter page keys (`tier.model_name`, `tier.model_revision`); null: it does not say."""
 
 
 class RegistrationState(StrEnum):

@@ -1,6 +1,7 @@
 """What the daemons of a room are asked: to reserve one end, to report on it, to give it back.
 
-Owns: the deadline of each call, and what a wrong or missing answer is. Must not know: which pair, in which order, tickets.
+Owns: the deadline of each call, and what a wrong or missing answer is. Must not know: which pair, in which order, when a ticket
+counts.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Protocol
 
 import structlog
 
+from kvbridge.api.directory import Ticket
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, StaleError, UnknownRoomError
-from kvbridge.core.ids import FrozenModel, Role
+from kvbridge.core.ids import FrozenModel, Positive, Role, RoomId
+from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.context import TRACE
 from kvbridge.telemetry.events import EndReserved
 from kvbridge.telemetry.stream import EventStream
@@ -48,6 +51,27 @@ class EndReport(FrozenModel):
     error: str = ""
 
 
+class PairReport(FrozenModel):
+    """A paired room, as its daemons see it now."""
+
+    room: RoomId
+    generation: Positive
+    state: RoomState
+    """The decode side's state, or the prefill side's when no decode daemon answers."""
+    ticket: Ticket
+    prefill: tuple[EndReport, ...]
+    decode: tuple[EndReport, ...]
+
+
+def pair_report(ticket: Ticket, prefill: tuple[EndReport, ...], decode: tuple[EndReport, ...]) -> PairReport:
+    """Return what the ends of a room's ticket say as one."""
+    answered = [end.report for end in (*decode, *prefill) if end.report is not None]
+    state = answered[0].state if answered else RoomState.ADMITTED
+    return PairReport(
+        room=ticket.room, generation=ticket.generation, state=state, ticket=ticket, prefill=prefill, decode=decode
+    )
+
+
 class RoomEnds:
     """The ends of rooms at the daemons, by URL."""
 
@@ -57,17 +81,19 @@ class RoomEnds:
         self._events = events
         self._clock = clock
 
-    async def admit(self, url: str, admission: AdmissionRequest) -> None:
+    async def admit(self, url: str, admission: AdmissionRequest) -> RoomReport:
         """Reserve one end. Raises what the daemon raised, DeadlineError, PeerError for another daemon's answer."""
         above, asked_s, code = TRACE.get(), self._clock(), "cancelled"
         trace = above.part(f"reserve {url} {admission.generation}") if above is not None else None
         bound = TRACE.set(trace)
         try:
-            await self._admit(url, admission)
+            report = await self._admit(url, admission)
             code = ""
         except BridgeError as error:
             code = error.code
             raise
+        else:
+            return report
         finally:
             TRACE.reset(bound)
             self._events.emit(
@@ -82,7 +108,7 @@ class RoomEnds:
                 )
             )
 
-    async def _admit(self, url: str, admission: AdmissionRequest) -> None:
+    async def _admit(self, url: str, admission: AdmissionRequest) -> RoomReport:
         try:
             async with asyncio.timeout(self._timeouts.reserve_s + admission.wait_s):
                 report = await self._port.admit(url, admission)
@@ -97,6 +123,7 @@ class RoomEnds:
                 f"{url} has admitted room {report.room} generation {report.generation} as {report.role}, asked for "
                 f"{wanted[0]} generation {wanted[1]} as {wanted[2]}: is http.advertise_url another daemon's?"
             )
+        return report
 
     async def report(self, urls: Iterable[str], room: int) -> tuple[EndReport, ...]:
         """Ask about a room on every daemon at once; what goes wrong is part of the answer."""

@@ -3,9 +3,11 @@
 Owns: demand, fit, order of preference. Must not know: HTTP, reservations, time.
 
 An instance is *free* by the share of its scarcest pool that would be left after the request; a negative share says that it looks
-full. Cached pages that nobody reads count as left. The best pair has the largest sum of both shares; equal ones go by fewer rooms,
-then by name, so that the choice is the same wherever it is made. Each of these is a sum, or an order, of one part for each side:
-the best pair is the best prefill with the best decode instance, and nobody has to look at all pairs.
+full. Cached pages that nobody reads count as left. One that is likely to hold the beginning of the prompt (`prefixes.py`) gets half
+of the share that it holds on top: to hold all of it is worth half a pool that is free, and never one that looks full. The best pair
+has the largest sum of both; equal ones go by fewer rooms, then by name, so that the choice is the same wherever it is made. Each of
+these is a sum, or an order, of one part for each side: the best pair is the best prefill with the best decode instance, and nobody
+has to look at all pairs.
 
 What the directory knows is as old as a heartbeat, and what was charged since is a guess. So a pair that looks full is offered too,
 after all others: the daemons decide.
@@ -30,6 +32,8 @@ from kvbridge.core.prefixes import identity_conflict
 Pages = dict[str, int]
 """Pages by index space."""
 
+HELD_WEIGHT = 0.5
+"""What it is worth to hold a whole prompt, in shares of a pool that is free."""
 SHOWN = 8
 """Instances that are named in a refusal."""
 
@@ -55,8 +59,9 @@ class Candidate:
 class _Option(NamedTuple):
     """One instance for one request. The smaller of two is better: fields come in the order of preference, and names differ."""
 
-    missing_share: float
-    """The share that would be free, negated."""
+    looks_full: bool
+    cost: float
+    """The share that would be free, and what the instance is likely to hold, negated."""
     rooms: int
     name: str
     instance: Instance
@@ -66,8 +71,10 @@ class _Option(NamedTuple):
 class Ranking:
     """The instances that could serve one request."""
 
-    def __init__(self, instances: Iterable[Instance], request: PairRequest) -> None:
-        """Find out how well each instance suits the request.
+    def __init__(
+        self, instances: Iterable[Instance], request: PairRequest, held: Mapping[str, float] | None = None
+    ) -> None:
+        """Find out how well each instance suits the request. `held`: which share of its prompt an instance is likely to hold.
 
         Raises NotReadyError when a role has no ready instance, FingerprintMismatchError when no two ready instances
         hold the same model, InvalidInputError when the request is larger than every pool.
@@ -79,7 +86,7 @@ class Ranking:
         sides: dict[Way, tuple[list[_Option], list[_Option]]] = {}
         for side, of_role in enumerate((prefill, decode)):
             for instance in of_role:
-                if (option := _option(instance, request, known)) is not None:
+                if (option := _option(instance, request, known, (held or {}).get(instance.name, 0.0))) is not None:
                     for way in instance.ways:
                         sides.setdefault(way, ([], []))[side].append(option)
         self._sides = [(senders, receivers) for senders, receivers in sides.values() if senders and receivers]
@@ -107,21 +114,23 @@ class Ranking:
 
 
 def _looks_full(pair: tuple[_Option, _Option]) -> bool:
-    return max(option.missing_share for option in pair) > 0
+    return any(option.looks_full for option in pair)
 
 
 def _pair_order(pair: tuple[_Option, _Option]) -> tuple[bool, float, int, str, str]:
     sender, receiver = pair
     return (
         _looks_full(pair),
-        sender.missing_share + receiver.missing_share,
+        sender.cost + receiver.cost,
         sender.rooms + receiver.rooms,
         sender.name,
         receiver.name,
     )
 
 
-def _option(instance: Instance, request: PairRequest, known: dict[tuple[object, ...], Pages]) -> _Option | None:
+def _option(
+    instance: Instance, request: PairRequest, known: dict[tuple[object, ...], Pages], held: float
+) -> _Option | None:
     """Return an instance's option; None when its pools could never hold the request. `known`: demands of nodes that are alike."""
     needed: Pages = {}
     share = 1.0
@@ -132,7 +141,7 @@ def _option(instance: Instance, request: PairRequest, known: dict[tuple[object, 
         share = min(share, free_share(load, needed, record.charged_pages))
         if share < 0 and any(0 < load.total_pages.get(space, 0) < count for space, count in needed.items()):
             return None  # it does not only look full
-    return _Option(-share, instance.rooms, instance.name, instance, needed)
+    return _Option(share < 0, -share - HELD_WEIGHT * held, instance.rooms, instance.name, instance, needed)
 
 
 def demand(registration: NodeRegistration, request: PairRequest) -> Pages:

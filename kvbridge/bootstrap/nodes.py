@@ -175,6 +175,7 @@ class Instance:
             model=self.first.geometry.name,
             fingerprint=self.fingerprint,
             model_identity=self.first.model_identity,
+            tokens_per_page=self.first.geometry.tokens_per_page,
             pp_size=self.first.pp_size,
             tp_size=self.first.tp_size,
             meets_by=tuple(sorted(self.meets_by)),

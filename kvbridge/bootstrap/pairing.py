@@ -27,11 +27,12 @@ from dataclasses import dataclass
 import structlog
 
 from kvbridge.api.directory import PairRequest, Ticket, TicketEnd
-from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
-from kvbridge.bootstrap.ends import NOTHING_TO_CANCEL, EndReport, ReservePort, RoomEnds
+from kvbridge.bootstrap.ends import NOTHING_TO_CANCEL, PairReport, ReservePort, RoomEnds, pair_report
 from kvbridge.bootstrap.fit import Candidate, Ranking
 from kvbridge.bootstrap.nodes import Instance
+from kvbridge.bootstrap.prefixes import guess_held_pages, judge, keeps_prefixes, noted_keys
 from kvbridge.bootstrap.stores.base import Claim, RoomStore
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
@@ -48,12 +49,12 @@ from kvbridge.core.errors import (
     PeerError,
     UnknownRoomError,
 )
-from kvbridge.core.ids import ROOM_BITS, FrozenModel, Positive, Role, RoomId
+from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
-from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.context import TRACE
-from kvbridge.telemetry.events import PairingEnded
+from kvbridge.telemetry.events import PairingEnded, PrefixGuessed
 from kvbridge.telemetry.stream import EventStream
+from kvbridge.tier.keys import Keys
 
 log = structlog.get_logger(__name__)
 
@@ -70,18 +71,6 @@ RETRY_AFTER_S = 1.0
 """When a refused caller is told to come back, where no daemon says."""
 
 
-class PairReport(FrozenModel):
-    """A paired room, as its daemons see it now."""
-
-    room: RoomId
-    generation: Positive
-    state: RoomState
-    """The decode side's state, or the prefill side's when no decode daemon answers."""
-    ticket: Ticket
-    prefill: tuple[EndReport, ...]
-    decode: tuple[EndReport, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class _Refusal:
     """Which instance could not take a room, and what it said."""
@@ -96,6 +85,7 @@ class _Attempt:
 
     claim: Claim
     request: PairRequest
+    keys: Keys
     generation: int
     """The last one that was used; the claim's base before the first attempt."""
     wait_until_s: float = 0.0
@@ -185,7 +175,7 @@ class PairingService:
     async def _pair(self, request: PairRequest) -> Ticket:
         wait_until_s = self._clock() + request.wait_s
         claim = await self._claim(request.room, rounds=2 if request.wait_s else 1)
-        attempt = _Attempt(claim, request, claim.base)
+        attempt = _Attempt(claim, request, Keys(request.page_hashes), claim.base)
         try:
             try:
                 attempt.ticket = await self._in_time(attempt)
@@ -222,7 +212,7 @@ class PairingService:
         prefill, decode = await asyncio.gather(
             self._ends.report(ticket.prefill.http_urls, room), self._ends.report(ticket.decode.http_urls, room)
         )
-        return _pair_report(ticket, prefill, decode)
+        return pair_report(ticket, prefill, decode)
 
     async def cancel(self, room: int, reason: str) -> PairReport:
         """Abort a room on both ends, decode first: it holds the lease. Raises UnknownRoomError as `report` does."""
@@ -231,7 +221,7 @@ class PairingService:
         prefill = await self._ends.cancel(ticket.prefill.http_urls, room, ticket.generation, reason)
         if all(end.error_code in NOTHING_TO_CANCEL for end in (*prefill, *decode)):
             await self._rooms.cancelled(room, ticket.generation)
-        return _pair_report(ticket, prefill, decode)
+        return pair_report(ticket, prefill, decode)
 
     # ------------------------------------------------------------------------------------- rooms
 
@@ -269,7 +259,9 @@ class PairingService:
     async def _try_candidates(self, attempt: _Attempt) -> Ticket:
         """Try the best pair, then the best without those who refused; of pairs that look full, only one."""
         instances = await self._directory.instances()
-        ranking = Ranking(instances, attempt.request)
+        guessed = await self._guess(attempt.keys, instances)
+        shares = {name: pages / len(attempt.keys) for name, pages in guessed.items()}
+        ranking = Ranking(instances, attempt.request, shares)
         refusals: list[_Refusal] = []
         looks_full = False
         while len(refusals) < self._config.attempts and not looks_full:
@@ -278,6 +270,8 @@ class PairingService:
                 break
             outcome = await self._reserve(attempt, candidate)
             if isinstance(outcome, Ticket):
+                if attempt.keys:
+                    self._judge(outcome, guessed, instances)
                 return outcome
             log.warning(
                 "reservation_refused", room=attempt.room, peer_instance=outcome.instance, reason=str(outcome.error)
@@ -285,6 +279,22 @@ class PairingService:
             refusals.append(outcome)
             looks_full = candidate.looks_full
         raise self._nobody(attempt.room, refusals)
+
+    async def _guess(self, keys: Keys, instances: tuple[Instance, ...]) -> dict[str, int]:
+        """Return how many pages of a prompt instances are likely to hold, by name."""
+        if not (keys and any(map(keeps_prefixes, instances))):
+            return {}
+        return guess_held_pages(instances, await self._rooms.noted(noted_keys(keys)), len(keys))
+
+    def _judge(self, ticket: Ticket, guessed: dict[str, int], instances: tuple[Instance, ...]) -> None:
+        ends = (
+            (Role.PREFILL, ticket.prefill, ticket.computed_tokens),
+            (Role.DECODE, ticket.decode, ticket.prefix_tokens),
+        )
+        for role, end, held_tokens in ends:
+            of_role = (instance.name for instance in instances if instance.role is role)
+            guess = judge(end.instance, held_tokens, guessed, of_role)
+            self._events.emit(PrefixGuessed(role=role.value, guess=guess.value))
 
     def _nobody(self, room: int, refusals: list[_Refusal]) -> CapacityError:
         """Full beats a client's limit beats unreachable: the caller is told to come back, and every cause is named."""
@@ -309,6 +319,7 @@ class PairingService:
         for instance in (candidate.prefill, candidate.decode):
             await self._directory.charge(instance, candidate.demands[instance.name])
         asked: list[str] = []
+        reports: list[RoomReport] = []
         kept = False
         try:
             for role in RESERVATION_ORDER:
@@ -317,7 +328,7 @@ class PairingService:
                     # Noted before the answer: a daemon that answers too late may have admitted all the same.
                     asked.append(url)
                     try:
-                        await self._ends.admit(url, self._admission(attempt, candidate, role))
+                        reports.append(await self._ends.admit(url, self._admission(attempt, candidate, role)))
                     except TRY_ANOTHER as error:
                         return _Refusal(instance.name, error)
             ticket = Ticket(
@@ -326,8 +337,10 @@ class PairingService:
                 prefill=_end_of(candidate.prefill),
                 decode=_end_of(candidate.decode),
                 expires_in_s=self._ticket_left_s(attempt),
+                prefix_tokens=min(report.prefix_tokens for report in reports if report.role is Role.DECODE),
+                computed_tokens=min(report.computed_tokens for report in reports if report.role is Role.PREFILL),
             )
-            kept = await self._rooms.settle(attempt.claim, ticket)
+            kept = await self._rooms.settle(attempt.claim, ticket, noted_keys(attempt.keys))
         finally:
             if not kept:
                 reason = "the other end could not be reserved"
@@ -379,11 +392,3 @@ async def _finish(work: Awaitable[object]) -> None:
 
 def _end_of(instance: Instance) -> TicketEnd:
     return TicketEnd(instance=instance.name, http_urls=instance.http_urls)
-
-
-def _pair_report(ticket: Ticket, prefill: tuple[EndReport, ...], decode: tuple[EndReport, ...]) -> PairReport:
-    answered = [end.report for end in (*decode, *prefill) if end.report is not None]
-    state = answered[0].state if answered else RoomState.ADMITTED
-    return PairReport(
-        room=ticket.room, generation=ticket.generation, state=state, ticket=ticket, prefill=prefill, decode=decode
-    )

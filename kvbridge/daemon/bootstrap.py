@@ -45,10 +45,10 @@ from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.telemetry.events import PairingEnded
+from kvbridge.telemetry.events import PairingEnded, PrefixGuessed
 from kvbridge.telemetry.metrics import BUILD, READY, ROOMS
 from kvbridge.telemetry.registry import Metrics, library_versions
-from kvbridge.telemetry.service_metrics import HEARTBEAT_AGE, INSTANCES, PAIRING_DURATION, PAIRINGS
+from kvbridge.telemetry.service_metrics import HEARTBEAT_AGE, INSTANCES, PAIRING_DURATION, PAIRING_PREFIXES, PAIRINGS
 
 log = structlog.get_logger(__name__)
 
@@ -92,7 +92,7 @@ class BootstrapDaemon:
         self.pairing = PairingService(
             self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
         )
-        self.pairing.events.add_reader({PairingEnded: self._paired})
+        self.pairing.events.add_reader({PairingEnded: self._paired, PrefixGuessed: self._guessed})
         self._traces = Traces()
         self._overview = _Overview()
         self._told = ToldReadiness()
@@ -244,6 +244,9 @@ class BootstrapDaemon:
     def _paired(self, _now_s: float, fact: PairingEnded) -> None:
         self.metrics.count(PAIRINGS, fact.outcome)
         self.metrics.observe(PAIRING_DURATION, fact.seconds, fact.outcome)
+
+    def _guessed(self, _now_s: float, fact: PrefixGuessed) -> None:
+        self.metrics.count(PAIRING_PREFIXES, fact.role, fact.guess)
 
 
 def _state_of(instance: InstanceView) -> str:

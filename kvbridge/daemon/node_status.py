@@ -138,7 +138,12 @@ class NodeOverview:
             incarnation=parts.identity.incarnation,
             version=__version__,
             uptime_s=round(time.monotonic() - self._started_s, 1),
-            model=ModelStatus(name=parts.geometry.name, fingerprint=fingerprint(parts.geometry)),
+            model=ModelStatus(
+                name=parts.geometry.name,
+                fingerprint=fingerprint(parts.geometry),
+                tokens_per_page=parts.geometry.tokens_per_page,
+                identity=parts.config.tier.model,
+            ),
             memory_bytes=parts.layout.total_bytes,
             ready=self.readiness(),
             bootstrap=self._directory(),
@@ -293,9 +298,10 @@ class NodeOverview:
 
     def load(self) -> Load:
         """How full the node is."""
-        book = self._parts.book
+        book, prefixes = self._parts.book, self._parts.prefixes
         return Load(
             rooms=len(self._rooms.open()),
+            prefixes_kept_s=None if prefixes is None else round(prefixes.kept_s(), 3),
             available_pages={space.value: count for space, count in book.available_pages().items()},
             total_pages={space.value: sum(states.values()) for space, states in book.counts().items()},
         )

@@ -21,7 +21,8 @@ from kvbridge.api.directory import (
 )
 from kvbridge.api.status import BootstrapStatus, StatusPort
 from kvbridge.bootstrap.directory import Directory
-from kvbridge.bootstrap.pairing import PairingService, PairReport
+from kvbridge.bootstrap.ends import PairReport
+from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.core.errors import (
     CapacityError,
     ClientLimitError,

@@ -34,7 +34,7 @@ from kvbridge.api.directory import (
 )
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
-from kvbridge.bootstrap.pairing import PairReport
+from kvbridge.bootstrap.ends import PairReport
 from kvbridge.core.errors import DeadlineError, NamespaceError, PeerError, ProtocolError, UnauthorizedError
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import agree

@@ -229,6 +229,14 @@ class PairingEnded(Fact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixGuessed(Fact):
+    """Bootstrap: what became of the guess who holds the beginning of a prompt, for one side of a pair."""
+
+    role: str
+    guess: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRefused(Fact):
     """A request was not admitted; `code` is one of few words."""
 

@@ -54,6 +54,15 @@ SERVICE_METRICS: tuple[MetricSpec, ...] = (
         values={"outcome": _PAIRING_OUTCOMES},
         buckets=PHASE_BUCKETS_S,
     ),
+    PAIRING_PREFIXES := MetricSpec(
+        "kvbridge_pairing_prefixes_total",
+        _COUNTER,
+        ("role", "outcome"),
+        "Requests with page keys that got a pair, by what became of the guess who holds the beginning of the prompt: `right`, "
+        "`stale` (it holds none), `passed_over` (another was so much emptier, or it was full), `none` (there was no guess).",
+        (BOOTSTRAP,),
+        values={"role": NODES, "outcome": ("right", "stale", "passed_over", "none")},
+    ),
     STORE_REFUSED := MetricSpec(
         "kvbridge_store_values_refused_total",
         _COUNTER,

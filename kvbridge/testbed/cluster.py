@@ -22,7 +22,7 @@ from pydantic import Field
 from kvbridge.api.directory import PairRequest, Ticket
 from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import Readiness
-from kvbridge.bootstrap.pairing import PairReport
+from kvbridge.bootstrap.ends import PairReport
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, RoomFailedError
 from kvbridge.core.ids import FrozenModel, Positive, Role
 from kvbridge.daemon.announce import ENDPOINT_FILE, DaemonEndpoint, read_endpoint

@@ -83,16 +83,16 @@ class Checkpoints:
         """Take away the checkpoints that these records have, which nobody pins, and return their pages."""
         return join([self._remove(record) for record in records[self._is_there[records]].tolist()])
 
-    def take_oldest(self, page_count: int) -> PageIdArray:
-        """Take away unpinned checkpoints until there are so many pages, or no more; return them."""
-        chosen = []
+    def oldest(self, page_count: int) -> npt.NDArray[np.int32]:
+        """Return the records of the checkpoints to take for so many pages, or of all that nobody pins."""
+        chosen: list[int] = []
         for record, checkpoint in self._of_record.items():
             if page_count <= 0:
                 break
             if not checkpoint.pins:
                 chosen.append(record)
                 page_count -= len(checkpoint.pages)
-        return join([self._remove(record) for record in chosen])
+        return np.array(chosen, dtype=np.int32)
 
     def check_integrity(self, record_pins: npt.NDArray[np.int32]) -> None:
         """Recount. `record_pins`: of each record; a reader of a checkpoint pins its record, too. Raises IntegrityError."""

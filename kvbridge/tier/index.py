@@ -15,6 +15,7 @@ Records are numbers and what is known of them is in arrays: a page takes less th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -82,6 +83,8 @@ class PrefixIndex:
         self._pins_at, self._rank_at = self._pins.data, self._rank.data
         self._finish_pages = min(_FINISH_PAGES, capacity // 256)
         self._pinned = 0
+        self.kept_since = -math.inf
+        """What was used after this has not been evicted, nor has its checkpoint; unknown where the policy goes by more."""
         self._candidates: list[tuple[float, int]] = []
         """A heap of (rank, record) that has every leaf that nobody pins, and some that are outdated."""
 
@@ -261,8 +264,10 @@ class PrefixIndex:
             needs = ", ".join(f"{count} of '{space}'" for space, count in short.items())
             raise CapacityError(f"cached pages that nobody reads are too few, by {needs}", lacking=short)
         found = self._clear(self._victims(max((lacking.get(space, 0) for space in self.spaces), default=0)))
-        more = self._checkpoints.take_oldest(lacking.get(CHECKPOINT_SPACE, 0) - len(found[CHECKPOINT_SPACE]))
-        return found | {CHECKPOINT_SPACE: join([found[CHECKPOINT_SPACE], more])}
+        oldest = self._checkpoints.oldest(lacking.get(CHECKPOINT_SPACE, 0) - len(found[CHECKPOINT_SPACE]))
+        if len(oldest):
+            self._note_evicted(float(self._rank[oldest].max()))
+        return found | {CHECKPOINT_SPACE: join([found[CHECKPOINT_SPACE], self._checkpoints.take(oldest)])}
 
     def drop(self, records: RecordArray | None = None) -> Pages:
         """Make records and all that depends on them unreachable at once; None: all there are.
@@ -352,7 +357,12 @@ class PrefixIndex:
                     break
         if found:
             self._policy.evicted(rank)
+            self._note_evicted(rank)
         return np.array(found, dtype=np.int32)
+
+    def _note_evicted(self, highest_rank: float) -> None:
+        if self._policy.rank_is_time:
+            self.kept_since = max(self.kept_since, highest_rank)
 
     def _is_long(self, record: int, rank: float) -> bool:
         """Whether more than `_finish_pages` of a path, up from this leaf, are of this rank."""

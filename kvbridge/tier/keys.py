@@ -26,7 +26,6 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Self, overload
 
 import numpy as np
@@ -56,7 +55,7 @@ class PrefixIdentity(FrozenModel):
     namespace: str = ""
     """Who shares: prompts of two namespaces have no key in common."""
 
-    @cached_property
+    @property  # not cached: a copy with another namespace would keep the value
     def root(self) -> bytes:
         """What stands in the place of a key before the first page."""
         fields = (

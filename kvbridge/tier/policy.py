@@ -19,6 +19,9 @@ Uses = npt.NDArray[np.int32]
 class EvictionPolicy(Protocol):
     """Gives ranks. One object serves one index: it may remember what it has seen."""
 
+    rank_is_time: bool
+    """Whether a rank is the time of the last use, so that whatever was used later is still there."""
+
     def rank(self, now: float, uses: Uses) -> float | Ranks:
         """Return the rank of each page of a path that is used at `now`, or one for all; the lowest goes first.
 
@@ -31,6 +34,8 @@ class EvictionPolicy(Protocol):
 
 class LeastRecentlyUsed:
     """What was used longest ago goes first."""
+
+    rank_is_time = True
 
     def rank(self, now: float, uses: Uses) -> float:
         """See EvictionPolicy."""
@@ -47,6 +52,8 @@ class GreedyDual:
     A path of n pages that was used k times counts k / sqrt(n), and as much more as the rank of what had to go last: so what is
     never used again goes in the end, a long prompt that came once goes soon, and a short one that many share stays.
     """
+
+    rank_is_time = False
 
     def __init__(self) -> None:
         self._age = 0.0

@@ -80,6 +80,8 @@ class PrefixCache:
         self._clock = clock
         self._readers: dict[Owner, _Reader] = {}
         self._looking: set[PathPages] = set()
+        self._empty_at_s = clock()
+        """When everything was last forgotten at once."""
         self.evicted_pages = 0
         """Of prompts, so far; one is a page of each space."""
         self.evicted_checkpoints = 0
@@ -277,6 +279,7 @@ class PrefixCache:
 
     def drop(self) -> Dropped:
         """Forget every prefix; pages that are read are free when their readers let go."""
+        self._empty_at_s = self._clock()
         return self._drop(None)
 
     def drop_page(self, keys: Keys, page: int) -> Dropped:
@@ -330,6 +333,10 @@ class PrefixCache:
     def checkpoint_count(self) -> int:
         """How many checkpoints there are."""
         return self._index.checkpoint_count
+
+    def kept_s(self) -> float:
+        """What was used within so many seconds, and kept, is still here: how long a prefix lasts that nobody uses again."""
+        return self._clock() - max(self._empty_at_s, self._index.kept_since)
 
     def pages(self) -> tuple[int, int]:
         """How many pages of prompts somebody reads, and how many nobody does."""

@@ -163,6 +163,7 @@ def directories(results: Results) -> str:
     rows = tuple(
         (name, number(case["per_s"]), f"{case['alone_median_ms']:.2f} ({case['alone_p99_ms']:.2f})")
         for name, case in results["directory"].items()
+        if name != "prefixes"
     )
     return markdown(Table("", ("directory", "pairings/s", "one alone ms"), rows))
 

@@ -82,6 +82,13 @@ BOARD = Board(
                     width=8,
                 ),
                 lines(
+                    "Pairings by where the prompt is known",
+                    "Requests with page keys, by side. Many `stale`: nodes lose what they were given, or rooms fail. "
+                    "Many `passed_over`: those that hold the prompts are too full.",
+                    Query(rate("pairing_prefixes_total", "role, outcome"), "{{role}} {{outcome}}"),
+                    unit="ops",
+                ),
+                lines(
                     "Trouble with the store",
                     "Calls that failed and values that were malformed, a second.",
                     Query(rate("store_failures_total", "reason"), "call: {{reason}}"),

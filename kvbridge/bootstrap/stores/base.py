@@ -11,10 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvbridge.api.directory import NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord
+
+NOTE_KEEP_S: Final = 3600.0
+"""A beginning of prompts that has not come again for so long is forgotten."""
+NOTE_INSTANCES: Final = 16
+"""Who was given it last, of both roles together; more are not remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +104,11 @@ class RoomStore(Protocol):
     async def claim(self, room: int, *, generations: int) -> Claim | RoomInUse:
         """Begin to pair a room that nobody uses, with so many generations above all that were used before."""
 
-    async def settle(self, claim: Claim, ticket: Ticket) -> bool:
-        """Keep the ticket of a claimed room; False, and nothing kept, when another claim has taken the room."""
+    async def settle(self, claim: Claim, ticket: Ticket, page_keys: Sequence[bytes] = ()) -> bool:
+        """Keep the ticket of a claimed room; False, and nothing kept, when another claim has taken the room.
+
+        With it is noted under `page_keys` that its two instances have the beginnings of prompts which these keys name.
+        """
 
     async def give_up(self, claim: Claim, generation: int) -> None:
         """End a claim without a ticket: the id may be used again, above `generation`. Harmless when another claim has it."""
@@ -110,6 +118,9 @@ class RoomStore(Protocol):
 
     async def cancelled(self, room: int, generation: int) -> None:
         """Free the id of a room that was paired in this generation; harmless when it is in another one."""
+
+    async def noted(self, page_keys: Sequence[bytes]) -> tuple[Mapping[str, float], ...]:
+        """Return who was given prompts that begin so, for each key: seconds ago, by instance."""
 
     async def room_counts(self) -> dict[PairingState, int]:
         """Forget rooms older than they are kept; return how many are remembered, by what became of them."""

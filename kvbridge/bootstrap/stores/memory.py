@@ -1,19 +1,30 @@
 """Nodes and rooms of one bootstrap process; gone with it, and the nodes back after one heartbeat of each.
 
-Owns: two dictionaries and the clock that they age by. Must not know: what is decided on their contents.
+Owns: three dictionaries and the clock that they age by. Must not know: what is decided on their contents.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbridge.api.directory import NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord
-from kvbridge.bootstrap.stores.base import Claim, InstanceNodes, PairingState, RoomInUse, RoomTimes
+from kvbridge.bootstrap.stores.base import (
+    NOTE_INSTANCES,
+    NOTE_KEEP_S,
+    Claim,
+    InstanceNodes,
+    PairingState,
+    RoomInUse,
+    RoomTimes,
+)
 from kvbridge.core.clock import Clock, monotonic
+
+NOTES = 200_000
+"""Beginnings of prompts that are remembered, some 400 bytes each; those that came longest ago are forgotten first."""
 
 
 @dataclass(slots=True)
@@ -51,6 +62,8 @@ class MemoryStore:
         self._nodes: dict[NodeKey, _Node] = {}
         self._versions = 0
         self._rooms: OrderedDict[int, _Room] = OrderedDict()
+        self._notes: OrderedDict[bytes, dict[str, float]] = OrderedDict()
+        """When instances were given a beginning of prompts, by its key; the one that came last, last."""
 
     def __repr__(self) -> str:
         return f"MemoryStore({len(self._nodes)} nodes, {len(self._rooms)} rooms)"
@@ -139,14 +152,35 @@ class MemoryStore:
             self._forget_oldest()
         return claim
 
-    async def settle(self, claim: Claim, ticket: Ticket) -> bool:
+    async def settle(self, claim: Claim, ticket: Ticket, page_keys: Sequence[bytes] = ()) -> bool:
         """See RoomStore."""
         found = self._rooms.get(claim.room)
         if found is None or found.owner != claim.owner:
             return False
         found.state, found.ticket, found.generation = PairingState.PAIRED, ticket, ticket.generation
         found.settled_s = self._clock()
+        for key in page_keys:
+            self._note(key, (ticket.prefill.instance, ticket.decode.instance), found.settled_s)
         return True
+
+    def _note(self, key: bytes, instances: Iterable[str], now_s: float) -> None:
+        given_s = self._notes.setdefault(key, {})
+        self._notes.move_to_end(key)
+        for name in instances:
+            given_s.pop(name, None)
+            given_s[name] = now_s  # the last one last
+        while len(given_s) > NOTE_INSTANCES:
+            del given_s[next(iter(given_s))]
+        while len(self._notes) > NOTES:
+            self._notes.popitem(last=False)
+
+    async def noted(self, page_keys: Sequence[bytes]) -> tuple[Mapping[str, float], ...]:
+        """See RoomStore."""
+        now_s = self._clock()
+        return tuple(
+            {name: now_s - at_s for name, at_s in self._notes.get(key, {}).items() if now_s - at_s <= NOTE_KEEP_S}
+            for key in page_keys
+        )
 
     async def give_up(self, claim: Claim, generation: int) -> None:
         """See RoomStore."""

@@ -32,6 +32,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from kvbridge.api.directory import Name, NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_registration
 from kvbridge.bootstrap.stores.base import (
+    NOTE_INSTANCES,
+    NOTE_KEEP_S,
     Claim,
     InstanceNodes,
     PairingState,
@@ -236,10 +238,20 @@ class RedisStore:
             self._refused("room", str(room).encode(), ValueError("its state or generation was malformed"))
         return Claim(room, owner, int(figure)) if claimed else RoomInUse(int(figure) / 1e3)
 
-    async def settle(self, claim: Claim, ticket: Ticket) -> bool:
+    async def settle(self, claim: Claim, ticket: Ticket, page_keys: Sequence[bytes] = ()) -> bool:
         """See RoomStore."""
+        keys = [*self._room_keys(claim.room), *self._note_keys(page_keys)]
         facts = (claim.room, claim.owner, ticket.generation, ticket.model_dump_json())
-        return bool(await self._run("SETTLE", self._room_keys(claim.room), *facts))
+        instances = (ticket.prefill.instance, ticket.decode.instance)
+        return bool(await self._run("SETTLE", keys, *facts, _ms(NOTE_KEEP_S), NOTE_INSTANCES, *instances))
+
+    async def noted(self, page_keys: Sequence[bytes]) -> tuple[Mapping[str, float], ...]:
+        """See RoomStore."""
+        now_ms, rows = _unpacked(await self._run("NOTED", self._note_keys(page_keys)))
+        return tuple(
+            {_text(name): max(0.0, now_ms - float(ms)) / 1e3 for name, ms in zip(row[::2], row[1::2], strict=True)}
+            for row in rows
+        )
 
     async def give_up(self, claim: Claim, generation: int) -> None:
         """See RoomStore."""
@@ -281,6 +293,9 @@ class RedisStore:
 
     def _room_keys(self, room: int | None = None) -> list[bytes]:
         return [self._key("room", "" if room is None else room), *(self._key(state.value) for state in _ROOM_STATES)]
+
+    def _note_keys(self, page_keys: Sequence[bytes]) -> list[bytes]:
+        return [self._key("prefix", key.hex()) for key in page_keys]
 
     async def _run(self, name: str, keys: Sequence[bytes], *arguments: bytes | str | int) -> Any:  # noqa: ANN401 - as Redis answers
         script = self._scripts[name]

@@ -10,6 +10,7 @@ Keys, each behind the namespace (`member` is the JSON list of instance and node)
     charge:<member>     hash: pages by space, and `rooms`; expires with the node, gone with its next heartbeat
     version:<instance>  drawn anew with each registration of one of the instance's nodes
     room:<id>           hash: state, generation, owner, claimed_ms, settled_ms, ticket; expires when the room is forgotten
+    prefix:<page key>   sorted set: instances that were given a prompt that begins so, by when; expires when it has not come again
     pairing, paired, cancelled   sorted sets: rooms in that state, by the time at which they are forgotten
 
 All times are Redis's own, in milliseconds. What somebody else left under one of our names is read as absent, and
@@ -168,10 +169,18 @@ end
 return {1, base, malformed}
 """,
     "SETTLE": """
--- KEYS as of CLAIM. ARGV: id, owner, generation, ticket. Returns 1 when the ticket is kept.
+-- KEYS as of CLAIM, then those of prefixes. ARGV: id, owner, generation, ticket, note_keep_ms, instances kept, instance, instance.
+-- Returns 1 when the ticket is kept.
 if read('HGET', KEYS[1], 'owner') ~= ARGV[2] then return 0 end
-redis.call('HSET', KEYS[1], 'generation', ARGV[3], 'ticket', ARGV[4], 'settled_ms', clock_ms())
+local now_ms = clock_ms()
+redis.call('HSET', KEYS[1], 'generation', ARGV[3], 'ticket', ARGV[4], 'settled_ms', now_ms)
 move(KEYS[1], ARGV[1], 3, 'paired', forgotten_ms(KEYS[1]))
+for at = 5, #KEYS do
+  own(KEYS[at], 'zset')
+  redis.call('ZADD', KEYS[at], now_ms, ARGV[7], now_ms, ARGV[8])
+  redis.call('ZREMRANGEBYRANK', KEYS[at], 0, -1 - ARGV[6])
+  redis.call('PEXPIRE', KEYS[at], ARGV[5])
+end
 return 1
 """,
     "GIVE_UP": """
@@ -185,6 +194,12 @@ move(KEYS[1], ARGV[1], 4, 'cancelled', forgotten_ms(KEYS[1]))
 local known = read('HMGET', KEYS[1], 'state', 'generation')
 if not known or known[1] ~= 'paired' or known[2] ~= ARGV[2] then return end
 move(KEYS[1], ARGV[1], 4, 'cancelled', forgotten_ms(KEYS[1]))
+""",
+    "NOTED": """
+-- KEYS: prefixes. Returns msgpack: [now_ms, [[instance, given_ms, instance, given_ms, ...], ...]], a list for each key.
+local found = {}
+for at, key in ipairs(KEYS) do found[at] = read('ZRANGE', key, 0, -1, 'WITHSCORES') or {} end
+return cmsgpack.pack({clock_ms(), found})
 """,
     "COUNTS": """
 -- KEYS: pairing, paired, cancelled. Forgets rooms by age and returns how many are in each state.

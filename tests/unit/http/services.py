@@ -94,7 +94,7 @@ NODE_PAGE = NodeStatus(
     incarnation="incarnation-1",
     version="9.9",
     uptime_s=1.0,
-    model=ModelStatus(name="tiny", fingerprint="f"),
+    model=ModelStatus(name="tiny", fingerprint="f", tokens_per_page=256),
     memory_bytes=0,
     ready=Readiness(ready=True),
     bootstrap=BootstrapLinkStatus(state=RegistrationState.NONE, url="", problem=""),

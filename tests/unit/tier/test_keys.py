@@ -108,3 +108,12 @@ def test_shared_pages_are_counted_from_the_start(same):
     theirs = page_keys(identity(), [*range(4 * same), *range(100, 120)])
     assert ours.shared_with(theirs) == theirs.shared_with(ours) == same
     assert ours.shared_with(ours[:same]) == same
+
+
+def test_a_copy_with_another_namespace_has_other_keys():
+    """Whoever changes one field of an identity must not go on with the keys of the former one."""
+    ours = PrefixIdentity(model="m", revision="1", fingerprint="f", tokens_per_page=2, namespace="a")
+    tokens = [1, 2, 3, 4]
+    assert page_keys(ours, tokens)
+    theirs = ours.model_copy(update={"namespace": "b"})
+    assert not page_keys(ours, tokens).shared_with(page_keys(theirs, tokens))

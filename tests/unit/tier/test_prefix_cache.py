@@ -11,6 +11,7 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
+from kvbridge.tier.policy import GreedyDual
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.manual_clock import ManualClock
 
@@ -224,3 +225,50 @@ def test_the_recount_finds_what_is_wrong_between_book_and_index(spoil):
             bench.cache._readers[C] = bench.cache._readers[B]
     with pytest.raises(IntegrityError):
         bench.cache.check_integrity()
+
+
+def test_it_says_for_how_long_what_nobody_uses_again_stays(bench):
+    """So that a directory need not be told of pages: what was used later than the last victim is here."""
+    bench.clock.advance(7.0)
+    assert bench.cache.kept_s() == 7.0, "nothing is older than the cache itself"
+    bench.warm(A, "a", 6)
+    used_s = bench.clock()
+    bench.clock.advance(10.0)
+    bench.warm(B, "b", 6)
+    bench.clock.advance(10.0)
+    assert bench.cache.kept_s() == 29.0, "nothing has been evicted"
+    bench.admit(C, "c", 8)
+    assert bench.cache.known(keys("a", 6)) < 6
+    assert bench.cache.kept_s() == bench.clock() - used_s
+    assert bench.cache.known(keys("b", 6)) == 6
+    bench.clock.advance(5.0)
+    bench.cache.drop()
+    assert bench.cache.kept_s() == 0.0
+    bench.clock.advance(2.0)
+    assert bench.cache.kept_s() == 2.0
+
+
+def test_a_checkpoint_that_went_alone_counts_as_evicted(bench):
+    """Prefill cannot go on from pages whose windows and states are gone."""
+    bench.warm(A, "a", 2)
+    bench.admit(B, "a", 2, windows=1)
+    assert bench.cache.keep_checkpoint(B, 2, bench.book.pages(B)[SWA])
+    bench.end(B)
+    used_s = bench.clock()
+    bench.clock.advance(30.0)
+    bench.admit(C, "c", 1, windows=4)
+    assert bench.cache.known(keys("a", 2)) == 2
+    assert bench.cache.kept_s() == bench.clock() - used_s
+
+
+def test_a_policy_that_goes_by_more_than_time_says_only_since_when_there_is_anything():
+    book, clock = PageBook({FULL: PAGES}), ManualClock()
+    cache = PrefixCache(book, PrefixIndex((FULL,), PAGES, policy=GreedyDual()), clock=clock)
+    for owner, name in ((A, "a"), (B, "b"), (C, "c")):
+        clock.advance(1.0)
+        ids = cache.admit(owner, keys(name, 8), lambda prefix: {FULL: 8 - prefix}).own
+        cache.keep(owner, keys(name, 8), 0, ids)
+        cache.let_go(owner)
+        book.free(owner)
+    assert cache.evicted_pages
+    assert cache.kept_s() == 3.0

@@ -1,0 +1,82 @@
+"""Which instances may hold the beginning of a prompt: what bootstrap remembers of its pairings, as far as nodes say that it lasts.
+
+Owns: under which keys of a prompt it is noted who got it, which notes are believed, and what is said of a guess afterwards.
+Must not know: stores, how full anybody is, HTTP.
+
+Nobody tells of single pages: a node of a million of them says in each heartbeat for how long what it was given stays, one number,
+and a note that is younger is believed. It is a guess all the same: rooms fail, engines die, and rooms that were admitted without
+bootstrap are not noted. So it only orders instances. What a node holds it says itself when it admits the room, and a wrong guess
+costs what a request without one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+
+from kvbridge.bootstrap.nodes import Instance
+from kvbridge.tier.keys import Keys
+
+Notes = Mapping[str, float]
+"""Who was given a prompt that begins so: seconds ago, by instance."""
+
+
+class Guess(StrEnum):
+    """What became of the guess where the beginning of a prompt is, for one side of a pair."""
+
+    NONE = "none"
+    """Nobody was thought to hold any of it."""
+    PASSED_OVER = "passed_over"
+    """Somebody was, but another instance was so much emptier, or the first could not take the room."""
+    RIGHT = "right"
+    """It went to an instance that was thought to hold some of it, and does."""
+    STALE = "stale"
+    """It went to one that does not hold any (any more)."""
+
+
+def noted_pages(page_count: int) -> list[int]:
+    """Return after how many pages of a prompt it is noted: 1, 2, 3, 4, 6, 8, 12, ..., two for each doubling.
+
+    A later prompt shares any number of pages with this one; of these at least two thirds are seen.
+    """
+    found, pages = [], 1
+    while pages <= page_count:
+        found.append(pages)
+        if pages > 1 and pages * 3 // 2 <= page_count:
+            found.append(pages * 3 // 2)
+        pages *= 2
+    return found
+
+
+def noted_keys(keys: Keys) -> list[bytes]:
+    """Return the keys under which a prompt is noted, the shortest beginning first."""
+    return [keys[pages - 1] for pages in noted_pages(len(keys))]
+
+
+def keeps_prefixes(instance: Instance) -> bool:
+    """Whether all its nodes say that they keep prefixes."""
+    return all(record.beat.load.prefixes_kept_s is not None for record in instance.nodes)
+
+
+def guess_held_pages(instances: Iterable[Instance], notes: Sequence[Notes], page_count: int) -> dict[str, int]:
+    """Return how many pages of a prompt each instance is likely to hold, by its name; those that hold none are left out.
+
+    `notes`: of each of `noted_pages(page_count)`.
+    """
+    found: dict[str, int] = {}
+    for instance in instances:
+        if not keeps_prefixes(instance):
+            continue
+        # What was true at a heartbeat is some seconds older now, as the notes are.
+        believed_s = min((record.beat.load.prefixes_kept_s or 0.0) + record.silent_s for record in instance.nodes)
+        for pages, ages_s in zip(noted_pages(page_count), notes, strict=True):
+            if ages_s.get(instance.name, believed_s) < believed_s:
+                found[instance.name] = pages
+    return found
+
+
+def judge(chosen: str, held_tokens: int, guessed: Mapping[str, int], of_role: Iterable[str]) -> Guess:
+    """Return what became of a guess: `held_tokens` is the word of the `chosen` instance, `of_role` are all that could have been."""
+    if chosen in guessed:
+        return Guess.RIGHT if held_tokens else Guess.STALE
+    return Guess.PASSED_OVER if any(name in guessed for name in of_role) else Guess.NONE
