@@ -79,21 +79,22 @@ def test_a_conversation_goes_on_from_what_both_nodes_hold(scratch):
         output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
     report = json.loads(output)
-    assert report["verdict"] == "EQUAL: 8 of 8 requests gave the very logits of the model alone"
+    assert report["verdict"] == "EQUAL: 12 of 12 requests gave the very logits of the model alone"
     assert report["pages_left"] == 0
-    first, later, (hit, cold) = report["requests"][:3], report["requests"][3:6], report["requests"][6:]
+    first, later, pairs = report["requests"][:3], report["requests"][3:6], report["requests"][6:]
+    hits, colds = pairs[::2], pairs[1::2]
     assert [request["prefix_tokens"] for request in first] == [0, 0, 512], (
         "the system prompt of the third is the first's"
     )
-    for request in (*later, hit):
-        before = request["prompt_tokens"] - request["computed_tokens"]
+    for request in (*later, *hits):
         assert request["prefix_tokens"] > 0
-        assert 0 < before < request["prompt_tokens"]
+        assert 0 < request["computed_tokens"] < request["prompt_tokens"]
         assert request["spared_bytes"] > 0
-    assert cold["prefix_tokens"] == cold["computed_tokens"] == cold["spared_bytes"] == 0
-    assert cold["prompt_tokens"] == hit["prompt_tokens"]
-    sent = [sum(amount["bytes"] for amount in request["amounts"].values()) for request in (hit, cold)]
-    assert sent[0] + hit["spared_bytes"] == sent[1]
+    for hit, cold in zip(hits, colds, strict=True):
+        assert cold["prefix_tokens"] == cold["computed_tokens"] == cold["spared_bytes"] == 0
+        assert cold["prompt_tokens"] == hit["prompt_tokens"]
+        sent = [sum(amount["bytes"] for amount in request["amounts"].values()) for request in (hit, cold)]
+        assert sent[0] + hit["spared_bytes"] == sent[1]
     assert not list(scratch.iterdir())
 
 

@@ -22,6 +22,7 @@ from kvbridge.engine.views import PoolViews
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, report, status
+from tests.helpers.matrices import kept
 
 TINY = preset("tiny-v4")
 PAGE = TINY.tokens_per_page
@@ -39,7 +40,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=["local", "local 2:2", "mooncake"])
+@pytest.fixture(scope="module", params=["local", "local 2:2", "mooncake", kept("nixl", False)])
 def live(request: pytest.FixtureRequest) -> Iterator[LiveCluster]:
     """One rank each; two stages of prefill and two decode ranks, which share the host pool; one each, with digests."""
     transport = request.param.split()[0]

@@ -20,6 +20,8 @@ SYSTEM_TOKENS = 600
 """Two pages and a part of one: so a known prefix ends inside a page for whoever else begins so."""
 SPARSE_SYSTEM_TOKENS = 1700
 """Sparse decode is about prompts that are much longer than the hot buffer."""
+PAIRS = 3
+"""Of requests by themselves, whose times are compared: one alone tells more about what else the machine did."""
 _LEAST_NEW_TOKENS = 40
 _REMAINDERS = (3, 129, 0, 255, 1, 127, 4, 128, 2)
 """Of prompts by a page: every place where a block of 4 or of 128 tokens, or the page itself, ends or nearly does."""
@@ -60,7 +62,7 @@ def single_prompts(lengths: Sequence[int]) -> tuple[Request, ...]:
 def conversations(count: int, turns: int, *, steps: int, system_tokens: int) -> tuple[Request, ...]:
     """Return the requests of `count` conversations with answers of `steps` tokens, interleaved by turns.
 
-    The longest conversation has one turn more, by itself, and the last request is this one again without reuse.
+    The longest conversation has one turn more, by itself, with reuse and without, `PAIRS` times, each time with another prompt.
     """
     made: list[Request] = []
     for turn in range(1, turns + 1):
@@ -86,7 +88,10 @@ def conversations(count: int, turns: int, *, steps: int, system_tokens: int) -> 
             )
     longest = max(made, key=lambda request: request.tokens)
     apart = replace(_next_turn(len(made) + 1, longest, steps=steps), by_itself=True)
-    return (*made, apart, replace(apart, number=apart.number + 1, page_keys=False))
+    for number in range(apart.number, apart.number + 2 * PAIRS, 2):
+        hit = replace(apart, number=number, new=_text(len(apart.new), number * _STRIDE))
+        made += [hit, replace(hit, number=number + 1, page_keys=False)]
+    return tuple(made)
 
 
 def _next_turn(number: int, before: Request, *, steps: int) -> Request:

@@ -166,8 +166,9 @@ class DemoPlan:
         )
 
     def cluster_spec(self, instance: str, model_file: Path) -> ClusterSpec:
-        """Return the daemons to start. Rooms are held for as long as the demo takes, so those limits are long."""
-        timeouts = {"offer_s": LONG_S, "room_s": LONG_S, "shutdown_rooms_s": 3.0, "shutdown_close_s": 3.0}
+        """Return the daemons to start. Rooms are held for as long as the demo takes, so every limit that could end one is long."""
+        long = dict.fromkeys(("begin_s", "offer_s", "room_s", "claim_s"), LONG_S)
+        timeouts = {**long, "shutdown_rooms_s": 3.0, "shutdown_close_s": 3.0}
         host = self._host_kinds()
         decode_pages = self._decode_pages(host)
         # As many as full ones: bootstrap counts with that, since it does not know what lives on the host.

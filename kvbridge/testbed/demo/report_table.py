@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -195,13 +196,15 @@ def _turn_notes(report: DemoReport) -> list[str]:
     lines = []
     if not report.reused:
         lines.append("Nothing was reused on one of the two sides: this run has not shown what it is there to show.")
-    times = {request.page_keys: request for request in report.requests if request.by_itself}
-    if len(times) > 1:
-        cold, hit = times[False], times[True]
+    hits, colds = (
+        [each for each in report.requests if each.by_itself and each.page_keys is keys] for keys in (True, False)
+    )
+    if hits and colds:
+        hit_s, cold_s = (median(request.arrival_s for request in requests) for requests in (hits, colds))
         lines.append(
-            f"What a hit is worth: a prompt of {hit.prompt_tokens:,} tokens, by itself, had its first token on decode after "
-            f"{cold.arrival_s * 1000:,.0f} ms without reuse (request {cold.number}) and after {hit.arrival_s * 1000:,.0f} ms "
-            f"with it ({hit.number}): {cold.arrival_s / hit.arrival_s:.1f} times as fast."
+            f"What a hit is worth: a prompt of {hits[0].prompt_tokens:,} tokens, by itself, had its first token on decode after "
+            f"{cold_s * 1000:,.0f} ms without reuse and after {hit_s * 1000:,.0f} ms with it: {cold_s / hit_s:.1f} times as fast "
+            f"(medians of {len(hits)} each, in turns)."
         )
     return lines
 

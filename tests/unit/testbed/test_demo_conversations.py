@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.testbed.demo.conversations import SYSTEM_TOKENS, Request, conversations
+from kvbridge.testbed.demo.conversations import PAIRS, SYSTEM_TOKENS, Request, conversations
 from kvbridge.testbed.demo.options import DemoOptions, RowEncoding
 from kvbridge.testbed.demo.plan import DemoPlan
 
@@ -19,7 +19,7 @@ def made(count: int = 4, turns: int = 10) -> tuple[Request, ...]:
 def test_a_prompt_is_all_before_and_something_new():
     requests = made()
     by_number = {request.number: request for request in requests}
-    assert list(by_number) == list(range(1, 43))
+    assert list(by_number) == list(range(1, 47))
     for request in requests:
         before = by_number[request.previous].tokens + STEPS if request.previous else 0
         assert request.tokens == before + len(request.new) > before
@@ -45,14 +45,18 @@ def test_every_other_conversation_begins_with_the_same_system_prompt():
     assert [request.after for request in first] == [0, 0, 1, 0], "who shares comes when it is known"
 
 
-def test_the_last_two_are_one_turn_with_and_without_reuse():
-    *others, hit, cold = made(turns=3)
+def test_the_last_are_one_turn_with_and_without_reuse_in_turns():
+    requests = made(turns=3)
+    others, pairs = requests[: -2 * PAIRS], requests[-2 * PAIRS :]
     assert all(request.page_keys and not request.by_itself for request in others)
-    assert hit.by_itself
-    assert cold.by_itself
-    assert (hit.page_keys, cold.page_keys) == (True, False)
-    assert (hit.turn, hit.tokens, hit.new, hit.previous) == (cold.turn, cold.tokens, cold.new, cold.previous)
-    assert hit.turn == 4
+    for hit, cold in zip(pairs[::2], pairs[1::2], strict=True):
+        assert hit.by_itself
+        assert cold.by_itself
+        assert (hit.page_keys, cold.page_keys) == (True, False)
+        assert (hit.turn, hit.tokens, hit.new, hit.previous) == (cold.turn, cold.tokens, cold.new, cold.previous)
+        assert hit.turn == 4
+    assert len({hit.tokens for hit in pairs}) == 1, "so that times can be compared"
+    assert len({hit.new[:10] for hit in pairs}) == PAIRS, "one does not find what another has left"
 
 
 @pytest.mark.parametrize(

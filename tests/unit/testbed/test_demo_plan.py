@@ -7,6 +7,7 @@ from importlib import resources
 
 import pytest
 
+from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import IndexSpace
@@ -52,6 +53,14 @@ def test_stages_may_be_uneven():
 def test_only_the_chosen_transport_may_be_used(tmp_path):
     spec = plan(transport=Transport.NIXL).cluster_spec("demo", tmp_path / "model.json")
     assert spec.transport == "nixl"
+
+
+@pytest.mark.parametrize("limit", ["begin_s", "offer_s", "room_s", "claim_s"])
+def test_no_daemon_gives_up_a_room_that_the_demo_holds(limit, tmp_path):
+    """Some are held to its end, which on a busy machine is a quarter of an hour away; the first is begun by no engine."""
+    spec = plan().cluster_spec("demo", tmp_path / "model.json")
+    assert all(node.more["timeouts"][limit] >= 3600 for node in (spec.prefill, spec.decode))
+    assert limit in DaemonTimeouts.model_fields
 
 
 def test_every_process_computes_the_same_job(tmp_path):

@@ -138,15 +138,18 @@ def turn(number: int, *, prefix_tokens: int, computed_tokens: int, **more):
 def test_turns_say_what_was_held_computed_and_sent(width):
     hit = turn(2, prefix_tokens=768, computed_tokens=512, by_itself=True)
     cold = turn(3, prefix_tokens=0, computed_tokens=0, by_itself=True, page_keys=False, arrival_s=1.0, spared_bytes=0)
-    made = report(turn(1, prefix_tokens=0, computed_tokens=0, spared_bytes=0), hit, cold, turns=2)
+    outlier = {"prefix_tokens": 0, "computed_tokens": 0, "by_itself": True, "arrival_s": 60.0, "spared_bytes": 0}
+    others = [hit, cold, turn(2, page_keys=True, **outlier), turn(3, page_keys=False, **outlier)]
+    made = report(turn(1, prefix_tokens=0, computed_tokens=0, spared_bytes=0), hit, cold, *others, turns=2)
     text = printed(made, width)
     assert made.good
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     row = next(line for line in text.splitlines() if line.split()[:4] == ["2", "2", "of", "1"])
     assert row.split()[4:] == ["1,024", "768", "512", "28.0M", "29.0M", "250", "yes"]
-    assert "after 1,000 ms without reuse (request 3) and after 250 ms with it (2): 4.0 times as fast" in " ".join(
-        text.split()
+    assert (
+        "after 1,000 ms without reuse and after 250 ms with it: 4.0 times as fast (medians of 3 each, in turns)"
+        in " ".join(text.split())
     )
 
 

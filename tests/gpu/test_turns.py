@@ -1,0 +1,38 @@
+"""Conversations on a GPU: prefixes, checkpoints and shared pages in device memory; every logit of every turn is the model's own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvbridge.testbed.demo.conversations import PAIRS
+
+pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+TIMEOUT_S = 200
+CONVERSATIONS, TURNS = 3, 3
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 40)]
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--keep-answers",), ("--sparse", "--keep-answers")], ids=["prompts", "answers", "sparse answers"]
+)
+def test_turns_on_a_gpu_equal_the_model_alone(options):
+    """The order of streams is what is at stake: a page that is shared, restored from or given out anew before a GPU is through."""
+    arguments = ("--device", "cuda", "--turns", str(TURNS), "--prompts", str(CONVERSATIONS), *options, "--json")
+    command = [sys.executable, "-m", "kvbridge", "demo", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    count = CONVERSATIONS * TURNS + 2 * PAIRS
+    assert report["verdict"].startswith(f"EQUAL: {count} of {count} requests gave the very logits")
+    assert report["device"] == "cuda"
+    assert report["pages_left"] == 0
+    for request in report["requests"]:
+        reused = request["turn"] > 1 and request["page_keys"]
+        assert bool(request["computed_tokens"]) >= reused
+        assert bool(request["prefix_tokens"]) >= reused

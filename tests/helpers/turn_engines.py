@@ -1,0 +1,216 @@
+"""Conversations with a real model over a running cluster: both engines, and the model alone, in the test's own process.
+
+All of them compute with one model, so the same operations give the same bits, whatever the processor. They do what engines do: get
+rooms, restore from checkpoints, write pages, read pages. Nothing here knows what the daemons ought to hold.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvbridge.core.geometry.hot_buffer import SparseSettings
+from kvbridge.engine import DecodeRoom, PrefillRoom
+from kvbridge.engine.adapters.deepseek_v4 import (
+    CacheCodec,
+    Placement,
+    PrefillPacker,
+    append,
+    reencoded,
+    replace_entries,
+    unpack,
+)
+from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
+from kvbridge.engine.adapters.transformers import (
+    Divergence,
+    Generated,
+    Prefill,
+    divergence,
+    follow,
+    generate,
+    load_config,
+    load_model,
+    prefill_chunks,
+)
+from kvbridge.sparse import SparseCache
+from kvbridge.testbed.demo.reference import SelectedAttention
+from kvbridge.tier.keys import NO_KEYS, Keys
+from tests.helpers.cluster import DaemonProcess, eventually
+from tests.helpers.live_rooms import LiveCluster, busy_pages, ends
+from tests.helpers.sparse_model import C4, host_region
+
+PAGE = 256
+CLAIM_S, QUIET_S = 60.0, 10.0
+HOT_ROWS = 64
+MOST_TOKENS = 4096
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was answered to a prompt."""
+
+    fed: Tokens
+    logits: torch.Tensor
+    """fp32 [1 + steps, vocabulary]: of the prompt's last token, and after each token that was fed."""
+    cache: Any = None
+    """The model alone: its cache in the end."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request over the bridge."""
+
+    answer: Answer
+    prefix_tokens: int
+    computed_tokens: int
+
+
+class ModelAlone:
+    """The tiny model, and what it answers by itself to a whole prompt, computed from its start. Remembers its answers."""
+
+    def __init__(self) -> None:
+        self.facts = load_config()
+        self.model = load_model(self.facts)
+        self._answers: dict[tuple[Tokens, int, bool], Answer] = {}
+
+    def prefill(self, prompt: Tokens) -> Prefill:
+        """Cut at the ends of pages, as the engines are."""
+        return prefill_chunks(self.model, prompt, chunk_tokens=PAGE)
+
+    def answer(self, prompt: Tokens, steps: int, *, sparse: bool) -> Answer:
+        known = (prompt, steps, sparse)
+        if known not in self._answers:
+            cold = self.prefill(prompt)
+            self._answers[known] = self._generate(cold, cold.cache, steps, sparse=sparse)
+        return self._answers[known]
+
+    def answer_from_kept(
+        self, codec: CacheCodec, prompt: Tokens, former: Answer, kept_tokens: int, *, sparse: bool
+    ) -> tuple[Answer, Divergence]:
+        """The same over the rows of `kept_tokens` tokens that a former answer has left; and how far it is from `answer`."""
+        cold = self.prefill(prompt)
+        cache = reencoded(codec, cold.cache)
+        replace_entries(codec, cache, former.cache, tokens=kept_tokens)
+        ours = self._generate(cold, cache, len(former.fed), sparse=sparse)
+        whole = follow(self.model, cold.cache, tokens=ours.fed)
+        return ours, divergence(whole, Generated(ours.fed, ours.logits[1:]))
+
+    def _generate(self, prefill: Prefill, cache: Any, steps: int, *, sparse: bool) -> Answer:
+        with SelectedAttention(self.model) if sparse else nullcontext():
+            made = generate(self.model, cache, first_token=prefill.first_token, steps=steps)
+        return Answer(made.tokens, torch.cat([prefill.logits[None], made.logits]), cache)
+
+
+class TurnEngines:
+    """A prefill engine and a decode engine that serve one request at a time. Defects can be put into what is replaceable."""
+
+    keeps_answers = False
+    """What the decode node is told to do (`tier.generated`)."""
+
+    def __init__(self, live: LiveCluster, alone: ModelAlone, store: SparseCache, decoder: SparseDecoder) -> None:
+        self.live, self.alone, self.codec = live, alone, CacheCodec(live.sender.geometry, alone.model.config)
+        self._store, self._decoder = store, decoder
+        self.packer: Callable[..., PrefillPacker] = PrefillPacker
+        self.restored_from: Callable[[PrefillRoom], Any] = lambda begun: begun.restore
+        self.uncounted_tokens = 0
+        """What a release says beyond the tokens that were fed; so many more are reserved."""
+
+        self.page_keys = True
+        """Whether requests have any."""
+
+    def turn(self, prompt: Tokens, steps: int, *, sparse: bool = False) -> Turn:
+        """Take a request through both engines; prefill has let go of its pages in the end."""
+        live, keys = self.live, self._keys(prompt)
+        hashes = base64.b64encode(keys.data).decode()
+        room = int(live.ticket(len(prompt), page_hashes=hashes, max_new_tokens=steps + self.uncounted_tokens)["room"])
+        first, computed = self._prefill(room, prompt, keys)
+        claimed = live.reader.wait_claim(room, CLAIM_S, page_hashes=keys)
+        fed, logits = self._decode(claimed, first, steps, prompt=prompt, sparse=sparse)
+        ends(live.prefill, room, "completed")
+        eventually("let go of by both", lambda: all(map(_idle, (live.prefill, live.decode))))
+        return Turn(Answer(fed, torch.stack([first.logits, *logits])), claimed.prefix_tokens, computed)
+
+    def _keys(self, tokens: Tokens) -> Keys:
+        return self.live.sender.page_keys(tokens) if self.page_keys else NO_KEYS
+
+    def _prefill(self, room: int, prompt: Tokens, keys: Keys) -> tuple[Prefill, int]:
+        engine, reader = self.live.sender, self.live.reader
+        assert reader, "attached before the commit is told"
+        begun = engine.begin(room, prompt_tokens=len(prompt), page_hashes=keys)
+        computed, views = begun.computed_tokens, list(engine.views.values())
+        packers = [
+            self.packer(
+                self.codec,
+                Placement(each, begun.tables),
+                prompt_tokens=len(prompt),
+                computed_tokens=computed,
+                checkpoints=begun.checkpoints,
+            )
+            for each in views
+        ]
+        restored = [Placement(each, self.restored_from(begun)) for each in views]
+
+        def publish(cache: Any, upto: int) -> None:
+            for packer in packers:
+                packer.advance(cache)
+            engine.publish(room, upto)
+
+        cache = unpack(self.codec, restored, tokens=computed) if computed else None
+        made = prefill_chunks(self.alone.model, prompt, chunk_tokens=PAGE, on_chunk=publish, cache=cache)
+        engine.finish(room, checkpoints=packers[0].checkpointed)
+        return made, computed
+
+    def _decode(
+        self, claimed: DecodeRoom, first: Prefill, steps: int, *, prompt: Tokens, sparse: bool
+    ) -> tuple[Tokens, list[torch.Tensor]]:
+        engine, length = self.live.reader, len(prompt)
+        places, rows = [Placement(each, claimed.tables) for each in engine.views.values()], None
+        if sparse:
+            slot = self._store.requests.free_slot()
+            request = self._decoder.admit(slot, places, tokens=length, shared_tokens=claimed.prefix_tokens)
+            token, fed, logits = first.first_token, [], []
+            for _ in range(steps):
+                fed.append(token)
+                logits.append(self._decoder.step(request, token=token))
+                token = int(logits[-1].argmax())
+            for place in places:
+                self._decoder.append(request, placement=place, from_token=length)
+            released = self._decoder.release(request)
+            released.wait(QUIET_S)
+            rows = released.rows()
+        else:
+            cache = unpack(self.codec, places, tokens=length)
+            made = generate(self.alone.model, cache, first_token=first.first_token, steps=steps)
+            fed, logits = list(made.tokens), list(made.logits)
+            for place in places:
+                append(self.codec, cache, placement=place, from_token=length)
+        stated = prompt + tuple(fed) + (0,) * self.uncounted_tokens
+        engine.release(claimed.room, valid_tokens=len(stated), page_hashes=self._keys(stated), sparse=rows)
+        return tuple(fed), logits
+
+
+@contextmanager
+def turn_engines(live: LiveCluster, alone: ModelAlone) -> Iterator[TurnEngines]:
+    """Engines for a cluster that serves the model alone's configuration; left before the cluster's engines detach."""
+    codec = CacheCodec(live.reader.geometry, alone.model.config)
+    component, views = codec.geometry.component(C4), list(live.reader.views.values())
+    settings = SparseSettings(
+        max_requests=1, hot_rows=HOT_ROWS, top_k=int(alone.model.config.index_topk), max_tokens=MOST_TOKENS
+    )
+    regions = [host_region(each, layer) for each in views for layer in each.layers(C4)]
+    with (
+        closing(SparseCache(settings, component, regions, torch.device("cpu"))) as store,
+        closing(SparseDecoder(alone.model, codec, store)) as decoder,
+    ):
+        yield TurnEngines(live, alone, store, decoder)
+
+
+def _idle(daemon: DaemonProcess) -> bool:
+    """Whether no page of a daemon is anybody's but the cache's."""
+    return not busy_pages(daemon)
