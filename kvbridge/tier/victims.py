@@ -22,7 +22,7 @@ _OLD_SHARE = 0.2
 """So many of all records are old."""
 _RANK_SAMPLE = 4096
 """Ranks that are looked at to find out which ones are old."""
-_REACH = 32
+_REACH = 16
 """Pages that are passed for each one wanted, and as many as are sampled, before it is left to age alone."""
 _SPARE_CANDIDATES = 1024
 """So many outdated candidates are always tolerated."""
