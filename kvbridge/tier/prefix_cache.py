@@ -87,9 +87,7 @@ class PrefixCache:
             except CapacityError:
                 raise error from None
 
-    def _admit(
-        self, owner: Owner, keys: Keys, path: RecordArray, demand: Demand, *, from_checkpoint: bool
-    ) -> Admitted:
+    def _admit(self, owner: Owner, keys: Keys, path: RecordArray, demand: Demand, *, from_checkpoint: bool) -> Admitted:
         if owner in self._readers:
             raise ConflictError(
                 f"{owner} was admitted already, with a prefix of {len(self._readers[owner].path)} pages"

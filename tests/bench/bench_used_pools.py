@@ -5,7 +5,7 @@ Owns: the page lists of both and the comparison. Run as `python -m tests.bench.b
 Two page books with their prefix caches, a prefill and a decode node's, are led through the requests of a trace (or of conversations
 that are made up) until both have been full for `SETTLED` requests. The pages that the next requests get there are moved for real,
 and the same requests again between pages as empty pools would give them; both ways take turns. Bytes of a page are those of one C4,
-one indexer and one C128 layer of DeepSeek-V4-Flash, whose operations have the sizes of the whole model's: pools of all 61 would not fit.
+one indexer and one C128 layer of DeepSeek-V4-Flash: operations have the sizes of the whole model's, whose 61 layers would not fit.
 `busy` is the ratio of bytes for each second of processor time that both ends had: on a machine that others use, too, it says more.
 """
 
@@ -146,9 +146,7 @@ def operations(sent: Sent, chunk_tokens: int, bases: tuple[int, int]) -> Operati
     return Operations(*(np.concatenate(column).astype(np.uint64) for column in zip(*parts, strict=True)))
 
 
-def run(
-    *, backends: tuple[str, ...] = tuple(LIBRARIES), turns: int = 9, trace: Path | None = None
-) -> dict[str, Any]:
+def run(*, backends: tuple[str, ...] = tuple(LIBRARIES), turns: int = 9, trace: Path | None = None) -> dict[str, Any]:
     """Measure: {"turns", "requests", "trace", "budget", "cases": [{backend, chunk_tokens, pages_in_a_run, gb_s, ratio, ...}]}."""
     used = used_pools(_read(trace) if trace else conversations())
     pools = {"empty": empty_pools(used), "used": used}
@@ -286,7 +284,8 @@ def _read(path: Path) -> Iterator[Prompt]:
 
 def table(found: dict[str, Any]) -> str:
     """The result as plain text."""
-    lines = [f"{'backend':9} {'published':>10} {'pages in a run':>15} {'GB/s empty':>11} {'used':>6} {'ratio':>6} {'busy':>6} (budget {BUDGET})"]
+    heading = f"{'backend':9} {'published':>10} {'pages in a run':>15} {'GB/s empty':>11} {'used':>6} {'ratio':>6} {'busy':>6}"
+    lines = [f"{heading} (budget {BUDGET})"]
     for case in found["cases"]:
         runs = case["pages_in_a_run"]
         rates = {name: statistics.median(each) for name, each in case["gb_s"].items()}

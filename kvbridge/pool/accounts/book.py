@@ -338,7 +338,9 @@ class PageBook:
             raise InvalidInputError(f"'{space}' is not {kind.what} of this node; those are {names}")
         return account
 
-    def _take(self, owner: Owner, demand: Counts, having: Pages | None = None, scattered: Counts | None = None) -> Pages:
+    def _take(
+        self, owner: Owner, demand: Counts, having: Pages | None = None, scattered: Counts | None = None
+    ) -> Pages:
         """Take from every space or, when one lacks pages, from none."""
         accounts = {space: self._space(space, OwnedSpace) for space in demand}
         for space, count in demand.items():
@@ -349,7 +351,10 @@ class PageBook:
         self._make_free(owner, demand)
         last = {space: int(ids[-1]) for space, ids in (having or {}).items() if len(ids)}
         some = scattered or {}
-        return {each: accounts[each].take(n, after=last.get(each), scattered=some.get(each, 0)) for each, n in demand.items()}
+        return {
+            each: accounts[each].take(n, after=last.get(each), scattered=some.get(each, 0))
+            for each, n in demand.items()
+        }
 
     def _evictable(self) -> Counts:
         return self._cache.evictable() if self._cache is not None else {}
