@@ -350,11 +350,8 @@ class PageBook:
         self.require_possible({space: had[space] + count for space, count in demand.items()}, of=owner)
         self._make_free(owner, demand)
         last = {space: int(ids[-1]) for space, ids in (having or {}).items() if len(ids)}
-        some = scattered or {}
-        return {
-            each: accounts[each].take(n, after=last.get(each), scattered=some.get(each, 0))
-            for each, n in demand.items()
-        }
+        some = {space: (scattered or {}).get(space, 0) for space in demand}
+        return {one: accounts[one].take(n, after=last.get(one), scattered=some[one]) for one, n in demand.items()}
 
     def _evictable(self) -> Counts:
         return self._cache.evictable() if self._cache is not None else {}
