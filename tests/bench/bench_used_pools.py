@@ -185,7 +185,9 @@ def _run_case(
     bed: Bed, chunk_tokens: int, pools: dict[str, list[Sent]], turns: int, processes: tuple[int, ...]
 ) -> dict[str, Any]:
     bases = (bed.source.address, bed.target.address)
-    moves = {name: [operations(sent, chunk_tokens, bases) for sent in lists] for name, lists in pools.items()}
+    longest_tokens = bed.transport.max_operation_bytes // max(LAYER_BYTES) * PAGE_TOKENS  # as the planner cuts
+    at_once = min(chunk_tokens, longest_tokens)
+    moves = {name: [operations(sent, at_once, bases) for sent in lists] for name, lists in pools.items()}
     for each in itertools.chain(*moves.values()):
         _fill(bed, each)
     rates: dict[str, list[float]] = {name: [] for name in moves}
@@ -212,7 +214,7 @@ def _run_case(
         "chunk_tokens": chunk_tokens,
         "pages": pages,
         "pages_in_a_run": {
-            name: pages / sum(len(cuts(sent, chunk_tokens)) for sent in lists) for name, lists in pools.items()
+            name: pages / sum(len(cuts(sent, at_once)) for sent in lists) for name, lists in pools.items()
         },
         "gb_s": rates,
         "ratio": statistics.median(ratios),
