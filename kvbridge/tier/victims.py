@@ -6,7 +6,7 @@ checkpoints, what becomes of the pages.
 Pages that are free side by side are given out as one run, and runs move in long operations. A pool that evicts strictly by age
 crumbles: what came together goes together only until some of it has been used again, and the holes that this leaves are filled with
 pages of another age, for ever. So age only says what may go, the oldest fifth. In that, a hand goes over memory, again and again,
-and takes what it comes to. It costs no hits: what goes earlier than its age asks is made up for by what stays longer.
+and takes what it comes to. It costs hardly a hit: what goes earlier than its age asks is made up for by what stays longer.
 """
 
 from __future__ import annotations
