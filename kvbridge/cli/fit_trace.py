@@ -176,7 +176,7 @@ def draw_trace_fit(report: TraceFit, path: Path) -> None:
         hits.set_ylim(top=100 * endless.hit_rate * 1.2)
         hits.set_title("Prompt tokens found in the pool, %")
         runs.set_title("Consecutive pages that requests get from the full pool")
-        runs.legend(loc="upper left")
+        runs.legend(loc="upper right")
         figure.suptitle(
             f"Prefixes that stay: {report.trace}, {report.requests:,} requests, {report.model}", fontsize=12
         )

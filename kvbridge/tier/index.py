@@ -5,7 +5,8 @@ evicted. Must not know: memory, the page book, requests, a clock of its own.
 
 - Readers pin whole paths (`records.py`), so a record is pinned at least as often as its children together, and below one that
   nobody pins nobody pins anything.
-- Only leaves that nobody pins are evicted, so no page is ever without its parent. The policy ranks paths when they are used.
+- Only leaves that nobody pins are evicted, so no page is ever without its parent. The policy ranks paths when they are used; among
+  what is old, neighbours go together (`victims.py`).
 - A record that is dropped while it is pinned is *unreachable* at once, for every key, and its pages come back with the last unpin.
 - A *checkpoint* is the windows and states at exactly a record's end, in pages of `swa`; it has pins of its own (`checkpoints.py`).
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -29,19 +29,13 @@ from kvbridge.tier.checkpoints import Checkpoints, join
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.policy import EvictionPolicy, LeastRecentlyUsed
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records
+from kvbridge.tier.victims import Victims
 
 DigestArray = npt.NDArray[np.uint32]
 """Of shape (records, digest_words)."""
 Pages = dict[IndexSpace, PageIdArray]
 """Page ids of each space, int32."""
 CHECKPOINT_SPACE = IndexSpace.SWA
-
-_FINISH_PAGES = 16
-"""A path that has been begun is finished when no more than so many pages beyond those lacking are as old, and they are less than
-1/256 of all. It costs hardly a hit, and pages that came together become free together: without it, the runs of free pages in a
-pool that is full grow shorter with every use."""
-_SPARE_CANDIDATES = 1024
-"""So many outdated candidates for eviction are always tolerated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,13 +74,11 @@ class PrefixIndex:
         self._pins = np.zeros(capacity, dtype=np.int32)
         self._rank = np.zeros(capacity, dtype=np.float64)
         self._uses = np.zeros(capacity, dtype=np.int32)
-        self._pins_at, self._rank_at = self._pins.data, self._rank.data
-        self._finish_pages = min(_FINISH_PAGES, capacity // 256)
+        self._pins_at = self._pins.data
+        self._victims = Victims(self._records, pages=self._pages[0], pins=self._pins, rank=self._rank)
         self._pinned = 0
         self.kept_since = -math.inf
         """What was used after this has not been evicted, nor has its checkpoint; unknown where the policy goes by more."""
-        self._candidates: list[tuple[float, int]] = []
-        """A heap of (rank, record) that has every leaf that nobody pins, and some that are outdated."""
 
     # ------------------------------------------------------------------------------------- looking
 
@@ -181,7 +173,7 @@ class PrefixIndex:
         self._pins[records] = pins
         ended = records[pins == 0]
         self._pinned -= len(ended)
-        self._offer(int(records[-1]))
+        self._victims.offer(int(records[-1]))
         unreachable = ended[self._records.is_hidden(ended)]
         return self._release(unreachable[::-1]) if len(unreachable) else {}
 
@@ -190,7 +182,7 @@ class PrefixIndex:
         if self._is_path(records, "touch", whole=True):
             uses = self._uses[records] = self._uses[records] + 1
             self._rank[records] = self._policy.rank(now, uses)
-            self._offer(int(records[-1]))
+            self._victims.offer(int(records[-1]))
 
     # ------------------------------------------------------------------------------------- pages that come
 
@@ -218,6 +210,7 @@ class PrefixIndex:
             records = self._records.create(keys, path)
             for row, space in enumerate(self.spaces):
                 self._pages[row, records] = pages[space][known - start :]
+            self._victims.place(records)
             self._digests[records] = 0 if digests is None else digests[known - start :]
             self._is_digested[records] = digests is not None
             self._uses[records] = 0
@@ -252,7 +245,7 @@ class PrefixIndex:
     # ------------------------------------------------------------------------------------- pages that go
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Pages:
-        """Give up at least so many pages of each space, all or nothing: leaves by rank, the pages of one path together.
+        """Give up at least so many pages of each space, all or nothing: old leaves, neighbours together.
 
         A record that goes gives its page of every space and its checkpoint, so there may be more than was asked for. When only
         `swa` lacks pages, checkpoints go and records stay. Raises CapacityError when `evictable` has fewer.
@@ -263,10 +256,13 @@ class PrefixIndex:
         if short:
             needs = ", ".join(f"{count} of '{space}'" for space, count in short.items())
             raise CapacityError(f"cached pages that nobody reads are too few, by {needs}", lacking=short)
-        found = self._clear(self._victims(max((lacking.get(space, 0) for space in self.spaces), default=0)))
+        victims = self._victims.take(max((lacking.get(space, 0) for space in self.spaces), default=0))
+        if len(victims):
+            self._policy.evicted(float(self._rank[victims].min()))
+        found = self._clear(victims)
         oldest = self._checkpoints.oldest(lacking.get(CHECKPOINT_SPACE, 0) - len(found[CHECKPOINT_SPACE]))
-        if len(oldest):
-            self._note_evicted(float(self._rank[oldest].max()))
+        self._note_evicted(victims)
+        self._note_evicted(oldest)
         return found | {CHECKPOINT_SPACE: join([found[CHECKPOINT_SPACE], self._checkpoints.take(oldest)])}
 
     def drop(self, records: RecordArray | None = None) -> Pages:
@@ -288,12 +284,10 @@ class PrefixIndex:
         inner = there[parent[there] != NO_RECORD]
         by_children = np.bincount(parent[inner], weights=self._pins[inner], minlength=len(self._pins))
         needed = np.maximum(by_children[there], self._records.is_hidden(there))
-        leaves = there[(self._records.children[there] == 0) & (self._pins[there] == 0)]
-        candidates = zip(self._rank[leaves].tolist(), leaves.tolist(), strict=True)
         facts = {
             "pins of records and their children": bool((self._pins[there] >= needed).all()),
             "pinned records": self._pinned == np.count_nonzero(self._pins[there]) == np.count_nonzero(self._pins),
-            "candidates and leaves": set(self._candidates).issuperset(candidates),
+            "candidates, leaves and places": self._victims.add_up(),
             "pages and records": all(len(np.unique(ids)) == len(ids) for ids in self.pages(there).values()),
             "checkpoints and records": self._checkpoints.among(there).sum() == len(self._checkpoints),
         }
@@ -326,65 +320,21 @@ class PrefixIndex:
         if digests is not None and digests.shape != (count, words):
             raise InvalidInputError(f"{count} pages need {words} words of digests each, got {digests.shape}")
 
-    def _offer(self, record: int) -> None:
-        """Make a record a candidate for eviction, if it is a leaf that nobody pins."""
-        records, candidates = self._records, self._candidates
-        if records.children_at[record] or self._pins_at[record]:
-            return
-        heappush(candidates, (self._rank_at[record], record))
-        if len(candidates) > 2 * records.leaf_count + _SPARE_CANDIDATES:
-            leaves = np.flatnonzero((records.children == 0) & (self._pins == 0))
-            candidates[:] = zip(self._rank[leaves].tolist(), leaves.tolist(), strict=True)
-            heapify(candidates)
-
-    def _victims(self, count: int) -> RecordArray:
-        """Take leaves off by rank, and behind each what it leaves bare: a path is eaten from its end as far as its rank goes."""
-        records, pins_at, rank_at = self._records, self._pins_at, self._rank_at
-        found: list[int] = []
-        rank = 0.0
-        while len(found) < count:
-            rank, record = heappop(self._candidates)
-            if records.children_at[record] or pins_at[record] or rank_at[record] != rank:
-                continue  # outdated
-            while record != NO_RECORD:
-                found.append(record)
-                record = records.remove_leaf(record)
-                if record == NO_RECORD:
-                    break
-                is_enough = len(found) == count and self._is_long(record, rank)
-                if pins_at[record] or rank_at[record] > rank or is_enough:
-                    self._offer(record)
-                    break
-        if found:
-            self._policy.evicted(rank)
-            self._note_evicted(rank)
-        return np.array(found, dtype=np.int32)
-
-    def _note_evicted(self, highest_rank: float) -> None:
-        if self._policy.rank_is_time:
-            self.kept_since = max(self.kept_since, highest_rank)
-
-    def _is_long(self, record: int, rank: float) -> bool:
-        """Whether more than `_finish_pages` of a path, up from this leaf, are of this rank."""
-        records = self._records
-        for _ in range(self._finish_pages):
-            record = records.parent_at[record]
-            if record == NO_RECORD or records.children_at[record] > 1 or self._pins_at[record]:
-                return False
-            if self._rank_at[record] > rank:
-                return False
-        return True
+    def _note_evicted(self, records: RecordArray) -> None:
+        if self._policy.rank_is_time and len(records):
+            self.kept_since = max(self.kept_since, float(self._rank[records].max()))
 
     def _release(self, records: RecordArray) -> Pages:
         """Give up records that nobody reads and no key reaches, each before its parent."""
         for record in records.tolist():
             parent = self._records.remove_leaf(record)
             if parent != NO_RECORD:
-                self._offer(parent)
+                self._victims.offer(parent)
         return self._clear(records)
 
     def _clear(self, records: RecordArray) -> Pages:
         """Return the pages of leaves that have been taken off, with their checkpoints."""
         pages = self.pages(records) | {CHECKPOINT_SPACE: self._checkpoints.take(records)}
+        self._victims.forget(records)
         self._records.forget(records)
         return pages

@@ -101,16 +101,16 @@ class PrefixCache:
         if from_checkpoint:
             path = path[: max((np.flatnonzero(self._index.checkpointed(path)) + 1).tolist(), default=0)]
         try:
-            return self._admit(owner, path, demand, from_checkpoint=from_checkpoint)
+            return self._admit(owner, keys, path, demand, from_checkpoint=from_checkpoint)
         except CapacityError as error:
             if not (from_checkpoint and len(path)):
                 raise  # each page of a prefix is one page less to reserve, so that it would not fit without one either
             try:  # but a checkpoint takes pages in which the owner's own windows may have to be
-                return self._admit(owner, path[:0], demand, from_checkpoint=False)
+                return self._admit(owner, keys, path[:0], demand, from_checkpoint=False)
             except CapacityError:
                 raise error from None
 
-    def _admit(self, owner: Owner, path: RecordArray, demand: Demand, *, from_checkpoint: bool) -> Admitted:
+    def _admit(self, owner: Owner, keys: Keys, path: RecordArray, demand: Demand, *, from_checkpoint: bool) -> Admitted:
         if owner in self._readers:
             raise ConflictError(
                 f"{owner} was admitted already, with a prefix of {len(self._readers[owner].path)} pages"
@@ -119,7 +119,10 @@ class PrefixCache:
         self._index.pin(path)
         checkpoint = path[:0] if reader.checkpointed is None else self._index.pin_checkpoint(reader.checkpointed)
         try:
-            own = self._book.reserve(owner, demand(len(path)))
+            needed = demand(len(path))
+            # What cannot be cached goes back soon, and among pages that stay it would leave a hole.
+            apart = {space: max(0, needed.get(space, 0) - (len(keys) - len(path))) for space in self.spaces}
+            own = self._book.reserve(owner, needed, scattered=apart)
         except BridgeError:
             self._unpin(reader)
             raise

@@ -30,6 +30,7 @@ from tests.bench import (
     bench_telemetry,
     bench_traces,
     bench_transport,
+    bench_used_pools,
     bench_watching,
 )
 
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Any] = {
     "plan": bench_plan,
     "prefix": bench_prefix,
     "transport": bench_transport,
+    "used_pools": bench_used_pools,
     "overhead": bench_overhead,
     "directory": bench_directory,
     "digest": bench_digest,

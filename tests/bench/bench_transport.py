@@ -96,7 +96,7 @@ def _run_case(bed: Bed, size_bytes: int, count: int, turns: int) -> dict[str, An
         np.full(count, step, dtype=np.uint64),
     )
     cut = _cut(operations, size_bytes, bed.transport.max_operation_bytes)
-    ways: dict[str, Way] = {"kvbridge": lambda _: _through_kvbridge(bed, cut), **BARE[bed.transport.name](bed)}
+    ways: dict[str, Way] = {"kvbridge": lambda _: through_kvbridge(bed, cut), **BARE[bed.transport.name](bed)}
     rates: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(turns + 1):
         for way, move in ways.items():
@@ -142,7 +142,7 @@ def _verify(bed: Bed, orders: tuple[np.ndarray, np.ndarray], size_bytes: int) ->
     assert np.array_equal(source, target), f"{bed.transport.name} did not deliver the bytes"
 
 
-def _through_kvbridge(bed: Bed, operations: Operations) -> None:
+def through_kvbridge(bed: Bed, operations: Operations) -> None:
     transfer = bed.transport.submit(bed.peer, operations, deadline_s=LIMIT_S)
     while not (status := transfer.poll()).state.terminal:
         time.sleep(POLL_PAUSE_S)

@@ -241,6 +241,54 @@ def kept(results: Results) -> str:
     return f"{line}\n\n{markdown(Table('', ('pool', 'evicted first', 'prompt tokens found', 'pages in a run given out'), rows))}"
 
 
+def used(results: Results) -> str:
+    """What becomes of transfers when pools have long been full."""
+    found = results["used_pools"]
+    rows = tuple(
+        (
+            NAMES[case["backend"]],
+            f"{case['chunk_tokens']:,}" if case["chunk_tokens"] < 1 << 30 else "all at once",
+            f"{case['pages_in_a_run']['empty']:.1f}",
+            f"{case['pages_in_a_run']['used']:.1f}",
+            f"{case['busy_ratio']:.2f}",
+            f"{min(case['busy_ratios']):.2f} - {max(case['busy_ratios']):.2f}",
+            f"{case['ratio']:.2f}",
+        )
+        for case in found["cases"]
+    )
+    headings = (
+        "transport",
+        "tokens published at a time",
+        "pages in a run, empty",
+        "used",
+        "bytes a processor second, used / empty",
+        f"of {found['turns']} turns",
+        "bytes a second",
+    )
+    line = (
+        f"{found['requests']} requests of `{found['trace']}` between pools of {found['pages']:,} pages that had been full for "
+        f"{found['settled']:,} requests, and between empty ones."
+    )
+    return f"{line}\n\n{markdown(Table('', headings, rows))}"
+
+
+def reused(results: Results) -> str:
+    """A trace through one pair whose prompts share pages."""
+    settings = results["settings"]
+    held = {
+        name: f"{100 * tokens / results['arrived_tokens']:.2f} %" for name, tokens in results["found_tokens"].items()
+    }
+    sent = sum(amount["bytes"] for amount in results["amounts"].values())
+    return (
+        f"{results['completed']:,} of {results['requests']:,} requests of `{results['trace']}` (geometry of {settings['model']}, "
+        f"{settings['max_in_flight']} at a time, pools that hold all of it) over {NAMES[settings['transport']]}: "
+        f"{sent / 1e9:.3f} GB sent of {results['whole_bytes'] / 1e9:.3f} GB without prefixes "
+        f"({sent / results['whole_bytes']:.3f}), {results['checked_bytes'] / 1e9:.3f} GB compared, "
+        f"{results['mismatched_bytes']} bytes wrong. Of all prompt tokens decode held {held['decode']}, "
+        f"prefill {held['prefill']}; a cache that forgets nothing would have held {held['endless']}."
+    )
+
+
 PHASES = (
     "admission",
     "engine_queue",
@@ -312,6 +360,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "replay": ("replay-conversation-300-flash.json", replays),
     "prefixes": ("prefix-2-cores.json", prefixes),
     "kept": ("fit-trace-conversation-flash.json", kept),
+    "used pools": ("used-pools-2-cores.json", used),
+    "reuse": ("replay-conversation-1000-tiny-v4.json", reused),
     "one GPU": ("gpu-h200.json", one_gpu),
     "two GPUs": ("gpu-h200-x2.json", two_gpus),
 }

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvbridge.core.errors import CapacityError, IntegrityError
+from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError
 from kvbridge.pool.accounts.allocator import RunAllocator
 
 PAGES = 48
@@ -67,6 +67,28 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert ids[0] == page + 1 or page + 1 not in self.free
         self.free -= set(ids.tolist())
         self.out += ids.tolist()
+
+    @rule(count=st.integers(0, PAGES), scattered=st.integers(0, PAGES))
+    def take_some_that_need_not_lie_together(self, count, scattered):
+        if count > len(self.free) or scattered > count:
+            with pytest.raises((CapacityError, InvalidInputError)):
+                self.allocator.take(count, scattered=scattered)
+            return
+        fewest = fewest_runs(self.free, count - scattered)
+        ids = self.allocator.take(count, scattered=scattered).tolist()
+        together, apart = set(ids[: count - scattered]), set(ids[count - scattered :])
+        assert together | apart <= self.free
+        assert ids == sorted(together) + sorted(apart)
+        assert len(run_lengths(together)) <= fewest
+        self.free -= together
+        left = sorted(run_lengths(self.free))
+        while left and left[0] <= scattered:
+            scattered -= left.pop(0)
+        if scattered:
+            left[0] -= scattered
+        self.free -= apart
+        assert sorted(run_lengths(self.free)) == sorted(left)
+        self.out += ids
 
     @precondition(lambda self: self.out)
     @rule(data=st.data())

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbridge.core.errors import CapacityError, NotFoundError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.tier import index as index_module
+from kvbridge.tier import victims as victims_module
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import PrefixIdentity, page_keys
 from kvbridge.tier.policy import GreedyDual, LeastRecentlyUsed
@@ -20,7 +20,6 @@ from kvbridge.tier.policy import GreedyDual, LeastRecentlyUsed
 FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
 IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
 PAGES = {FULL: 40, HOST: 50, SWA: 12}
-FINISH = 2
 TEXTS = st.text("ab", min_size=1, max_size=7)
 
 
@@ -49,9 +48,9 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(greedy=st.booleans())
     def begin(self, greedy):
         self.is_lru = not greedy
+        self.hand = 0
         policy = GreedyDual() if greedy else LeastRecentlyUsed()
         self.index = PrefixIndex([FULL, HOST], PAGES[FULL], policy=policy, digest_words=1)
-        self.index._finish_pages = FINISH
         self.known: dict[str, Page] = {}
         self.unreachable: list[Page] = []
         self.readers: list[Reader] = []
@@ -81,7 +80,7 @@ class IndexMachine(RuleBasedStateMachine):
         return {space: np.array(ids, dtype=np.int32) for space, ids in taken.items()}
 
     def expected_victims(self, count: int) -> list[str]:
-        """What least recently used means, one page at a time."""
+        """One page at a time: of the oldest fifth as the hand comes to them, going down, and then the oldest."""
         gone: list[str] = []
 
         def bare(text: str) -> bool:
@@ -89,32 +88,25 @@ class IndexMachine(RuleBasedStateMachine):
                 text + letter in self.known and text + letter not in gone for letter in "ab"
             )
 
+        used = sorted(page.used for page in [*self.known.values(), *self.unreachable])
+        lying = {page.full: text for text, page in self.known.items()}
+        for page in [*range(self.hand - 1, -1, -1), *range(PAGES[FULL] - 1, self.hand - 1, -1)]:
+            text = lying.get(page)
+            if text is not None and bare(text) and self.age(text) <= used[len(used) // 5]:
+                gone.append(text)
+                if len(gone) == count:
+                    self.hand = page
+                    return gone
         while len(gone) < count:
             text = min((text for text in self.known if text not in gone and bare(text)), key=self.age)
-            used = self.known[text].used
-            while True:
+            age = self.age(text)
+            while len(gone) < count and text and bare(text) and self.age(text) <= age:
                 gone.append(text)
                 text = text[:-1]
-                if not text or not bare(text) or self.known[text].used > used:
-                    break
-                if len(gone) == count:
-                    rest = self.same_age(text, used, gone)
-                    if len(rest) <= FINISH:
-                        gone += rest
-                    break
         return gone
 
     def age(self, text: str) -> float:
         return self.known[text].used
-
-    def same_age(self, text: str, used: float, gone: list[str]) -> list[str]:
-        rest = [text]
-        while text := text[:-1]:
-            children = sum(text + letter in self.known and text + letter not in gone for letter in "ab")
-            if children > 1 or self.known[text].pins or self.known[text].used > used:
-                break
-            rest.append(text)
-        return rest
 
     def forget(self, texts: list[str]) -> list[Page]:
         pages = [self.known.pop(text) for text in texts]
@@ -314,7 +306,7 @@ class IndexMachine(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def _few_candidates(monkeypatch):
     """There are so few candidates here that outdated ones would never be left out."""
-    monkeypatch.setattr(index_module, "_SPARE_CANDIDATES", 4)
+    monkeypatch.setattr(victims_module, "_SPARE_CANDIDATES", 4)
 
 
 TestIndex = IndexMachine.TestCase

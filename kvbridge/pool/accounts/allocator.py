@@ -5,7 +5,7 @@ Owns: the free runs of one index space. Must not know: whom pages are for, what 
 Every operation that moves bytes costs the same whether it is short or long, so consecutive pages are worth more than
 any other property of an allocation. `take` first looks for the shortest free run that holds everything; where there
 is none, it uses up the longest runs until the shortest run that holds the rest finishes the job. No other choice
-gives fewer runs.
+gives fewer runs. Pages that need not lie together come from the shortest runs, and leave the long ones to others.
 
 Free runs are filed by their length. `n` pages have fewer than `sqrt(2 n)` distinct lengths (447 for 100,000 pages),
 so the sorted list of lengths stays short however fragmented the pool is, and a run is found, cut or joined in a few
@@ -53,16 +53,23 @@ class RunAllocator:
         """Length of the longest run of consecutive free pages; 0 when nothing is free."""
         return self._lengths[-1] if self._lengths else 0
 
-    def take(self, count: int, *, after: int | None = None) -> PageIdArray:
+    def take(self, count: int, *, after: int | None = None, scattered: int = 0) -> PageIdArray:
         """Give out `count` pages, all or nothing: int32 ids, ascending, in the fewest runs possible.
 
         With `after`, the pages that directly follow page `after` come first (if they are free), so that a growing owner
-        goes on with the run it has. Raises CapacityError when fewer are free; nothing is kept then.
+        goes on with the run it has. The last `scattered` of the pages, ascending among themselves, come from the shortest
+        runs. Raises CapacityError when fewer are free; nothing is kept then.
         """
-        if count < 0:
-            raise InvalidInputError(f"{self.name}: cannot take {count} pages")
+        if not 0 <= scattered <= count:
+            raise InvalidInputError(f"{self.name}: cannot take {count} pages, {scattered} of them scattered")
         if count > self._free:
             raise CapacityError(f"{self.name}: {count} pages wanted, {self._free} of {self.page_count} are free")
+        together = self._take(count - scattered, after)
+        if not scattered:
+            return together
+        return np.concatenate((together, self._take_shortest(scattered)))
+
+    def _take(self, count: int, after: int | None) -> PageIdArray:
         starts: list[int] = []
         lengths: list[int] = []
         left = count
@@ -70,6 +77,16 @@ class RunAllocator:
             left -= self._cut(after + 1, left, starts, lengths)
         while left:
             left -= self._cut(self._best_start(left), left, starts, lengths)
+        return self._taken(starts, lengths)
+
+    def _take_shortest(self, count: int) -> PageIdArray:
+        starts: list[int] = []
+        lengths: list[int] = []
+        while count:
+            count -= self._cut(self._starts_of_length[self._lengths[0]][-1], count, starts, lengths)
+        return self._taken(starts, lengths)
+
+    def _taken(self, starts: list[int], lengths: list[int]) -> PageIdArray:
         ids = _expand(starts, lengths)
         self._is_free[ids] = False
         return ids

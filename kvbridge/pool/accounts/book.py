@@ -28,6 +28,7 @@ from kvbridge.pool.accounts.holdings import Holdings, Pages
 from kvbridge.pool.accounts.page_states import TRANSITIONS, Owner, PageCache, PageState, PageWatcher
 from kvbridge.pool.accounts.spaces import AdoptedSpace, OwnedSpace
 
+Counts = Mapping[IndexSpace, int]
 SpaceT = TypeVar("SpaceT", OwnedSpace, AdoptedSpace)
 
 _F, _H, _L, _Q, _C = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.CACHED
@@ -36,12 +37,7 @@ _F, _H, _L, _Q, _C = PageState.FREE, PageState.HELD, PageState.LEASED, PageState
 class PageBook:
     """The accounts of one node. Not thread-safe: it belongs to the node process's one deciding thread."""
 
-    def __init__(
-        self,
-        owned: Mapping[IndexSpace, int],
-        *,
-        adopted: Mapping[IndexSpace, int] | None = None,
-    ) -> None:
+    def __init__(self, owned: Counts, *, adopted: Counts | None = None) -> None:
         """Open the accounts: pages of each space that we allocate from, and of each that an engine does."""
         both = owned.keys() & (adopted or {}).keys()
         if both:
@@ -67,19 +63,20 @@ class PageBook:
 
     # ------------------------------------------------------------------------------------- getting pages
 
-    def reserve(self, owner: Owner, demand: Mapping[IndexSpace, int], *, state: PageState = PageState.HELD) -> Pages:
+    def reserve(self, owner: Owner, demand: Counts, *, state: PageState = _H, scattered: Counts | None = None) -> Pages:
         """Give a new owner pages of owned spaces, all or nothing; in every space in as few runs as possible.
 
+        `scattered`: so many of them, the last ones of their space, need not lie together and leave the long runs to others.
         Evicts cached pages that nobody reads where free ones do not suffice, and none when that would not either.
         Raises CapacityError when they are not available now, InvalidInputError when the pool is too small for them ever to
         be, ConflictError when the owner has pages already.
         """
         self._require_new(owner, state)
-        pages = self._take(owner, demand)
+        pages = self._take(owner, demand, scattered=scattered)
         self._holdings.open(owner, state)
         return self._holdings.enter(owner, pages)
 
-    def grow(self, owner: Owner, demand: Mapping[IndexSpace, int]) -> Pages:
+    def grow(self, owner: Owner, demand: Counts) -> Pages:
         """Give an owner further pages, in the state of those that it has, and return the new ones only. All or nothing.
 
         They continue the owner's last run where the pages behind it are free. Errors as for `reserve`; NotFoundError
@@ -168,7 +165,7 @@ class PageBook:
         for space, ids in pages.items():
             self._space(space, OwnedSpace).drop(ids)
 
-    def became_available(self, pages: Mapping[IndexSpace, int]) -> None:
+    def became_available(self, pages: Counts) -> None:
         """Tell watchers of so many pages that were read until now: they can be evicted, or have been let go of."""
         if any(pages.values()):
             for watcher in self._watchers:
@@ -283,7 +280,7 @@ class PageBook:
         """Spaces whose pages are given out here."""
         return tuple(space for space, account in self._spaces.items() if isinstance(account, OwnedSpace))
 
-    def require_possible(self, demand: Mapping[IndexSpace, int], *, of: object = "the request") -> None:
+    def require_possible(self, demand: Counts, *, of: object = "the request") -> None:
         """Raise InvalidInputError when `of` asks for more pages than there would be if all were free."""
         for space, count in demand.items():
             if space not in self._spaces:
@@ -340,7 +337,9 @@ class PageBook:
             raise InvalidInputError(f"'{space}' is not {kind.what} of this node; those are {names}")
         return account
 
-    def _take(self, owner: Owner, demand: Mapping[IndexSpace, int], having: Pages | None = None) -> Pages:
+    def _take(
+        self, owner: Owner, demand: Counts, having: Pages | None = None, scattered: Counts | None = None
+    ) -> Pages:
         """Take from every space or, when one lacks pages, from none."""
         accounts = {space: self._space(space, OwnedSpace) for space in demand}
         for space, count in demand.items():
@@ -350,12 +349,13 @@ class PageBook:
         self.require_possible({space: had[space] + count for space, count in demand.items()}, of=owner)
         self._make_free(owner, demand)
         last = {space: int(ids[-1]) for space, ids in (having or {}).items() if len(ids)}
-        return {space: accounts[space].take(count, after=last.get(space)) for space, count in demand.items()}
+        some = {space: (scattered or {}).get(space, 0) for space in demand}
+        return {one: accounts[one].take(n, after=last.get(one), scattered=some[one]) for one, n in demand.items()}
 
-    def _evictable(self) -> Mapping[IndexSpace, int]:
+    def _evictable(self) -> Counts:
         return self._cache.evictable() if self._cache is not None else {}
 
-    def _make_free(self, owner: Owner, demand: Mapping[IndexSpace, int]) -> None:
+    def _make_free(self, owner: Owner, demand: Counts) -> None:
         """Evict what `demand` needs beyond the free pages, or raise CapacityError and evict nothing."""
         free = {space: account.free for space, account in self._spaces.items()}
         short = {space: count - free[space] for space, count in demand.items() if count > free[space]}

@@ -119,14 +119,27 @@ def test_the_oldest_leaves_go_first_from_the_end():
     assert pool.evict(3) == [81, 80, 79]
 
 
-def test_a_path_that_has_been_begun_is_finished():
-    pool = Pool(capacity=5000)
-    pool.add("a" * 20)
-    pool.add("b" * 20)
-    assert pool.evict(5) == list(range(19, -1, -1))
-    assert pool.knows("b" * 20)
-    assert pool.evict(1) == [39]  # 19 more would be too many for one
-    assert pool.evict(3) == list(range(38, 19, -1))
+def test_of_the_oldest_fifth_neighbours_go_first():
+    pool = Pool()
+    for letter in "abcdefghij":
+        pool.add(letter * 10)
+    pool.index.touch(pool.match("b" * 10), now=20.0)
+    assert pool.evict(12) == list(range(39, 27, -1))  # a, c and the first of d are of one fifth
+    assert pool.evict(12) == [*range(27, 19, -1), 9, 8, 7, 6]  # b has been used again
+    assert pool.knows("a" * 6, "b" * 10, "e" * 10)
+
+
+def test_where_nothing_old_can_go_age_decides():
+    pool = Pool()
+    for letter in "abcdefghij":
+        pool.add(letter * 10)
+    oldest = [pool.match(letter * 10) for letter in "abc"]
+    for path in oldest:
+        pool.index.pin(path)
+    assert pool.evict(3) == [39, 38, 37]
+    for path in oldest:
+        pool.index.unpin(path)
+    assert pool.evict(2) == [19, 18]
 
 
 def test_what_is_pinned_stays_and_all_above_it():
@@ -261,7 +274,7 @@ def test_candidates_that_are_outdated_do_not_pile_up():
     path = pool.match("abc")
     for now in range(5000):
         pool.index.touch(path, now=10.0 + now)
-    assert len(pool.index._candidates) < 1100
+    assert len(pool.index._victims._candidates) < 1100
     assert pool.evict(3) == [2, 1, 0]
 
 
