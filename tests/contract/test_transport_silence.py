@@ -97,9 +97,10 @@ def test_attempts_to_reach_a_silent_peer_leave_nothing_behind(backend: Backend, 
                 if found.peer is not None:
                     written.transport.disconnect(found.peer)
                 del found
-            else:
-                connection.poll()
+            elif (peer := connection.poll()) is None:
                 connection.cancel()
+            else:  # it was there at once
+                written.transport.disconnect(peer)
             if number == 1:
                 before = settled()
         ends_at_s = time.monotonic() + LIMIT_S

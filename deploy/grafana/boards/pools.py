@@ -6,6 +6,8 @@ from deploy.grafana.expressions import CHOSEN, NAME, now, of_each, quantile, rat
 from deploy.grafana.panels import Board, Query, Row, Variable, lines, number, table
 
 _HIT = 'outcome="hit"'
+_LEAST_RATE = 0.001
+"""Tokens a second: without requests that have page keys the share is 0, and not nothing divided by nothing."""
 
 BOARD = Board(
     "kvbridge-pools",
@@ -58,7 +60,7 @@ BOARD = Board(
                     "prefill they are not computed, on decode not received.",
                     Query(
                         f"{rate('prefix_tokens_total', 'job, instance', where=_HIT)} / "
-                        f"{rate('prefix_tokens_total', 'job, instance')} * {NAME}",
+                        f"clamp_min({rate('prefix_tokens_total', 'job, instance')}, {_LEAST_RATE}) * {NAME}",
                         "{{daemon}}",
                     ),
                     unit="percentunit",
