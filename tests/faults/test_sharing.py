@@ -122,17 +122,12 @@ def test_a_source_that_is_still_read_stays_with_its_reader(proof: str) -> None:
 
 
 def _take_every_page(stage: FaultCluster) -> None:
-    """Admit rooms on prefill until it has no page left, and cancel them."""
-    rooms: list[int] = []
-    while True:
-        answer = http("POST", stage.prefill, "/v1/requests", json=stage.body(TOKENS, stage.next_prompt()))
-        if answer.status_code != 201:
-            break
-        rooms.append(int(answer.json()["room"]))
-    assert answer.status_code == 503, answer.text
-    assert rooms
-    for room in rooms:
-        stage.cancel(stage.prefill, room)
+    """Give a room every page of prefill that can be had, cached ones too, and have it cancelled."""
+    prompt = Prompt(begin=1 << 23, own=1 << 23, shared_tokens=SHARED_TOKENS)
+    room = stage.admit_on_prefill(status(stage.prefill)["available_pages"]["full"] * PAGE, prompt)
+    refused = http("POST", stage.prefill, "/v1/requests", json=stage.body(TOKENS, stage.next_prompt()))
+    assert refused.status_code == 503, refused.text
+    stage.cancel(stage.prefill, room)
 
 
 @short
