@@ -47,8 +47,9 @@ NEEDLE_BYTES = 32
 """A piece of a row that no other row of any room has."""
 ROWS_LOOKED_FOR = 64
 SHARED_BY_LATE_TOKENS = 16 * 256
-"""With which late rooms and their sibling begin, where rooms share."""
-SIBLING_TOKENS = SHARED_BY_LATE_TOKENS + 256
+"""With which late rooms begin, where rooms share."""
+SIBLING_TOKENS = SHARED_BY_LATE_TOKENS
+"""All of the sibling: beside a late room's pages and its own there is space for one that fills."""
 
 CANARY_TIMEOUTS = {
     "worker_silence_s": 60.0,  # a frozen worker is to wake, not to be killed

@@ -79,12 +79,14 @@ class PrefillNode(RuleBasedStateMachine):
         self.look_at(number)
 
     def look_at(self, number: int) -> None:
-        """A begun room's prefix is what it says."""
+        """A begun room's prefix is what it says, and has not been evicted."""
         pages, keys = self.begun[number], Keys(hashes(self.rooms[number]))
-        whole = pages.computed_tokens // PAGE
+        whole, cached = pages.computed_tokens // PAGE, self.bench.book.cached_pages()
+        assert set(ids(pages)[:whole]) <= set(cached[FULL].tolist())
         assert [self.full[page] for page in ids(pages)[:whole]] == [keys[at] for at in range(whole)]
         assert (pages.restore is None) is (not whole)
         if pages.restore is not None:
+            assert set(page_ids(pages.restore.table)) <= set(cached[SWA].tolist())
             assert [self.swa[page] for page in page_ids(pages.restore.table)] == [keys[whole - 1]]
 
     @precondition(lambda self: self.begun)
