@@ -105,6 +105,7 @@ class PeerServer:
             )
             opened.callback(self._socket.close)
             self.endpoint = self._socket.bind(endpoint)
+            self._listens = True
             self._closing = opened.pop_all()
         self._connections.bound(self.endpoint)
 
@@ -154,15 +155,21 @@ class PeerServer:
         """Listen with other keys from now on. Connections end, and peers that know the new key connect again: links go on."""
         self._identity = replace(self._identity, keys=keys)
         self.gate.own = frozenset({keys.public})
+        if not self._listens:
+            return  # it will, with these
         self._socket.catch_up()
         self._socket.unbind(self.endpoint)
         self._connections.all_gone()
-        self._listen_again(keys)
+        self._listen_again()
 
-    def _listen_again(self, keys: CurveKeys) -> None:
+    def _listen_again(self) -> None:
         """ZeroMQ gives an address free in a thread of its own, milliseconds after it was told to."""
-        if not self._socket.closed and not self._socket.bind_again(self.endpoint, keys):
-            self._shared.loop.call_later(_LISTEN_AGAIN_S, self._listen_again, keys, context=Context())
+        keys = self._identity.keys
+        if self._socket.closed or keys is None:
+            return
+        self._listens = self._socket.bind_again(self.endpoint, keys)
+        if not self._listens:
+            self._shared.loop.call_later(_LISTEN_AGAIN_S, self._listen_again, context=Context())
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""

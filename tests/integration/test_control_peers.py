@@ -438,6 +438,23 @@ async def test_a_server_changes_its_key_and_what_is_under_way_arrives(stage):
     await at_server.until(lambda: 9 in at_server.rooms)
 
 
+async def test_a_server_changes_its_key_again_before_it_listens_again(stage):
+    client_keys = generate_keys()
+    keys, between, last = generate_keys(allowed=[client_keys.public]), generate_keys(), generate_keys()
+    server, at_server, endpoint = stage.server(keys=keys)
+    client, _ = stage.client(endpoint, keys=client_keys, server_key=keys.public)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    client.connection.expect_server_key(last.public)
+    for taken in (between, keys, between, last):
+        server.change_keys(taken)
+    client.send(drained(2))
+    await at_server.until(lambda: at_server.rooms == [1, 2])
+    late, _ = stage.client(endpoint, "d" * 16, keys=client_keys, server_key=last.public)
+    late.send(drained(3))
+    await at_server.until(lambda: at_server.rooms == [1, 2, 3])
+
+
 async def test_a_client_changes_its_key_when_the_server_accepts_it(stage):
     former, fresh = generate_keys(), generate_keys()
     keys = generate_keys(allowed=[former.public])
