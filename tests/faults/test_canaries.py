@@ -83,7 +83,7 @@ def frozen_node(stage: LateWriterCluster, *, fenced: bool) -> int:
 
 @pytest.mark.parametrize(
     "transport",
-    ["local", *LIBRARIES, pytest.param("local" + SHARING, marks=short), *(each + SHARING for each in LIBRARIES)],
+    ["local", *LIBRARIES, pytest.param("local" + SHARING, marks=short), "nixl" + SHARING],
 )
 def test_a_frozen_prefill_node_whose_worker_wakes(stages: ClusterCache[LateWriterCluster], transport: str) -> None:
     with stages.on(transport) as stage:
@@ -105,7 +105,7 @@ ENDINGS: dict[str, Callable[[LateWriterCluster, int], None]] = {
 
 
 @pytest.mark.parametrize("ending", list(ENDINGS))
-@pytest.mark.parametrize("transport", [*LIBRARIES, "nixl" + SHARING])
+@pytest.mark.parametrize("transport", LIBRARIES)
 def test_a_prefill_worker_frozen_in_mid_transfer(
     stages: ClusterCache[LateWriterCluster], transport: str, ending: str
 ) -> None:
@@ -197,8 +197,10 @@ def late_delivery(stage: LateWriterCluster) -> int:
     return landed
 
 
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("inner", [pytest.param("local", marks=short), *LIBRARIES])
+@pytest.mark.parametrize(
+    ("inner", "shares"),
+    [pytest.param("local", False, marks=short), *((each, False) for each in LIBRARIES), ("local", True)],
+)
 def test_a_late_delivery(inner: str, shares: bool) -> None:
     with late_writer_cluster(inner, faults=LATE, shares=shares) as stage:
         assert not late_delivery(stage)
@@ -209,10 +211,10 @@ def test_a_late_delivery(inner: str, shares: bool) -> None:
 # ------------------------------------------------------------------------------------------- the canaries see it
 
 
-@pytest.mark.parametrize("shares", [pytest.param(False, marks=short), True])
-def test_pages_that_a_timer_freed_are_seen(shares: bool) -> None:
+@short
+def test_pages_that_a_timer_freed_are_seen() -> None:
     with (
-        late_writer_cluster("local", daemon_mistake=FREE_BY_TIMER, shares=shares) as stage,
+        late_writer_cluster("local", daemon_mistake=FREE_BY_TIMER) as stage,
         pytest.raises(AssertionError, match="wrong bytes"),
     ):
         frozen_node(stage, fenced=False)
