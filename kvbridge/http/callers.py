@@ -20,8 +20,11 @@ LEFT = "its client left before it was told"
 """Why something is undone that nobody waits for any more."""
 
 
-def namespaces_of(connection: Request) -> Namespaces:
-    """Return what the token of a request may name (`middleware.BearerToken`)."""
+async def namespaces_of(connection: Request) -> Namespaces:
+    """Return what the token of a request may name (`middleware.BearerToken`).
+
+    It is `async` since FastAPI hands each call of what is not to a thread.
+    """
     named: Namespaces = connection.scope["state"]["namespaces"]
     return named
 

@@ -127,6 +127,8 @@ LOST = frozenset("LWwT")
 
 SHORT = ((Victim.PREFILL, Fault.KILL), (Victim.DECODE, Fault.KILL), (Victim.PREFILL_WORKER, Fault.KILL))
 """Strikes of the short form."""
+SHORT_SHARING = ((Victim.PREFILL_WORKER, Fault.KILL), (Victim.DECODE_ENGINE, Fault.KILL))
+"""Those of them among rooms that share prefixes."""
 
 HEARTBEAT_S = 0.25
 PEER_SILENCE_S = 2.5

@@ -30,10 +30,13 @@ from tests.helpers.faulty_transport import faulty_worker
 from tests.helpers.live_rooms import all_free, busy_pages, http, status
 from tests.helpers.mutated_daemon import mutated
 from tests.helpers.obedient_engines import ObedientEngine
+from tests.helpers.prompts import TIER, Prompt
 
 TOKENS = 768
 """Of every room: three whole pages, so that each row of a growing component is live."""
 HALF = 400
+SHARED_TOKENS = 256
+"""With which every prompt begins on a cluster whose rooms share prefixes: a page, and an end that is known for a checkpoint."""
 TIMEOUTS = {
     "control_heartbeat_s": HEARTBEAT_S,
     "control_resend_s": 0.1,
@@ -69,6 +72,13 @@ class FaultCluster:
 
     cluster: Cluster
     engines: dict[Role, ObedientEngine] = field(default_factory=dict)
+    shares: bool = False
+    """Prompts begin alike, and their pages stay on both nodes."""
+    prompts: dict[int, Prompt] = field(default_factory=dict)
+    """Of rooms, where they share."""
+    shared_tokens: int = SHARED_TOKENS
+    model: str = "tiny-v4"
+    _last_prompt: int = 0
     _ports: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -158,29 +168,57 @@ class FaultCluster:
 
     # ------------------------------------------------------------------ rooms
 
-    def admit_on_prefill(self, tokens: int = TOKENS) -> int:
-        answer = http("POST", self.prefill, "/v1/requests", json={"prompt_tokens": tokens})
-        assert answer.status_code == 201, answer.text
-        return int(answer.json()["room"])
+    def next_prompt(self) -> Prompt | None:
+        """A prompt that begins like all others and goes on like none, where rooms share; else none."""
+        if not self.shares:
+            return None
+        self._last_prompt += 1
+        return Prompt(begin=0, own=self._last_prompt, shared_tokens=self.shared_tokens)
 
-    def admit_on_decode(self, room: int, tokens: int = TOKENS) -> int:
-        body = {"room": room, "prompt_tokens": tokens, "prefill": [self.address]}
+    def body(self, tokens: int, prompt: Prompt | None) -> dict[str, Any]:
+        """What a request for a room with this prompt says of it."""
+        return {"prompt_tokens": tokens} | (prompt.asked(self.model, tokens) if prompt is not None else {})
+
+    def admit_on_prefill(
+        self, tokens: int = TOKENS, prompt: Prompt | None = None, daemon: DaemonProcess | None = None
+    ) -> int:
+        prompt = prompt or self.next_prompt()
+        answer = http("POST", daemon or self.prefill, "/v1/requests", json=self.body(tokens, prompt))
+        assert answer.status_code == 201, answer.text
+        return self._named(int(answer.json()["room"]), prompt)
+
+    def _named(self, room: int, prompt: Prompt | None) -> int:
+        if prompt is not None:
+            self.prompts[room] = prompt
+        return room
+
+    def admit_on_decode(self, room: int, tokens: int = TOKENS, **more: Any) -> int:
+        body = self.body(tokens, self.prompts.get(room)) | {"room": room, "prefill": [self.address]} | more
         answer = http("POST", self.decode, "/v1/requests", json=body)
         assert answer.status_code == 201, answer.text
         return room
 
-    def pair(self, tokens: int = TOKENS) -> int:
-        return self.admit_on_decode(self.admit_on_prefill(tokens), tokens)
+    def pair(self, tokens: int = TOKENS, prompt: Prompt | None = None, **more: Any) -> int:
+        return self.admit_on_decode(self.admit_on_prefill(tokens, prompt), tokens, **more)
 
     def ticket(self) -> int:
         """Ask bootstrap for a pair, again while its knowledge of the daemons is behind; returns the room."""
+        prompt = self.next_prompt()
 
         def look() -> int:
-            answer = http("POST", self.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS})
+            answer = http("POST", self.bootstrap, "/v1/requests", json=self.body(TOKENS, prompt))
             assert answer.status_code in {201, 503}, answer.text
             return int(answer.json()["room"]) if answer.is_success else 0
 
-        return int(eventually("a ticket", look))
+        return self._named(int(eventually("a ticket", look)), prompt)
+
+    def begin(self, room: int, tokens: int = TOKENS) -> int:
+        """Have prefill's engine begin a room; returns the tokens that were computed before."""
+        return int(self.sender.call("begin", room, tokens, self.prompts.get(room)))
+
+    def claim(self, room: int, tokens: int = TOKENS) -> int:
+        """Have decode's engine claim a room and check its bytes; returns the tokens that decode held before."""
+        return int(self.reader.call("claim", room, tokens, self.prompts.get(room)))
 
     def state(self, daemon: DaemonProcess, room: int) -> str:
         answer = http("GET", daemon, f"/v1/requests/{room}")
@@ -216,13 +254,22 @@ class FaultCluster:
     def cross(self, room: int = 0) -> int:
         """Take a room through its whole life, byte for byte."""
         room = room or self.pair()
-        assert self.reader  # attached before the commit is told
-        self.sender.call("begin", room, TOKENS)
-        self.sender.call("write", room, TOKENS, 0, TOKENS)
-        self.sender.call("finish", room)
-        self.reader.call("claim", room, TOKENS)
-        self.reader.call("release", room)
+        self.turn(room)
         return room
+
+    def turn(self, room: int, tokens: int = TOKENS) -> tuple[int, int]:
+        """The same; returns how many tokens were computed before, and how many decode held."""
+        assert self.reader  # attached before the commit is told
+        computed = self.begin(room, tokens)
+        self.sender.call("write", room, tokens, 0, tokens)
+        self.sender.call("finish", room)
+        held = self.claim(room, tokens)
+        self.reader.call("release", room)
+        return computed, held
+
+    def nobody_reads(self, daemon: DaemonProcess) -> None:
+        """Wait until every room has let go of what it shared."""
+        eventually("no page read", lambda: not (shown := status(daemon)["prefixes"])["readers"] + shown["read_pages"])
 
     def bring(self, states: Iterable[State], *, paired: bool = False) -> dict[State, int]:
         """Bring a room into each of these states, all at once; `paired`: by bootstrap."""
@@ -236,14 +283,14 @@ class FaultCluster:
             self.admit_on_decode(room)
         self.taken(beyond(State.OFFERED))
         for room in beyond(State.BEGUN):
-            sender.call("begin", room, TOKENS)
+            self.begin(room)
         if State.PARTIAL in rooms:
             sender.call("write", rooms[State.PARTIAL], TOKENS, 0, HALF)
         for room in beyond(State.COMMITTED):
             sender.call("write", room, TOKENS, 0, TOKENS)
             sender.call("finish", room)
         for room in beyond(State.CLAIMED):
-            reader.call("claim", room, TOKENS)
+            self.claim(room)
         if State.COMPLETED in rooms:
             reader.call("release", rooms[State.COMPLETED])
         if State.CANCELLED in rooms:
@@ -270,14 +317,16 @@ class FaultCluster:
             if state is State.ADMITTED:
                 self.admit_on_decode(room)
             if state in {State.ADMITTED, State.OFFERED}:
-                sender.call("begin", room, TOKENS)
+                self.begin(room)
             start = HALF if state in {State.PARTIAL, State.MOVING} else 0
             sender.call("write", room, TOKENS, start, TOKENS)
             sender.call("finish", room)
         elif set(prefill_end) & (LOST | {"A"}) and begun_by == sender.pid:
             sender.call("abort", room)
-        if decode_end == "C" and state is not State.COMPLETED:
-            reader.call("check" if state is State.CLAIMED else "claim", room, TOKENS)
+        if decode_end == "C" and state is State.CLAIMED:
+            reader.call("check", room, TOKENS)
+        elif decode_end == "C" and state is not State.COMPLETED:
+            self.claim(room)
         if (decode_end == "C" and state is not State.COMPLETED) or (
             state is State.CANCELLED and self.state(self.decode, room) == "aborting"
         ):
@@ -293,6 +342,8 @@ class FaultCluster:
             all_free(daemon)
             shown = status(daemon)
             assert not shown["quarantine"], shown["quarantine"]
+            if self.shares:
+                self.nobody_reads(daemon)
         self.cross(self.ticket())
         for daemon in self.nodes:
             all_free(daemon)
@@ -348,6 +399,7 @@ def scene(
     *,
     model: Settings | None = None,
     transport: str = "local",
+    shares: bool = False,
     prefill: Settings | None = None,
     decode: Settings | None = None,
     timeouts: Settings | None = None,
@@ -355,7 +407,7 @@ def scene(
 ) -> Iterator[FaultCluster]:
     """A stage of its own; ended, with all that it left, at exit. `faults`: of the prefill daemon's transports."""
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
-    waits = {"timeouts": TIMEOUTS | dict(timeouts or {})}
+    waits = {"timeouts": TIMEOUTS | dict(timeouts or {})} | (TIER if shares else {})
     # Names that no other run on this machine has: each start sweeps what is left of its own name.
     spec = ClusterSpec(
         model=dict(model or {"preset": "tiny-v4"}),
@@ -374,7 +426,7 @@ def scene(
     cluster.bootstrap.config = cluster.bootstrap.config | {"directory": {"expire_after_s": EXPIRE_S}}
     if faults:
         cluster.prefill = mutated(cluster.prefill, worker_code=faulty_worker(faults))
-    stage = FaultCluster(cluster)
+    stage = FaultCluster(cluster, shares=shares)
     try:
         cluster.start()
         stage.wait_ready()

@@ -28,12 +28,14 @@ from kvbridge.testbed.cluster import (
     plan_cluster,
     transport_section,
 )
+from kvbridge.tier.keys import NO_KEYS
 from tests.faults.fault_cluster import TIMEOUTS, FaultCluster, Settings
 from tests.helpers.cluster import eventually
 from tests.helpers.faulty_transport import faulty_worker
 from tests.helpers.live_rooms import all_free, http, status
 from tests.helpers.mutated_daemon import mutated
 from tests.helpers.obedient_engines import ObedientEngine
+from tests.helpers.prompts import TIER, Prompt
 
 MODEL = "tiny-gqa"
 PAGES = 192
@@ -44,7 +46,10 @@ FILL_TOKENS = 64 * 256
 NEEDLE_BYTES = 32
 """A piece of a row that no other row of any room has."""
 ROWS_LOOKED_FOR = 64
-
+SHARED_BY_LATE_TOKENS = 16 * 256
+"""With which late rooms begin, where rooms share."""
+SIBLING_TOKENS = SHARED_BY_LATE_TOKENS
+"""All of the sibling: beside a late room's pages and its own there is space for one that fills."""
 
 CANARY_TIMEOUTS = {
     "worker_silence_s": 60.0,  # a frozen worker is to wake, not to be killed
@@ -64,6 +69,8 @@ class LateWriterCluster(FaultCluster):
     second: DaemonProcess = field(kw_only=True)
     faulty: bool = False
     """Nothing that the late daemon sends arrives in time."""
+    sibling: int = 0
+    """A room that shares the late rooms' beginning, written by the filling daemon and claimed, on a cluster whose rooms share."""
     _filler: ObedientEngine | None = None
     filled: list[int] = field(default_factory=list)
 
@@ -80,9 +87,12 @@ class LateWriterCluster(FaultCluster):
         super().close()
 
     def begin_late(self, tokens: int = LATE_TOKENS) -> int:
-        """A room that is begun and filled, and of which nothing has been published."""
+        """A room that is begun and filled, and of which nothing has been published; it may have a sibling."""
+        if self.shares and not self.sibling:
+            self.sibling = self.admit_by_filler(SIBLING_TOKENS, self.next_prompt())
+            self.cross_by_filler(self.sibling, SIBLING_TOKENS)
         room = self.pair(tokens)
-        self.sender.call("begin", room, tokens)
+        self.begin(room, tokens)
         self.sender.call("fill", room, tokens, 0, tokens)
         self.taken([room])
         return room
@@ -101,51 +111,80 @@ class LateWriterCluster(FaultCluster):
         return len(self.filled)
 
     def _fill_one(self) -> bool:
-        """One more room, committed and claimed; whether there was space."""
-        body = {"prompt_tokens": FILL_TOKENS}
+        """One more room, which shares nothing, committed and claimed; whether there was space."""
+        room = self.admit_by_filler(FILL_TOKENS)
+        if room:
+            self.filled.append(room)
+            self.cross_by_filler(room, FILL_TOKENS)
+        return bool(room)
+
+    def admit_by_filler(self, tokens: int, prompt: Prompt | None = None) -> int:
+        """A room that the filling daemon is to write, begun there; 0 when decode has no space."""
+        body = self.body(tokens, prompt)
         found = self.second.endpoint().control
         assert found is not None
         admitted = http("POST", self.second, "/v1/requests", json=body)
         assert admitted.status_code == 201, admitted.text
-        room = int(admitted.json()["room"])
+        room = self._named(int(admitted.json()["room"]), prompt)
         answer = http("POST", self.decode, "/v1/requests", json=body | {"room": room, "prefill": [found.model_dump()]})
         if answer.status_code == 503:
             self.cancel(self.second, room)
-            return False
+            return 0
         assert answer.status_code == 201, answer.text
-        self.filler.call("begin", room, FILL_TOKENS)
-        self.filler.call("write", room, FILL_TOKENS, 0, FILL_TOKENS)
+        self.filler.call("begin", room, tokens, prompt)
+        return room
+
+    def cross_by_filler(self, room: int, tokens: int, start: int = 0) -> int:
+        """Have such a room written to its end and claimed; returns how many tokens of it decode held before."""
+        self.filler.call("write", room, tokens, start, tokens)
         self.filler.call("finish", room)
-        self.reader.call("claim", room, FILL_TOKENS)
-        self.filled.append(room)
-        return True
+        return self.claim(room, tokens)
 
     def check_filled(self) -> None:
-        """Every byte of every room that was given pages is its own."""
+        """Every byte of every room that was given pages is its own, and the sibling's are."""
         for room in self.filled:
             self.reader.call("check", room, FILL_TOKENS)
+        if self.sibling:
+            self.reader.call("check", self.sibling, SIBLING_TOKENS)
 
     def _empty(self) -> None:
         for room in self.filled:
             self.reader.call("release", room)
         self.filled.clear()
 
+    def next_turn(self) -> None:
+        """What siblings share is where it was: the next one gets it, finds each byte right, and all let go of it."""
+        after = self.admit_by_filler(SIBLING_TOKENS, self.next_prompt())
+        assert self.cross_by_filler(after, SIBLING_TOKENS) == self.shared_tokens
+        for room in (after, self.sibling):
+            self.reader.call("release", room)
+        self.sibling = 0
+        self.nobody_reads(self.decode)
+
     def everything_given_back(self) -> None:
-        """The filling rooms end, and every page of everybody is free."""
+        """The filling rooms end, and every page of everybody is free, or kept and read by nobody."""
         self._empty()
+        if self.sibling:
+            self.next_turn()
         for daemon in (self.prefill, self.decode, self.second):
             all_free(daemon)
         assert not status(self.decode)["quarantine"]
 
     def rows_landed(self, room: int) -> int:
-        """How many of some rows of a room are anywhere in the decode daemon's memory."""
+        """How many of some rows of a late room's own are anywhere in the decode daemon's memory."""
         component = preset(MODEL).components[0]
-        rows = range(0, LATE_TOKENS, LATE_TOKENS // ROWS_LOOKED_FOR)
+        prompt = self.prompts.get(room)
+        keys = prompt.keys(MODEL, LATE_TOKENS) if prompt is not None else NO_KEYS
         needles = [
             expected_rows(
-                component, room=room, layer=component.layers[-1], lanes=(0, 1), start_row=row, stop_row=row + 1
+                component,
+                room=int.from_bytes(keys[row // 256][:8], "little") if keys else room,
+                layer=component.layers[-1],
+                lanes=(0, 1),
+                start_row=row,
+                stop_row=row + 1,
             ).tobytes()[:NEEDLE_BYTES]
-            for row in rows
+            for row in range(self.shared_tokens if keys else 0, LATE_TOKENS, LATE_TOKENS // ROWS_LOOKED_FOR)
         ]
         prefix = file_prefix(str(self.decode.config["instance"]), "decode-node-0")
         found = 0
@@ -185,6 +224,7 @@ def late_writer_cluster(
     transport: str,
     *,
     expiring: bool = False,
+    shares: bool = False,
     faults: Settings | None = None,
     daemon_mistake: str = "",
     worker_mistake: str = "",
@@ -195,7 +235,8 @@ def late_writer_cluster(
     prefill daemon's workers.
     """
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
-    waits = {"timeouts": TIMEOUTS | CANARY_TIMEOUTS}
+    tier = TIER if shares else {}
+    waits = {"timeouts": TIMEOUTS | CANARY_TIMEOUTS} | tier
     section = transport_section(transport)
     for name in ("mooncake", "nixl"):
         section[name] = dict(transport_section(name).get(name, {})) | {"quiet_timeout_s": QUIET_S}
@@ -209,7 +250,7 @@ def late_writer_cluster(
         prefill=NodeSpec(
             instance=f"late-{folder.name}",
             pools=pools,
-            more={"transports": section, "timeouts": waits["timeouts"] | (EXPIRING if expiring else {})},
+            more={"transports": section, "timeouts": waits["timeouts"] | (EXPIRING if expiring else {})} | tier,
         ),
         decode=NodeSpec(
             instance=f"decode-{folder.name}",
@@ -228,7 +269,14 @@ def late_writer_cluster(
         | waits
     )
     cluster.others.append(second)
-    stage = LateWriterCluster(cluster, second=second, faulty=bool(faults))
+    stage = LateWriterCluster(
+        cluster,
+        second=second,
+        faulty=bool(faults),
+        shares=shares,
+        shared_tokens=SHARED_BY_LATE_TOKENS,
+        model=MODEL,
+    )
     try:
         cluster.start()
         stage.wait_ready()

@@ -20,6 +20,8 @@ from tests.helpers.live_rooms import status
 
 LIBRARIES = ["mooncake", "nixl"]
 EXPIRING = ", expiring"
+SHARING = ", sharing"
+"""Behind a transport: the late room begins like one that another daemon has written, and that is read all the time."""
 AWAKE_S = 0.6
 """What a late writer is given to do its worst; it writes 24 MiB in a tenth of that."""
 MUCH_BYTES = 50_000
@@ -33,7 +35,7 @@ short = pytest.mark.faults_short
 @pytest.fixture(scope="module")
 def stages() -> Iterator[ClusterCache[LateWriterCluster]]:
     opened = ClusterCache(
-        lambda transport: late_writer_cluster(transport.removesuffix(EXPIRING), expiring=transport.endswith(EXPIRING))
+        lambda key: late_writer_cluster(key.partition(",")[0], expiring=key.endswith(EXPIRING), shares=SHARING in key)
     )
     yield opened
     opened.clear()
@@ -47,7 +49,7 @@ def over(stage: LateWriterCluster, room: int) -> None:
 
 def freed(stage: LateWriterCluster) -> None:
     """Wait until the decode daemon has shut the writer out and given the late room's pages back."""
-    eventually("freed", lambda: status(stage.decode)["pools"]["full"]["free"] >= LATE_TOKENS // 256)
+    eventually("freed", lambda: status(stage.decode)["available_pages"]["full"] >= LATE_TOKENS // 256)
 
 
 # ------------------------------------------------------------------------------------------- writers that are late
@@ -79,11 +81,15 @@ def frozen_node(stage: LateWriterCluster, *, fenced: bool) -> int:
     return landed
 
 
-@pytest.mark.parametrize("transport", ["local", *LIBRARIES])
+@pytest.mark.parametrize(
+    "transport",
+    ["local", *LIBRARIES, pytest.param("local" + SHARING, marks=short), "nixl" + SHARING],
+)
 def test_a_frozen_prefill_node_whose_worker_wakes(stages: ClusterCache[LateWriterCluster], transport: str) -> None:
     with stages.on(transport) as stage:
-        landed = frozen_node(stage, fenced=transport != "local")
-        if transport == "local":
+        is_local = transport.startswith("local")
+        landed = frozen_node(stage, fenced=not is_local)
+        if is_local:
             assert landed, "the late writer did not write: this test has looked at nothing"
         stage.everything_given_back()
         stage.meet()
@@ -191,9 +197,12 @@ def late_delivery(stage: LateWriterCluster) -> int:
     return landed
 
 
-@pytest.mark.parametrize("inner", [pytest.param("local", marks=short), *LIBRARIES])
-def test_a_late_delivery(inner: str) -> None:
-    with late_writer_cluster(inner, faults=LATE) as stage:
+@pytest.mark.parametrize(
+    ("inner", "shares"),
+    [pytest.param("local", False, marks=short), *((each, False) for each in LIBRARIES), ("local", True)],
+)
+def test_a_late_delivery(inner: str, shares: bool) -> None:
+    with late_writer_cluster(inner, faults=LATE, shares=shares) as stage:
         assert not late_delivery(stage)
         stage.everything_given_back()
         stage.meet()

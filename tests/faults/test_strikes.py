@@ -24,6 +24,7 @@ from tests.faults.cells import (
     LOST,
     NOTICED_WITHIN_S,
     SHORT,
+    SHORT_SHARING,
     STRIKES,
     Fault,
     State,
@@ -31,7 +32,7 @@ from tests.faults.cells import (
     outcomes,
 )
 from tests.faults.cluster_cache import ClusterCache
-from tests.faults.fault_cluster import FaultCluster, scene, seconds_since
+from tests.faults.fault_cluster import SHARED_TOKENS, FaultCluster, scene, seconds_since
 from tests.faults.matrix import Matrix
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import all_free, http, status
@@ -46,13 +47,15 @@ def cases(strikes: Iterable[tuple[Victim, Fault]], *, short: Collection[tuple[Vi
     ]
 
 
+SHARING = ", sharing"
+"""Behind a transport: all rooms begin with the same page, which stays on both nodes."""
 WORKERS = {Victim.PREFILL_WORKER, Victim.DECODE_WORKER}
 ENGINES = {Victim.PREFILL_ENGINE: Role.PREFILL, Victim.DECODE_ENGINE: Role.DECODE}
 
 
 @pytest.fixture(scope="module")
 def stages() -> Iterator[ClusterCache[FaultCluster]]:
-    opened = ClusterCache(lambda transport: scene(transport=transport))
+    opened = ClusterCache(lambda key: scene(transport=key.removesuffix(SHARING), shares=key.endswith(SHARING)))
     yield opened
     opened.clear()
 
@@ -137,9 +140,40 @@ def test_strike_over_a_library(
     _strike(stages, matrix, transport, victim, fault)
 
 
+@pytest.mark.parametrize(("victim", "fault"), cases(STRIKES, short=SHORT_SHARING))
+def test_strike_where_rooms_share(
+    stages: ClusterCache[FaultCluster], matrix: Matrix, victim: Victim, fault: Fault
+) -> None:
+    """Whatever becomes of one room, those that read the same page end right, and so does the next turn.
+
+    Each byte of that page is looked at by every engine that starts from it or claims it, before the strike and after it.
+    """
+    with stages.on("local" + SHARING) as stage:
+        for _ in range(2):  # the second leaves a checkpoint where it leaves the first
+            stage.cross()
+        assert stage.turn(stage.pair()) == (SHARED_TOKENS, SHARED_TOKENS)
+    _strike(stages, matrix, "local" + SHARING, victim, fault)
+    with stages.on("local" + SHARING) as stage:
+        kept = _kept(victim, fault)
+        assert stage.turn(stage.pair()) == kept
+        stage.cross()
+        assert stage.turn(stage.pair()) == (SHARED_TOKENS, SHARED_TOKENS)
+        for daemon in stage.nodes:
+            stage.nobody_reads(daemon)
+
+
+def _kept(victim: Victim, fault: Fault) -> tuple[int, int]:
+    """How much of a prompt prefill and decode have after a strike: all but what died with a daemon.
+
+    What recovered had a room cross, so a new daemon has the page; but for a checkpoint at its end it takes a second room.
+    """
+    died = fault is Fault.KILL
+    return 0 if died and victim is Victim.PREFILL else SHARED_TOKENS, SHARED_TOKENS
+
+
 def _strike(stages: ClusterCache[FaultCluster], matrix: Matrix, transport: str, victim: Victim, fault: Fault) -> None:
     with stages.on(transport) as stage, matrix.notes_failure(transport, victim, fault):
-        ends, noticed_s, recovered_s = _play(stage, transport, victim, fault)
+        ends, noticed_s, recovered_s = _play(stage, transport.removesuffix(SHARING), victim, fault)
     matrix.add(transport, victim, fault, ends, noticed_s=noticed_s, recovered_s=recovered_s)
 
 

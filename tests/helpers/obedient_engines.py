@@ -14,12 +14,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvbridge.core.errors import BridgeError, errors_by_code
+from kvbridge.core.geometry.components import Component, Liveness
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters import synthetic
+from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
-from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
+from kvbridge.engine.views import PoolViews
+from kvbridge.tier.keys import NO_KEYS, Keys
+from tests.helpers.prompts import Prompt
 
 CALL_S = 20.0
 """Longest call of an engine; what it is told to do takes little longer."""
@@ -104,16 +111,34 @@ class _Prefill:
 
     def __init__(self, runtime_dir: str) -> None:
         self._engine = PrefillEngine.attach(runtime_dir)
-        self._tables: dict[int, Tables] = {}
+        self._begun: dict[int, PrefillRoom] = {}
+        self._keys: dict[int, Keys] = {}
 
-    def begin(self, room: int, tokens: int) -> None:
-        self._tables[room] = self._engine.begin(room, prompt_tokens=tokens).tables
+    def begin(self, room: int, tokens: int, prompt: Prompt | None = None) -> int:
+        """Begin a room, and check every byte that it starts from; returns where that is, in tokens."""
+        self._keys[room] = _keys(self._engine, prompt, tokens)
+        self._begun[room] = self._engine.begin(room, prompt_tokens=tokens, page_hashes=self._keys[room])
+        self.check(room)
+        return self._begun[room].computed_tokens
+
+    def check(self, room: int) -> None:
+        """Check every byte that a begun room starts from (again)."""
+        begun = self._begun[room]
+        for view in self._engine.views.values() if begun.computed_tokens else ():
+            wrong = synthetic.compare(
+                view, room=room, tables=begun.restore, tokens=begun.computed_tokens, keys=self._keys[room]
+            ).mismatches
+            assert not wrong, f"wrong bytes before room {room}: {wrong[0]}, and {len(wrong) - 1} more"
 
     def fill(self, room: int, tokens: int, start: int, stop: int) -> None:
-        """Write rows of a begun room without telling anybody."""
+        """Write rows of a begun room, those that are not there already, without telling anybody."""
+        begun = self._begun[room]
+        self._fill(room, begun.tables, tokens, max(start, begun.computed_tokens), stop)
+
+    def _fill(self, room: int, tables: Tables, tokens: int, start: int, stop: int) -> None:
         section = Section(prompt_tokens=tokens, start_token=start, stop_token=stop)
         for view in self._engine.views.values():
-            synthetic.fill(view, room=room, tables=self._tables[room], section=section)
+            synthetic.fill(view, room=room, tables=tables, section=section, keys=self._keys[room])
 
     def write(self, room: int, tokens: int, start: int, stop: int) -> None:
         """Fill rows and publish them."""
@@ -125,7 +150,11 @@ class _Prefill:
         self._engine.publish(room, upto)
 
     def finish(self, room: int) -> None:
-        self._engine.finish(room, metadata=b"first token")
+        """Write the checkpoints that are wanted, and say that everything is published."""
+        wanted = self._begun[room].checkpoints
+        for tokens, tables in wanted.items():
+            self._fill(room, tables, tokens, tokens, tokens)
+        self._engine.finish(room, metadata=b"first token", checkpoints=tuple(wanted))
 
     def abort(self, room: int) -> None:
         self._engine.abort(room, "told so")
@@ -140,31 +169,63 @@ class _Decode:
     def __init__(self, runtime_dir: str) -> None:
         self._engine = DecodeEngine.attach(runtime_dir)
         self._tables: dict[int, Tables] = {}
+        self._keys: dict[int, Keys] = {}
 
-    def claim(self, room: int, tokens: int) -> None:
-        """Claim a room once it is committed, and check every byte of it."""
-        claimed = self._engine.wait_claim(room, CALL_S)
+    def claim(self, room: int, tokens: int, prompt: Prompt | None = None) -> int:
+        """Claim a room once it is committed, and check every byte of it; returns how many tokens were here before."""
+        self._keys[room] = _keys(self._engine, prompt, tokens)
+        claimed = self._engine.wait_claim(room, CALL_S, page_hashes=self._keys[room])
         assert set(claimed.metadata.values()) == {b"first token"}, claimed.metadata
         self._tables[room] = claimed.tables
         self.check(room, tokens)
+        return claimed.prefix_tokens
 
     def check(self, room: int, tokens: int) -> None:
         """Check every byte of a claimed room (again)."""
         for view in self._engine.views.values():
-            wrong = synthetic.compare(view, room=room, tables=self._tables[room], tokens=tokens).mismatches
-            assert not wrong, f"room {room}: {wrong[0]}, and {len(wrong) - 1} more"
+            wrong = synthetic.compare(
+                view, room=room, tables=self._tables[room], tokens=tokens, keys=self._keys[room]
+            ).mismatches
+            assert not wrong, f"wrong bytes in room {room}: {wrong[0]}, and {len(wrong) - 1} more"
 
     def extend(self, room: int, tokens: int) -> None:
         self._tables[room] = self._engine.extend(room, tokens)
 
-    def release(self, room: int) -> None:
-        self._engine.release(room)
+    def answer(self, room: int, prompt_tokens: int, tokens: int, prompt: Prompt) -> None:
+        """Write the rows of an answer that fills whole pages behind a prompt that does."""
+        keys = _keys(self._engine, prompt, tokens)
+        for view in self._engine.views.values():
+            for part in view.geometry.components:
+                if part.liveness is not Liveness.GROWING:
+                    continue
+                for page in range(prompt_tokens // view.geometry.tokens_per_page, len(keys)):
+                    self._write_page(view, part, room, page, seed=int.from_bytes(keys[page][:8], "little"))
+
+    def _write_page(self, view: PoolViews, part: Component, room: int, page: int, *, seed: int) -> None:
+        start, stop = page * part.rows_per_logical_page, (page + 1) * part.rows_per_logical_page
+        for layer in view.layers(part.kind):
+            rows = synthetic.expected_rows(
+                part, room=seed, layer=layer, lanes=(0, part.lanes), start_row=start, stop_row=stop
+            )
+            tables = self._tables[room]
+            view.write_rows(part.kind, layer, tables=tables, start_row=start, rows=torch.from_numpy(rows))
+
+    def release(self, room: int, valid_tokens: int = 0, prompt: Prompt | None = None) -> None:
+        if valid_tokens:
+            keys = _keys(self._engine, prompt, valid_tokens)
+            self._engine.release(room, valid_tokens=valid_tokens, page_hashes=keys)
+        else:
+            self._engine.release(room)
 
     def abort(self, room: int) -> None:
         self._engine.abort(room, "told so")
 
     def events(self, timeout_s: float) -> list[tuple[int, str, str]]:
         return _events(self._engine.events, timeout_s)
+
+
+def _keys(engine: Engine, prompt: Prompt | None, tokens: int) -> Keys:
+    return NO_KEYS if prompt is None else engine.page_keys(prompt.tokens(tokens), namespace=prompt.namespace)
 
 
 def _events(events: Callable[[float], list[Any]], timeout_s: float) -> list[tuple[int, str, str]]:

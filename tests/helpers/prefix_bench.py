@@ -160,8 +160,12 @@ class PrefixBench:
         self.cache.check_integrity()
 
     def quiet(self) -> None:
-        """Nothing but the cache has pages."""
+        """Nothing but the cache has pages, and nobody reads those."""
         self.check()
+        assert not self.cache.readers, self.cache
+        assert self.book.available_pages() == {
+            space: sum(counts.values()) for space, counts in self.book.counts().items()
+        }
         for counts in self.book.counts().values():
             used = {state for state, count in counts.items() if count}
             assert used <= {PageState.FREE, PageState.CACHED}

@@ -79,12 +79,14 @@ class PrefillNode(RuleBasedStateMachine):
         self.look_at(number)
 
     def look_at(self, number: int) -> None:
-        """A begun room's prefix is what it says."""
+        """A begun room's prefix is what it says, and has not been evicted."""
         pages, keys = self.begun[number], Keys(hashes(self.rooms[number]))
-        whole = pages.computed_tokens // PAGE
+        whole, cached = pages.computed_tokens // PAGE, self.bench.book.cached_pages()
+        assert set(ids(pages)[:whole]) <= set(cached[FULL].tolist())
         assert [self.full[page] for page in ids(pages)[:whole]] == [keys[at] for at in range(whole)]
         assert (pages.restore is None) is (not whole)
         if pages.restore is not None:
+            assert set(page_ids(pages.restore.table)) <= set(cached[SWA].tolist())
             assert [self.swa[page] for page in page_ids(pages.restore.table)] == [keys[whole - 1]]
 
     @precondition(lambda self: self.begun)
@@ -114,6 +116,20 @@ class PrefillNode(RuleBasedStateMachine):
                 self.swa |= dict.fromkeys(page_ids(one.table), keys[one.tokens // PAGE - 1])
         self.bench.publish(number, tokens)
         self.bench.finish(number, tuple(one.tokens for one in pages.checkpoints) if leaves else ())
+
+    @rule(
+        branch=st.sampled_from(range(3)), pages=st.integers(1, 7), behind=st.sampled_from(BEHIND), leaves=st.booleans()
+    )
+    def a_whole_room(self, branch: int, pages: int, behind: int, leaves: bool) -> None:
+        """One that nobody disturbs, so that others find something."""
+        before = self.last
+        self.admit(branch, pages, behind)
+        if self.last not in self.rooms or self.last == before:
+            return
+        self.offer(-1, 0)
+        self.begin(-1)
+        self.compute(-1, leaves, True)
+        self.sent(-1)
 
     @precondition(lambda self: self.rooms)
     @rule(choice=st.integers(0, 99))
@@ -154,6 +170,10 @@ class PrefillNode(RuleBasedStateMachine):
         if not hasattr(self, "bench"):
             return
         self.bench.check()
+        for number in self.rooms:
+            room = self.room(number)
+            reads = room is None or not room.keys or room.owner in self.bench.cache
+            assert reads, f"{room} is not over, and has let go of what it shares"
         for number in list(self.begun):
             if self.room(number) is None:
                 del self.begun[number]

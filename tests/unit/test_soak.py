@@ -37,8 +37,12 @@ def test_growth_is_named(figure, value):
 
 
 def test_a_line_of_log_for_each_room_is_too_much():
-    (found,) = findings(course(replace(CALM, log_bytes=1000 + 99_000 * 120)))
-    assert found == "prefill: its log grew by 120 bytes a room"
+    (found,) = findings(course(replace(CALM, log_bytes=1000 + 99_000 * 330)))
+    assert found == "prefill: its log grew by 36708 bytes a second"
+
+
+def test_ten_lines_a_second_are_not():
+    assert findings(course(replace(CALM, log_bytes=1000 + 890 * 10 * 330))) == []
 
 
 def test_lost_rooms_and_unchecked_bytes_are_red():

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.config.schema import DecodeConfig
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.core.errors import ConfigError
+from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness
+from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.daemon import parts as node_parts
+from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.parts import NodeParts
+from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.keys import Keys
 
@@ -35,6 +41,27 @@ def test_a_page_of_a_prompt_is_one_in_each_space_that_grows():
 def test_nodes_that_are_not_to_or_whose_engines_bring_the_memory_keep_none():
     assert parts(tier={}).prefixes is None
     assert parts(memory="adopted", host={"pages": 4}).prefixes is None
+
+
+def test_a_model_with_a_state_that_has_no_checkpoint_keeps_prefixes_on_decode_alone(monkeypatch):
+    model = preset("tiny-gqa")
+    state = Component(
+        kind=ComponentKind.C128_STATE,
+        layers=(0,),
+        space=IndexSpace.REQUEST,
+        encoding=Encoding.FP32,
+        liveness=Liveness.WHOLE,
+        row_parts_bytes=(64,),
+        slots_per_page=1,
+        rows_per_logical_page=1 << 32,
+    )
+    stateful = model.model_copy(update={"components": (*model.components, state)})
+    monkeypatch.setattr(node_parts, "load_geometry", lambda _: stateful)
+    fields = {"instance": "i", "model": {"preset": "tiny-gqa"}, "tier": TIER}
+    fields |= {"pools": {"device": {"full": 8, "request": 2}}}
+    with pytest.raises(ConfigError, match=r"tier.enabled: .*c128_state.*decode nodes keep prefixes of this model"):
+        prefill_daemon(PrefillConfig.model_validate(fields))
+    decode_daemon(DecodeConfig.model_validate(fields | {"pools": fields["pools"] | {"host": {"components": []}}}))
 
 
 @pytest.mark.parametrize(("tp", "left"), [(0, 2), (1, 0)])

@@ -44,6 +44,17 @@ async def test_keys_and_namespace_reach_the_rooms(rooms):
     assert [(one.namespace, one.page_hashes) for one in rooms.requests] == [("acme", KEYS)]
 
 
+async def test_no_thread_is_needed_to_know_them(rooms, monkeypatch):
+    """Requests come by the hundred a second, and what a token may name is there already."""
+
+    def another_thread(*_, **__):
+        raise AssertionError("a request was handed to another thread")
+
+    monkeypatch.setattr("anyio.to_thread.run_sync", another_thread)
+    async with daemon(rooms) as http:
+        assert (await http.post("/v1/requests", json=body("acme"))).status_code == 201
+
+
 @pytest.mark.parametrize(
     ("token", "namespace", "keys", "status"),
     [

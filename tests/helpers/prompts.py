@@ -1,0 +1,57 @@
+"""Prompts that begin alike: what routers and engines know of a room's tokens.
+
+Owns: the token ids of a prompt and their page keys. Must not know: rooms, who holds what.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.presets import preset
+from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+
+TIER = {"tier": {"enabled": True, "model_name": "a model", "model_revision": "1"}}
+"""For the nodes that serve them."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens of which the first `shared_tokens` are those of every prompt with this `begin`."""
+
+    begin: int
+    own: int
+    shared_tokens: int
+    namespace: str = ""
+
+    def tokens(self, count: int) -> npt.NDArray[np.uint32]:
+        """Return the first `count` token ids, those of an answer included."""
+        found = np.full(count, self.own, dtype=np.uint32)
+        found[: self.shared_tokens] = self.begin
+        return found
+
+    def with_other_end(self, own: int) -> Prompt:
+        """Return a prompt with the same beginning."""
+        return replace(self, own=own)
+
+    def keys(self, model: str, count: int) -> Keys:
+        """Return the page keys of its first `count` tokens on nodes that serve a preset."""
+        geometry, tier = preset(model), TIER["tier"]
+        identity = PrefixIdentity(
+            model=str(tier["model_name"]),
+            revision=str(tier["model_revision"]),
+            fingerprint=fingerprint(geometry),
+            tokens_per_page=geometry.tokens_per_page,
+            namespace=self.namespace,
+        )
+        return page_keys(identity, self.tokens(count))
+
+    def asked(self, model: str, count: int) -> dict[str, Any]:
+        """Return what a router says of it in a request."""
+        named = {"namespace": self.namespace} if self.namespace else {}
+        return {"page_hashes": b64encode(self.keys(model, count).data).decode()} | named
