@@ -202,6 +202,8 @@ TICKET = {
     "prefill": {"instance": "prefill-0", "http_urls": ["http://10.0.0.7:7901"]},
     "decode": {"instance": "decode-0", "http_urls": ["http://10.0.0.8:7902"]},
     "expires_in_s": 60.0,
+    "prefix_tokens": 0,
+    "computed_tokens": 0,
 }
 """An example."""
 
