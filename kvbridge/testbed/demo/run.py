@@ -141,6 +141,8 @@ class Demo(ClusterRun):
     def _admit(self, request: DemoRequest) -> bool:
         """Pair a request and hand it to the engines; False: it does not fit now, and others are still running."""
         planned, steps = request.planned, self._plan.reserved_steps
+        if planned.previous:  # on a GPU, rooms are released later than they are decoded, and only then answers are kept
+            wait_ended(self.cluster.decode, self._requests[planned.previous].room)
         request.prompt = self._before(planned) + planned.new
         keys = page_keys(self._plan.identity, request.prompt).data if planned.page_keys else b""
         request.asked_s = time.monotonic()
