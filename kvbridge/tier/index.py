@@ -167,7 +167,7 @@ class PrefixIndex:
         pins = self._pins[records] - 1
         if pins.min() < 0:
             raise IntegrityError(f"record {records[pins.argmin()]} is unpinned more often than it was pinned")
-        for at in np.flatnonzero(self._checkpoints.among(records)).tolist():
+        for at in np.flatnonzero(self._checkpoints.among(records)).tolist() if len(self._checkpoints) else ():
             if self._checkpoints.pins(int(records[at])) > pins[at]:
                 raise IntegrityError(f"record {records[at]} is unpinned by a reader who still pins its checkpoint")
         self._pins[records] = pins

@@ -117,9 +117,11 @@ class Keys(Sequence[bytes]):
     def shared_with(self, other: Keys) -> int:
         """How many of the first pages are the same in both."""
         count = min(len(self), len(other))
+        size = count * KEY_BYTES
+        if self.data[:size] == other.data[:size]:
+            return count
         ours, theirs = (np.frombuffer(keys.data, np.uint64, 2 * count).reshape(count, 2) for keys in (self, other))
-        differ = (ours != theirs).any(axis=1)
-        return int(differ.argmax()) if differ.any() else count
+        return int((ours != theirs).any(axis=1).argmax())
 
     def __repr__(self) -> str:
         last = f", the last {self[-1].hex()}" if self.data else ""

@@ -127,6 +127,8 @@ class Shape:
     sample_every: int = 0
     keys: Callable[[int], Keys] | None = None
     """From a room to the page keys of its prompt of `shared_prompts`, which takes SHARED_TOKENS. None: rooms have none."""
+    all_shared: bool = False
+    """Of these prompts, only those that begin like others."""
 
 
 @dataclass
@@ -147,6 +149,8 @@ class Load:
         shape, begun_s = self.shape, time.perf_counter()
         body: dict[str, Any] = {"prompt_tokens": shape.tokens}
         room = (secrets.randbits(ROOM_BITS - 20) << 20) + number
+        if shape.all_shared:
+            room -= room % 10
         if shape.keys is not None:
             body |= {"room": room, "page_hashes": base64.b64encode(shape.keys(room).data).decode()}
         if way == "bootstrap":

@@ -169,7 +169,7 @@ def directories(results: Results) -> str:
 
 
 def soak(results: Results) -> str:
-    """What a hundred thousand rooms leave behind."""
+    """What very many rooms leave behind."""
     first, last = results["looks"][0], results["looks"][-1]
     rows = tuple(
         (
@@ -357,6 +357,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "digests": (LOAD, digests),
     "directory": (LOAD, directories),
     "soak": ("soak-100000-2-cores.json", soak),
+    "shared soak": ("soak-shared-100000-2-cores.json", soak),
     "replay": ("replay-conversation-300-flash.json", replays),
     "prefixes": ("prefix-2-cores.json", prefixes),
     "kept": ("fit-trace-conversation-flash.json", kept),

@@ -59,11 +59,14 @@ class RankProgress:
             )
 
     def next_sections(self, prefix_tokens: int) -> list[Section]:
-        """Return what was published and not returned before: one section for each group of equally far layers."""
+        """Return what was published and not returned before: one section for each group of equally far layers.
+
+        What lies in the first `prefix_tokens` alone is not sent, so it waits for what follows: the end of the prompt at the latest.
+        """
         groups: dict[tuple[int, int], list[int]] = {}
         for layer in self.layers:
             start, stop = self._ordered[layer], self._published[layer]
-            if stop > start:
+            if stop > start and (stop > prefix_tokens or stop == self.prompt_tokens):
                 groups.setdefault((start, stop), []).append(layer)
                 self._ordered[layer] = stop
         return [

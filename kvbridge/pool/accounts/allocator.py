@@ -64,10 +64,11 @@ class RunAllocator:
             raise InvalidInputError(f"{self.name}: cannot take {count} pages, {scattered} of them scattered")
         if count > self._free:
             raise CapacityError(f"{self.name}: {count} pages wanted, {self._free} of {self.page_count} are free")
-        together = self._take(count - scattered, after)
         if not scattered:
-            return together
-        return np.concatenate((together, self._take_shortest(scattered)))
+            return self._take(count, after)
+        if scattered == count:
+            return self._take_shortest(count)
+        return np.concatenate((self._take(count - scattered, after), self._take_shortest(scattered)))
 
     def _take(self, count: int, after: int | None) -> PageIdArray:
         starts: list[int] = []

@@ -122,7 +122,7 @@ def test_requests_without_keys_share_nothing() -> None:
 # ------------------------------------------------------------------------------------------- sending
 
 
-@pytest.mark.parametrize("held", [0, 256, 768, 1280])
+@pytest.mark.parametrize("held", [0, 256])
 def test_rows_that_decode_lacks_are_sent_out_of_shared_pages_before_the_engine_begins(held: int) -> None:
     bench = Bench()
     first = bench.cross(1, HISTORY[:1000])
@@ -140,6 +140,19 @@ def test_rows_that_decode_lacks_are_sent_out_of_shared_pages_before_the_engine_b
     bench.sent(2)
     found = bench.service.book.report(2)
     assert (found.prefix_tokens, found.computed_tokens) == (held, 768)
+    bench.quiet()
+
+
+@pytest.mark.parametrize("held", [768, 1280])
+def test_nothing_is_ordered_of_what_both_hold(held: int) -> None:
+    bench = Bench()
+    bench.cross(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    bench.offer(2, HISTORY[:1500], held)
+    assert not bench.orders(2)
+    bench.compute(2, HISTORY[:1500])
+    assert [(order.section.start_token, order.section.stop_token) for order in bench.orders(2)] == [(0, 1500)]
+    bench.sent(2)
     bench.quiet()
 
 

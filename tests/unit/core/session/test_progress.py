@@ -22,6 +22,18 @@ def test_sections_follow_what_was_published_and_come_once():
     assert progress.complete
 
 
+def test_what_decode_holds_waits_for_what_follows():
+    progress = RankProgress((0, 1), prompt_tokens=100, computed_tokens=40)
+    assert progress.next_sections(40) == []
+    progress.publish(60)
+    assert progress.next_sections(40) == [section(0, 60, prefix=40)]
+    whole = RankProgress((0, 1), prompt_tokens=100)
+    whole.publish(99)
+    assert whole.next_sections(100) == []
+    whole.publish(100)
+    assert whole.next_sections(100) == [section(0, 100, prefix=100)], "windows and states are sent whatever decode holds"
+
+
 def test_layers_that_are_equally_far_go_together():
     progress = RankProgress((0, 1, 2), prompt_tokens=100)
     progress.publish(60, (0, 2))
@@ -61,10 +73,11 @@ def test_a_rank_without_layers_has_nothing_to_wait_for():
 def test_what_the_node_holds_is_published_from_the_beginning(computed, held):
     progress = RankProgress((0, 1), prompt_tokens=100, computed_tokens=computed)
     assert progress.published_tokens == computed
-    assert progress.next_sections(held) == ([section(0, computed, prefix=held)] if computed else [])
+    lacking = computed > held
+    assert progress.next_sections(held) == ([section(0, computed, prefix=held)] if lacking else [])
     if computed:
         with pytest.raises(ConflictError, match="goes backwards"):
             progress.publish(computed - 1)
     progress.publish(100)
-    assert progress.next_sections(held) == [section(computed, 100, prefix=held)]
+    assert progress.next_sections(held) == [section(computed if lacking else 0, 100, prefix=held)]
     assert progress.complete
