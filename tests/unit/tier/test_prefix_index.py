@@ -160,6 +160,18 @@ def test_what_is_pinned_stays_and_all_above_it():
     assert len(pool.index) == 0
 
 
+@pytest.mark.parametrize("pinned", ["a", "c", "j"])
+def test_what_is_pinned_and_not_used_anew_stays_when_all_others_go(pinned: str):
+    pool = Pool()
+    for text in "abcdefghij":
+        pool.add(text)
+    pool.index.pin(pool.match(pinned))  # as who looks at pages does: their rank is the old one
+    assert set(pool.evict(9)) == set(range(10)) - {"abcdefghij".index(pinned)}
+    assert pool.knows(pinned)
+    with pytest.raises(CapacityError):
+        pool.evict(1)
+
+
 def test_pins_go_down_paths_and_end_once():
     pool = Pool()
     pool.add("abcd")
