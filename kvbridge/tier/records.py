@@ -9,6 +9,8 @@ A *path* is such a run: records from a prompt's first page on, each the parent o
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +23,10 @@ RecordArray = npt.NDArray[np.int32]
 NO_RECORD = -1
 """The parent of a prompt's first page; the children of a number that is no record now."""
 _NO_RECORDS = np.empty(0, dtype=np.int32)
+
+
+_FEW = 16
+"""So few records are looked at faster one by one."""
 
 
 class Records:
@@ -75,6 +81,10 @@ class Records:
 
     def is_path(self, records: RecordArray) -> bool:
         """Whether each is the parent of the next, wherever the first is."""
+        if len(records) <= _FEW:
+            numbers, parent_at, children_at = records.tolist(), self.parent_at, self.children_at
+            follow = all(parent_at[child] == parent for parent, child in pairwise(numbers))
+            return follow and all(children_at[number] != NO_RECORD for number in numbers)
         return bool((self.parent[records[1:]] == records[:-1]).all() and (self.children[records] >= 0).all())
 
     def is_hidden(self, records: RecordArray) -> npt.NDArray[np.bool_]:

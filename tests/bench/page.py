@@ -272,6 +272,39 @@ def used(results: Results) -> str:
     return f"{line}\n\n{markdown(Table('', headings, rows))}"
 
 
+def shared(results: Results) -> str:
+    """What keys cost a room, and what a prompt takes that is held but for its end."""
+    rooms, long = results["shared_rooms"]["rooms"], results["shared_rooms"]["long_prompt"]
+    rates = Table(
+        "",
+        ("rooms of 64 tokens of their own", "rooms/s", "processor time of both daemons a room, ms"),
+        tuple(
+            (what, f"{rooms[name]['rooms_s']:.0f}", f"{rooms[name]['daemons_cpu_ms']:.2f}")
+            for name, what in (
+                ("off", "without keys"),
+                ("on", f"with keys, behind {rooms['held_tokens']} cached tokens"),
+            )
+        ),
+    )
+    tokens = long["tokens"]
+    prompts = {
+        "short": f"{tokens['short']:,} tokens, none held",
+        "long": f"{tokens['long']:,} tokens, {tokens['held']:,} held",
+    }
+    times = Table(
+        "",
+        ("prompt of DeepSeek-V4-Flash", "offer to commit, median ms", "best ms"),
+        tuple(
+            (what, f"{long[name]['median_ms']:.1f}", f"{long[name]['best_ms']:.1f}") for name, what in prompts.items()
+        ),
+    )
+    return (
+        f"{markdown(rates)}\n\nRatios: {rooms['rate_ratio']:.2f} of the rooms (budget {rooms['budget']}), "
+        f"{rooms['cpu_ratio']:.2f} in processor time.\n\n{markdown(times)}\n\n"
+        f"Ratio: {long['ratio']:.2f} (budget {long['budget']})."
+    )
+
+
 def reused(results: Results) -> str:
     """A trace through one pair whose prompts share pages."""
     settings = results["settings"]
@@ -362,6 +395,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "prefixes": ("prefix-2-cores.json", prefixes),
     "kept": ("fit-trace-conversation-flash.json", kept),
     "used pools": ("used-pools-2-cores.json", used),
+    "shared rooms": ("shared-rooms-2-cores.json", shared),
     "reuse": ("replay-conversation-1000-tiny-v4.json", reused),
     "one GPU": ("gpu-h200.json", one_gpu),
     "two GPUs": ("gpu-h200-x2.json", two_gpus),

@@ -66,7 +66,7 @@ class MemoryStore:
         """When instances were given a beginning of prompts, by its key; the one that came last, last."""
 
     def __repr__(self) -> str:
-        return f"MemoryStore({len(self._nodes)} nodes, {len(self._rooms)} rooms)"
+        return f"MemoryStore({len(self._nodes)} nodes, {len(self._rooms)} rooms, {len(self._notes)} notes)"
 
     async def close(self) -> None:
         """See NodeStore."""
@@ -171,7 +171,7 @@ class MemoryStore:
             given_s[name] = now_s  # the last one last
         while len(given_s) > NOTE_INSTANCES:
             del given_s[next(iter(given_s))]
-        while len(self._notes) > NOTES:
+        while len(self._notes) > NOTES or _newest_s(self._notes) < now_s - NOTE_KEEP_S:
             self._notes.popitem(last=False)
 
     async def noted(self, page_keys: Sequence[bytes]) -> tuple[Mapping[str, float], ...]:
@@ -216,3 +216,8 @@ class MemoryStore:
         oldest = (room for room, found in self._rooms.items() if found.state is not PairingState.PAIRING)
         if (room := next(oldest, None)) is not None:
             del self._rooms[room]
+
+
+def _newest_s(notes: OrderedDict[bytes, dict[str, float]]) -> float:
+    """When the note that comes first was last made."""
+    return next(reversed(next(iter(notes.values())).values()))

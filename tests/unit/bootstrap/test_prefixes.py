@@ -16,12 +16,14 @@ from kvbridge.bootstrap.fit import HELD_WEIGHT, Ranking
 from kvbridge.bootstrap.nodes import NodeEntry, NodeRecord, by_instance
 from kvbridge.bootstrap.prefixes import Guess, guess_held_pages, judge, noted_keys, noted_pages
 from kvbridge.bootstrap.stores import memory, redis
-from kvbridge.bootstrap.stores.base import NOTE_KEEP_S, Claim
+from kvbridge.bootstrap.stores.base import NOTE_KEEP_S, Claim, RoomTimes
+from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.telemetry.events import PrefixGuessed
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+from tests.helpers.manual_clock import ManualClock
 from tests.unit.bootstrap.fleet import FakeDaemons, MemoryFleet, half, instances_of, node
 
 PAGE = 256
@@ -207,6 +209,17 @@ async def test_a_store_remembers_who_was_given_what_and_when(world):
     first, second = await world.store.noted([A, B])
     assert {"d1", "p2"} <= first.keys(), "it has come again"
     assert second == {}
+
+
+@pytest.mark.asyncio
+async def test_old_notes_take_no_memory():
+    clock = ManualClock()
+    store = MemoryStore(expire_after_s=10, rooms=RoomTimes(claim_s=10, keep_s=10, max_rooms=10), clock=clock)
+    for room, keys in enumerate(([A, B], [C])):
+        claim = await store.claim(room, generations=1)
+        assert await store.settle(claim, ticketed(claim, "p", "d"), keys)
+        clock.advance(NOTE_KEEP_S + 1)
+    assert "1 notes" in repr(store)
 
 
 @pytest.mark.asyncio
