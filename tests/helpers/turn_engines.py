@@ -203,9 +203,10 @@ def turn_engines(live: LiveCluster, alone: ModelAlone) -> Iterator[TurnEngines]:
     settings = SparseSettings(
         max_requests=1, hot_rows=HOT_ROWS, top_k=int(alone.model.config.index_topk), max_tokens=MOST_TOKENS
     )
-    regions = [host_region(each, layer) for each in views for layer in each.layers(C4)]
+    # The ranks of a node share its host pool, and each names all of it.
+    regions = {layer: host_region(each, layer) for each in views for layer in each.layers(C4)}
     with (
-        closing(SparseCache(settings, component, regions, torch.device("cpu"))) as store,
+        closing(SparseCache(settings, component, list(regions.values()), torch.device("cpu"))) as store,
         closing(SparseDecoder(alone.model, codec, store)) as decoder,
     ):
         yield TurnEngines(live, alone, store, decoder)

@@ -36,7 +36,7 @@ MODELS = {
     "mha": GROUPED,
     "gqa": GROUPED | {"num_key_value_heads": 2},
     "mla": LATENT | {"model_type": "deepseek_v3"},
-    "dsa": LATENT | {"model_type": "deepseek_v32", "index_head_dim": 32},
+    "dsa": LATENT | {"model_type": "deepseek_v32", "index_head_dim": 128},
     "windows": GROUPED | SLIDING | {"model_type": "gpt_oss", "sliding_window": WINDOW},
 }
 TIER = {"enabled": True, "model_name": "other", "model_revision": "1"}
