@@ -27,8 +27,8 @@ class TierConfig(FrozenModel):
     the same: set it on prefill nodes first."""
 
     policy: Literal["lru", "greedy_dual"] = "lru"
-    """Which cached prefixes go first when pages are needed: those used longest ago, or (for pools that are small for their load)
-    weighed by length, age and uses."""
+    """Which cached prefixes go first when pages are needed: of the fifth used longest ago those that lie side by side in memory, or
+    (for pools that are small for their load) likewise by length, age and uses."""
 
     checkpoint_interval_tokens: NonNegative = 0
     """Prefill, models with windows: so often in a prompt its engine is asked to keep windows and states, from which others go on

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from contextvars import Context
 from dataclasses import dataclass, replace
 
+import structlog
 import zmq
 
 from kvbridge.control.authentication import ZAP_DOMAIN, Authenticator, Gate, user_of
@@ -39,10 +40,14 @@ from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, Unau
 from kvbridge.core.wire.codec import Envelope
 from kvbridge.core.wire.messages import PeerMessage
 
+log = structlog.get_logger(__name__)
+
 MAX_PEERS = 4_096
 """Peers that a server knows at once."""
 _FLUSH_POLL_S = 0.005
 _LISTEN_AGAIN_S = 0.002
+_DEAF_TOLD_EVERY_S = 5.0
+"""How often the log says that a server cannot listen where it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ class PeerServer:
             )
             opened.callback(self._socket.close)
             self.endpoint = self._socket.bind(endpoint)
-            self._listens = True
+            self._listens, self._deaf_since_s = True, 0.0
             self._closing = opened.pop_all()
         self._connections.bound(self.endpoint)
 
@@ -160,15 +165,24 @@ class PeerServer:
         self._socket.catch_up()
         self._socket.unbind(self.endpoint)
         self._connections.all_gone()
+        self._deaf_since_s = monotonic()
         self._listen_again()
 
     def _listen_again(self) -> None:
-        """ZeroMQ gives an address free in a thread of its own, milliseconds after it was told to."""
+        """ZeroMQ gives an address free in a thread of its own, milliseconds after it was told to; another process may get it."""
         keys = self._identity.keys
         if self._socket.closed or keys is None:
             return
         self._listens = self._socket.bind_again(self.endpoint, keys)
         if not self._listens:
+            if monotonic() - self._deaf_since_s >= _DEAF_TOLD_EVERY_S:
+                self._deaf_since_s = monotonic()
+                log.error(
+                    "cannot_listen_again",
+                    endpoint=self.endpoint,
+                    effect="no peer can connect",
+                    cure="our key was changed, and another process has taken this address meanwhile: end it",
+                )
             self._shared.loop.call_later(_LISTEN_AGAIN_S, self._listen_again, context=Context())
 
     async def flush(self, timeout_s: float) -> bool:

@@ -12,7 +12,9 @@ import msgpack
 import pytest
 import pytest_asyncio
 import zmq
+from structlog.testing import capture_logs
 
+from kvbridge.control import peers
 from kvbridge.control.keys import generate_keys
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity, PeerServer
@@ -453,6 +455,26 @@ async def test_a_server_changes_its_key_again_before_it_listens_again(stage):
     late, _ = stage.client(endpoint, "d" * 16, keys=client_keys, server_key=last.public)
     late.send(drained(3))
     await at_server.until(lambda: at_server.rooms == [1, 2, 3])
+
+
+async def test_a_server_that_cannot_listen_again_says_so_and_goes_on_trying(stage, monkeypatch):
+    client_keys = generate_keys()
+    keys, fresh = generate_keys(allowed=[client_keys.public]), generate_keys()
+    server, at_server, endpoint = stage.server(keys=keys)
+    monkeypatch.setattr(peers, "_DEAF_TOLD_EVERY_S", 0.0)
+    is_taken = [True, True]
+    bind_again = server._socket.bind_again
+    monkeypatch.setattr(
+        server._socket, "bind_again", lambda *given: not (is_taken and is_taken.pop()) and bind_again(*given)
+    )
+    with capture_logs() as lines:
+        server.change_keys(fresh)
+        client, _ = stage.client(endpoint, keys=client_keys, server_key=fresh.public)
+        client.send(drained(1))
+        await at_server.until(lambda: at_server.rooms == [1])
+    told = [line for line in lines if line["event"] == "cannot_listen_again"]
+    assert len(told) >= 2
+    assert told[0]["endpoint"] == endpoint
 
 
 async def test_a_client_changes_its_key_when_the_server_accepts_it(stage):

@@ -107,10 +107,10 @@ def test_opening_one_takes_no_more_than_its_length_allows():
     for groups in (wide, [group | {"layers": [layer], "addresses": bytes(8)} for layer in range(4_000)]):
         packed = msgpack.packb(body | {"groups": groups})
         tracemalloc.start()
-        began_s = time.monotonic()
+        began_s = time.process_time()
         try:
             unpack_rank(packed)
-            took_s, (_, peak_bytes) = time.monotonic() - began_s, tracemalloc.get_traced_memory()
+            took_s, (_, peak_bytes) = time.process_time() - began_s, tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
         assert took_s < 5.0
