@@ -42,6 +42,9 @@ from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin, SharedRegion, StreamPoint
 from kvbridge.http.problems import Problem, error_of, make_problem, problem_response
 from kvbridge.node.sender.offers import check_offer
+from kvbridge.tier.stores import messages as store_wire
+from kvbridge.tier.stores.base import Capabilities, Outcome, Verb
+from kvbridge.tier.stores.objects import ObjectForm, Part, encode_header, read_header
 from kvbridge.transport.backend import read_endpoint
 from kvbridge.transport.base import Endpoint
 from kvbridge.transport.extents import Extents
@@ -105,6 +108,8 @@ VRAM = SharedRegion(
     origins=(CudaOrigin(handle=bytes(range(200, 256)) + b"8 bytes.", device_uuid=UUID, length_bytes=4096),),
 )
 POINT = StreamPoint(ring="r", handle=bytes(64), device_uuid=UUID)
+STORED = ObjectForm(parts=tuple(Part(component="c4_kv", layer=layer, page_bytes=1_000) for layer in (2, 4)))
+PAGE_KEY = bytes(range(16))
 SECTION = Section(prompt_tokens=600, start_token=0, stop_token=512, layers=(0, 1))
 
 MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
@@ -137,6 +142,15 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         ),
         worker_wire.CloseRoom(**ROOM),
         worker_wire.Shutdown(),
+    ),
+    store_wire.NODE_TO_STORE: (
+        store_wire.StoreSetup(settings="{}", forms=((REGION,), (REGION, VRAM)), calls=4),
+        store_wire.StoreOrder(number=1, verb=Verb.GET, form=1, keys=bytes(32), pages=bytes(8), until_s=12.5),
+    ),
+    store_wire.STORE_TO_NODE: (
+        store_wire.StoreReady(capabilities=Capabilities(kind="files", batch=16, across_hosts=False)),
+        store_wire.StoreFailed(code="config_invalid", message="no"),
+        store_wire.StoreReport(number=1, outcomes=(Outcome.HIT, Outcome.SHORT), settled=False, detail="why"),
     ),
     WORKER_TO_NODE: (
         worker_wire.WorkerHello(rank=RANK, pid=1),
@@ -295,6 +309,13 @@ DECODERS: tuple[Decoder, ...] = (
             make_problem("capacity", 503, "full", path="/v1/requests", retry_after_s=2.5).model_dump_json().encode(),
             make_problem("stale", 409, "too late", path="/").model_dump_json().encode(),
         ),
+    ),
+    Decoder(
+        "stored-object",
+        "bodies",
+        lambda data: read_header(STORED, PAGE_KEY, data),
+        (),
+        (encode_header(STORED, PAGE_KEY, np.array([1, 2**32 - 1], dtype=np.uint32)),),
     ),
     Decoder(
         "allowed-keys",

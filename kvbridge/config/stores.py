@@ -1,0 +1,42 @@
+"""Settings of the stores below host memory.
+
+Owns: those sections. Must not know: how a store works.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kvbridge.config.transports import MooncakeProtocol
+from kvbridge.core.ids import FrozenModel, Positive
+
+
+class FileStoreSettings(FrozenModel):
+    """Pages as files of one directory of this host, which several daemons may share."""
+
+    kind: Literal["files"] = "files"
+    directory: Path
+    """Made with mode 0700 if it is not there. It must belong to the daemon's user, and to nobody else."""
+    max_bytes: Positive
+    """What all files in the directory take together at most; all daemons that share it are to say the same."""
+
+
+class MooncakeStoreSettings(FrozenModel):
+    """A Mooncake Store, whose memory others provide: this node only puts and gets."""
+
+    kind: Literal["mooncake"] = "mooncake"
+    master: Annotated[str, Field(pattern=r"^[^\s:]+:[0-9]{1,5}$")]
+    """host:port of mooncake_master."""
+    host: str = "127.0.0.1"
+    """The address of this node that the store's other hosts reach."""
+    protocol: MooncakeProtocol = MooncakeProtocol.TCP
+    device_name: str = ""
+    """RDMA adapters to use, separated by commas; empty: all."""
+    replicas: Positive = 1
+    """Copies that are kept of each page."""
+
+
+StoreSettings = Annotated[FileStoreSettings | MooncakeStoreSettings, Field(discriminator="kind")]

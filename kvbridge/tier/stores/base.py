@@ -1,0 +1,164 @@
+"""What a store is: objects of bytes by name, and answers instead of exceptions.
+
+Owns: the interface, the outcomes, and what the caller can do about each. Must not know: pages, headers, any store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.ids import FrozenModel, Positive
+
+Pieces = npt.NDArray[np.uint64]
+"""Addresses of this process and lengths in bytes, one row each: the form of the kernel's `struct iovec`."""
+
+
+BATCH_LIMIT = 256
+"""Objects of one request at most."""
+
+
+class Verb(StrEnum):
+    """What can be asked of a store."""
+
+    PUT = "put"
+    GET = "get"
+    HAS = "has"
+    DROP = "drop"
+
+
+class Outcome(StrEnum):
+    """What became of one object."""
+
+    STORED = "stored"
+    """It is there, whole; perhaps it was there before."""
+    HIT = "hit"
+    """Read, compared, and right."""
+    PRESENT = "present"
+    """There is something under its name; only reading it tells what."""
+    DROPPED = "dropped"
+    """It is not there (any more)."""
+    ABSENT = "absent"
+    SHORT = "short"
+    """An object of another length than it must have."""
+    OTHER_KEY = "other_key"
+    """The object of another page, or of other layers or lanes."""
+    WRONG_DIGEST = "wrong_digest"
+    """Its bytes, or its header, are not those that were stored."""
+    OTHER_VERSION = "other_version"
+    FULL = "full"
+    """The store has no room for it, now."""
+    TIMED_OUT = "timed_out"
+    UNREACHABLE = "unreachable"
+    """The store cannot be used, now."""
+
+
+class Remedy(StrEnum):
+    """What the caller can do about an outcome."""
+
+    NOTHING = "nothing"
+    """It is what was asked for."""
+    COMPUTE = "compute"
+    """Compute the page, and store it."""
+    REPLACE = "replace"
+    """The same; the bad object has been dropped, as far as the store could."""
+    LATER = "later"
+    """The store is at fault, not the object: go on without, and ask again later. The breaker counts these, but for `full`."""
+
+
+REMEDIES: Mapping[Outcome, Remedy] = {
+    Outcome.STORED: Remedy.NOTHING,
+    Outcome.HIT: Remedy.NOTHING,
+    Outcome.PRESENT: Remedy.NOTHING,
+    Outcome.DROPPED: Remedy.NOTHING,
+    Outcome.ABSENT: Remedy.COMPUTE,
+    Outcome.SHORT: Remedy.REPLACE,
+    Outcome.OTHER_KEY: Remedy.REPLACE,
+    Outcome.WRONG_DIGEST: Remedy.REPLACE,
+    Outcome.OTHER_VERSION: Remedy.REPLACE,
+    Outcome.FULL: Remedy.LATER,
+    Outcome.TIMED_OUT: Remedy.LATER,
+    Outcome.UNREACHABLE: Remedy.LATER,
+}
+
+BROKEN = frozenset({Outcome.TIMED_OUT, Outcome.UNREACHABLE})
+"""What a breaker counts as a failure of the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of the objects of a request, in their order."""
+
+    outcomes: tuple[Outcome, ...]
+    settled: bool = True
+    """Whether nothing reads or writes the request's memory any more. If not, only the end of this process ends that."""
+    detail: str = ""
+    """Why, for the log, when the store was at fault."""
+
+    @classmethod
+    def of_all(cls, outcome: Outcome, count: int, *, settled: bool = True, detail: str = "") -> Answer:
+        """The same for every object."""
+        return cls((outcome,) * count, settled, detail)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the store was at fault with any of them."""
+        return not self.settled or not BROKEN.isdisjoint(self.outcomes)
+
+
+class StoredObject(NamedTuple):
+    """An object by its name, and the memory that its bytes lie in or go to, in their order."""
+
+    name: str
+    pieces: Pieces
+
+    @property
+    def length_bytes(self) -> int:
+        """Of all pieces."""
+        return int(self.pieces[:, 1].sum())
+
+
+class Capabilities(FrozenModel):
+    """What a store is, for who uses it."""
+
+    kind: str
+    batch: Positive
+    """Objects of one request that it handles well together; more are taken, up to what a message holds."""
+    across_hosts: bool
+    """Whether other hosts find what this one stores."""
+
+
+class ObjectStore(Protocol):
+    """Keeps objects. Calls come from several threads, and never raise for what the store, or an object in it, is or is not.
+
+    Names in one request are distinct. Memory is this process's, valid as long as the process, and the caller's until an answer
+    that is settled. A call returns soon after `until_s` (`time.monotonic`) where it can; who cannot bear that it cannot, uses the
+    store through a process of its own (`client`).
+    """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it is."""
+
+    def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
+        """Keep objects whole, or not at all: `stored`, or why not. One that is there already stays as it is."""
+
+    def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
+        """Fill the pieces: `hit`, which nobody has compared yet, or why not; what the pieces hold is then undefined."""
+
+    def present(self, names: Sequence[str], until_s: float) -> Answer:
+        """`present` or `absent`."""
+
+    def remove(self, names: Sequence[str], until_s: float) -> Answer:
+        """`dropped`, also what was never there."""
+
+    def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
+        """Memory (address, length) that the pieces of all later requests lie in. Raises RegistrationError."""
+
+    def close(self) -> None:
+        """Let go of the store. Harmless when closed."""

@@ -1,0 +1,274 @@
+"""A node's end of its store: orders with deadlines to a process of its own, and what is known of the pages that they are about.
+
+Owns: which orders are under way, which pages they may still touch, whether the store is asked at all. Must not know: which store
+it is, how its process is kept running, rooms, the index.
+
+An order has an answer by its deadline, whatever the store does. Its pages are another matter: a store that does not answer may go
+on reading or writing them. So an operation has two ends, `answer` and `settled`. What is not settled soon after its deadline is
+settled by killing the process, and counts as that only when the process has ended. Nothing is lost with a process: the store keeps
+what it has, and what was under way is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+
+from kvbridge.config.stores import StoreSettings
+from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.stores.base import REMEDIES, Answer, Capabilities, Outcome, Remedy, Verb
+from kvbridge.tier.stores.breaker import Breaker, FailedKeys
+from kvbridge.tier.stores.keeper import StoreProcess
+from kvbridge.tier.stores.messages import StoreOrder, StoreReport, StoreSetup
+from kvbridge.tier.stores.objects import object_name
+from kvbridge.tier.stores.places import PageIds, PagePlaces, check_request
+
+log = structlog.get_logger(__name__)
+
+NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """How long a store process is waited for, and how much it is given to do."""
+
+    start_s: float = 120.0
+    """For a process to be ready: longer than Mooncake waits for its master."""
+    settle_s: float = 2.0
+    """From the deadline of an order to the end of the process, if its pages are not settled by then."""
+    close_s: float = 3.0
+    """For what is under way when the node ends, and again for the process."""
+    calls: int = 4
+    """Orders that the process works on at once."""
+    failures: int = 3
+    """In a row, after which the store is not asked for a while."""
+    remember_s: float = 5.0
+    """How long what was missing or bad is not asked for again."""
+
+
+class Operation:
+    """One order. `await` it for its answer; giving that up changes nothing."""
+
+    def __init__(self, verb: Verb, names: Sequence[str]) -> None:
+        loop = asyncio.get_running_loop()
+        self.verb = verb
+        self.names = names
+        self.asked: list[int] = []
+        """Which of its objects the store was asked for, by position."""
+        self.answer: asyncio.Future[Answer] = loop.create_future()
+        """There by the deadline. What it says of `settled` was so at that time."""
+        self.settled: asyncio.Future[None] = loop.create_future()
+        """Done when nothing touches the pages of the order any more. Several may wait for it: shield it."""
+        self.judged = False
+        """Whether it has been said what the answer means for the store."""
+        self.timer: asyncio.TimerHandle | None = None
+
+    def __await__(self) -> Generator[Any, None, Answer]:
+        return asyncio.shield(self.answer).__await__()
+
+    def __repr__(self) -> str:
+        return f"<{self.verb} of {len(self.names)} objects, {'' if self.settled.done() else 'not '}settled>"
+
+
+class StoreClient:
+    """A store, by means of a process of its own. Used in one running loop: `start` it, and `close` it."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        forms: Sequence[Sequence[SharedRegion]],
+        limits: StoreLimits | None = None,
+        *,
+        log_level: str = "info",
+        stderr: int | None = None,
+    ) -> None:
+        """`forms`: of each kind of object the regions of the host pool that its pages lie in; orders name them by position.
+
+        `stderr`: descriptor for the log of the process. Raises InvalidInputError for regions that cannot be objects.
+        """
+        self._limits = limits or StoreLimits()
+        self._places = [PagePlaces([shared.region for shared in form]) for form in forms]
+        self._process = StoreProcess(
+            StoreSetup(
+                settings=settings.model_dump_json(),
+                forms=tuple(tuple(form) for form in forms),
+                calls=self._limits.calls,
+            ),
+            start_s=self._limits.start_s,
+            on_report=self._on_report,
+            on_gone=self._on_gone,
+            log_level=log_level,
+            stderr=stderr,
+        )
+        self._under_way: dict[int, Operation] = {}
+        """All that is not settled, by number."""
+        self._number = 0
+        self._failed = FailedKeys(self._limits.remember_s)
+        self.breaker = Breaker(self._limits.failures)
+        self.counts: Counter[tuple[Verb, Outcome]] = Counter()
+        """Objects, by what was asked and how it ended."""
+
+    def start(self) -> None:
+        """Start the process. Until it is ready, the store is `unreachable`."""
+        self._process.start()
+
+    async def failed(self) -> None:
+        """Raise when the process is not looked after any more, by a defect. Not to be called before `start`."""
+        await self._process.failed()
+
+    async def close(self) -> None:
+        """Let what is under way end, then end the process. Afterwards everything is settled."""
+        waits = [operation.settled for operation in self._under_way.values()]
+        if waits:
+            await asyncio.wait(waits, timeout=self._limits.close_s)
+        await self._process.close(self._limits.close_s)
+
+    @property
+    def capabilities(self) -> Capabilities | None:
+        """What the store is; None while its process takes no orders."""
+        return self._process.capabilities
+
+    @property
+    def pid(self) -> int:
+        """The process, 0 while there is none."""
+        return self._process.pid
+
+    @property
+    def unsettled(self) -> list[Operation]:
+        """Operations whose pages may still be touched, answered or not."""
+        return list(self._under_way.values())
+
+    def put(self, form: int, keys: Keys, pages: PageIds, *, timeout_s: float) -> Operation:
+        """Begin to store whole pages that nobody writes: each `stored`, `full`, `timed_out` or `unreachable`.
+
+        `pages`: int32 of shape (keys, spaces of the form, in the order of their names); in use until the operation is settled. As
+        all verbs: at most `BATCH_LIMIT` objects, better `capabilities.batch`; raises InvalidInputError for what can never work.
+        """
+        return self._begin(Verb.PUT, form, keys, pages, timeout_s)
+
+    def get(self, form: int, keys: Keys, pages: PageIds, *, timeout_s: float) -> Operation:
+        """Begin to fill pages: each a `hit`, every byte compared, or a miss by its kind, and then undefined. Else as `put`."""
+        return self._begin(Verb.GET, form, keys, pages, timeout_s)
+
+    def has(self, form: int, keys: Keys, *, timeout_s: float) -> Operation:
+        """Begin to ask which objects are `present` or `absent`."""
+        return self._begin(Verb.HAS, form, keys, NO_PAGES, timeout_s)
+
+    def drop(self, form: int, keys: Keys, *, timeout_s: float) -> Operation:
+        """Begin to remove objects."""
+        return self._begin(Verb.DROP, form, keys, NO_PAGES, timeout_s)
+
+    # ------------------------------------------------------------------ inside
+
+    def _begin(self, verb: Verb, form: int, keys: Keys, pages: PageIds, timeout_s: float) -> Operation:
+        places = check_request(self._places, form, keys)
+        if verb in {Verb.PUT, Verb.GET}:
+            places.check(pages, len(keys))
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        operation = Operation(verb, [object_name(places.form, key) for key in keys.to_list()])
+        operation.asked = [
+            index
+            for index, name in enumerate(operation.names)
+            if verb is not Verb.GET or not self._failed.has(name, now_s)
+        ]
+        if not operation.asked:
+            self._end(operation, Answer.of_all(Outcome.ABSENT, len(keys), detail="it was missing a moment ago"))
+            self._settle(operation)
+            return operation
+        why_not = self._why_not(now_s)
+        if why_not:
+            self._end(operation, Answer.of_all(Outcome.UNREACHABLE, len(keys), detail=why_not))
+            self._settle(operation)
+            return operation
+        self._number += 1
+        self._under_way[self._number] = operation
+        operation.timer = loop.call_later(timeout_s, self._late, self._number, timeout_s)
+        self._process.send(
+            StoreOrder(
+                number=self._number,
+                verb=verb,
+                form=form,
+                keys=b"".join(keys[index] for index in operation.asked),
+                pages=pages[operation.asked].astype("<i4").tobytes() if pages.size else b"",
+                until_s=now_s + timeout_s,
+            )
+        )
+        return operation
+
+    def _why_not(self, now_s: float) -> str:
+        """Why the store is not asked now; empty when it is, and then its answer counts."""
+        if self._process.capabilities is None:
+            return self._process.why_not
+        return "" if self.breaker.admits(now_s) else "the store has failed too often, and is asked again after a pause"
+
+    def _on_report(self, report: StoreReport) -> None:
+        operation = self._under_way.get(report.number)
+        if operation is None or len(report.outcomes) != len(operation.asked):
+            self._process.kill(f"it answered order {report.number}, which it was not given so")
+            return
+        if not operation.judged:
+            outcomes = [Outcome.ABSENT] * len(operation.names)
+            for index, outcome in zip(operation.asked, report.outcomes, strict=True):
+                outcomes[index] = outcome
+            self._judge(operation, Answer(tuple(outcomes), report.settled, report.detail))
+        if report.settled:
+            del self._under_way[report.number]
+            self._settle(operation)
+        else:
+            self._process.kill(f"a {operation.verb} has ended in the store, but not for its pages: {report.detail}")
+
+    def _late(self, number: int, timeout_s: float) -> None:
+        operation = self._under_way[number]
+        detail = f"the store did not answer within {timeout_s:g} s"
+        self._judge(operation, Answer.of_all(Outcome.TIMED_OUT, len(operation.names), settled=False, detail=detail))
+        why = f"it did not end a {operation.verb} within {self._limits.settle_s:g} s of its deadline"
+        operation.timer = asyncio.get_running_loop().call_later(self._limits.settle_s, self._process.kill, why)
+
+    def _on_gone(self, reason: str) -> None:
+        """The process has ended: so have all reading and writing of pages."""
+        operations, self._under_way = list(self._under_way.values()), {}
+        for operation in operations:
+            if not operation.judged:
+                detail = f"the store process ended meanwhile: {reason}"
+                self._judge(operation, Answer.of_all(Outcome.UNREACHABLE, len(operation.names), detail=detail))
+            self._settle(operation)
+
+    def _judge(self, operation: Operation, answer: Answer) -> None:
+        """Give the answer of an order that the store was asked, and take note of what it says about the store."""
+        operation.judged = True
+        before = self.breaker.state
+        now_s = asyncio.get_running_loop().time()
+        if answer.failed:
+            self.breaker.failure(now_s)
+        else:
+            self.breaker.success()
+        if self.breaker.state is not before:
+            log.warning("store_breaker", state=self.breaker.state.value, before=before.value, reason=answer.detail)
+        by_remedy: dict[Remedy, list[str]] = {}
+        for name, outcome in zip(operation.names, answer.outcomes, strict=True):
+            by_remedy.setdefault(REMEDIES[outcome], []).append(name)
+        if operation.verb is Verb.GET:
+            self._failed.add(by_remedy.get(Remedy.COMPUTE, []) + by_remedy.get(Remedy.REPLACE, []), now_s)
+        elif operation.verb is Verb.PUT:
+            self._failed.forget(by_remedy.get(Remedy.NOTHING, []))
+        self._end(operation, answer)
+
+    def _end(self, operation: Operation, answer: Answer) -> None:
+        for outcome in answer.outcomes:
+            self.counts[operation.verb, outcome] += 1
+        if not operation.answer.done():
+            operation.answer.set_result(answer)
+
+    def _settle(self, operation: Operation) -> None:
+        if operation.timer is not None:
+            operation.timer.cancel()
+        if not operation.settled.done():
+            operation.settled.set_result(None)

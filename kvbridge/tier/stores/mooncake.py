@@ -1,0 +1,212 @@
+"""A store in a Mooncake Store: objects in the memory of other hosts, moved from and into ours without a copy in between.
+
+Owns: the library's client, and what its answers mean. Must not know: pages, headers, digests, processes.
+
+What the library does (0.3.13, measured, and read in its source), and what follows:
+
+- `setup` keeps the interpreter for up to 97 s while no master answers; it succeeds when one comes meanwhile. A get waits 4.4 s for
+  a master that is gone, and a transfer 60 s for an owner that is silent. So it is used in a process of its own (`client`).
+- A transfer that it has waited for in vain is not ended. So `transfer failed` is not settled, nor is what took longer than a call
+  can in which all transfers have ended. An object of another length fails the same way before anything is moved: it is asked for.
+- `put` of a name that is there answers success and keeps what is there, of whatever length. A name is given to the same bytes only,
+  so that is right; a bad object is removed by whoever reads it, `force`d, since reading has given it a lease.
+- Its answers may be fewer than the names (none at all before `setup`): then nothing is known.
+- Over TCP it does not ask whether memory is registered, over RDMA it does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from kvbridge.config.stores import MooncakeStoreSettings
+from kvbridge.config.transports import MooncakeProtocol
+from kvbridge.core.clock import monotonic
+from kvbridge.core.errors import NotReadyError, RegistrationError, TransportError
+from kvbridge.tier.stores.base import BROKEN, Answer, Capabilities, Outcome, StoredObject
+
+ADAPTERS = Path("/sys/class/infiniband")
+LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
+"""What C++ exceptions become in Python."""
+TRANSFER_WAIT_S = 50.0
+"""Less than the 60 s after which the library gives up on a transfer that is still under way."""
+
+NO_HANDLE = -200
+INVALID = -600
+MISSING = frozenset({-702, -703, -704, -710, -712})
+"""No replica that could be read, or no object."""
+LEASE_EXPIRED = -707
+CHECKSUM = -801
+TRANSFER_FAILED = -800
+RPC_FAILED = frozenset({-900, -901})
+
+READ_OUTCOMES = {
+    **dict.fromkeys(MISSING, Outcome.ABSENT),
+    INVALID: Outcome.SHORT,
+    LEASE_EXPIRED: Outcome.TIMED_OUT,  # moved, but so slowly that it may have been another object by then
+    CHECKSUM: Outcome.WRONG_DIGEST,
+    **dict.fromkeys(RPC_FAILED, Outcome.UNREACHABLE),  # the question where the object is, so nothing was moved
+}
+WRITE_OUTCOMES = {
+    0: Outcome.STORED,
+    NO_HANDLE: Outcome.FULL,
+    **dict.fromkeys(RPC_FAILED, Outcome.UNREACHABLE),  # before the transfers, or when they had ended
+}
+REMOVE_OUTCOMES = {
+    0: Outcome.DROPPED,
+    **dict.fromkeys(MISSING, Outcome.DROPPED),
+    **dict.fromkeys(RPC_FAILED, Outcome.UNREACHABLE),
+}
+PRESENCE = {1: Outcome.PRESENT, 0: Outcome.ABSENT}
+
+
+class Library(Protocol):
+    """The part of `mooncake.store.MooncakeDistributedStore` that is used. One answer for each name, in order."""
+
+    def setup(self, *words: Any) -> int:  # noqa: ANN401 - four texts and two numbers, in its own order
+        """0 when the master has answered."""
+
+    def register_buffer(self, address: int, length: int, /) -> int:
+        """0 when it was."""
+
+    def batch_put_from_multi_buffers(
+        self, names: list[str], addresses: list[list[int]], lengths: list[list[int]], config: object, /
+    ) -> list[int]:
+        """0, or a code."""
+
+    def batch_get_into_multi_buffers(
+        self, names: list[str], addresses: list[list[int]], lengths: list[list[int]], /
+    ) -> list[int]:
+        """Bytes, or a code."""
+
+    def batch_is_exist(self, names: list[str], /) -> list[int]:
+        """1, 0, or a code."""
+
+    def batch_remove(self, names: list[str], force: bool, /) -> list[int]:
+        """0, or a code."""
+
+    def get_size(self, name: str, /) -> int:
+        """Bytes, or a code."""
+
+    def close(self) -> int:
+        """0."""
+
+
+class MooncakeStore:
+    """See `base.ObjectStore`. Only the end of the process ends all that it has begun."""
+
+    capabilities = Capabilities(kind="mooncake", batch=16, across_hosts=True)
+
+    def __init__(self, settings: MooncakeStoreSettings) -> None:
+        """Connect to the master.
+
+        Raises TransportError without the library or an adapter, NotReadyError when no master answers (after 97 s).
+        """
+        if settings.protocol is MooncakeProtocol.RDMA and not any(ADAPTERS.glob("*")):
+            raise TransportError(
+                "this host has no RDMA adapter, and mooncake would use TCP without saying so; install the adapter's driver and "
+                "pass /dev/infiniband into the container, or set the store's protocol to tcp"
+            )
+        # The library reads it once a process.
+        os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
+        try:
+            from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: PLC0415 - costs a second
+        except ImportError as error:
+            raise TransportError(
+                f"the store of the mooncake library cannot be loaded ({error}); install kvbridge[cpu] on a host without CUDA, "
+                "kvbridge[cuda] on one with it, and the system package libibverbs1"
+            ) from error
+        self._library = cast("Library", MooncakeDistributedStore())
+        self._config = ReplicateConfig()
+        self._config.replica_num = settings.replicas
+        code = self._library.setup(
+            settings.host, "P2PHANDSHAKE", 0, 0, settings.protocol.value, settings.device_name, settings.master
+        )
+        if code != 0:
+            raise NotReadyError(
+                f"no Mooncake master answers at {settings.master} (setup answered {code}); start it, or check the name"
+            )
+
+    def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
+        """See `ObjectStore.use_memory`."""
+        for address, length in regions:
+            code = self._library.register_buffer(address, length)
+            if code != 0:
+                raise RegistrationError(
+                    f"mooncake cannot register {length} bytes of host memory at {address:#x} (it answered {code}); check the "
+                    "limits on locked memory, and the adapter"
+                )
+
+    def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
+        """See `ObjectStore.write`. Does not keep the deadline."""
+        del until_s
+        names, addresses, lengths = _apart(objects)
+        return _ask(
+            WRITE_OUTCOMES,
+            len(names),
+            lambda: self._library.batch_put_from_multi_buffers(names, addresses, lengths, self._config),
+        )
+
+    def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
+        """See `ObjectStore.read`. Does not keep the deadline."""
+        del until_s
+        names, addresses, lengths = _apart(objects)
+
+        def get() -> list[int]:
+            codes = self._library.batch_get_into_multi_buffers(names, addresses, lengths)
+            if len(codes) != len(objects):
+                return codes
+            return [self._read_code(each, code) for each, code in zip(objects, codes, strict=True)]
+
+        return _ask(READ_OUTCOMES | {1: Outcome.HIT}, len(names), get)
+
+    def present(self, names: Sequence[str], until_s: float) -> Answer:
+        """See `ObjectStore.present`. Does not keep the deadline."""
+        del until_s
+        answer = _ask(READ_OUTCOMES | PRESENCE, len(names), lambda: self._library.batch_is_exist(list(names)))
+        return replace(answer, settled=True)  # it moves nothing
+
+    def remove(self, names: Sequence[str], until_s: float) -> Answer:
+        """See `ObjectStore.remove`. Does not keep the deadline."""
+        del until_s
+        answer = _ask(REMOVE_OUTCOMES, len(names), lambda: self._library.batch_remove(list(names), True))
+        return replace(answer, settled=True)
+
+    def close(self) -> None:
+        """See `ObjectStore.close`. What has not ended may go on, until the end of the process."""
+        self._library.close()
+
+    def _read_code(self, each: StoredObject, code: int) -> int:
+        """Return 1 for a whole object, INVALID for one of another length, else the library's code."""
+        if code >= 0:
+            return 1 if code == each.length_bytes else INVALID
+        if code == TRANSFER_FAILED and 0 <= self._library.get_size(each.name) != each.length_bytes:
+            return INVALID
+        return code
+
+
+def _apart(objects: Sequence[StoredObject]) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    return (
+        [each.name for each in objects],
+        [each.pieces[:, 0].tolist() for each in objects],
+        [each.pieces[:, 1].tolist() for each in objects],
+    )
+
+
+def _ask(meanings: dict[int, Outcome], count: int, call: Callable[[], list[int]]) -> Answer:
+    """Call the library and say what its codes mean. What they do not say is not settled."""
+    begun_s = monotonic()
+    try:
+        codes = call()
+    except LIBRARY_ERRORS as error:
+        return Answer.of_all(Outcome.UNREACHABLE, count, settled=False, detail=f"mooncake failed: {error}")
+    if len(codes) != count:
+        detail = f"mooncake gave {len(codes)} answers for {count} objects"
+        return Answer.of_all(Outcome.UNREACHABLE, count, settled=False, detail=detail)
+    odd = sorted({code for code in codes if meanings.get(code, Outcome.UNREACHABLE) in BROKEN})
+    settled = meanings.keys() >= set(codes) and monotonic() - begun_s < TRANSFER_WAIT_S
+    detail = f"mooncake answered {', '.join(map(str, odd))}" if odd else ""
+    return Answer(tuple(meanings.get(code, Outcome.UNREACHABLE) for code in codes), settled, detail)

@@ -1,0 +1,171 @@
+"""Objects of stores: a header says what it was made to say or is a miss, a form names its bytes, parts lie where regions say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.tier.stores.objects import (
+    HeaderFault,
+    ObjectForm,
+    Part,
+    encode_header,
+    is_object_name,
+    object_name,
+    read_header,
+)
+from kvbridge.tier.stores.places import PagePlaces
+from tests.helpers.examples import fewer
+
+KINDS = st.sampled_from(ComponentKind)
+SPACES = (IndexSpace.FULL, IndexSpace.HOST)
+keys = st.binary(min_size=16, max_size=16)
+
+
+@st.composite
+def region_sets(draw: st.DrawFn) -> list[Region]:
+    """Regions of distinct components and layers, in any order, of one or two spaces, in one or several extents."""
+    places = draw(st.lists(st.tuples(KINDS, st.integers(0, 40)), min_size=1, max_size=6, unique=True))
+    found = []
+    for kind, layer in places:
+        page_bytes = draw(st.integers(1, 5_000))
+        per_extent = draw(st.integers(1, 5))
+        page_count = draw(st.integers(1, 12))
+        extents = -(-page_count // per_extent)
+        lane = draw(st.integers(0, 3))
+        found.append(
+            Region(
+                component=kind,
+                layer=layer,
+                space=draw(st.sampled_from(SPACES)),
+                memory=MemoryKind.DRAM,
+                extent_addresses=tuple(draw(st.lists(st.integers(0, 2**46), min_size=extents, max_size=extents))),
+                pages_per_extent=per_extent,
+                page_count=page_count,
+                page_bytes=page_bytes,
+                page_stride_bytes=page_bytes + draw(st.integers(0, 900)),
+                lane_start=lane,
+                lane_stop=lane + draw(st.integers(1, 2)),
+            )
+        )
+    return found
+
+
+forms = region_sets().map(ObjectForm.of_regions)
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> tuple[ObjectForm, bytes, np.ndarray, bytes]:
+    form, key = draw(forms), draw(keys)
+    values = draw(st.lists(st.integers(0, 2**32 - 1), min_size=len(form.parts), max_size=len(form.parts)))
+    digests = np.array(values, dtype=np.uint32)
+    return form, key, digests, encode_header(form, key, digests)
+
+
+@given(made=headers())
+def test_a_header_says_what_it_was_made_to_say(made):
+    form, key, digests, header = made
+    assert len(header) == form.header_bytes
+    assert form.object_bytes == form.header_bytes + sum(part.page_bytes for part in form.parts)
+    found = read_header(form, key, header)
+    assert not isinstance(found, HeaderFault)
+    assert np.array_equal(found, digests)
+
+
+@fewer(3)
+@given(made=headers(), data=st.data())
+def test_a_header_that_has_changed_is_a_miss(made, data: st.DataObject):
+    form, key, _, header = made
+    changed = bytearray(header)
+    for place in data.draw(st.lists(st.integers(0, len(header) - 1), min_size=1, max_size=4, unique=True)):
+        changed[place] ^= data.draw(st.integers(1, 255))
+    assert isinstance(read_header(form, key, bytes(changed)), HeaderFault)
+    cut = data.draw(st.integers(0, len(header) - 1))
+    assert isinstance(read_header(form, key, header[:cut]), HeaderFault)
+    assert isinstance(read_header(form, key, header + data.draw(st.binary(min_size=1, max_size=9))), HeaderFault)
+
+
+@fewer(3)
+@given(made=headers(), other_form=forms, other_key=keys)
+def test_a_header_of_something_else_is_a_miss(made, other_form: ObjectForm, other_key: bytes):
+    form, key, _, header = made
+    if other_key != key:
+        assert read_header(form, other_key, header) is HeaderFault.OTHER_KEY
+        assert object_name(form, key) != object_name(form, other_key)
+    if other_form != form:
+        assert isinstance(read_header(other_form, key, header), HeaderFault)
+        assert object_name(form, key) != object_name(other_form, key)
+
+
+@fewer(3)
+@given(regions=region_sets(), data=st.data())
+def test_a_form_is_the_same_in_any_order_and_another_for_any_other_fact(regions: list[Region], data: st.DataObject):
+    form = ObjectForm.of_regions(regions)
+    assert ObjectForm.of_regions(data.draw(st.permutations(regions))) == form
+    assert is_object_name(object_name(form, bytes(16)))
+    index = data.draw(st.integers(0, len(form.parts) - 1))
+    part = form.parts[index]
+    change = data.draw(
+        st.sampled_from([{"layer": 99}, {"lane_stop": part.lane_stop + 1}, {"page_bytes": part.page_bytes + 1}])
+    )
+    parts = list(form.parts)
+    parts[index] = Part(**(part.model_dump() | change))
+    assert ObjectForm(parts=tuple(parts)).name != form.name
+    shorter = ObjectForm(parts=form.parts[1:])
+    assert shorter.name != form.name
+
+
+@fewer(3)
+@given(regions=region_sets(), data=st.data())
+def test_parts_lie_where_their_regions_say(regions: list[Region], data: st.DataObject):
+    places = PagePlaces(regions)
+    counts = {space: min(one.page_count for one in regions if one.space is space) for space in places.spaces}
+    page = {space: data.draw(st.integers(0, counts[space] - 1)) for space in places.spaces}
+    row = np.array([page[space] for space in places.spaces], dtype=np.int32)
+    places.check(row.reshape(1, -1), 1)
+    expected = {}
+    for one in regions:
+        extent, index = divmod(page[one.space], one.pages_per_extent)
+        expected[one.component, one.layer] = one.extent_addresses[extent] + index * one.page_stride_bytes
+    assert places.addresses(row).tolist() == [expected[part.component, part.layer] for part in places.form.parts]
+    column = data.draw(st.integers(0, len(places.spaces) - 1))
+    row[column] = data.draw(st.sampled_from([-1, counts[places.spaces[column]], 2**31 - 1]))
+    with pytest.raises(PageOutOfBoundsError):
+        places.check(row.reshape(1, -1), 1)
+
+
+def test_what_cannot_be_an_object_is_refused():
+    region = Region(
+        component=ComponentKind.C4_KV,
+        layer=1,
+        space=IndexSpace.HOST,
+        memory=MemoryKind.DRAM,
+        extent_addresses=(4096,),
+        pages_per_extent=1,
+        page_count=1,
+        page_bytes=10,
+        page_stride_bytes=10,
+    )
+    with pytest.raises(InvalidInputError, match="once"):
+        ObjectForm.of_regions([region, region])
+    with pytest.raises(InvalidInputError, match="parts"):
+        ObjectForm.of_regions([])
+    with pytest.raises(InvalidInputError, match="at most"):
+        ObjectForm.of_regions([region.model_copy(update={"page_bytes": 2**32})])
+    with pytest.raises(UnsupportedError, match="host memory"):
+        PagePlaces([region.model_copy(update={"memory": MemoryKind.VRAM})])
+    with pytest.raises(InvalidInputError, match="16 bytes"):
+        object_name(ObjectForm.of_regions([region]), b"short")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "usage", "0" * 65, f"{0:032X}-{10:032X}", f"{0:032x}-{0:032x}.1", f"{0:032x}-{0:032x}\n"]
+)
+def test_what_is_no_name_of_an_object(name: str):
+    assert not is_object_name(name)

@@ -1,0 +1,237 @@
+"""A node's end of a store without the store: what orders say, and what each report, silence and end of the process leads to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbridge.config.stores import FileStoreSettings
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
+from kvbridge.tier.stores.base import Capabilities, Outcome, Verb
+from kvbridge.tier.stores.breaker import BreakerState
+from kvbridge.tier.stores.client import StoreClient, StoreLimits
+from kvbridge.tier.stores.messages import StoreOrder, StoreReport
+from tests.helpers.stored_pages import ids, new_keys
+
+HIT, STORED, ABSENT, BAD = Outcome.HIT, Outcome.STORED, Outcome.ABSENT, Outcome.WRONG_DIGEST
+TIMEOUT_S = 60.0
+"""Longer than any of these tests takes: silence is said by `late`."""
+
+
+class FakeProcess:
+    """Takes orders, and does nothing."""
+
+    capabilities: Capabilities | None = Capabilities(kind="fake", batch=1, across_hosts=False)
+    why_not = "there is none"
+
+    def __init__(self) -> None:
+        self.orders: list[StoreOrder] = []
+        self.killed: list[str] = []
+
+    def send(self, order: StoreOrder) -> None:
+        self.orders.append(order)
+
+    def kill(self, why: str) -> None:
+        self.killed.append(why)
+
+
+class Case:
+    """A client with its fake process."""
+
+    def __init__(self, **limits: float) -> None:
+        region = Region(
+            component=ComponentKind.C4_KV,
+            layer=1,
+            space=IndexSpace.HOST,
+            memory=MemoryKind.DRAM,
+            extent_addresses=(0,),
+            pages_per_extent=8,
+            page_count=8,
+            page_bytes=10,
+            page_stride_bytes=10,
+        )
+        shared = SharedRegion(region=region, origins=(FileOrigin(path="/dev/shm/none"),))
+        settings = FileStoreSettings(directory=Path("/none"), max_bytes=1)
+        self.client = StoreClient(settings, [[shared]], StoreLimits(failures=1, settle_s=TIMEOUT_S, **limits))
+        self.process = self.client._process = FakeProcess()
+
+    def get(self, keys=None, *pages: int):
+        keys = keys or new_keys(1)
+        return self.client.get(0, keys, ids(*(pages or range(len(keys)))), timeout_s=TIMEOUT_S)
+
+    def put(self, keys):
+        return self.client.put(0, keys, ids(*range(len(keys))), timeout_s=TIMEOUT_S)
+
+    def report(self, *outcomes: Outcome, settled: bool = True, number: int = 0) -> None:
+        number = number or self.process.orders[-1].number
+        self.client._on_report(StoreReport(number=number, outcomes=outcomes, settled=settled, detail="said so"))
+
+    def late(self) -> None:
+        self.client._late(self.process.orders[-1].number, 0.5)
+
+    @property
+    def state(self) -> BreakerState:
+        return self.client.breaker.state
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def in_loop(test):
+    """Run a test, which never waits, in a running loop."""
+
+    def run(loop: asyncio.AbstractEventLoop) -> None:
+        async def call() -> None:
+            test()
+
+        loop.run_until_complete(call())
+
+    run.__name__ = test.__name__
+    return run
+
+
+def outcomes(operation) -> list[str]:
+    return [outcome.value for outcome in operation.answer.result().outcomes]
+
+
+@in_loop
+def test_an_order_says_what_to_do_and_until_when():
+    case = Case()
+    keys = new_keys(3)
+    operation = case.get(keys, 5, 0, 7)
+    [order] = case.process.orders
+    assert (order.verb, order.form, order.keys) == (Verb.GET, 0, keys.data)
+    assert np.frombuffer(order.pages, "<i4").tolist() == [5, 0, 7]
+    assert abs(order.until_s - asyncio.get_running_loop().time() - TIMEOUT_S) < 5
+    assert not operation.answer.done()
+    case.report(HIT, ABSENT, BAD)
+    assert outcomes(operation) == ["hit", "absent", "wrong_digest"]
+    assert operation.settled.done()
+    assert case.client.counts == {(Verb.GET, HIT): 1, (Verb.GET, ABSENT): 1, (Verb.GET, BAD): 1}
+    assert case.state is BreakerState.CLOSED, "a miss is an answer"
+
+
+@in_loop
+def test_what_was_missing_or_bad_is_left_out_of_the_next_order_until_it_is_stored():
+    case = Case()
+    keys = new_keys(3)
+    case.get(keys)
+    case.report(HIT, ABSENT, BAD)
+    again = case.get(keys, 3, 4, 5)
+    assert case.process.orders[-1].keys == keys[:1].data
+    assert np.frombuffer(case.process.orders[-1].pages, "<i4").tolist() == [3]
+    case.report(HIT)
+    assert outcomes(again) == ["hit", "absent", "absent"]
+    stored = case.put(keys[1:2])
+    case.report(STORED)
+    assert outcomes(stored) == ["stored"]
+    case.get(keys)
+    assert case.process.orders[-1].keys == keys[:2].data
+
+
+@in_loop
+def test_silence_is_answered_and_the_pages_wait_for_a_late_report():
+    case = Case()
+    operation = case.get()
+    case.late()
+    assert outcomes(operation) == ["timed_out"]
+    assert not operation.answer.result().settled
+    assert case.client.unsettled == [operation]
+    assert case.state is BreakerState.OPEN
+    case.report(HIT)
+    assert operation.settled.done()
+    assert case.client.unsettled == []
+    assert outcomes(operation) == ["timed_out"]
+    assert case.client.counts == {(Verb.GET, Outcome.TIMED_OUT): 1}
+    assert case.process.killed == []
+    assert case.state is BreakerState.OPEN, "a late answer proves nothing about now"
+
+
+@in_loop
+def test_what_the_store_has_not_let_go_of_is_settled_by_the_end_of_its_process_only():
+    case = Case()
+    first, second = case.put(new_keys(1)), case.get()
+    case.report(Outcome.UNREACHABLE, settled=False, number=1)
+    assert outcomes(first) == ["unreachable"]
+    assert not first.settled.done()
+    assert len(case.process.killed) == 1
+    assert "said so" in case.process.killed[0]
+    case.client._on_gone("killed by SIGKILL")
+    assert first.settled.done()
+    assert second.settled.done()
+    assert outcomes(second) == ["unreachable"]
+    assert second.answer.result().settled
+    assert case.client.unsettled == []
+
+
+@in_loop
+def test_a_report_that_no_order_explains_ends_the_process():
+    case = Case()
+    operation = case.get()
+    case.report(HIT, HIT)
+    case.report(HIT, number=99)
+    assert len(case.process.killed) == 2
+    assert not operation.answer.done()
+
+
+@in_loop
+def test_an_answer_that_nobody_waits_for_any_more_counts_all_the_same():
+    case = Case()
+    operation = case.get()
+    operation.answer.cancel()
+    case.late()
+    assert case.state is BreakerState.OPEN
+    case.client.breaker._until_s = 0.0
+    trial = case.get()
+    assert case.state is BreakerState.HALF_OPEN
+    trial.answer.cancel()
+    case.report(HIT)
+    assert case.state is BreakerState.CLOSED
+    assert trial.settled.done()
+
+
+@in_loop
+def test_while_the_breaker_is_open_or_there_is_no_process_nothing_is_sent():
+    case = Case()
+    case.get()
+    case.late()
+    closed = case.get()
+    assert outcomes(closed) == ["unreachable"]
+    assert closed.settled.done()
+    assert "too often" in closed.answer.result().detail
+    case.client.breaker._until_s = 0.0
+    case.process.capabilities = None
+    assert "there is none" in case.get().answer.result().detail
+    assert len(case.process.orders) == 1
+    assert case.state is BreakerState.OPEN, "nobody was asked, so nobody has failed"
+
+
+@in_loop
+def test_a_full_store_is_asked_on():
+    case = Case()
+    case.put(new_keys(2))
+    case.report(Outcome.FULL, STORED)
+    assert case.state is BreakerState.CLOSED
+
+
+@in_loop
+def test_what_can_never_work_is_no_order():
+    case = Case()
+    with pytest.raises(InvalidInputError):
+        case.get(new_keys(1), 8)
+    with pytest.raises(InvalidInputError):
+        case.client.has(1, new_keys(1), timeout_s=1.0)
+    assert case.process.orders == []
+    assert case.client.unsettled == []
